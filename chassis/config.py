@@ -1,0 +1,121 @@
+"""Configuration: one TOML file per process, decoded into typed structs, overridden by the environment.
+
+An unknown key, a wrong type or a value out of range is a `Fatal` with exit code 78 that names the key's path.
+A config type is a `msgspec.Struct` with `forbid_unknown_fields`, whose fields are scalars, lists, paths or such
+structs, each described by `msgspec.Meta(description=…)`. A secret inside a value is marked with `SECRET`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from chassis.exits import Exit, Fatal
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+SECRET: Final = msgspec.Meta(extra={"secret": True})
+MASK: Final = "********"
+
+
+class Setting(NamedTuple):
+    """One leaf of a config type: its path, its bare type, its annotations and its default."""
+
+    path: tuple[str, ...]
+    type: Any
+    meta: tuple[msgspec.Meta, ...]
+    default: Any
+
+    @property
+    def description(self) -> str:
+        """What the setting does, as the type says it."""
+        return next((meta.description for meta in self.meta if meta.description), "")
+
+    @property
+    def secret(self) -> bool:
+        """Whether the value may never be shown."""
+        return any((meta.extra or {}).get("secret") for meta in self.meta)
+
+    def variable(self, prefix: str) -> str:
+        """Name the environment variable that overrides the setting."""
+        return prefix + "_".join(self.path).upper()
+
+
+def load(config: type[C], file: Path | None, *, prefix: str, environ: Mapping[str, str] = os.environ) -> C:
+    """Decode `file` (or nothing) and the variables `<prefix><PATH>` into `config`.
+
+    A list is given in the environment as comma-separated words. Raises `Fatal` (78) with the path of what is wrong.
+    """
+    tree = _read(file) if file is not None else {}
+    for setting in settings(config):
+        if (text := environ.get(setting.variable(prefix))) is not None:
+            _set(tree, setting, text)
+    try:
+        return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {_sentence(error)}") from error
+
+
+def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """Walk every leaf of a config type, in the order it is written."""
+    hints = get_type_hints(config, include_extras=True)
+    for field in msgspec.structs.fields(config):
+        bare, meta = _split(hints[field.name])
+        if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
+            yield from settings(bare, (*path, field.name))
+        else:
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            yield Setting((*path, field.name), bare, meta, default)
+
+
+def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
+    """Yield each setting with its value, secrets masked: what `daemon check` prints."""
+    for setting in settings(type(config)):
+        value: Any = config
+        for name in setting.path:
+            value = getattr(value, name)
+        yield setting, MASK if setting.secret and value else value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise Fatal(Exit.CONFIG, f"cannot read the config {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Fatal(Exit.CONFIG, f"{file} is not TOML: {error}") from error
+
+
+def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:
+    *tables, key = setting.path
+    for table in tables:
+        branch = tree.setdefault(table, {})
+        if not isinstance(branch, dict):
+            return  # the file holds a value where a table belongs; decoding says so
+        tree = branch
+    is_list = get_origin(setting.type) is list
+    tree[key] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
+
+
+def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:
+    if get_origin(annotation) is Annotated:
+        bare, *extras = get_args(annotation)
+        return bare, tuple(extra for extra in extras if isinstance(extra, msgspec.Meta))
+    return annotation, ()
+
+
+def _decode(wanted: type, value: Any) -> Any:
+    if wanted is Path and isinstance(value, str):
+        return Path(os.path.expandvars(value)).expanduser()
+    raise NotImplementedError(f"expected {wanted.__name__}, got {type(value).__name__}")
+
+
+def _sentence(error: msgspec.ValidationError) -> str:
+    sentence, _, path = str(error).partition(" - at `$")
+    where = path.rstrip("`").lstrip(".")
+    return f"{where}: {sentence}" if where else sentence

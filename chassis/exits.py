@@ -1,0 +1,26 @@
+"""Exit codes, the same for every program of Postroom (spec operate.md, "CLI"; the numbers from sysexits.h up)."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Why a process ended."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    CONFLICT = 4
+    UNAVAILABLE = 69
+    IO_ERROR = 74
+    TRY_AGAIN = 75
+    NOT_PERMITTED = 77
+    CONFIG = 78
+
+
+class Fatal(Exception):
+    """Ends the process with `exit_code` and one sentence that says what happened and what to do."""
+
+    def __init__(self, exit_code: Exit, sentence: str) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code

@@ -1,0 +1,44 @@
+"""Logs: one JSON line an event on standard error, as journald likes it; tokens and bodies never.
+
+Events are snake_case words; what happened to which message goes into fields (`client_message_id`, `row_id`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Final
+
+import msgspec
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+_FORBIDDEN: Final = frozenset({"authorization", "body", "body_base64", "payload", "secret", "token"})
+
+
+def configure(level: str = "info") -> None:
+    """Send structlog and the standard library's logging to standard error as JSON lines."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, format="%(name)s: %(message)s")
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            drop_secrets,
+            structlog.processors.JSONRenderer(serializer=_dump),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def drop_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Remove every field that could hold a token or a body, whoever logged it."""
+    return {key: value for key, value in event.items() if key not in _FORBIDDEN}
+
+
+def _dump(event: Any, **_: Any) -> str:
+    return msgspec.json.encode(event, enc_hook=str).decode()

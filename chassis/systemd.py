@@ -1,0 +1,39 @@
+"""The two systemd protocols a service needs: sd_notify(3) and socket activation, sd_listen_fds(3)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Final
+
+_FIRST_FD: Final = 3  # SD_LISTEN_FDS_START
+
+
+def notify(message: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Send `READY=1`, `STATUS=…`, `WATCHDOG=1` or `STOPPING=1`; False where no service manager listens."""
+    address = environ.get("NOTIFY_SOCKET")
+    if not address:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.sendall(message.encode())
+    return True
+
+
+def watchdog_seconds(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return how often the service manager wants to hear `WATCHDOG=1`, or None where it does not."""
+    usec = environ.get("WATCHDOG_USEC")
+    return None if usec is None or _is_foreign("WATCHDOG_PID", environ) else int(usec) / 1e6
+
+
+def listen_sockets(environ: Mapping[str, str] = os.environ) -> list[socket.socket]:
+    """Return the sockets that the service manager opened for this process, in order; usually none."""
+    count = environ.get("LISTEN_FDS")
+    if count is None or _is_foreign("LISTEN_PID", environ):
+        return []
+    return [socket.socket(fileno=fd) for fd in range(_FIRST_FD, _FIRST_FD + int(count))]
+
+
+def _is_foreign(variable: str, environ: Mapping[str, str]) -> bool:
+    return environ.get(variable, str(os.getpid())) != str(os.getpid())

@@ -1,0 +1,1 @@
+"""`postroom …`: the command line, one file per noun."""

@@ -1,0 +1,1 @@
+"""The socket: listener, peer credentials, limits, the route table, problem answers."""

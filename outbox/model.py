@@ -1,0 +1,131 @@
+"""The outbox's words: what goes in and out of its operations, and the one table of its state machine.
+
+The states are the seed's five (daemon-spec-v9 §4.5.2). `held` and `not_before` are columns beside them.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+import msgspec
+from postroom.sends import RowStatus
+
+
+class Caller(NamedTuple):
+    """Who handed a message in or used a verb: the socket peer's uid and gid, and the user's name where it has one."""
+
+    uid: int
+    gid: int
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"uid {self.uid}" + (f" ({self.name})" if self.name else "")
+
+
+class AcceptedRow(NamedTuple):
+    """What the row under a send's id is, after the transaction that looked (and inserted it, where `inserted`).
+
+    `fingerprint` is the row's frozen one: equal to the request's for a match (seed §4.5.1).
+    """
+
+    inserted: bool
+    row_id: str
+    status: RowStatus
+    fingerprint: bytes
+    destination: str
+    enqueued_at: int  # ms since the epoch
+    submitted_uid: int
+    broker_message_id: str | None = None
+    history_id: int | None = None
+    last_error: str | None = None
+
+
+class ClaimedRow(NamedTuple):
+    """A row that the relay holds: `inflight` until it is settled, or until the next start."""
+
+    row_id: str
+    client_message_id: str
+    fingerprint: bytes
+    payload: bytes  # an encoded `postroom.message.Envelope`
+    destination: str
+    attempts: int  # before this one
+    enqueued_at: int  # ms since the epoch
+
+
+class Verdict(StrEnum):
+    """How a settlement ends an `inflight` row."""
+
+    DONE = "done"
+    DEAD = "dead"
+    RETRY = "pending"
+
+
+class Settlement(NamedTuple):
+    """What the relay makes of one claimed row; it only touches a row that is still `inflight`.
+
+    `RETRY` sets `next_attempt_at` (ms since the epoch) and, where `burns_attempt`, counts the attempt.
+    """
+
+    row_id: str
+    verdict: Verdict
+    broker_message_id: str | None = None
+    history_id: int | None = None
+    last_error: str | None = None
+    next_attempt_at: int | None = None
+    burns_attempt: bool = True
+
+
+class RowFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which rows a list or a bulk verb means; every field that is set must hold."""
+
+    status: RowStatus | None = None
+    destination: str | None = None
+    code: str | None = None  # the problem code in `last_error`
+    older_than_seconds: float | None = None  # since enqueued_at
+    held: bool | None = None
+    ids: list[str] | None = None
+
+
+class OutboxCounts(NamedTuple):
+    """Kept counters, never a scan: rows by status, bytes of payload kept, and the oldest pending row."""
+
+    rows: dict[RowStatus, int]
+    payload_bytes: int
+    file_bytes: int
+    wal_bytes: int
+    oldest_pending_at: int | None  # ms since the epoch
+
+
+class Cause(StrEnum):
+    """What may move a row from one state to another."""
+
+    CLAIM = "claim"
+    SETTLE = "settle"
+    RECOVER = "recover"  # start after a crash: inflight → pending
+    EXPIRE = "expire"  # older than max_age: pending → dead
+    REQUEUE = "requeue"
+    ABORT = "abort"
+
+
+TRANSITIONS: Final[frozenset[tuple[RowStatus, RowStatus, Cause]]] = frozenset(
+    {
+        ("pending", "inflight", Cause.CLAIM),
+        ("inflight", "done", Cause.SETTLE),
+        ("inflight", "dead", Cause.SETTLE),
+        ("inflight", "pending", Cause.SETTLE),
+        ("inflight", "pending", Cause.RECOVER),
+        ("pending", "dead", Cause.EXPIRE),
+        ("pending", "aborted", Cause.REQUEUE),
+        ("dead", "aborted", Cause.REQUEUE),
+        ("pending", "aborted", Cause.ABORT),
+        ("dead", "aborted", Cause.ABORT),
+    }
+)
+"""Every move that exists; a test tries all the others. The database enforces the same set by a trigger."""
+
+
+def to_datetime(ms: int | None) -> datetime | None:
+    """Turn milliseconds since the epoch into UTC."""
+    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)

@@ -1,0 +1,90 @@
+"""What a daemon and a broker say to each other: `POST /v1/accept` and `GET /v1/features` (spec accept.md)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from postroom.errors import Problem
+from postroom.message import Envelope
+
+MAX_BATCH = 1000  # messages in one accept request
+
+
+class AcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One message of a batch: its id, the fingerprint frozen by the daemon (64 hex digits), and the message."""
+
+    client_message_id: str
+    request_fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    message: Envelope
+
+
+class RawAcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An `AcceptItem` whose message is spliced in as it lies in the outbox, never decoded on the way out."""
+
+    client_message_id: str
+    request_fingerprint: str
+    message: msgspec.Raw
+
+
+class AcceptRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/accept`; each of `messages` is an `AcceptItem`, decoded one by one by the broker."""
+
+    messages: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
+
+
+class AcceptAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The broker's answer for one message, in the order of the request.
+
+    `status` 201 (new) and 200 (duplicate) carry the ids; anything else carries `problem`.
+    """
+
+    status: int
+    client_message_id: str
+    broker_message_id: str | None = None
+    history_id: int | None = None
+    duplicate: bool | None = None
+    history_available: bool | None = None
+    first_seen_at: str | None = None  # RFC 3339
+    problem: Problem | None = None
+
+
+class AcceptResponse(msgspec.Struct, kw_only=True):
+    """The body of a 200 to `POST /v1/accept`: one answer per message."""
+
+    answers: list[AcceptAnswer]
+
+
+class DedupeFeature(msgspec.Struct, kw_only=True):
+    """`client_message_id_dedupe`: how long, and how exactly, the broker recognises an id."""
+
+    version: int
+    mode: Literal["retention_scoped", "permanent"]
+    request_fingerprint: bool
+    dedupe_retention_days: int | None = None  # at least 7; absent when permanent
+
+
+class PayloadFeature(msgspec.Struct, kw_only=True):
+    """`max_payload`: the largest body that the broker takes inline, in bytes."""
+
+    inline_bytes: int
+
+
+class RateLimitFeature(msgspec.Struct, kw_only=True):
+    """`rate_limit`: messages per window, and the window's length in seconds."""
+
+    per_mesh: int
+    per_member: int
+    window_seconds: int
+
+
+class Features(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/features`; `mesh` and `member` are whom the token speaks for."""
+
+    mesh: str
+    member: str
+    max_batch: int
+    client_message_id_dedupe: DedupeFeature | None = None
+    max_payload: PayloadFeature | None = None
+    rate_limit: RateLimitFeature | None = None

@@ -1,0 +1,116 @@
+"""What goes wrong, as one shape for machines and people: an RFC 9457 problem with a stable `code`.
+
+A server raises `PostroomError` and answers with its `problem`; a client reads the problem and raises the same class
+again, narrowed by what the caller can do about it.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Final, Self
+
+import msgspec
+
+PROBLEM_JSON: Final = "application/problem+json"
+
+
+class Problem(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An `application/problem+json` body (RFC 9457; members: spec send.md, "Errors").
+
+    `code` is a stable snake_case word to switch on; `detail` says what happened, to what, and what to do.
+    `retryable` says whether the same request can succeed later. The rest is set where it applies.
+    """
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    retryable: bool
+    field: str | None = None
+    retry_after: float | None = None  # seconds
+    # a 409 of the daemon (seed §4.5.1) or of the broker
+    conflict: str | None = None
+    request_fingerprint: str | None = None  # first 8 bytes, hex
+    broker_fingerprint_prefix: str | None = None  # first 8 bytes, hex
+    reason: str | None = None
+    broker_message_id: str | None = None
+    since: str | None = None  # RFC 3339
+    destination: str | None = None
+
+
+class PostroomError(Exception):
+    """The base of every error of Postroom; carries the problem it was answered with, or will be."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.detail)
+        self.problem = problem
+
+    @property
+    def code(self) -> str:
+        """The stable word to switch on."""
+        return self.problem.code
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request can succeed later."""
+        return self.problem.retryable
+
+    @classmethod
+    def of(cls, status: int, code: str, detail: str, *, retryable: bool = False, **members: Any) -> Self:
+        """Build the error for `status` with the extension `members` of `Problem`."""
+        return cls(
+            Problem(
+                type=f"urn:postroom:problem:{code}",
+                title=HTTPStatus(status).phrase,
+                status=status,
+                detail=detail,
+                code=code,
+                retryable=retryable,
+                **members,
+            )
+        )
+
+
+class InvalidMessage(PostroomError):
+    """The message itself is wrong (400, 413, 415, 422): nothing was written, and trying again changes nothing."""
+
+
+class NotPermitted(PostroomError):
+    """The caller may not do this (401, 403)."""
+
+
+class NotFound(PostroomError):
+    """There is no such row, message, member, topic or mesh (404)."""
+
+
+class Conflict(PostroomError):
+    """The id is taken, or the row's state forbids it (409)."""
+
+
+class TryAgain(PostroomError):
+    """Not now (429, 503, 507): the same request, with the same id, may succeed later."""
+
+
+class Unavailable(PostroomError):
+    """Nobody answered, or the answer made no sense; whether the request took effect is not known."""
+
+
+_BY_STATUS: Final[dict[int, type[PostroomError]]] = {
+    400: InvalidMessage,
+    401: NotPermitted,
+    403: NotPermitted,
+    404: NotFound,
+    409: Conflict,
+    413: InvalidMessage,
+    415: InvalidMessage,
+    422: InvalidMessage,
+    429: TryAgain,
+    503: TryAgain,
+    507: TryAgain,
+}
+
+
+def error_for(problem: Problem) -> PostroomError:
+    """Choose the class that tells a caller of the client what can be done about `problem`."""
+    return _BY_STATUS.get(problem.status, PostroomError)(problem)

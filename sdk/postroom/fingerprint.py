@@ -1,0 +1,68 @@
+"""The fingerprint that binds an id to its content (spec send.md, "Fingerprint").
+
+    sha256( envelope_version 00 destination_kind 00 destination_ref 00 reply_to or "" 00
+            priority 00 meta_canonical_json 00 body_hash )
+
+Computed once when an outbox row is written, computed anew by the broker, and compared by nobody else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import rfc8785
+
+ENVELOPE_VERSION: Final = "1"
+PREFIX_BYTES: Final = 8  # how much of a fingerprint an answer may show
+
+
+class NotCanonical(ValueError):
+    """`meta` holds something that RFC 8785 cannot represent: NaN, an integer beyond 2^53, a lone surrogate."""
+
+
+def canonical_json(meta: Mapping[str, Any] | None) -> bytes:
+    """Return the RFC 8785 form of `meta`, or nothing at all for an empty or missing one.
+
+    Raises `NotCanonical` with a sentence that names what cannot be represented.
+    """
+    if not meta:
+        return b""
+    try:
+        return rfc8785.dumps(dict(meta))
+    except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
+        raise NotCanonical(str(error)) from error
+
+
+def fingerprint(
+    *,
+    destination_kind: str,
+    destination_ref: str,
+    reply_to: str | None,
+    priority: str,
+    meta: bytes,
+    body: bytes,
+) -> bytes:
+    """Return the 32 bytes of the fingerprint; `meta` is already canonical, `body` is the message's raw bytes.
+
+    No field may hold a NUL: the caller has refused it, since NUL separates the fields here.
+    """
+    return hashlib.sha256(
+        b"\0".join(
+            (
+                ENVELOPE_VERSION.encode(),
+                destination_kind.encode(),
+                destination_ref.encode(),
+                (reply_to or "").encode(),
+                priority.encode(),
+                meta,
+                hashlib.sha256(body).hexdigest().encode(),
+            )
+        )
+    ).digest()
+
+
+def prefix(fingerprint_bytes: bytes) -> str:
+    """Return the 16 hex digits of a fingerprint that a 409 shows (seed §4.5.1)."""
+    return fingerprint_bytes[:PREFIX_BYTES].hex()

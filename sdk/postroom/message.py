@@ -1,0 +1,305 @@
+"""One message: what a caller posts, what travels to the broker, and every rule that both ends check.
+
+`prepare` turns the bytes of a request into a `PreparedSend`: decoded, checked, fingerprinted, encoded for the broker.
+It is phase A of seed daemon-spec-v9 §4.6.1: a message it refuses leaves no trace and consumes no id.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, NamedTuple, NoReturn
+
+import msgspec
+
+from postroom.errors import InvalidMessage
+from postroom.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
+from postroom.ids import MAX_ID_LENGTH, is_client_message_id, new_id
+
+Priority = Literal["now", "next", "low"]
+DestinationKind = Literal["topic", "dm", "queue"]
+
+MAX_BODY_BYTES: Final = 1024 * 1024
+MAX_DEPTH: Final = 64  # nested objects and arrays in meta
+MAX_MENTIONS: Final = 256
+MAX_NAME: Final = 64  # characters of a mesh, member, topic or segment of a queue
+
+_NAME: Final = {
+    "topic": re.compile(r"[a-z][a-z0-9_]{0,63}"),
+    "dm": re.compile(r"[a-z][a-z0-9_-]{0,63}"),
+    "queue": re.compile(r"[a-z][a-z0-9_-]{0,63}(\.[a-z][a-z0-9_-]{0,63}){0,3}"),
+}
+_NAME_RULE: Final = {
+    "topic": "snake_case: a letter, then at most 63 letters, digits or underscores",
+    "dm": "a member: a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`",
+    "queue": "one to four such words joined by dots: a lower-case letter, then letters, digits, `_` or `-`",
+}
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class Destination(NamedTuple):
+    """Where a message goes: `topic:<name>`, `dm:<member>` or `queue:<name>`."""
+
+    kind: DestinationKind
+    ref: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.ref}"
+
+
+class SendRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The JSON body of `POST /v1/send` and of each line of a batch (spec send.md, "The socket").
+
+    `body` is text; `body_base64` is bytes; at most one of them. `not_before` is an RFC 3339 time with an offset.
+    """
+
+    to: str
+    body: str | None = None
+    body_base64: str | None = None
+    meta: dict[str, Any] | None = None
+    priority: Priority = "next"
+    reply_to: str | None = None
+    mentions: list[str] | None = None
+    client_message_id: str | None = None
+    not_before: datetime | None = None
+
+
+class Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, frozen=True):
+    """A message as the outbox keeps it and the broker receives it: everything but its id and fingerprint.
+
+    `meta` holds the mentions under `mentions` (sorted, unique), so that the fingerprint covers them.
+    """
+
+    to: str
+    body: str | None = None
+    body_base64: str | None = None
+    meta: dict[str, Any] | None = None
+    priority: Priority = "next"
+    reply_to: str | None = None
+    traceparent: str | None = None
+    version: str = ENVELOPE_VERSION
+
+    def body_bytes(self) -> bytes:
+        """Return the body's raw bytes; raises `InvalidMessage` where `body_base64` is not base64."""
+        return _body_bytes(self.body, self.body_base64)
+
+    def mentions(self) -> list[str]:
+        """Return the members that the message mentions."""
+        return list((self.meta or {}).get("mentions", ()))
+
+
+class PreparedSend(NamedTuple):
+    """A checked message, ready to be written: `payload` is the encoded `Envelope`."""
+
+    client_message_id: str
+    fingerprint: bytes  # 32 bytes
+    payload: bytes
+    destination: str
+    priority: Priority
+    not_before: datetime | None
+
+
+class Checked(NamedTuple):
+    """What checking an `Envelope` yields."""
+
+    destination: Destination
+    fingerprint: bytes  # 32 bytes
+    body: bytes
+
+
+_decode_send: Final = msgspec.json.Decoder(SendRequest).decode
+_encode_envelope: Final = msgspec.json.Encoder().encode
+
+
+def refuse(code: str, detail: str, field: str | None = None, status: int = 400) -> NoReturn:
+    """Raise the `InvalidMessage` that says what is wrong with which field."""
+    raise InvalidMessage.of(status, code, detail, field=field)
+
+
+def prepare(
+    data: bytes,
+    *,
+    idempotency_key: str | None = None,
+    traceparent: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> PreparedSend:
+    """Decode and check one send; the `Idempotency-Key` wins over the body's `client_message_id`.
+
+    Raises `InvalidMessage` (400 or 413) that names the field; nothing has been written then.
+    """
+    request = decode_request(data)
+    if idempotency_key is not None:
+        client_message_id = check_client_message_id(idempotency_key, "Idempotency-Key")
+    elif request.client_message_id is not None:
+        client_message_id = check_client_message_id(request.client_message_id, "client_message_id")
+    else:
+        client_message_id = new_id()
+    envelope = Envelope(
+        to=request.to,
+        body=request.body,
+        body_base64=request.body_base64,
+        meta=_meta_with_mentions(request.meta, request.mentions),
+        priority=request.priority,
+        reply_to=request.reply_to,
+        traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else None,
+    )
+    checked = check_envelope(envelope, max_body_bytes=max_body_bytes)
+    return PreparedSend(
+        client_message_id,
+        checked.fingerprint,
+        _encode_envelope(envelope),
+        request.to,
+        request.priority,
+        _utc(request.not_before),
+    )
+
+
+def decode_request(data: bytes) -> SendRequest:
+    """Decode the JSON of a send; refuses what a fingerprint or a reader could take two ways (duplicate keys)."""
+    try:
+        request = _decode_send(data)
+        json.loads(data, object_pairs_hook=_unique_keys)
+    except msgspec.ValidationError as error:
+        field, sentence = _where(error)
+        refuse("invalid_field", sentence, field)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        refuse("invalid_json", f"the body is not one JSON object in UTF-8: {error}")
+    except RecursionError:
+        refuse("too_deep", f"the JSON is nested deeper than {MAX_DEPTH} levels", "meta")
+    except ValueError as error:  # json: an integer with more digits than Python converts
+        refuse("invalid_json", f"the body is not one JSON object that can be fingerprinted: {error}")
+    return request
+
+
+def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) -> Checked:
+    """Check every field of a message and compute its fingerprint; raises `InvalidMessage`.
+
+    Both ends run this: the daemon before it writes a row, the broker before it trusts one.
+    """
+    destination = parse_destination(envelope.to)
+    if envelope.version != ENVELOPE_VERSION:
+        refuse("unsupported_version", f"envelope version {envelope.version!r} is not {ENVELOPE_VERSION!r}", "version")
+    if envelope.reply_to is not None:
+        check_client_message_id(envelope.reply_to, "reply_to")
+    body = _body_bytes(envelope.body, envelope.body_base64)
+    if len(body) > max_body_bytes:
+        refuse("payload_too_large", f"the body has {len(body)} bytes, the limit is {max_body_bytes}", "body", 413)
+    meta = b""
+    if envelope.meta:
+        _check_depth(envelope.meta)
+        try:
+            meta = canonical_json(envelope.meta)
+        except NotCanonical as error:
+            refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {error}", "meta")
+        if b"\\u0000" in meta and _holds_nul(envelope.meta):
+            refuse("nul_character", "meta holds a NUL character", "meta")
+    return Checked(
+        destination,
+        fingerprint(
+            destination_kind=destination.kind,
+            destination_ref=destination.ref,
+            reply_to=envelope.reply_to,
+            priority=envelope.priority,
+            meta=meta,
+            body=body,
+        ),
+        body,
+    )
+
+
+def parse_destination(text: str) -> Destination:
+    """Split and check `kind:name`; raises `InvalidMessage` that states the rule of that kind."""
+    kind, colon, ref = text.partition(":")
+    if not colon or kind not in _NAME:
+        refuse("invalid_destination", "`to` must be topic:<name>, dm:<member> or queue:<name>", "to")
+    if _NAME[kind].fullmatch(ref) is None:
+        refuse("invalid_destination", f"the name in `to` must be {_NAME_RULE[kind]}", "to")
+    return Destination(kind, ref)  # type: ignore[arg-type]
+
+
+def check_client_message_id(text: str, field: str) -> str:
+    """Return `text` if it may be an id, else raise `InvalidMessage` for `field`."""
+    if not is_client_message_id(text):
+        rule = f"an id has 1 to {MAX_ID_LENGTH} characters of A-Za-z0-9._:~-"
+        refuse("invalid_client_message_id", f"{field} is not an id: {rule}", field)
+    return text
+
+
+def _meta_with_mentions(meta: dict[str, Any] | None, mentions: list[str] | None) -> dict[str, Any] | None:
+    if meta and "mentions" in meta:
+        refuse("reserved_meta_key", "meta.mentions is reserved: use the field `mentions`", "meta.mentions")
+    if not mentions:
+        return meta
+    if len(mentions) > MAX_MENTIONS:
+        refuse("too_many_mentions", f"{len(mentions)} mentions, the limit is {MAX_MENTIONS}", "mentions")
+    for member in mentions:
+        if _NAME["dm"].fullmatch(member) is None:
+            refuse("invalid_mention", f"each of `mentions` must be {_NAME_RULE['dm']}", "mentions")
+    return {**(meta or {}), "mentions": sorted(set(mentions))}
+
+
+def _body_bytes(text: str | None, encoded: str | None) -> bytes:
+    if encoded is None:
+        if text is not None and "\0" in text:
+            refuse("nul_character", "body holds a NUL character: send bytes as body_base64", "body")
+        return (text or "").encode()
+    if text is not None:
+        refuse("two_bodies", "give body or body_base64, not both", "body_base64")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        refuse("invalid_base64", f"body_base64 is not base64 (RFC 4648 §4): {error}", "body_base64")
+
+
+def _utc(moment: datetime | None) -> datetime | None:
+    if moment is None:
+        return None
+    if moment.tzinfo is None:
+        refuse("invalid_field", "not_before needs an offset, as in 2026-11-21T09:00:00Z", "not_before")
+    try:
+        return moment.astimezone(UTC)
+    except OverflowError:
+        refuse("invalid_field", "not_before lies outside the calendar", "not_before")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    decoded = dict(pairs)
+    if len(decoded) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        refuse("duplicate_key", f"the key {twice[:MAX_NAME]!r} stands twice in one object", twice[:MAX_NAME])
+    return decoded
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    refuse("too_deep", f"meta is nested deeper than {MAX_DEPTH} levels", "meta")
+
+
+def _holds_nul(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, dict):
+        return any("\0" in key or _holds_nul(child) for key, child in value.items())
+    return isinstance(value, list) and any(_holds_nul(child) for child in value)
+
+
+def _where(error: msgspec.ValidationError) -> tuple[str | None, str]:
+    """Split msgspec's sentence into the field it concerns and what it says."""
+    sentence, _, path = str(error).partition(" - at `$")
+    field = path.rstrip("`").lstrip(".") or None
+    if field is None and (named := re.search(r"field `([^`]+)`", sentence)):
+        field = named[1]
+    return field, f"{field}: {sentence}" if field else sentence

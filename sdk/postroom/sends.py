@@ -1,0 +1,126 @@
+"""What the daemon answers: the result of a send, where it is now, and the rows that an operator sees."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from postroom.errors import Problem
+from postroom.message import Priority
+
+RowStatus = Literal["pending", "inflight", "done", "dead", "aborted"]
+SETTLED: frozenset[RowStatus] = frozenset({"done", "dead", "aborted"})
+
+
+class SendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The body of a 202 or 200 to a send (seed §4.5.1): kept on disk, whatever happens next."""
+
+    client_message_id: str
+    outbox_id: str
+    status: Literal["queued", "inflight", "done"]
+    duplicate: bool = False
+    broker_message_id: str | None = None
+    history_id: int | None = None
+
+
+class BatchResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line of the answer to `POST /v1/send/batch`: the result of line `line` (from 1), or its problem."""
+
+    line: int
+    result: SendResult | None = None
+    problem: Problem | None = None
+
+
+class OutboxRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A row of the outbox as callers and operators see it: never its payload. Times are UTC."""
+
+    id: str
+    client_message_id: str
+    status: RowStatus
+    destination: str
+    priority: Priority
+    enqueued_at: datetime
+    attempts: int
+    next_attempt_at: datetime
+    request_fingerprint: str  # first 8 bytes, hex
+    payload_bytes: int
+    held: bool = False
+    not_before: datetime | None = None
+    last_error: str | None = None
+    delivered_at: datetime | None = None
+    broker_message_id: str | None = None
+    history_id: int | None = None
+    aborted_at: datetime | None = None
+    aborted_by: str | None = None
+    superseded_by: str | None = None
+    payload_pruned_at: datetime | None = None
+    submitted_by: str | None = None
+
+
+class OperatorAction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line of the append-only `operator_log`: who did what to which row, when and why."""
+
+    at: datetime
+    verb: str
+    actor: str  # "uid 1000 (alice)"
+    reason: str
+    row_id: str | None = None
+    detail: str | None = None
+
+
+class RowChain(msgspec.Struct, kw_only=True):
+    """A row with all its predecessors and successors (`superseded_by`), oldest first, and what operators did."""
+
+    row: OutboxRow
+    chain: list[OutboxRow]
+    log: list[OperatorAction]
+
+
+class OutboxPage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A page of rows; `next_cursor` continues it and is absent on the last page."""
+
+    rows: list[OutboxRow]
+    next_cursor: str | None = None
+
+
+class BulkFailure(msgspec.Struct, kw_only=True):
+    """A row that a bulk verb could not change, and why."""
+
+    id: str
+    code: str
+    detail: str
+
+
+class BulkResult(msgspec.Struct, kw_only=True):
+    """What a bulk verb did: `done` and `skipped` row ids, `failed` rows with reasons; with a dry run, what it would."""
+
+    dry_run: bool
+    matched: int
+    done: list[str]
+    skipped: list[str]
+    failed: list[BulkFailure]
+
+
+class RelayStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the relay does now: `relaying`, `paused` (by an operator), `waiting` (backoff after `reason`)."""
+
+    state: Literal["starting", "relaying", "paused", "waiting", "stopped"]
+    degraded: bool = False
+    reason: str | None = None
+    paused_destinations: list[str] = []
+    rate_per_second: float | None = None
+    last_success_at: datetime | None = None
+
+
+class Health(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The body of `GET /v1/health`: `degraded` says why in `reasons`, one sentence each."""
+
+    status: Literal["ok", "degraded"]
+    reasons: list[str]
+    rows: dict[str, int]
+    relay: RelayStatus
+    oldest_pending_at: datetime | None = None
+    wal_bytes: int = 0
+    outbox_bytes: int = 0
