@@ -112,7 +112,7 @@ def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:
 def _decode(wanted: type, value: Any) -> Any:
     if wanted is Path and isinstance(value, str):
         return Path(os.path.expandvars(value)).expanduser()
-    raise NotImplementedError(f"expected {wanted.__name__}, got {type(value).__name__}")
+    raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")
 
 
 def _sentence(error: msgspec.ValidationError) -> str:

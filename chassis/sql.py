@@ -23,7 +23,7 @@ class Queries(Mapping[str, str]):
     def __init__(self, text: str) -> None:
         heads = list(_NAME.finditer(text))
         ends = [head.start() for head in heads[1:]] + [len(text)]
-        self._queries = {head[1]: text[head.start() : end].strip() for head, end in zip(heads, ends, strict=True)}
+        self._queries = {head[1]: text[head.start() : end].strip() for head, end in zip(heads, ends, strict=False)}
         if len(self._queries) != text.count("-- name:"):
             raise ValueError("a query has no description, or a name stands twice")
 

@@ -1,0 +1,87 @@
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import pytest
+
+from chassis.config import MASK, SECRET, effective, load, settings
+from chassis.exits import Exit, Fatal
+
+
+class Limits(msgspec.Struct, forbid_unknown_fields=True):
+    depth: Annotated[int, msgspec.Meta(ge=1, le=64, description="How deep.")] = 8
+    names: list[str] = []
+
+
+class Config(msgspec.Struct, forbid_unknown_fields=True):
+    mesh: str
+    state: Path = Path("state")
+    password: Annotated[str, SECRET] = ""
+    limits: Limits = msgspec.field(default_factory=Limits)
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    return file
+
+
+def refusal(file: Path | None, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(Fatal) as refused:
+        load(Config, file, prefix="P_", environ=environ or {})
+    assert refused.value.exit_code is Exit.CONFIG
+    return str(refused.value)
+
+
+def test_a_file_is_decoded_into_the_types_and_paths_are_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = load(Config, write(tmp_path, 'mesh = "sea"\nstate = "~/x"\n[limits]\ndepth = 3'), prefix="P_", environ={})
+    assert config == Config(mesh="sea", state=Path("/home/ada/x"), limits=Limits(depth=3))
+
+
+def test_the_environment_overrides_the_file_down_to_nested_settings_and_lists(tmp_path):
+    environ = {"P_LIMITS_DEPTH": "5", "P_LIMITS_NAMES": "a, b", "P_MESH": "lake"}
+    config = load(Config, write(tmp_path, 'mesh = "sea"'), prefix="P_", environ=environ)
+    assert config == Config(mesh="lake", limits=Limits(depth=5, names=["a", "b"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "mesh"),
+        ('mesh = "sea"\nmehs = 1', "`mehs`"),
+        ("mesh = 3", "mesh: Expected `str`"),
+        ('mesh = "sea"\n[limits]\ndepth = 65', "limits.depth: Expected `int` <= 64"),
+        ('mesh = "sea"\n[limits]\ndepht = 6', "limits: Object contains unknown field `depht`"),
+        ('mesh = "sea"\nlimits = 3', "limits: Expected"),
+        ('mesh = "sea"\n[limits]\n[limits]', "is not TOML"),
+        ('mesh = "sea"\nstate = 4', "state"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_path(tmp_path, text, said):
+    assert said in refusal(write(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    assert "No such file" in refusal(tmp_path / "absent.toml")
+    assert "Is a directory" in refusal(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'mesh = "\xff"')
+    assert "is not TOML" in refusal(tmp_path / "latin.toml")
+
+
+def test_a_variable_of_the_wrong_type_is_refused_like_a_value_in_the_file(tmp_path):
+    assert "limits.depth" in refusal(write(tmp_path, 'mesh = "sea"'), {"P_LIMITS_DEPTH": "deep"})
+
+
+def test_a_variable_below_a_value_that_is_no_table_leaves_the_file_to_be_refused(tmp_path):
+    assert "limits" in refusal(write(tmp_path, 'mesh = "sea"\nlimits = "x"'), {"P_LIMITS_DEPTH": "3"})
+
+
+def test_the_effective_config_masks_secrets_and_lists_every_leaf():
+    shown = {".".join(setting.path): value for setting, value in effective(Config(mesh="sea", password="hush"))}
+    assert shown == {"mesh": "sea", "state": Path("state"), "password": MASK, "limits.depth": 8, "limits.names": []}
+
+
+def test_settings_know_their_variable_and_description():
+    depth = {setting.path: setting for setting in settings(Config)}["limits", "depth"]
+    assert (depth.variable("P_"), depth.description, depth.default) == ("P_LIMITS_DEPTH", "How deep.", 8)

@@ -1,0 +1,26 @@
+import json
+import subprocess
+import sys
+
+
+def logged(script: str) -> list[dict[str, object]]:
+    head = "import structlog; from chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
+    ran = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in ran.stderr.splitlines()]
+
+
+def test_an_event_is_one_json_line_with_time_and_level():
+    (line,) = logged("log.info('row_dead', row_id='01J'); log.debug('unseen')")
+    assert line.pop("timestamp")
+    assert line == {"event": "row_dead", "level": "info", "row_id": "01J"}
+
+
+def test_tokens_and_bodies_are_dropped_whoever_logs_them():
+    (line,) = logged("log.info('sent', token='t', body='b', payload=b'p', authorization='a', bytes=3)")
+    assert {"token", "body", "payload", "authorization"}.isdisjoint(line)
+    assert line["bytes"] == 3
+
+
+def test_an_exception_stays_on_its_line():
+    (line,) = logged("try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.exception('failed')")
+    assert "ZeroDivisionError" in str(line["exception"])

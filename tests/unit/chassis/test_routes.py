@@ -1,0 +1,92 @@
+import msgspec
+import pytest
+from aiohttp import web
+from postroom.errors import NotFound, NotPermitted
+
+from chassis.routes import Route, application, decode_query, json_response, openapi
+
+
+class Parcel(msgspec.Struct, forbid_unknown_fields=True):
+    weight: int
+
+
+class Paging(msgspec.Struct, forbid_unknown_fields=True):
+    limit: int = 10
+
+
+async def weigh(request: web.Request) -> web.Response:
+    paging = decode_query(request, Paging)
+    if request.match_info["name"] == "lost":
+        raise NotFound.of(404, "parcel_not_found", "there is no parcel lost", retry_after=2.4)
+    if request.match_info["name"] == "bomb":
+        raise RuntimeError("secret detail")
+    return json_response(Parcel(paging.limit))
+
+
+ROUTES = [
+    Route(
+        method="GET",
+        path="/v1/parcels/{name}",
+        handler=weigh,
+        access="caller",
+        summary="Weigh a parcel.",
+        query=Paging,
+        answers={200: Parcel},
+        problems=(400, 404),
+    ),
+    Route(method="POST", path="/v1/parcels", handler=weigh, access="nobody", summary="Add one.", body=Parcel),
+]
+
+
+async def allow(_request: web.Request, access: str) -> None:
+    if access != "caller":
+        raise NotPermitted.of(403, "not_permitted", "nobody may")
+
+
+@pytest.fixture
+async def client(aiohttp_client):
+    return await aiohttp_client(application(ROUTES, allow))
+
+
+async def test_a_route_answers_with_its_type(client):
+    answer = await client.get("/v1/parcels/a", params={"limit": "3"})
+    assert (answer.status, await answer.json()) == (200, {"weight": 3})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/parcels/lost", 404, "parcel_not_found"),
+        ("GET", "/v1/parcels/a?limit=x", 400, "invalid_query"),
+        ("GET", "/v1/parcels/a?limit=1&limit=2", 400, "invalid_query"),
+        ("GET", "/v1/parcels/a?limti=1", 400, "invalid_query"),
+        ("GET", "/nowhere", 404, "not_found"),
+        ("DELETE", "/v1/parcels", 405, "method_not_allowed"),
+        ("POST", "/v1/parcels", 403, "not_permitted"),
+        ("GET", "/v1/parcels/bomb", 500, "internal_error"),
+    ],
+)
+async def test_every_error_is_a_problem(client, method, path, status, code):
+    answer = await client.request(method, path)
+    problem = await answer.json(content_type="application/problem+json")
+    assert (answer.status, problem["status"], problem["code"]) == (status, status, code)
+    assert "secret detail" not in await answer.text()
+
+
+async def test_a_problem_that_knows_when_says_so_in_the_header(client):
+    assert (await client.get("/v1/parcels/lost")).headers["Retry-After"] == "2"
+
+
+async def test_a_wrong_method_is_told_the_right_ones(client):
+    assert (await client.delete("/v1/parcels")).headers["Allow"] == "POST"
+
+
+def test_the_document_describes_every_route_from_its_types():
+    document = openapi(ROUTES, title="Parcels", version="1")
+    weighing = document["paths"]["/v1/parcels/{name}"]["get"]
+    assert [parameter["name"] for parameter in weighing["parameters"]] == ["name", "limit"]
+    assert set(weighing["responses"]) == {"200", "400", "404"}
+    assert document["paths"]["/v1/parcels"]["post"]["requestBody"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/Parcel"
+    }
+    assert {"Parcel", "Problem"} <= set(document["components"]["schemas"])

@@ -1,0 +1,59 @@
+import asyncio
+import os
+import signal
+
+import pytest
+
+from chassis.exits import Exit, Fatal
+from chassis.runtime import run_until_stopped, stop_on_signals
+
+
+async def forever(ended: list[str]) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append("cleaned")
+
+
+async def test_the_stop_event_ends_every_task_and_waits_for_its_cleanup():
+    stop, ended = asyncio.Event(), []
+    running = asyncio.create_task(run_until_stopped({"one": forever(ended), "two": forever(ended)}, stop))
+    await asyncio.sleep(0)
+    stop.set()
+    await running
+    assert ended == ["cleaned", "cleaned"]
+
+
+async def test_a_task_that_fails_ends_the_others_and_the_process_with_exit_code_1():
+    async def failing() -> None:
+        raise RuntimeError("disk on fire")
+
+    ended: list[str] = []
+    with pytest.raises(Fatal, match="disk on fire") as fatal:
+        await run_until_stopped({"failing": failing(), "other": forever(ended)}, asyncio.Event())
+    assert fatal.value.exit_code is Exit.FAILED
+
+
+async def test_a_task_that_returns_too_early_is_a_failure():
+    async def short() -> None:
+        return
+
+    with pytest.raises(Fatal, match="short"):
+        await run_until_stopped({"short": short()}, asyncio.Event())
+
+
+async def test_a_fatal_error_of_a_task_keeps_its_exit_code():
+    async def misconfigured() -> None:
+        raise Fatal(Exit.CONFIG, "max_age is longer than the window")
+
+    with pytest.raises(Fatal, match="max_age") as fatal:
+        await run_until_stopped({"check": misconfigured()}, asyncio.Event())
+    assert fatal.value.exit_code is Exit.CONFIG
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_sets_the_stop_event(number):
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    os.kill(os.getpid(), number)
+    await asyncio.wait_for(stop.wait(), 10)
