@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-import msgspec
+from postroom.operations import RowFilter as RowFilter  # noqa: PLC0414 - one of this module's words too
 from postroom.sends import RowStatus
 
 
@@ -75,17 +75,6 @@ class Settlement(NamedTuple):
     last_error: str | None = None
     next_attempt_at: int | None = None
     burns_attempt: bool = True
-
-
-class RowFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which rows a list or a bulk verb means; every field that is set must hold."""
-
-    status: RowStatus | None = None
-    destination: str | None = None
-    code: str | None = None  # the problem code in `last_error`
-    older_than_seconds: float | None = None  # since enqueued_at
-    held: bool | None = None
-    ids: list[str] | None = None
 
 
 class OutboxCounts(NamedTuple):

@@ -1,0 +1,108 @@
+"""What an operator asks of a daemon: the bodies and queries of the outbox and relay routes (spec send.md, "Requeue").
+
+    GET  /v1/outbox                 ListQuery       → OutboxPage
+    GET  /v1/outbox/{id}                            → RowChain
+    POST /v1/outbox/{id}/requeue    RequeueRequest  → OutboxRow, the successor
+    POST /v1/outbox/{id}/abort      ReasonRequest   → OutboxRow; likewise hold, release, flush
+    POST /v1/outbox/requeue         BulkRequest     → BulkResult; likewise abort, hold, release, flush
+    POST /v1/outbox/prune           PruneRequest    → PruneResult
+    POST /v1/relay/pause            PauseRequest    → RelayStatus
+    POST /v1/relay/resume           ResumeRequest   → RelayStatus
+
+`{id}` is a row's id or a `client_message_id`. Every change needs a `reason`, which goes into the operator log.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from postroom.message import SendRequest
+from postroom.sends import RowStatus
+
+Verb = Literal["requeue", "abort", "hold", "release", "flush"]
+VERBS: Final[tuple[Verb, ...]] = ("requeue", "abort", "hold", "release", "flush")
+
+MAX_REASON: Final = 1000  # characters
+MAX_PAGE: Final = 1000  # rows in one answer
+MAX_IDS: Final = 10_000  # ids that one bulk request may name
+
+Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REASON, pattern=r"\S")]
+Age = Annotated[float, msgspec.Meta(ge=0)]  # seconds
+
+
+class RowFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which rows a list or a bulk verb means; every field that is set must hold."""
+
+    status: RowStatus | None = None
+    destination: str | None = None
+    code: str | None = None  # the problem code in `last_error`
+    older_than_seconds: Age | None = None  # since enqueued_at
+    held: bool | None = None
+    ids: Annotated[list[str], msgspec.Meta(max_length=MAX_IDS)] | None = None
+
+
+class ListQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query string of `GET /v1/outbox`; `cursor` is the `next_cursor` of the page before."""
+
+    status: RowStatus | None = None
+    destination: str | None = None
+    code: str | None = None
+    older_than_seconds: Age | None = None
+    held: bool | None = None
+    cursor: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
+
+
+class ReasonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a verb on one row: why."""
+
+    reason: Reason
+
+
+class RequeueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The body of a requeue: a fresh id is minted unless `new_client_message_id` gives one.
+
+    `message` is a whole new message, without an id of its own; where it is missing the row's message goes again.
+    """
+
+    reason: Reason
+    new_client_message_id: str | None = None
+    message: SendRequest | None = None
+
+
+class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The body of a verb on many rows; with `dry_run` nothing changes and the answer says what would."""
+
+    reason: Reason
+    filter: RowFilter
+    dry_run: bool = False
+
+
+class PruneRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Empty the payload of `done` and `aborted` rows that are older than this; the rows themselves stay."""
+
+    reason: Reason
+    older_than_seconds: Age
+
+
+class PruneResult(msgspec.Struct, kw_only=True):
+    """How many payloads a prune emptied."""
+
+    pruned: int
+
+
+class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Stop relaying, to one destination or (without one) altogether; kept on disk until a resume."""
+
+    reason: Reason
+    destination: str | None = None
+
+
+class ResumeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Relay again, at most `rate_per_second` messages a second where it is given."""
+
+    reason: Reason
+    destination: str | None = None
+    rate_per_second: Annotated[float, msgspec.Meta(gt=0)] | None = None
