@@ -1,0 +1,59 @@
+"""The promises that the tree makes about itself: whose each import name is, and what may not stand in it."""
+
+import importlib
+import re
+import subprocess
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SERVER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+@pytest.mark.parametrize("name", [*SERVER, "postroom"])
+def test_each_import_name_is_ours_and_nobody_elses(name):
+    module = importlib.import_module(name)
+    assert module.__file__ is not None
+    assert Path(module.__file__).is_relative_to(ROOT)
+    claimed = set(packages_distributions().get(name, ()))
+    assert claimed <= {"postroom", "postroom-server"}
+
+
+@pytest.mark.parametrize("name", SERVER)
+def test_each_room_ships_its_types(name):
+    assert (ROOT / name / "py.typed").exists()
+
+
+def test_the_locks_pin_hashes_and_name_no_index():
+    for lock in (ROOT / "requirements.lock", ROOT / "embedded.lock"):
+        lines = lock.read_text().splitlines()
+        assert not [line for line in lines if "://" in line or line.startswith("-")]
+        pins = [line for line in lines if line and not line.startswith((" ", "#"))]
+        assert pins
+        assert all("==" in line and line.endswith("\\") for line in pins)
+
+
+def test_no_sql_stands_in_python():
+    sql = re.compile(r"""["'](SELECT|INSERT|UPDATE|DELETE|CREATE|BEGIN|ALTER|WITH) [A-Za-z*_]+ """)
+    offenders = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked(*(f"{name}/*.py" for name in [*SERVER, "sdk/postroom"]))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if sql.search(line)
+    ]
+    assert offenders == []
+
+
+def test_every_make_target_says_what_it_does():
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony
+    assert [name for name in phony[1].split() if not re.search(rf"^{name}:.*## \S", makefile, re.MULTILINE)] == []
