@@ -1,0 +1,110 @@
+"""How a command ends: which exit code an error means, and the one sentence that is said about it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import typer
+
+from chassis.exits import Exit, Fatal
+
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
+READER_GONE: Final = 141  # 128 + SIGPIPE: whoever read the output went away, as `head` does
+
+
+class Ending(NamedTuple):
+    """An exit code, and the sentence for standard error (none where there is nothing to say)."""
+
+    exit_code: int
+    sentence: str | None = None
+
+
+def ending(error: BaseException) -> Ending:
+    """Find the exit code and the sentence for whatever a command raised."""
+    for kind, describe in _ENDINGS:
+        if isinstance(error, kind):
+            return describe(error)
+    return of_the_client(error)
+
+
+def of_the_client(error: BaseException) -> Ending:
+    """Find the ending for an error of the clients; anything else is a bug, and says how to see it."""
+    from postroom import errors  # noqa: PLC0415 - `postroom --help` does without it
+
+    codes: dict[type[BaseException], Exit] = {
+        errors.InvalidMessage: Exit.USAGE,
+        errors.NotPermitted: Exit.NOT_PERMITTED,
+        errors.NotFound: Exit.NOT_FOUND,
+        errors.Conflict: Exit.CONFLICT,
+        errors.TryAgain: Exit.TRY_AGAIN,
+        errors.Unavailable: Exit.UNAVAILABLE,
+    }
+    if isinstance(error, errors.PostroomError):
+        return Ending(codes.get(type(error), Exit.FAILED), str(error))
+    sentence = f"a bug in postroom: {type(error).__name__}: {error} (`postroom --debug …` shows where)"
+    return Ending(Exit.FAILED, sentence)
+
+
+def of_usage(error: Any) -> Ending:
+    """Say what is wrong with the command line and how to get help; a bare call is answered with the help itself."""
+    message = error.format_message()
+    context = getattr(error, "ctx", None)
+    if context is None or message.startswith("Usage:"):
+        return Ending(error.exit_code, message)
+    return Ending(error.exit_code, f"{message} (`{context.command_path} --help` helps)")
+
+
+def of_the_system(error: Any) -> Ending:
+    """Say which file, or which end of the pipe, could not be read or written."""
+    return Ending(Exit.IO_ERROR, f"{error.filename or 'standard input or output'}: {error.strerror}")
+
+
+def say(end: Ending) -> int:
+    """Write the sentence to standard error and return the exit code, even where output can't be written any more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has nowhere to go
+    if end.sentence:
+        head = "" if end.sentence.startswith("Usage:") else "postroom: "
+        typer.echo(head + printable(end.sentence), err=True)
+    return int(end.exit_code)
+
+
+_ENDINGS: Final[tuple[tuple[type[BaseException], Callable[[Any], Ending]], ...]] = (
+    (SystemExit, lambda error: Ending(error.code if isinstance(error.code, int) else Exit.FAILED)),
+    (typer.Exit, lambda error: Ending(error.exit_code)),
+    (typer.Abort, lambda _: Ending(Exit.FAILED, "nothing was done")),
+    (KeyboardInterrupt, lambda _: Ending(INTERRUPTED, "interrupted")),
+    (typer.TyperException, of_usage),
+    (Fatal, lambda error: Ending(error.exit_code, str(error))),
+    (BrokenPipeError, lambda _: Ending(READER_GONE)),
+    (OSError, of_the_system),
+)
+"""The first kind that an error is decides; what is none of them comes from the clients, or is a bug."""
+
+
+def printable(text: str) -> str:
+    """Escape every control character, so that a row's content can't steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def stand_in_for_closed_streams() -> None:
+    """Give a closed standard stream a descriptor of its own, so that no socket lands there.
+
+    Reading a closed input and writing to a closed output then fail with `EBADF`; what would go to a closed
+    standard error is dropped. Text that the terminal's encoding lacks is escaped.
+    """
+    for number, flags in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDWR)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, flags)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the process
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -1,0 +1,64 @@
+"""`postroom`: reads the command line, runs one verb, and turns whatever goes wrong into one sentence and an exit code.
+
+The exit codes are `chassis.exits.Exit`; beside them 130 says that the user pressed Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from cli.ending import ending, say, stand_in_for_closed_streams
+from cli.verbs import LazyGroup
+
+app = typer.Typer(
+    cls=LazyGroup,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def show_version(wanted: bool) -> None:  # noqa: FBT001 - Typer's shape of an option's callback
+    """Print the version and end."""
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415 - slow to import, and rarely wanted
+
+        typer.echo(f"postroom {version('postroom-server')}")
+        raise typer.Exit
+
+
+@app.callback()
+def postroom(
+    *,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Show the version.")
+    ] = False,
+) -> None:
+    """Postroom, the mail room of a machine."""
+    del version  # its callback has answered
+    if debug:
+        os.environ["POSTROOM_DEBUG"] = "1"
+
+
+def main() -> NoReturn:
+    """Run the command line and end the process."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; an error is said on standard error."""
+    stand_in_for_closed_streams()
+    try:
+        code = typer.main.get_command(app).main(arguments, "postroom", standalone_mode=False)
+        sys.stdout.flush()
+    except BaseException as error:  # the one place where an error becomes an exit code
+        if os.environ.get("POSTROOM_DEBUG") == "1":
+            raise
+        return say(ending(error))
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,36 @@
+"""What every noun of the command line is made of: its Typer application and the options that several verbs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Socket = Annotated[
+    Path | None,
+    typer.Option(
+        "--socket", envvar="POSTROOM_SOCKET", help="The daemon's socket [default: the only one]", metavar="PATH"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be.")]
+Reason = Annotated[
+    str | None, typer.Option("--reason", help="Why; kept in the operator log. Asked for on a terminal.", metavar="TEXT")
+]
+Config = Annotated[
+    Path | None, typer.Option("--config", help="The TOML file [default: the environment alone].", metavar="FILE")
+]
+
+
+def noun(help_text: str | None = None, **options: Any) -> typer.Typer:
+    """Make the application of one noun, in the style of all of them."""
+    return typer.Typer(
+        help=help_text,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        no_args_is_help=help_text is not None,
+        **options,
+    )
