@@ -1,0 +1,201 @@
+"""What the broker's administration and history routes say: meshes, members, topics, queues, messages (spec accept.md).
+
+A request is a struct that refuses unknown fields; a list comes as one object with one field, so that it can grow.
+A member's token implies its mesh: `mesh` may then be left out of a query, and naming another one is a 403.
+Times are UTC. A `broker_message_id` is a ULID written as a UUID: the same text in Postgres, HTTP and JetStream.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from postroom.message import DestinationKind, Priority
+
+Role = Literal["member", "admin"]
+
+MAX_PAGE = 1000  # messages in one page of the history
+
+# Names obey the rules of destinations (postroom.message), so that everything that can be created can be written to.
+Slug = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$", description="a mesh, in snake_case")]
+MemberName = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="a member of a mesh")]
+TopicName = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$", description="a topic, in snake_case")]
+QueueName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^[a-z][a-z0-9_-]{0,63}(\.[a-z][a-z0-9_-]{0,63}){0,3}$",
+        description="a queue: one to four words joined by dots",
+    ),
+]
+
+
+class CreateMesh(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/meshes`; the broker-wide administrator only."""
+
+    slug: Slug
+
+
+class Mesh(msgspec.Struct, kw_only=True):
+    """A tenant: members, topics, queues and messages live in exactly one."""
+
+    slug: str
+    created_at: datetime
+
+
+class MeshList(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/meshes`, by slug."""
+
+    meshes: list[Mesh]
+
+
+class CreateMember(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/members`; an `admin` administers its own mesh."""
+
+    mesh: Slug
+    name: MemberName
+    role: Role = "member"
+
+
+class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An identity in a mesh. A revoked member keeps its name for ever, and its token is worth nothing."""
+
+    mesh: str
+    name: str
+    role: Role
+    created_at: datetime
+    revoked_at: datetime | None = None
+
+
+class MemberToken(msgspec.Struct, kw_only=True):
+    """The answer to creating a member or rotating its token: the only time that the token is shown."""
+
+    mesh: str
+    name: str
+    role: Role
+    token: str
+
+
+class MemberList(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/members`, by name, the revoked ones included."""
+
+    members: list[Member]
+
+
+class CreateTopic(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/topics`."""
+
+    mesh: Slug
+    name: TopicName
+
+
+class Topic(msgspec.Struct, kw_only=True):
+    """A topic and how many members are subscribed to it."""
+
+    mesh: str
+    name: str
+    created_at: datetime
+    subscribers: int
+
+
+class TopicList(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/topics`, by name."""
+
+    topics: list[Topic]
+
+
+class Subscribe(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/topics/{mesh}/{name}/subscriptions`; without `member`, the caller subscribes itself."""
+
+    member: MemberName | None = None
+
+
+class Subscription(msgspec.Struct, kw_only=True):
+    """That a member receives, and may post to, a topic."""
+
+    mesh: str
+    topic: str
+    member: str
+    created_at: datetime
+
+
+class SubscriptionList(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/topics/{mesh}/{name}/subscriptions`, by member."""
+
+    subscriptions: list[Subscription]
+
+
+class CreateQueue(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/queues`."""
+
+    mesh: Slug
+    name: QueueName
+
+
+class Queue(msgspec.Struct, kw_only=True):
+    """A queue: each of its messages is for exactly one worker."""
+
+    mesh: str
+    name: str
+    created_at: datetime
+
+
+class QueueList(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/queues`, by name."""
+
+    queues: list[Queue]
+
+
+class MeshQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The query of a list: which mesh; a member's token implies its own."""
+
+    mesh: str | None = None
+
+
+class HistoryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The query of `GET /v1/history`: messages after a `history_id`, oldest first, to one destination if given."""
+
+    mesh: str | None = None
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
+    destination: str | None = None
+
+
+class HistoryMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A committed message as its readers see it; `body` where it was sent as text, else `body_base64`."""
+
+    history_id: int
+    broker_message_id: str
+    client_message_id: str
+    mesh: str
+    sender: str
+    to: str
+    destination_kind: DestinationKind
+    accepted_at: datetime
+    request_fingerprint: str  # 64 hex digits
+    priority: Priority
+    body: str | None = None
+    body_base64: str | None = None
+    meta: dict[str, Any] | None = None
+    reply_to: str | None = None
+    traceparent: str | None = None
+
+
+class HistoryPage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A page of the history.
+
+    `next_after` is the `after` of the next page, and is absent at the end of what has committed so far. A page may hold
+    fewer messages than asked for, even none, and still have a next one: the broker looks at a bounded stretch of the
+    history for what the caller may see.
+    """
+
+    messages: list[HistoryMessage]
+    next_after: int | None = None
+
+
+class BrokerHealth(msgspec.Struct, kw_only=True):
+    """The body of `GET /health` and `GET /ready`: `degraded` and `unavailable` say why, one sentence each."""
+
+    status: Literal["ok", "degraded", "unavailable"]
+    reasons: list[str]
