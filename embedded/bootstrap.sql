@@ -1,0 +1,4 @@
+create role postroom login createdb;
+
+create database postroom owner postroom;
+

@@ -1,0 +1,90 @@
+"""An embedded NATS with JetStream, on a free port of loopback behind a password."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from pathlib import Path
+from typing import Any
+
+from embedded.processes import ProcessIdentity
+from embedded.programs import nats_server
+from embedded.server import EmbeddedServer
+
+_USER = "postroom"
+_ANY_PORT = -1
+
+
+class EmbeddedNats(EmbeddedServer):
+    """NATS 2 with its streams in `directory`/jetstream; it keeps its password, and its port while that is free."""
+
+    name = "nats"
+
+    @property
+    def config_file(self) -> Path:
+        """Its configuration (mode 0600: it holds the password)."""
+        return self.directory / "nats.json"
+
+    @property
+    def url(self) -> str:
+        """Where a client connects: `nats://user:password@127.0.0.1:port`."""
+        config = self._config()
+        return f"nats://{_USER}:{config['authorization']['password']}@127.0.0.1:{config['port']}"
+
+    def _config(self) -> dict[str, Any]:
+        try:
+            config: dict[str, Any] = json.loads(self.config_file.read_text("utf-8"))
+        except FileNotFoundError:
+            return {"port": _ANY_PORT, "authorization": {"user": _USER, "password": secrets.token_urlsafe(24)}}
+        return config
+
+    def _prepare(self) -> None:
+        config = self._config()
+        self._write(
+            {
+                "server_name": "postroom",
+                "host": "127.0.0.1",
+                "port": config["port"] if _is_free(config["port"]) else _ANY_PORT,
+                "authorization": config["authorization"],
+                "jetstream": {"store_dir": str(self.directory / "jetstream"), "sync_interval": "always"},
+                "ports_file_dir": str(self.directory),
+            }
+        )
+        for stale in self.directory.glob("*.ports"):
+            stale.unlink()
+
+    def _write(self, config: dict[str, Any]) -> None:
+        self.config_file.touch(mode=0o600)
+        draft = self.config_file.with_suffix(".new")
+        draft.touch(mode=0o600)
+        draft.write_text(json.dumps(config, indent=2), "utf-8")
+        draft.replace(self.config_file)
+
+    def _command(self) -> list[str]:
+        return [str(nats_server()), "-c", str(self.config_file)]
+
+    def _ready(self, process: ProcessIdentity) -> bool:
+        """Wait for the file of ports, written once it listens; keep the port for the next start."""
+        ports = self.directory / f"nats-server_{process.pid}.ports"
+        try:
+            (address, *_) = json.loads(ports.read_text("utf-8"))["nats"]
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False
+        port = int(address.rpartition(":")[2])
+        config = self._config()
+        if config["port"] != port:
+            self._write({**config, "port": port})
+        return True
+
+
+def _is_free(port: int) -> bool:
+    if port == _ANY_PORT:
+        return False
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,211 @@
+"""An embedded Postgres 18 on a Unix socket; only the user that started it gets in (peer credentials, no password).
+
+Started by root it runs as `nobody` (Postgres refuses root): its data and its socket belong to nobody, everything that
+root writes stays in directories of root's, and programs that nobody cannot reach are copied into the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from urllib.parse import quote
+
+from embedded.accounts import first_barrier, may_run, unprivileged_account, user_name
+from embedded.errors import EmbeddedError
+from embedded.processes import Account, ProcessIdentity, processes_in, tethered
+from embedded.programs import postgres_home
+from embedded.server import EmbeddedServer, wait_until
+from embedded.sockets import socket_directory
+
+ROLE = "postroom"
+_SOCKET = ".s.PGSQL.5432"
+_ORPHAN_SECONDS = 30.0  # how long the children of a killed Postgres may take to notice
+_READY_LINE = 7  # of postmaster.pid, from 0
+_ENVIRONMENT = {"LANG": "C", "TZ": "UTC", "PATH": os.defpath}
+
+_SETTINGS = {
+    "listen_addresses": "",
+    "unix_socket_permissions": "0700",
+    "max_connections": "100",
+    "shared_buffers": "128MB",
+    "wal_level": "minimal",
+    "max_wal_senders": "0",
+    "max_logical_replication_workers": "0",
+    "max_wal_size": "1GB",
+    "checkpoint_timeout": "15min",
+    "random_page_cost": "1.1",
+    "jit": "off",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+    "log_checkpoints": "off",
+}
+_NOT_DURABLE = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+
+
+class EmbeddedPostgres(EmbeddedServer):
+    """Postgres 18 with the role `postroom` (it may create databases) and its database `postroom`.
+
+    `durable=False` trades the data's safety against a power cut for speed, for tests.
+    """
+
+    name = "postgres"
+    on_death = signal.SIGQUIT  # the postmaster then takes its children along
+    stop_steps = ((signal.SIGINT, 30.0), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 10.0))
+
+    def __init__(self, directory: Path, *, durable: bool = True) -> None:
+        super().__init__(directory)
+        self._durable = durable
+
+    @property
+    def url(self) -> str:
+        """Where a client connects to the database `postroom`."""
+        return self.url_of(ROLE)
+
+    def url_of(self, database: str) -> str:
+        """Return the URL of any database, for asyncpg and libpq alike."""
+        return f"postgresql://{ROLE}@/{database}?host={quote(str(self.socket_directory), safe='')}"
+
+    @property
+    def socket_directory(self) -> Path:
+        """The directory of the Unix socket, as `psql -h` takes it."""
+        account = self._account()
+        return socket_directory(self.directory / "run", _SOCKET, owner=account.uid if account else os.getuid())
+
+    @property
+    def data_directory(self) -> Path:
+        """The database cluster."""
+        return self.directory / "data"
+
+    def _account(self) -> Account | None:
+        return unprivileged_account()
+
+    def _prepare(self) -> None:
+        account = self._account()
+        if account is not None:
+            self._let_in(account)
+        self._own(self.directory / "run", account)
+        if self.data_directory.exists():
+            self._check_owner(account)
+            self._clear_stale_lock()
+        else:
+            self._create_cluster(account)
+        self._write_config()
+
+    def _let_in(self, account: Account) -> None:
+        """Open the own directory for passing through; refuse one that the account cannot reach."""
+        self.directory.chmod(0o711)
+        barrier = first_barrier(self.directory, account)
+        if barrier is not None:
+            raise EmbeddedError(
+                f"root starts Postgres as {account.name}, who may not enter {barrier} on the way to {self.directory}: "
+                f"choose a directory that others may pass through (as /var/lib/postroom), or `chmod o+x {barrier}`"
+            )
+        if not may_run(postgres_home() / "bin" / "postgres", account):
+            self._copy_programs()
+
+    def _copy_programs(self) -> None:
+        """Copy the wheel's programs beside the data, with the libraries in the place where they look for them."""
+        home = postgres_home()
+        program = self.directory / "program"
+        if program.exists():
+            return
+        draft = self.directory / "program.new"
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(home, draft / home.parent.name / home.name, ignore=shutil.ignore_patterns("include", "*.a"))
+        libraries = home.parent.with_name(f"{home.parent.name}.libs")
+        shutil.copytree(libraries, draft / libraries.name)
+        draft.chmod(0o755)
+        draft.rename(program)
+
+    def _program(self, name: str) -> str:
+        home = postgres_home()
+        copied = self.directory / "program" / home.parent.name / home.name
+        return str((copied if copied.exists() else home) / "bin" / name)
+
+    def _own(self, directory: Path, account: Account | None) -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if account is not None:
+            os.chown(directory, account.uid, account.gid)
+
+    def _check_owner(self, account: Account | None) -> None:
+        owner = self.data_directory.stat().st_uid
+        wanted = account.uid if account is not None else os.geteuid()
+        if owner != wanted:
+            raise EmbeddedError(
+                f"{self.data_directory} belongs to uid {owner}, but Postgres would run as uid {wanted}: "
+                "start as the user that created it, or choose another directory"
+            )
+
+    def _create_cluster(self, account: Account | None) -> None:
+        """Make the cluster under another name first, so that a crash never leaves half of one."""
+        draft = self.directory / "data.new"
+        shutil.rmtree(draft, ignore_errors=True)
+        self._own(draft, account)
+        options = ["--username=postgres", "--encoding=UTF8", "--locale-provider=builtin", "--locale=C.UTF-8"]
+        sync = [] if self._durable else ["--no-sync"]
+        self._run(account, "initdb", f"--pgdata={draft}", "--auth=peer", *options, *sync)
+        bootstrap = files("embedded").joinpath("bootstrap.sql").read_bytes()
+        single = ["--single", "-j", "-D", str(draft), "-c", "exit_on_error=on"]
+        fsync = [] if self._durable else ["-F"]
+        self._run(account, "postgres", *single, *fsync, "postgres", script=bootstrap)
+        draft.rename(self.data_directory)
+
+    def _run(self, account: Account | None, program: str, *arguments: str, script: bytes = b"") -> None:
+        command = tethered([self._program(program), *arguments], account=account)
+        done = subprocess.run(  # noqa: S603 - our own words, no shell
+            command, input=script, capture_output=True, env=_ENVIRONMENT, cwd=self.directory, check=False
+        )
+        with self.log_file.open("ab") as log:
+            log.write(done.stdout + done.stderr)
+        if done.returncode != 0:
+            raise self._failed()
+
+    def _clear_stale_lock(self) -> None:
+        """Remove the lock file of a Postgres that was killed, once the last of its children has ended.
+
+        Postgres would take a stranger with its old pid for itself and refuse to start; without waiting for the children
+        two generations could write the same files.
+        """
+        lock = self.data_directory / "postmaster.pid"
+        if not wait_until(lambda: not any(processes_in(self.data_directory)), _ORPHAN_SECONDS):
+            pids = ", ".join(map(str, processes_in(self.data_directory)))
+            raise EmbeddedError(f"processes that this directory did not start use {self.data_directory}: pid {pids}")
+        lock.unlink(missing_ok=True)
+
+    def _write_config(self) -> None:
+        settings = {
+            **_SETTINGS,
+            **({} if self._durable else _NOT_DURABLE),
+            "unix_socket_directories": str(self.socket_directory),
+            "hba_file": str(self.directory / "pg_hba.conf"),
+            "ident_file": str(self.directory / "pg_ident.conf"),
+        }
+        chosen = f"include {_quoted(str(self.data_directory / 'postgresql.conf'))}\n"  # by initdb, for this machine
+        self._write("postgresql.conf", chosen + "".join(f"{name} = {_quoted(v)}\n" for name, v in settings.items()))
+        self._write("pg_hba.conf", "local all all peer map=postroom\n")
+        me = f'"{user_name()}"'
+        self._write("pg_ident.conf", f"postroom {me} {ROLE}\npostroom {me} postgres\n")
+
+    def _write(self, name: str, text: str) -> None:
+        file = self.directory / name
+        file.write_text(text, "utf-8")
+        file.chmod(0o644)  # the account reads it; it holds no secret
+
+    def _command(self) -> list[str]:
+        config = self.directory / "postgresql.conf"
+        return [self._program("postgres"), "-D", str(self.data_directory), "-c", f"config_file={config}"]
+
+    def _ready(self, process: ProcessIdentity) -> bool:
+        try:
+            lines = (self.data_directory / "postmaster.pid").read_text("utf-8").splitlines()
+        except FileNotFoundError:
+            return False
+        return len(lines) > _READY_LINE and lines[0] == str(process.pid) and lines[_READY_LINE].strip() == "ready"
+
+
+def _quoted(value: str) -> str:
+    return "'" + value.replace("'", "''").replace("\\", "\\\\") + "'"

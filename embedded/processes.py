@@ -1,0 +1,147 @@
+"""Processes that outlive the memory of who started them: their identity, their pid file, how to end exactly them.
+
+A pid alone is no identity, since the kernel hands it out again. A pid file therefore holds the pid, when that process
+started, and the boot it belongs to; nothing is signalled unless all three agree.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple, Self
+
+_START_TIME_FIELD = 19  # of /proc/PID/stat behind the name; proc(5) counts it as the 22nd
+_GONE = frozenset("ZXx")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Account(NamedTuple):
+    """An unprivileged user that a server runs as."""
+
+    uid: int
+    gid: int
+    name: str
+
+
+class ProcessIdentity(NamedTuple):
+    """One process for all time: its pid, its start in clock ticks since boot, and the boot."""
+
+    pid: int
+    started: int
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """Return the identity of the process that has `pid` now; None where there is none, or only a zombie."""
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        state, *fields = stat.rpartition(")")[2].split()
+        return None if state in _GONE else cls(pid, int(fields[_START_TIME_FIELD - 1]), _BOOT_ID.read_text().strip())
+
+    @classmethod
+    def read(cls, file: Path) -> Self | None:
+        """Return what a pid file says; None where it is missing or was cut short by a crash."""
+        try:
+            pid, started, boot = file.read_text("utf-8").split()
+            return cls(int(pid), int(started), boot)
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def write(self, file: Path) -> None:
+        """Write the pid file in one step, so that nobody reads half of it."""
+        draft = file.with_name(file.name + ".new")
+        draft.write_text(f"{self.pid} {self.started} {self.boot}\n", "utf-8")
+        draft.replace(file)
+
+    @property
+    def alive(self) -> bool:
+        """Whether this very process still runs."""
+        return ProcessIdentity.of(self.pid) == self
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal to this process and to no other that has its pid by now; False where it has ended."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if not self.alive:
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until this process has ended; False where it still runs after `seconds`."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            if not self.alive:
+                return True
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            return bool(poll.poll(seconds * 1000))
+        finally:
+            os.close(descriptor)
+
+    def end(self, *steps: tuple[signal.Signals, float]) -> bool:
+        """Send each signal in turn and wait its seconds, until the process has ended; say whether it has."""
+        return any(not self.send(number) or self.wait(seconds) for number, seconds in steps)
+
+
+def tethered(
+    command: Sequence[str], *, on_death: signal.Signals = signal.SIGKILL, account: Account | None = None
+) -> list[str]:
+    """Return the command line that runs `command` until this process ends (see `embedded.tether`).
+
+    Start it from the main thread and from this very process. `on_death` is what the kernel sends it then.
+    """
+    uid, gid = (account.uid, account.gid) if account is not None else (-1, -1)
+    program = Path(__file__).with_name("tether.py")
+    tether = [sys.executable, "-I", "-S", str(program), str(os.getpid()), str(int(on_death)), str(uid), str(gid)]
+    return [*tether, *command]
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    output: IO[bytes],
+    environment: Mapping[str, str],
+    on_death: signal.Signals = signal.SIGKILL,
+    account: Account | None = None,
+    directory: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own (a terminal's Ctrl-C does not reach it), tethered to this process."""
+    return subprocess.Popen(  # noqa: S603 - the caller's own words, no shell
+        tethered(command, on_death=on_death, account=account),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=dict(environment),
+        cwd=directory,
+        start_new_session=True,
+    )
+
+
+def processes_in(directory: Path) -> Iterator[int]:
+    """Yield the pid of every process whose working directory is `directory`, as far as this user may see it."""
+    wanted = os.path.realpath(directory)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if str((entry / "cwd").readlink()) == wanted:
+                    yield int(entry.name)
+            except OSError:  # it ended meanwhile, or is another user's
+                continue

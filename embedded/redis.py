@@ -1,0 +1,63 @@
+"""An embedded Redis on a Unix socket. It keeps nothing: Postroom puts nothing there that may not be lost."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from urllib.parse import quote
+
+from embedded.processes import ProcessIdentity
+from embedded.programs import redis_server
+from embedded.server import EmbeddedServer
+from embedded.sockets import socket_directory
+
+_SOCKET = "redis.sock"
+_SETTINGS = {
+    "port": "0",
+    "unixsocketperm": "700",
+    "daemonize": "no",
+    "save": '""',
+    "appendonly": "no",
+    "databases": "16",
+    "maxmemory": "64mb",
+    "maxmemory-policy": "volatile-ttl",
+}
+
+
+class EmbeddedRedis(EmbeddedServer):
+    """Redis 6.2 at `directory`/redis.sock, for the user that started it."""
+
+    name = "redis"
+
+    @property
+    def socket_file(self) -> Path:
+        """The Unix socket that it listens on."""
+        return socket_directory(self.directory, _SOCKET) / _SOCKET
+
+    @property
+    def url(self) -> str:
+        """Where a client connects: `unix://…`."""
+        return f"unix://{quote(str(self.socket_file))}"
+
+    def _prepare(self) -> None:
+        settings = {**_SETTINGS, "dir": _quoted(self.directory), "unixsocket": _quoted(self.socket_file)}
+        lines = "".join(f"{name} {value}\n" for name, value in settings.items())
+        (self.directory / "redis.conf").write_text(lines, "utf-8")
+        self.socket_file.unlink(missing_ok=True)  # left by one that was killed
+
+    def _command(self) -> list[str]:
+        return [str(redis_server()), str(self.directory / "redis.conf")]
+
+    def _ready(self, process: ProcessIdentity) -> bool:  # noqa: ARG002 - the socket is this process's alone
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(1)
+            try:
+                client.connect(str(self.socket_file))
+                client.sendall(b"PING\r\n")
+                return client.recv(16).startswith(b"+PONG")
+            except OSError:
+                return False
+
+
+def _quoted(path: Path) -> str:
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'

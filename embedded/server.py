@@ -1,0 +1,146 @@
+"""What every embedded server does alike: start, be ready, carry on after a crash, stop.
+
+`start` is idempotent and takes a lock, so two processes that start one directory at once start one server. `stop` ends
+the process in the pid file and no other, may be called by another process, and returns when it has ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from embedded.errors import EmbeddedError
+from embedded.processes import Account, ProcessIdentity, spawn
+
+START_SECONDS = 120.0  # a Postgres that was killed replays its log first
+_POLL_SECONDS = 0.01
+_LOG_TAIL_BYTES = 2000
+
+
+class EmbeddedServer(ABC):
+    """A server process whose whole state lies in `directory`.
+
+    Raises `EmbeddedError` where it cannot start or stop. The server ends with the process that called `start`.
+    """
+
+    name: ClassVar[str]
+    on_death: ClassVar[signal.Signals] = signal.SIGKILL
+    stop_steps: ClassVar[Sequence[tuple[signal.Signals, float]]] = ((signal.SIGTERM, 20.0), (signal.SIGKILL, 10.0))
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.absolute()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where a client connects."""
+
+    @property
+    def pid_file(self) -> Path:
+        """The file that names the process."""
+        return self.directory / f"{self.name}.pid"
+
+    @property
+    def log_file(self) -> Path:
+        """What the server wrote to its standard output and error."""
+        return self.directory / f"{self.name}.log"
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """The server's process where it runs, whoever started it."""
+        identity = ProcessIdentity.read(self.pid_file)
+        return identity if identity is not None and identity.alive else None
+
+    def start(self) -> str:
+        """Start the server unless it runs already, wait until it answers, and return its URL."""
+        if threading.current_thread() is not threading.main_thread():
+            raise EmbeddedError(f"{self.name} has to be started from the main thread: it ends with the thread")
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._lock():
+            process = self.process or self._launch()
+            self._await_ready(process)
+        return self.url
+
+    def stop(self) -> None:
+        """End the server and wait until it has ended; nothing happens where it does not run."""
+        process = self.process
+        if process is not None and not process.end(*self.stop_steps):
+            raise EmbeddedError(f"{self.name} (pid {process.pid}) does not end, not even by SIGKILL")
+        if self._child is not None:
+            self._child.wait()
+            self._child = None
+        self.pid_file.unlink(missing_ok=True)
+
+    def _launch(self) -> ProcessIdentity:
+        self._prepare()
+        with self.log_file.open("ab") as log:
+            self._child = spawn(
+                self._command(),
+                output=log,
+                environment={"LANG": "C", "TZ": "UTC", "PATH": os.defpath},
+                on_death=self.on_death,
+                account=self._account(),
+                directory=self.directory,
+            )
+        process = ProcessIdentity.of(self._child.pid)
+        if process is None:
+            raise self._failed()
+        process.write(self.pid_file)
+        return process
+
+    def _await_ready(self, process: ProcessIdentity) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not self._ready(process):
+            if not process.alive:
+                raise self._failed()
+            if time.monotonic() > deadline:
+                raise EmbeddedError(f"{self.name} does not answer after {START_SECONDS:.0f} s; see {self.log_file}")
+            time.sleep(_POLL_SECONDS)
+
+    def _failed(self) -> EmbeddedError:
+        with self.log_file.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            tail = log.read().decode(errors="replace").strip()
+        return EmbeddedError(f"{self.name} ended while it started; {self.log_file} ends with:\n{tail}")
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with (self.directory / f"{self.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _account(self) -> Account | None:
+        """Return whom the server runs as; None: the user that starts it."""
+        return None
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Bring the directory into a state that the command can start from, after a crash too."""
+
+    @abstractmethod
+    def _command(self) -> list[str]:
+        """Return the program and its arguments."""
+
+    @abstractmethod
+    def _ready(self, process: ProcessIdentity) -> bool:
+        """Say whether `process` answers clients."""
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Poll `condition` until it holds; False where it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -1,0 +1,120 @@
+"""Real servers for tests: started once a session, from the embedded wheels, and gone when the session is gone.
+
+    postgres_server, redis_server, nats_server      the servers, started when the first test wants one
+    database_url                                    a fresh, empty database for this test
+    redis_url                                       the Redis of the session, emptied for this test
+    nats_url                                        the NATS of the session
+    short_directory                                 an empty directory with a path short enough for any Unix socket
+
+A test that stops or kills a server starts one of its own: `EmbeddedRedis(short_directory / "redis")`. The kernel ends
+every server when pytest ends, `kill -9` included; a program that a test starts gets the same from
+`embedded.processes.tethered([...])`. The files of a session that was killed are removed by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+import redis
+
+from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, ProcessIdentity
+
+_PREFIX = "postroom-test-"
+_OWNER = "pytest.pid"
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def session_directory() -> Iterator[Path]:
+    """The files of this session's servers: below a short path, where the unprivileged Postgres of root may pass."""
+    _sweep()
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    directory.chmod(0o711)
+    owner = ProcessIdentity.of(os.getpid())
+    assert owner is not None
+    owner.write(directory / _OWNER)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def short_directory(session_directory: Path) -> Iterator[Path]:
+    directory = session_directory / str(next(_numbers))
+    directory.mkdir(mode=0o711)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="session")
+def postgres_server(session_directory: Path) -> Iterator[EmbeddedPostgres]:
+    server = EmbeddedPostgres(session_directory / "postgres", durable=False)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def database_url(postgres_server: EmbeddedPostgres) -> Iterator[str]:
+    name = f"test_{next(_numbers)}"
+    _run(_execute(postgres_server.url, f"CREATE DATABASE {name}"))
+    yield postgres_server.url_of(name)
+    _run(_execute(postgres_server.url, f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+@pytest.fixture(scope="session")
+def redis_server(session_directory: Path) -> Iterator[EmbeddedRedis]:
+    server = EmbeddedRedis(session_directory / "redis")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    with redis.Redis.from_url(redis_server.url) as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture(scope="session")
+def nats_server(session_directory: Path) -> Iterator[EmbeddedNats]:
+    server = EmbeddedNats(session_directory / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def nats_url(nats_server: EmbeddedNats) -> str:
+    return nats_server.url
+
+
+async def _execute(url: str, statement: str) -> None:
+    connection = await asyncpg.connect(url)
+    try:
+        await connection.execute(statement)
+    finally:
+        await connection.close()
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:  # leaves the loop of the test plugin alone
+        runner.run(work)
+
+
+def _sweep() -> None:
+    """Remove what sessions left behind that were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        owner = ProcessIdentity.read(directory / _OWNER)
+        if owner is not None and not owner.alive:
+            shutil.rmtree(directory, ignore_errors=True)
