@@ -1,1 +1,7 @@
 """From the daemon to the broker: the HTTP client, the features, the relay and how it reads answers."""
+
+from broker_client.failures import Failure, RequestFailed
+from broker_client.link import BrokerLink
+from broker_client.settings import BrokerClientSettings, RelaySettings
+
+__all__ = ["BrokerClientSettings", "BrokerLink", "Failure", "RelaySettings", "RequestFailed"]

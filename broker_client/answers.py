@@ -1,0 +1,133 @@
+"""How the relay reads the broker's answer for one message: the first table of spec send.md, "Relaying".
+
+| answer                     | row                                                             |
+|----------------------------|-----------------------------------------------------------------|
+| 201, 200 duplicate         | done                                                            |
+| 409, any other 4xx         | dead, with the problem's code and detail                        |
+| 429                        | pending, due after `retry_after`                                |
+| 5xx                        | pending, exponential backoff with full jitter by its attempts   |
+
+No attempt count ever kills a row. The functions are pure: clock and randomness come in as arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from random import Random
+from typing import Final, NamedTuple
+
+from postroom.accept import AcceptAnswer
+
+from broker_client.backoff import clamp_retry_after, full_jitter
+from broker_client.settings import RelaySettings
+from outbox.model import ClaimedRow, Settlement, Verdict
+
+MAX_DETAIL: Final = 500  # characters of a problem's detail kept on the row
+_CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+
+
+class Outcome(StrEnum):
+    """What one attempt came to, as the metrics count it."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    CONFLICT = "conflict"
+    REJECTED = "rejected"
+    RATE_LIMITED = "rate_limited"
+    FAILED = "failed"  # 5xx for this message, or a request that only this message makes fail
+    RETURNED = "returned"  # its whole request failed: no attempt of its own
+    EXPIRED = "expired"
+
+
+class Timing(NamedTuple):
+    """What a retry's due time depends on."""
+
+    now_ms: int
+    rng: Random
+    settings: RelaySettings
+
+    def after(self, seconds: float) -> int:
+        """Return the moment `seconds` from now, in ms since the epoch."""
+        return self.now_ms + round(seconds * 1000)
+
+    def backoff(self, failures: int) -> int:
+        """Return the moment at which to try again after `failures` failures."""
+        first, most = self.settings.backoff_first_seconds, self.settings.backoff_most_seconds
+        return self.after(full_jitter(failures, self.rng, first=first, most=most))
+
+
+def outcome_of(answer: AcceptAnswer) -> Outcome:
+    """Sort an answer by its status; the link has already refused statuses outside this table."""
+    match answer.status:
+        case 201:
+            return Outcome.ACCEPTED
+        case 200:
+            return Outcome.DUPLICATE
+        case 409:
+            return Outcome.CONFLICT
+        case 429:
+            return Outcome.RATE_LIMITED
+        case status if 400 <= status < 500:  # noqa: PLR2004 - the 4xx
+            return Outcome.REJECTED
+        case _:
+            return Outcome.FAILED
+
+
+def settlement_for(row: ClaimedRow, answer: AcceptAnswer, timing: Timing) -> Settlement:
+    """Turn the broker's answer for `row` into what becomes of the row."""
+    match outcome_of(answer):
+        case Outcome.ACCEPTED | Outcome.DUPLICATE:
+            return Settlement(
+                row.row_id,
+                Verdict.DONE,
+                broker_message_id=answer.broker_message_id,
+                history_id=answer.history_id,
+            )
+        case Outcome.CONFLICT | Outcome.REJECTED:
+            return Settlement(row.row_id, Verdict.DEAD, last_error=_error_text(answer))
+        case Outcome.RATE_LIMITED:
+            return _retry(row, answer, _after_limit(row, answer, timing))
+        case _:
+            return _retry(row, answer, timing.backoff(row.attempts + 1))
+
+
+def backed_off(row: ClaimedRow, reason: str, timing: Timing) -> Settlement:
+    """Back off the one message that makes every request with it fail."""
+    due = timing.backoff(row.attempts + 1)
+    return Settlement(row.row_id, Verdict.RETRY, last_error=clean(reason), next_attempt_at=due)
+
+
+def returned(row: ClaimedRow, due_ms: int, reason: str | None = None) -> Settlement:
+    """Give a row back as if it had not been claimed: its request failed as a whole, or was never posted."""
+    last_error = None if reason is None else clean(reason)
+    return Settlement(row.row_id, Verdict.RETRY, last_error=last_error, next_attempt_at=due_ms, burns_attempt=False)
+
+
+def expired(row: ClaimedRow, max_age_hours: int) -> Settlement:
+    """Retire a row that is too old to be posted: the broker may no longer recognise its id."""
+    detail = f"older than {max_age_hours} h: the broker might no longer recognise its id; requeue it to send it again"
+    return Settlement(row.row_id, Verdict.DEAD, last_error=f"expired: {detail}", burns_attempt=False)
+
+
+def clean(text: str) -> str:
+    """Make a peer's words fit for a log line and a column: no control characters, bounded length."""
+    return _UNPRINTABLE.sub(" ", text[: 2 * MAX_DETAIL])[:MAX_DETAIL].strip()
+
+
+def _retry(row: ClaimedRow, answer: AcceptAnswer, due_ms: int) -> Settlement:
+    return Settlement(row.row_id, Verdict.RETRY, last_error=_error_text(answer), next_attempt_at=due_ms)
+
+
+def _after_limit(row: ClaimedRow, answer: AcceptAnswer, timing: Timing) -> int:
+    seconds = answer.problem.retry_after if answer.problem is not None else None
+    return timing.backoff(row.attempts + 1) if seconds is None else timing.after(clamp_retry_after(seconds))
+
+
+def _error_text(answer: AcceptAnswer) -> str:
+    """Word `last_error` as `<code>: <detail>`, the form that the outbox's `code` filter reads."""
+    if answer.problem is None:
+        return f"http_{answer.status}: the broker gave no reason"
+    code = answer.problem.code if _CODE.fullmatch(answer.problem.code) else f"http_{answer.status}"
+    return f"{code}: {clean(answer.problem.detail)}"

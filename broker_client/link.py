@@ -1,0 +1,196 @@
+"""What the daemon says to its broker: accept, features, topics; and the check that an answer makes sense.
+
+An answer that is no JSON, or about other ids, raises `RequestFailed` like a lost connection does
+(spec send.md, "Relaying", second table).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Final, Self, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from postroom.accept import AcceptAnswer, AcceptResponse, Features, RawAcceptItem
+from postroom.administration import Subscribe, Subscription, TopicList
+from postroom.errors import Problem, error_for
+from postroom.ids import is_client_message_id
+from postroom.message import parse_destination
+
+from broker_client.answers import clean
+from broker_client.backoff import read_retry_after
+from broker_client.channel import Channel, Reply
+from broker_client.failures import Failure, RequestFailed
+from broker_client.settings import BrokerClientSettings
+from chassis.config import MASK
+from outbox.model import ClaimedRow
+
+T = TypeVar("T")
+
+_LARGEST_HISTORY_ID: Final = 2**63 - 1  # what a column holds
+_ACCEPTED: Final = frozenset({HTTPStatus.OK, HTTPStatus.CREATED})
+_SUCCESS: Final = frozenset({*_ACCEPTED, HTTPStatus.NO_CONTENT})
+_CALLERS_FAULT: Final = frozenset({400, 403, 404, 409, 422})  # of a call passed on, not of our token
+_encode: Final = msgspec.json.Encoder().encode
+_decode_answers: Final = msgspec.json.Decoder(AcceptResponse).decode
+_decode_features: Final = msgspec.json.Decoder(Features).decode
+_decode_problem: Final = msgspec.json.Decoder(Problem).decode
+
+
+def now_ms() -> int:
+    """Return the time in ms since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+class BrokerLink:
+    """The way to the broker, as the member whose token the settings name. Close it when done."""
+
+    def __init__(self, settings: BrokerClientSettings, *, clock: Callable[[], int] = now_ms) -> None:
+        """Check the settings; raises `Fatal` (78) for an address or a CA file that cannot be used."""
+        self._channel = Channel(settings)
+        self._clock = clock
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection; safe to call twice."""
+        await self._channel.close()
+
+    def identity(self) -> int:
+        """Return a number that changes whenever the token does, since it may then be another member's.
+
+        Raises `RequestFailed` where there is no token to show.
+        """
+        return self._channel.token.changes()
+
+    async def accept(self, rows: Sequence[ClaimedRow]) -> list[AcceptAnswer]:
+        """Post one batch and return its answers in the order of `rows`; raises `RequestFailed`.
+
+        The broker recognises an id that it has accepted (its dedupe row), so posting a batch twice is harmless.
+        """
+        reply = self._succeeded(await self._channel.request("POST", "/v1/accept", encode_batch(rows)))
+        answers = _decoded(reply, _decode_answers).answers
+        _check_answers(rows, answers)
+        return answers
+
+    async def features(self) -> Features:
+        """Ask what the broker can do and whom the token speaks for; raises `RequestFailed`."""
+        return _decoded(self._succeeded(await self._channel.request("GET", "/v1/features")), _decode_features)
+
+    async def topics(self) -> TopicList:
+        """List the topics of the member's mesh; raises `PostroomError`."""
+        return _decoded(await self._pass_on("GET", "/v1/topics"), msgspec.json.Decoder(TopicList).decode)
+
+    async def subscribe(self, topic: str) -> Subscription:
+        """Subscribe the member to `topic` of its mesh; raises the broker's `PostroomError`, `NotFound` above all."""
+        path = await self._subscriptions(topic)
+        reply = await self._pass_on("POST", path, _encode(Subscribe()))
+        return _decoded(reply, msgspec.json.Decoder(Subscription).decode)
+
+    async def unsubscribe(self, topic: str) -> None:
+        """End the member's subscription to `topic`; raises the broker's `PostroomError`, `NotFound` above all."""
+        path = await self._subscriptions(topic)
+        await self._pass_on("DELETE", f"{path}/{quote((await self.features()).member, safe='')}")
+
+    async def _subscriptions(self, topic: str) -> str:
+        name = parse_destination(f"topic:{topic}").ref
+        return f"/v1/topics/{quote((await self.features()).mesh, safe='')}/{name}/subscriptions"
+
+    async def _pass_on(self, method: str, path: str, body: bytes | None = None) -> Reply:
+        reply = await self._channel.request(method, path, body)
+        if reply.status in _CALLERS_FAULT:
+            problem = _decoded(reply, _decode_problem)
+            problem.status = reply.status
+            problem.detail = self._without_token(clean(problem.detail))
+            raise error_for(problem)
+        return self._succeeded(reply)
+
+    def _succeeded(self, reply: Reply) -> Reply:
+        if reply.status in _SUCCESS:
+            return reply
+        sentence = f"{self._channel.base} answered {reply.status}{self._without_token(_words(reply.content))}"
+        retry_after = read_retry_after(reply.retry_after, self._clock())
+        raise RequestFailed.because(failure_of(reply.status), sentence, retry_after)
+
+    def _without_token(self, text: str) -> str:
+        return text.replace(self._channel.token.read(), MASK)
+
+
+def encode_batch(rows: Sequence[ClaimedRow]) -> bytes:
+    """Encode the body of `POST /v1/accept`; each payload is spliced in as it lies in the outbox, never decoded."""
+    items = [
+        RawAcceptItem(
+            client_message_id=row.client_message_id,
+            request_fingerprint=row.fingerprint.hex(),
+            message=msgspec.Raw(row.payload),
+        )
+        for row in rows
+    ]
+    return _encode({"messages": items})
+
+
+def failure_of(status: int) -> Failure:
+    """Sort the status of a whole request that did not succeed."""
+    match status:
+        case 401 | 403 | 404:
+            return Failure.NOT_PERMITTED
+        case 429:
+            return Failure.NOT_NOW
+        case _ if 400 <= status < 500:  # noqa: PLR2004 - the 4xx
+            return Failure.REFUSED
+        case _ if 500 <= status < 600:  # noqa: PLR2004 - the 5xx
+            return Failure.SERVER_ERROR
+        case _:  # a redirect, or a success that nobody asked for
+            return Failure.GARBAGE
+
+
+def _check_answers(rows: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer]) -> None:
+    if len(answers) != len(rows):
+        raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
+    for row, answer in zip(rows, answers, strict=True):
+        if answer.client_message_id != row.client_message_id:
+            raise _garbage(f"where the broker's answer for {row.client_message_id} belongs, it names another id")
+        if not _makes_sense(answer):
+            raise _garbage(f"the broker's answer for {row.client_message_id} makes no sense")
+
+
+def _makes_sense(answer: AcceptAnswer) -> bool:
+    if answer.status not in _ACCEPTED:
+        return 400 <= answer.status < 600  # noqa: PLR2004 - 4xx and 5xx
+    return (
+        answer.broker_message_id is not None
+        and is_client_message_id(answer.broker_message_id)
+        and answer.history_id is not None
+        and 0 <= answer.history_id <= _LARGEST_HISTORY_ID
+    )
+
+
+def _decoded(reply: Reply, decode: Callable[[bytes], T]) -> T:
+    try:
+        return decode(reply.content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _garbage(f"the broker's answer is not the JSON it should be: {clean(str(error))}") from error
+
+
+class _ProblemText(msgspec.Struct):
+    code: str = ""
+    detail: str = ""
+
+
+def _words(content: bytes) -> str:
+    """Quote the problem that an answer holds; anything else that an answer holds is not repeated."""
+    try:
+        problem = msgspec.json.decode(content, type=_ProblemText)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    return f" {clean(f'{problem.code}: {problem.detail}')}" if problem.code else ""
+
+
+def _garbage(sentence: str) -> RequestFailed:
+    return RequestFailed.because(Failure.GARBAGE, sentence)

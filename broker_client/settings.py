@@ -1,0 +1,56 @@
+"""What the daemon's config says about the broker and the relay (its tables `[broker]` and `[relay]`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+MIB: Final = 1024 * 1024
+
+
+class BrokerClientSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How the broker is reached, and how long and how large an answer of it may be."""
+
+    url: Annotated[str, Meta(description="the broker's address, as in https://broker.example.com")]
+    token_file: Annotated[
+        Path, Meta(description="file that holds the member's bearer token; read again whenever it changes")
+    ]
+    ca_file: Annotated[
+        Path | None,
+        Meta(description="PEM file of the authorities that may sign the broker's certificate, not the system's"),
+    ] = None
+    allow_plaintext: Annotated[
+        bool, Meta(description="allow http:// to another host than this one, which shows the token to the network")
+    ] = False
+    connect_seconds: Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")] = 5
+    request_seconds: Annotated[float, Meta(gt=0, le=600, description="longest wait for a whole answer, in seconds")] = (
+        30
+    )
+    max_answer_bytes: Annotated[
+        int, Meta(ge=1024, le=256 * MIB, description="a longer answer is refused as garbage, in bytes")
+    ] = 4 * MIB
+
+
+class RelaySettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How the relay drains the outbox (spec send.md, "Relaying")."""
+
+    batch_messages: Annotated[int, Meta(ge=1, le=1000, description="most messages in one post")] = 500
+    batch_bytes: Annotated[int, Meta(ge=1024, le=64 * MIB, description="most payload in one post, in bytes")] = MIB
+    posts_at_once: Annotated[int, Meta(ge=1, le=16, description="most posts under way at once")] = 4
+    backoff_first_seconds: Annotated[
+        float, Meta(gt=0, le=60, description="longest wait after the first failure; it doubles with each further one")
+    ] = 0.5
+    backoff_most_seconds: Annotated[
+        float, Meta(gt=0, le=3600, description="longest wait after any number of failures, in seconds")
+    ] = 60
+    max_age_hours: Annotated[
+        int | None,
+        Meta(ge=1, le=720, description="age at which a row goes dead; unset: what the broker's dedupe window allows"),
+    ] = None
+    expiry_seconds: Annotated[float, Meta(gt=0, le=3600, description="time between two looks for expired rows")] = 60
+    stop_seconds: Annotated[
+        float, Meta(gt=0, le=600, description="longest wait at a stop for posts under way, in seconds")
+    ] = 30
