@@ -6,7 +6,6 @@ import sys
 
 import msgspec
 from aiohttp import web
-
 from postroom.message import SendRequest
 
 _decode = msgspec.json.Decoder(SendRequest).decode

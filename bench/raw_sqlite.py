@@ -34,4 +34,10 @@ def rows_per_second(directory: Path, *, rows_a_commit: int, seconds: float) -> f
 
 def _row(number: int) -> dict[str, object]:
     name = f"01J{number:023d}"
-    return {"id": name, "client_message_id": name, "fingerprint": b"f" * 32, "payload": PAYLOAD, "now": 1_700_000_000_000}
+    return {
+        "id": name,
+        "client_message_id": name,
+        "fingerprint": b"f" * 32,
+        "payload": PAYLOAD,
+        "now": 1_700_000_000_000,
+    }
