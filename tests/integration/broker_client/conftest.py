@@ -1,0 +1,166 @@
+"""Peers that play a broker, well or badly: real servers on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from broker_client import BrokerClientSettings, BrokerLink
+from outbox.model import ClaimedRow
+
+TOKEN = "tok-3c1f"
+Item = dict[str, Any]
+Answer = dict[str, Any]
+Judge = Callable[[list[Item]], web.StreamResponse | list[Answer]]
+
+FEATURES = {
+    "mesh": "demo",
+    "member": "alice",
+    "max_batch": 1000,
+    "client_message_id_dedupe": {
+        "version": 1,
+        "mode": "retention_scoped",
+        "request_fingerprint": True,
+        "dedupe_retention_days": 7,
+    },
+}
+
+
+def accepted(item: Item, history_id: int = 1) -> Answer:
+    return {
+        "status": 201,
+        "client_message_id": item["client_message_id"],
+        "broker_message_id": "01HZXW5Q7T8Y9Z0A1B2C3D4E5F",
+        "history_id": history_id,
+        "duplicate": False,
+    }
+
+
+def refused(item: Item, status: int, code: str = "because", **members: Any) -> Answer:
+    problem = {"type": "t", "title": "T", "status": status, "detail": "no", "code": code, "retryable": False, **members}
+    return {"status": status, "client_message_id": item["client_message_id"], "problem": problem}
+
+
+class ScriptedBroker:
+    """A broker whose answers a test decides; it keeps the ids of every batch, and each id it accepted."""
+
+    def __init__(self) -> None:
+        self.judge: Judge = lambda items: [accepted(item) for item in items]
+        self.features: Callable[[], web.StreamResponse] = lambda: web.json_response(FEATURES)
+        self.batches: list[list[str]] = []
+        self.done: list[str] = []
+        self.tokens: list[str | None] = []
+        self.at_once = 0
+        self.most_at_once = 0
+        self.posted = asyncio.Condition()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.url = ""
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.router.add_get("/v1/features", self._features)
+        app.router.add_post("/v1/accept", self._accept)
+        return app
+
+    async def _features(self, request: web.Request) -> web.StreamResponse:
+        self.tokens.append(request.headers.get("Authorization"))
+        return self.features()
+
+    async def _accept(self, request: web.Request) -> web.StreamResponse:
+        self.tokens.append(request.headers.get("Authorization"))
+        items = json.loads(await request.read())["messages"]
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        async with self.posted:
+            self.batches.append([item["client_message_id"] for item in items])
+            self.posted.notify_all()
+        try:
+            await self.gate.wait()
+            answer = self.judge(items)
+        finally:
+            self.at_once -= 1
+        if not isinstance(answer, list):
+            return answer
+        self.done += [one["client_message_id"] for one in answer if one["status"] in {200, 201}]
+        return web.json_response({"answers": answer})
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a post has made `condition` true."""
+        async with self.posted:
+            await self.posted.wait_for(condition)
+
+
+@pytest.fixture
+async def scripted_broker() -> AsyncIterator[ScriptedBroker]:
+    broker = ScriptedBroker()
+    async with TestServer(broker.application()) as server:
+        broker.url = str(server.make_url("")).rstrip("/")
+        yield broker
+        broker.gate.set()
+
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture
+async def raw_upstream() -> AsyncIterator[Callable[[Talk], Awaitable[str]]]:
+    """Start a peer that reads the request's head and then talks as the test says."""
+    servers: list[asyncio.Server] = []
+
+    async def start(talk: Talk) -> str:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await reader.readuntil(b"\r\n\r\n")
+                await talk(reader, writer)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        servers.append(server)
+        host, port = server.sockets[0].getsockname()
+        return f"http://{host}:{port}"
+
+    yield start
+    for server in servers:
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text(TOKEN)
+    return file
+
+
+@pytest.fixture
+async def link_to(token_file: Path) -> AsyncIterator[Callable[..., BrokerLink]]:
+    links: list[BrokerLink] = []
+
+    def link(url: str, **settings: Any) -> BrokerLink:
+        links.append(BrokerLink(BrokerClientSettings(url=url, token_file=token_file, **settings)))
+        return links[-1]
+
+    yield link
+    for one in links:
+        await one.close()
+
+
+@pytest.fixture
+def claimed() -> Callable[[int], list[ClaimedRow]]:
+    def rows(count: int) -> list[ClaimedRow]:
+        payload = b'{"to":"topic:orders","body":"hello"}'
+        return [ClaimedRow(f"row-{n}", f"id-{n}", bytes(32), payload, "topic:orders", 0, 0) for n in range(count)]
+
+    return rows
