@@ -1,16 +1,28 @@
 """Postroom, for programs: hand a message to the daemon of this machine and walk away."""
 
+from postroom.blocking import Client
+from postroom.broker import BrokerClient
+from postroom.client import AsyncClient
 from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 from postroom.ids import new_id
-from postroom.sends import OutboxRow, SendResult
+from postroom.message import SendRequest
+from postroom.operations import ListQuery, RowFilter
+from postroom.sends import BatchResult, OutboxRow, SendResult
 
 __all__ = [
+    "AsyncClient",
+    "BatchResult",
+    "BrokerClient",
+    "Client",
     "Conflict",
     "InvalidMessage",
+    "ListQuery",
     "NotFound",
     "NotPermitted",
     "OutboxRow",
     "PostroomError",
+    "RowFilter",
+    "SendRequest",
     "SendResult",
     "TryAgain",
     "Unavailable",

@@ -26,6 +26,7 @@ VERBS: Final[tuple[Verb, ...]] = ("requeue", "abort", "hold", "release", "flush"
 
 MAX_REASON: Final = 1000  # characters
 MAX_PAGE: Final = 1000  # rows in one answer
+MAX_WAIT: Final = 60.0  # seconds that one look-up may wait
 MAX_IDS: Final = 10_000  # ids that one bulk request may name
 
 Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REASON, pattern=r"\S")]
@@ -53,6 +54,12 @@ class ListQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     held: bool | None = None
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
+
+
+class WaitQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query string of `GET /v1/sends/{client_message_id}`: seconds to wait for `done`, `dead` or `aborted`."""
+
+    wait: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT)] = 0.0
 
 
 class ReasonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

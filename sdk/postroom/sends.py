@@ -124,3 +124,18 @@ class Health(msgspec.Struct, kw_only=True, omit_defaults=True):
     oldest_pending_at: datetime | None = None
     wal_bytes: int = 0
     outbox_bytes: int = 0
+
+
+class Ready(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The body of `GET /v1/ready`: whether a send would be accepted now; it never depends on the broker."""
+
+    ready: bool
+    reasons: list[str] = []
+
+
+class Version(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The body of `GET /v1/version`: the program, the mesh it serves, and what it runs on (`environment`)."""
+
+    version: str
+    mesh: str
+    environment: dict[str, str] = {}

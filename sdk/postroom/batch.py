@@ -1,0 +1,146 @@
+"""`send_many`: a stream of messages through `POST /v1/send/batch`, NDJSON both ways (spec send.md, "The socket").
+
+Promises: every message gets exactly one result; at most `WINDOW` messages are sent and unanswered; a message that a
+broken connection left unanswered goes out again under the same id, which makes the second try harmless at the daemon.
+Fails with the `PostroomError` that outlasted the caller's patience; the results so far have been yielded by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Final
+
+import aiohttp
+
+from postroom.backlog import Backlog, Line
+from postroom.errors import InvalidMessage, PostroomError, Problem, error_for
+from postroom.message import SendRequest
+from postroom.outgoing import encode, with_id
+from postroom.peer import Peer
+from postroom.retry import Patience
+from postroom.sends import BatchResult
+from postroom.transport import NDJSON, Transport
+
+WINDOW: Final = 4096  # messages sent and unanswered
+MAX_LINE: Final = 64 * 1024  # bytes of one line of the answer
+IDLE_SECONDS: Final = 1.0  # a request without a line ends after so long
+PATH: Final = "/v1/send/batch"
+
+
+class Batch:
+    """One `send_many`: the caller's messages, and what became of each."""
+
+    def __init__(self, transport: Transport, messages: AsyncIterator[SendRequest], patience: Patience) -> None:
+        self._transport = transport
+        self._messages = messages
+        self._patience = patience
+        self._backlog = Backlog()
+        self._invalid: list[BatchResult] = []  # refused before they were sent
+        self._unanswered: deque[Line] = deque()
+        self._answered = asyncio.Event()
+        self._later: list[Line] = []  # told to try again
+        self._why_later: Problem | None = None
+
+    async def results(self) -> AsyncGenerator[list[BatchResult], None]:
+        """Yield results as they come; `line` says which message each is for, counted from 1."""
+        reading = asyncio.create_task(self._read_messages())
+        try:
+            while await self._backlog.filled():
+                async with aclosing(self._one_request()) as answers:
+                    async for results in answers:
+                        yield results
+            await reading
+            if self._invalid:
+                yield self._invalid
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read_messages(self) -> None:
+        """Put every message into the backlog, encoded; one that JSON can't say is refused alone."""
+        number = 0
+        try:
+            async for message in self._messages:
+                number += 1
+                try:
+                    line = Line(number, encode(with_id(message)) + b"\n")
+                except InvalidMessage as error:
+                    self._invalid.append(BatchResult(line=number, problem=error.problem))
+                else:
+                    await self._backlog.put(line)
+        finally:
+            self._backlog.close()
+
+    async def _one_request(self) -> AsyncGenerator[list[BatchResult], None]:
+        """Send what waits through one request, for as long as it lasts; what it left open waits again."""
+        try:
+            async with self._transport.open(
+                "POST", PATH, data=self._body(), media=NDJSON, silence=self._transport.timeout
+            ) as response:
+                async for lines in _lines(self._transport.peer, response):
+                    if results := [result for line in lines if (result := self._settle(line))]:
+                        self._patience.restart()
+                        yield results
+                    self._answered.set()
+            if self._unanswered:
+                raise self._transport.peer.lost()
+            if self._why_later:
+                raise error_for(self._why_later)
+        except PostroomError as error:
+            if self._open_again():
+                await self._patience.pause(error)
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        """Yield chunks of lines; the request ends when none come for a while, and the next line opens another."""
+        while not self._why_later:
+            if len(self._unanswered) >= WINDOW:
+                self._answered.clear()
+                await self._answered.wait()
+            elif lines := self._backlog.take():
+                self._unanswered.extend(lines)
+                yield b"".join(line.data for line in lines)
+            elif self._backlog.finished or not (await self._more_soon() or self._unanswered):
+                return
+
+    async def _more_soon(self) -> bool:
+        try:
+            async with asyncio.timeout(IDLE_SECONDS):
+                return await self._backlog.filled()
+        except TimeoutError:
+            return False
+
+    def _settle(self, answer: bytes) -> BatchResult | None:
+        """Match an answer with the oldest unanswered line; None where the line has to be tried again."""
+        result = self._transport.decode(answer, BatchResult)
+        if not self._unanswered or (result.result is None) == (result.problem is None):
+            raise self._transport.peer.foreign("it answered a line that it was not sent, or not with one result")
+        line = self._unanswered.popleft()
+        if result.problem is not None and result.problem.retryable:
+            self._later.append(line)
+            self._why_later = result.problem
+            return None
+        result.line = line.number
+        return result
+
+    def _open_again(self) -> bool:
+        """Let every line without a final answer wait again, in the caller's order; False where there is none."""
+        lines = sorted([*self._later, *self._unanswered])
+        self._later.clear()
+        self._unanswered.clear()
+        self._why_later = None
+        self._backlog.give_back(lines)
+        return bool(lines)
+
+
+async def _lines(peer: Peer, response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+    """Yield the complete lines of each piece of an answer, as it comes."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        if len(rest) > MAX_LINE:
+            raise peer.foreign(f"a line of its answer is longer than {MAX_LINE} bytes")
+        if lines:
+            yield lines

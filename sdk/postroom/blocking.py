@@ -1,0 +1,131 @@
+"""`Client`: the same as `AsyncClient`, for programs without an event loop.
+
+Not a twin: each method is `AsyncClient`'s own, run on a loop in a thread of its own, with its signature and docstring.
+A test goes through `AsyncClient` and finds each of its methods here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from postroom.client import AsyncClient
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Client, P], R]:
+    """Make the method that runs `method` to its end on the client's own loop."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncClient, P], AsyncIterator[R]],
+) -> Callable[Concatenate[Client, P], Iterator[R]]:
+    """Make the generator that takes each item of `method`'s from the client's own loop."""
+
+    @functools.wraps(method)
+    def iterate(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+        items = method(self._client, *args, **kwargs)
+        try:
+            while True:
+                try:
+                    yield self._run(_next(items))
+                except StopAsyncIteration:
+                    return
+        finally:
+            if isinstance(items, AsyncGenerator):
+                self._run(_close(items))
+
+    return iterate
+
+
+async def _next(items: AsyncIterator[R]) -> R:
+    return await anext(items)
+
+
+async def _close(items: AsyncGenerator[Any, None]) -> None:
+    await items.aclose()
+
+
+class Client:
+    """A client of the daemon for programs without an event loop; see `AsyncClient`.
+
+    May be used by many threads at once, as a context manager or with `close`.
+    """
+
+    def __init__(self, socket: Path | str | None = None, *, timeout: float = 10.0, patience: float = 30.0) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="postroom-client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._run(_open(socket, timeout, patience))
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every connection and end the thread; a second call does nothing."""
+        if self._loop.is_closed():
+            return
+        self._run(self._client.close())
+        self._stop()
+
+    send = _blocking(AsyncClient.send)
+    send_many = _iterating(AsyncClient.send_many)
+    send_many_in_chunks = _iterating(AsyncClient.send_many_in_chunks)
+    get = _blocking(AsyncClient.get)
+    wait = _blocking(AsyncClient.wait)
+    health = _blocking(AsyncClient.health)
+    ready = _blocking(AsyncClient.ready)
+    version = _blocking(AsyncClient.version)
+    list_rows = _blocking(AsyncClient.list_rows)
+    all_rows = _iterating(AsyncClient.all_rows)
+    inspect = _blocking(AsyncClient.inspect)
+    requeue = _blocking(AsyncClient.requeue)
+    abort = _blocking(AsyncClient.abort)
+    hold = _blocking(AsyncClient.hold)
+    release = _blocking(AsyncClient.release)
+    flush = _blocking(AsyncClient.flush)
+    bulk = _blocking(AsyncClient.bulk)
+    prune = _blocking(AsyncClient.prune)
+    pause_relay = _blocking(AsyncClient.pause_relay)
+    resume_relay = _blocking(AsyncClient.resume_relay)
+
+    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _open(socket: Path | str | None, timeout: float, patience: float) -> AsyncClient:  # noqa: ASYNC109
+    return AsyncClient(socket, timeout=timeout, patience=patience)

@@ -1,0 +1,155 @@
+"""`BrokerClient`: administer a broker, and read what it has accepted (spec accept.md, "Routes").
+
+A member's token implies its mesh, which may then be left out. What the broker-wide administrator's token may do, a
+member with the role `admin` may do within its own mesh.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from postroom.accept import Features
+from postroom.administration import (
+    BrokerHealth,
+    CreateMember,
+    CreateMesh,
+    CreateQueue,
+    CreateTopic,
+    HistoryMessage,
+    HistoryPage,
+    HistoryQuery,
+    Member,
+    MemberList,
+    MemberToken,
+    Mesh,
+    MeshList,
+    MeshQuery,
+    Queue,
+    QueueList,
+    Role,
+    Subscribe,
+    Subscription,
+    SubscriptionList,
+    Topic,
+    TopicList,
+)
+from postroom.calls import Calls
+from postroom.peer import Peer
+from postroom.transport import Transport
+
+
+class BrokerClient(Calls):
+    """A client of the broker at `url`, with a bearer `token`.
+
+    One exchange may take `timeout` seconds; what may be tried again is, for `patience` seconds (0: one try).
+    `ca_file` holds the certificates to trust instead of the system's. Use it in one event loop.
+    """
+
+    def __init__(
+        self, url: str, token: str, *, timeout: float = 10.0, patience: float = 30.0, ca_file: Path | None = None
+    ) -> None:
+        peer = Peer("broker", url, "start one (`postroom up`, `postroom broker run`), or set POSTROOM_BROKER_URL")
+        tls = ssl.create_default_context(cafile=ca_file) if ca_file else True
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=tls), headers={"Authorization": f"Bearer {token}"}
+        )
+        super().__init__(Transport(session, url.rstrip("/"), peer, timeout), patience)
+
+    async def health(self) -> BrokerHealth:
+        """Say how the broker is: `degraded` with its reasons, or ok."""
+        return await self._read("/health", BrokerHealth)
+
+    async def features(self) -> Features:
+        """Say what the broker does, and for whom the token speaks."""
+        return await self._read("/v1/features", Features)
+
+    async def create_mesh(self, slug: str) -> Mesh:
+        """Create a mesh; raises `Conflict` where there is one of that name."""
+        return await self._change("POST", "/v1/meshes", Mesh, CreateMesh(slug=slug))
+
+    async def list_meshes(self) -> list[Mesh]:
+        """Return every mesh, by slug."""
+        return (await self._read("/v1/meshes", MeshList)).meshes
+
+    async def delete_mesh(self, slug: str) -> None:
+        """Delete a mesh; raises `Conflict` where it holds messages."""
+        await self._delete("meshes", slug)
+
+    async def create_member(self, mesh: str, name: str, role: Role = "member") -> MemberToken:
+        """Create a member and return its token, which is shown this once."""
+        return await self._change("POST", "/v1/members", MemberToken, CreateMember(mesh=mesh, name=name, role=role))
+
+    async def list_members(self, mesh: str | None = None) -> list[Member]:
+        """Return the members of a mesh, by name, the revoked ones included."""
+        return (await self._read("/v1/members", MemberList, query=MeshQuery(mesh=mesh))).members
+
+    async def revoke_member(self, mesh: str, name: str) -> None:
+        """End a member's access for good."""
+        await self._delete("members", mesh, name)
+
+    async def rotate_member_token(self, mesh: str, name: str) -> MemberToken:
+        """Give a member a new token, which is shown this once; the old one is worth nothing from then on."""
+        return await self._change("POST", _path("members", mesh, name, "token"), MemberToken)
+
+    async def create_topic(self, mesh: str, name: str) -> Topic:
+        """Create a topic; raises `Conflict` where there is one of that name."""
+        return await self._change("POST", "/v1/topics", Topic, CreateTopic(mesh=mesh, name=name))
+
+    async def list_topics(self, mesh: str | None = None) -> list[Topic]:
+        """Return the topics of a mesh, by name."""
+        return (await self._read("/v1/topics", TopicList, query=MeshQuery(mesh=mesh))).topics
+
+    async def delete_topic(self, mesh: str, name: str) -> None:
+        """Delete a topic."""
+        await self._delete("topics", mesh, name)
+
+    async def subscribe(self, mesh: str, topic: str, member: str | None = None) -> Subscription:
+        """Subscribe a member (without one: whom the token speaks for) to a topic."""
+        path = _path("topics", mesh, topic, "subscriptions")
+        return await self._change("POST", path, Subscription, Subscribe(member=member))
+
+    async def list_subscriptions(self, mesh: str, topic: str) -> list[Subscription]:
+        """Return who is subscribed to a topic, by member."""
+        return (await self._read(_path("topics", mesh, topic, "subscriptions"), SubscriptionList)).subscriptions
+
+    async def unsubscribe(self, mesh: str, topic: str, member: str) -> None:
+        """End a member's subscription."""
+        await self._delete("topics", mesh, topic, "subscriptions", member)
+
+    async def create_queue(self, mesh: str, name: str) -> Queue:
+        """Create a queue; raises `Conflict` where there is one of that name."""
+        return await self._change("POST", "/v1/queues", Queue, CreateQueue(mesh=mesh, name=name))
+
+    async def list_queues(self, mesh: str | None = None) -> list[Queue]:
+        """Return the queues of a mesh, by name."""
+        return (await self._read("/v1/queues", QueueList, query=MeshQuery(mesh=mesh))).queues
+
+    async def delete_queue(self, mesh: str, name: str) -> None:
+        """Delete a queue."""
+        await self._delete("queues", mesh, name)
+
+    async def message(self, broker_message_id: str) -> HistoryMessage:
+        """Return one accepted message; raises `NotFound`."""
+        return await self._read(_path("messages", broker_message_id), HistoryMessage)
+
+    async def history(self, query: HistoryQuery) -> AsyncIterator[HistoryMessage]:
+        """Yield the accepted messages that `query` means, oldest first, up to what has committed by now."""
+        after: int | None = query.after
+        while after is not None:
+            page = await self._read("/v1/history", HistoryPage, query=msgspec.structs.replace(query, after=after))
+            for message in page.messages:
+                yield message
+            after = page.next_after
+
+    async def _delete(self, *words: str) -> None:
+        await self._change("DELETE", _path(*words), type(None))
+
+
+def _path(*words: str) -> str:
+    return "/v1/" + "/".join(quote(word, safe="") for word in words)

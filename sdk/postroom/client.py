@@ -1,0 +1,133 @@
+"""`AsyncClient`: hand messages to the daemon of this machine, and ask it where they are.
+
+Every send carries an id that is minted before the first try, so that whatever is tried again (a refused or broken
+connection, 429, 503, 507) can't become a second message: the daemon's outbox row under that id makes the second try
+a no-op (spec send.md, "Accepting").
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+
+from postroom.batch import Batch
+from postroom.feed import feed
+from postroom.message import Priority, SendRequest
+from postroom.operating import OperatorMethods
+from postroom.operations import MAX_WAIT, WaitQuery
+from postroom.outgoing import compose, encode
+from postroom.peer import Peer
+from postroom.retry import Patience, retrying
+from postroom.sends import SETTLED, BatchResult, Health, OutboxRow, Ready, SendResult, Version
+from postroom.sockets import find_socket
+from postroom.transport import Transport
+
+
+class AsyncClient(OperatorMethods):
+    """A client of the daemon that listens on `socket` (default: `POSTROOM_SOCKET`, else the only one there is).
+
+    One exchange may take `timeout` seconds; what may be tried again is, for `patience` seconds (0: one try).
+    Use it in one event loop, as a context manager or with `close`.
+    """
+
+    def __init__(self, socket: Path | str | None = None, *, timeout: float = 10.0, patience: float = 30.0) -> None:
+        path = find_socket(socket)
+        peer = Peer("daemon", str(path), "start one (`postroom up`, `postroom daemon run`), or set POSTROOM_SOCKET")
+        session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path), limit=0))
+        super().__init__(Transport(session, "http://localhost", peer, timeout), patience)
+
+    async def send(
+        self,
+        to: str,
+        body: str | bytes | None = None,
+        *,
+        meta: dict[str, Any] | None = None,
+        priority: Priority = "next",
+        reply_to: str | None = None,
+        mentions: Sequence[str] | None = None,
+        client_message_id: str | None = None,
+        not_before: datetime | None = None,
+        traceparent: str | None = None,
+    ) -> SendResult:
+        """Hand in one message; when this returns it is on disk, and goes out whatever happens.
+
+        Raises `InvalidMessage`, `Conflict` (the id is taken), `NotPermitted`, `TryAgain` or `Unavailable`; after the
+        last two the message may have been kept all the same: send it again with the same `client_message_id`.
+        """
+        request = compose(
+            to,
+            body,
+            meta=meta,
+            priority=priority,
+            reply_to=reply_to,
+            mentions=mentions,
+            client_message_id=client_message_id,
+            not_before=not_before,
+        )
+        data = encode(request)
+        headers = {} if traceparent is None else {"traceparent": traceparent}
+        return await retrying(
+            lambda: self._transport.call("POST", "/v1/send", SendResult, body=data, headers=headers),
+            self._patience(),
+        )
+
+    async def send_many(
+        self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]
+    ) -> AsyncGenerator[BatchResult, None]:
+        """Hand in any number of messages as a stream, and yield one result for each as it comes.
+
+        `line` counts the messages from 1. Messages without an id get one; a broken connection is resumed. A message
+        that is refused yields a `problem`; what stops the whole is raised, and then every message without a result
+        may be sent again under its own id.
+        """
+        async with aclosing(self.send_many_in_chunks(messages)) as chunks:
+            async for results in chunks:
+                for result in results:
+                    yield result
+
+    async def send_many_in_chunks(
+        self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]
+    ) -> AsyncGenerator[list[BatchResult], None]:
+        """Do as `send_many` does, but yield the results that came together as one list."""
+        async with aclosing(feed(messages)) as source:
+            batch = Batch(self._transport, source, self._patience())
+            async with aclosing(batch.results()) as chunks:
+                async for results in chunks:
+                    yield results
+
+    async def get(self, client_message_id: str) -> OutboxRow:
+        """Say where a send is now; raises `NotFound`."""
+        return await self._read(_send_path(client_message_id), OutboxRow)
+
+    async def wait(self, client_message_id: str, timeout: float) -> OutboxRow:  # noqa: ASYNC109 - the daemon waits
+        """Wait until a send is `done`, `dead` or `aborted`, at most `timeout` seconds; return it as it is then."""
+        patience = Patience(timeout)
+        while True:
+            seconds = min(patience.remaining(), MAX_WAIT)
+            row = await self._read(
+                _send_path(client_message_id), OutboxRow, query=WaitQuery(wait=seconds), waiting=seconds
+            )
+            if row.status in SETTLED or not patience.remaining():
+                return row
+
+    async def health(self) -> Health:
+        """Say how the daemon is: `degraded` with its reasons, or ok."""
+        return await self._read("/v1/health", Health)
+
+    async def ready(self) -> Ready:
+        """Say whether the daemon would accept a send now; raises `TryAgain` where it would not."""
+        return await self._read("/v1/ready", Ready)
+
+    async def version(self) -> Version:
+        """Say which version the daemon is of, and which mesh it serves."""
+        return await self._read("/v1/version", Version)
+
+
+def _send_path(client_message_id: str) -> str:
+    return f"/v1/sends/{quote(client_message_id, safe='')}"

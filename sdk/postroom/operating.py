@@ -1,0 +1,106 @@
+"""The operator's half of the client: see and repair the outbox, pause and resume the relay (spec send.md, "Requeue").
+
+A change is tried again only where it surely did not happen; where that is not known, `Unavailable` is raised and
+`inspect` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from urllib.parse import quote
+
+import msgspec
+
+from postroom.calls import Calls
+from postroom.message import SendRequest
+from postroom.operations import (
+    BulkRequest,
+    ListQuery,
+    PauseRequest,
+    PruneRequest,
+    PruneResult,
+    ReasonRequest,
+    RequeueRequest,
+    ResumeRequest,
+    RowFilter,
+    Verb,
+)
+from postroom.sends import BulkResult, OutboxPage, OutboxRow, RelayStatus, RowChain
+
+
+class OperatorMethods(Calls):
+    """What an operator may do; an id is a row's id or a `client_message_id`, a `reason` says why and is kept."""
+
+    async def list_rows(self, query: ListQuery | None = None) -> OutboxPage:
+        """Return one page of the outbox, oldest first."""
+        return await self._read("/v1/outbox", OutboxPage, query=query or ListQuery())
+
+    async def all_rows(self, query: ListQuery) -> AsyncIterator[OutboxRow]:
+        """Yield every row that `query` means, page by page."""
+        while True:
+            page = await self.list_rows(query)
+            for row in page.rows:
+                yield row
+            if page.next_cursor is None:
+                return
+            query = msgspec.structs.replace(query, cursor=page.next_cursor)
+
+    async def inspect(self, row_id: str) -> RowChain:
+        """Return a row with its predecessors and successors and what operators did to them."""
+        return await self._read(_path(row_id), RowChain)
+
+    async def requeue(
+        self,
+        row_id: str,
+        *,
+        reason: str,
+        new_client_message_id: str | None = None,
+        message: SendRequest | None = None,
+    ) -> OutboxRow:
+        """Retire a `dead` or `pending` row and return its successor, under a fresh id; `message` replaces its own."""
+        body = RequeueRequest(reason=reason, new_client_message_id=new_client_message_id, message=message)
+        return await self._change("POST", f"{_path(row_id)}/requeue", OutboxRow, body)
+
+    async def abort(self, row_id: str, *, reason: str) -> OutboxRow:
+        """Retire a `dead` or `pending` row without a successor."""
+        return await self._change("POST", f"{_path(row_id)}/abort", OutboxRow, ReasonRequest(reason=reason))
+
+    async def hold(self, row_id: str, *, reason: str) -> OutboxRow:
+        """Keep a `pending` row back until it is released."""
+        return await self._change("POST", f"{_path(row_id)}/hold", OutboxRow, ReasonRequest(reason=reason))
+
+    async def release(self, row_id: str, *, reason: str) -> OutboxRow:
+        """Let a held row go."""
+        return await self._change("POST", f"{_path(row_id)}/release", OutboxRow, ReasonRequest(reason=reason))
+
+    async def flush(self, row_id: str, *, reason: str) -> OutboxRow:
+        """Try a waiting row now."""
+        return await self._change("POST", f"{_path(row_id)}/flush", OutboxRow, ReasonRequest(reason=reason))
+
+    async def bulk(self, verb: Verb, rows: RowFilter, *, reason: str, dry_run: bool = False) -> BulkResult:
+        """Use a verb on every row that `rows` means; with `dry_run`, only say on which."""
+        return await self._change(
+            "POST", f"/v1/outbox/{verb}", BulkResult, BulkRequest(reason=reason, filter=rows, dry_run=dry_run)
+        )
+
+    async def prune(self, older_than_seconds: float, *, reason: str) -> PruneResult:
+        """Empty the payloads of `done` and `aborted` rows that are older than this; the rows stay."""
+        body = PruneRequest(reason=reason, older_than_seconds=older_than_seconds)
+        return await self._change("POST", "/v1/outbox/prune", PruneResult, body)
+
+    async def pause_relay(self, destination: str | None = None, *, reason: str) -> RelayStatus:
+        """Stop relaying, to one destination or altogether, until it is resumed; kept over restarts."""
+        return await self._change(
+            "POST", "/v1/relay/pause", RelayStatus, PauseRequest(reason=reason, destination=destination)
+        )
+
+    async def resume_relay(
+        self, destination: str | None = None, *, reason: str, rate_per_second: float | None = None
+    ) -> RelayStatus:
+        """Relay again, at most `rate_per_second` messages a second where it is given."""
+        body = ResumeRequest(reason=reason, destination=destination, rate_per_second=rate_per_second)
+        return await self._change("POST", "/v1/relay/resume", RelayStatus, body)
+
+
+def _path(row_id: str) -> str:
+    return f"/v1/outbox/{quote(row_id, safe='')}"

@@ -1,0 +1,86 @@
+"""Whom a client talks to, and what a failure to talk means: one sentence that names the peer and says what to do."""
+
+from __future__ import annotations
+
+import errno
+from http import HTTPStatus
+from typing import Final, NamedTuple, NoReturn
+
+import aiohttp
+import msgspec
+
+from postroom.errors import PROBLEM_JSON, NotPermitted, PostroomError, Problem, Unavailable, error_for
+
+MAX_REASON: Final = 300  # characters of a foreign error that a sentence quotes
+NEVER_ARRIVED: Final = frozenset({"daemon_absent", "broker_absent"})
+"""The codes that prove that a request reached nobody."""
+
+_decode_problem: Final = msgspec.json.Decoder(Problem).decode
+
+
+class Peer(NamedTuple):
+    """Who is expected at `address`: the "daemon" or the "broker" (`role`), and the `remedy` where it is absent."""
+
+    role: str
+    address: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"the {self.role} at {self.address}"
+
+    def failure(self, error: Exception) -> PostroomError:
+        """Say what an error of the connection means."""
+        cause = getattr(error, "os_error", error)
+        if (reason := _why_absent(cause, error)) is not None:
+            return self.absent(reason)
+        match cause:
+            case PermissionError():
+                detail = f"{self} is not yours to open: {cause.strerror}"
+                return NotPermitted.of(403, "socket_not_permitted", detail)
+            case TimeoutError():
+                detail = f"{self} did not answer in time: it hangs, or has too much to do"
+                return _unavailable("no_answer", detail)
+            case aiohttp.ClientResponseError() | aiohttp.InvalidURL():
+                return self.foreign(str(cause) or type(cause).__name__)
+        return self.lost()
+
+    def lost(self) -> Unavailable:
+        """Build the error for a connection that broke before the answer was complete."""
+        detail = f"the connection to {self} broke; whether the request took effect is not known"
+        return _unavailable("connection_lost", detail)
+
+    def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
+        """Raise the problem that the peer answered with, or what an answer that is no problem means."""
+        if media != PROBLEM_JSON:
+            retryable = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            raise self.foreign(f"it answered {status} as {media}, not as a problem", retryable=retryable)
+        try:
+            problem = _decode_problem(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise self.foreign(f"it answered {status} with a problem that can't be read: {error}") from error
+        if problem.status != status:
+            raise self.foreign(f"it answered {status} with a problem of status {problem.status}")
+        raise error_for(problem)
+
+    def absent(self, reason: str) -> Unavailable:
+        """Build the error for a peer that is not there."""
+        return _unavailable(f"{self.role}_absent", f"no {self.role} at {self.address} ({reason}): {self.remedy}")
+
+    def foreign(self, reason: str, *, retryable: bool = False) -> Unavailable:
+        """Build the error for an answer that isn't ours: another program, or another version of this one."""
+        detail = f"{self} is not Postroom's, or of another version: {reason[:MAX_REASON]}"
+        return Unavailable.of(502, "not_understood", detail, retryable=retryable)
+
+
+def _why_absent(cause: Exception, error: Exception) -> str | None:
+    if isinstance(cause, (FileNotFoundError, ConnectionRefusedError)):
+        return "nobody listens there"
+    if isinstance(cause, OSError) and cause.errno in {errno.ENOTSOCK, errno.ENOTDIR, errno.EPROTOTYPE}:
+        return "that is no socket"
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(cause, (PermissionError, TimeoutError)):
+        return str(cause)
+    return None
+
+
+def _unavailable(code: str, detail: str) -> Unavailable:
+    return Unavailable.of(503, code, detail, retryable=True)
