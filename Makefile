@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 RESOLVE = uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test check format bench soak test-systemd clean
+.PHONY: help setup lock demo test check format bench soak test-systemd test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ soak: setup ## the crash tests, for longer
 
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)
 	$(BIN)/pytest -m systemd
+
+test-bare: setup ## `make demo` and `make test` of a fresh clone on a bare Debian (root, debootstrap, systemd-container)
+	$(BIN)/python tests/bare_machine/run
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
