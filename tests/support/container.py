@@ -77,7 +77,7 @@ class Machine:
         as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups"] if user is not None else []
         variables = [f"{name}={value}" for name, value in (environment or {}).items()]
         inside = ["env", "-i", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8", *variables]
-        enter = ["nsenter", f"--target={self._leader}", "--all", "--wd=/", "--"]
+        enter = ["nsenter", f"--target={self._leader}", "--all", "--root", "--wd", "--"]
         return subprocess.run([*enter, *as_user, *inside, *command], capture_output=True, text=True, check=False)
 
     def write(self, inside: str, text: str, mode: int = 0o644) -> None:

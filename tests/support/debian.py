@@ -17,6 +17,9 @@ from pathlib import Path
 BARE = ("git", "make", "python3", "python3-venv")
 """All that a fresh clone needs beside a bare Debian."""
 
+BOOTABLE = (*BARE, "systemd", "systemd-sysv", "dbus", "libpam-systemd")
+"""The same with a systemd to boot, and what a user needs to have a service manager of its own."""
+
 _TOOLS = {"debootstrap": "debootstrap", "systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
 _VARIABLE = "POSTROOM_DEBIAN_MIRROR"
 _MIRROR = "http://deb.debian.org/debian"

@@ -1,0 +1,85 @@
+"""Postroom's services on a machine: how a test configures one, breaks it, and reads what systemd knows of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from container import Machine
+
+_SECONDS = 60.0
+_PAUSE = 0.05
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until `condition` holds, for as long as a slow machine may need."""
+    end = time.monotonic() + _SECONDS
+    while not condition():
+        assert time.monotonic() < end, f"after {_SECONDS:.0f} s still not: {what}"
+        time.sleep(_PAUSE)
+
+
+class Service:
+    """One unit of a machine, as `systemctl` and `journalctl` see it."""
+
+    def __init__(self, machine: Machine, unit: str) -> None:
+        self.machine = machine
+        self.unit = unit
+
+    def show(self, name: str) -> str:
+        """Return one property of the unit."""
+        return self.machine.run("systemctl", "show", "--value", f"--property={name}", self.unit).strip()
+
+    @property
+    def pid(self) -> str:
+        """The pid of the main process, as the machine counts; 0 when none runs."""
+        return self.show("MainPID")
+
+    def signal(self, name: str) -> None:
+        """Send a signal to the main process."""
+        self.machine.run("kill", f"-{name}", self.pid)
+
+    def journal(self) -> list[str]:
+        """Return what the processes of the unit have logged, line by line."""
+        fields = f"_SYSTEMD_UNIT={self.unit}"
+        return self.machine.run("journalctl", "--sync", "--no-pager", "--output=cat", fields).splitlines()
+
+    def drop_in(self, *lines: str) -> None:
+        """Change the unit until the machine is gone."""
+        text = "[Service]\n" + "\n".join(lines) + "\n"
+        self.machine.write(f"/run/systemd/system/{self.unit}.d/test.conf", text)
+        self.machine.run("systemctl", "daemon-reload")
+
+
+class Daemon(Service):
+    """`postroomd@<mesh>` with its socket and its files."""
+
+    def __init__(self, machine: Machine, mesh: str) -> None:
+        super().__init__(machine, f"postroomd@{mesh}.service")
+        self.mesh = mesh
+        self.socket_unit = f"postroomd@{mesh}.socket"
+
+    @property
+    def socket(self) -> Path:
+        """Where a client on the host finds the socket."""
+        return self.machine.path(f"/run/postroom/{self.mesh}.sock")
+
+    def configure(self, broker_url: str, token: str, more: str = "") -> None:
+        """Write the config and the token where the unit looks for them."""
+        self.machine.write(f"/etc/postroom/mesh/{self.mesh}.token", token, mode=0o600)
+        text = (
+            f'mesh = "{self.mesh}"\n{more}\n[broker]\nurl = "{broker_url}"\n'
+            f'token_file = "/etc/postroom/mesh/{self.mesh}.token"\n'
+        )
+        self.machine.write(f"/etc/postroom/mesh/{self.mesh}.toml", text)
+
+    def stop(self) -> None:
+        """Stop the daemon, and its socket so that no caller starts it again."""
+        self.machine.run("systemctl", "stop", self.socket_unit, self.unit)
+
+    def forget(self) -> None:
+        """Remove the files, and what systemd remembers of a failure."""
+        self.machine.attempt("systemctl", "reset-failed", self.socket_unit, self.unit)
+        for kind in ("toml", "token"):
+            self.machine.path(f"/etc/postroom/mesh/{self.mesh}.{kind}").unlink()

@@ -1,0 +1,36 @@
+"""What systemd itself says about the units as `install-service` wrote them."""
+
+import pytest
+from container import Machine
+
+pytestmark = pytest.mark.systemd
+
+SYSTEM_UNITS = ("postroomd@orders.service", "postroomd@orders.socket", "postroom-broker.service")
+
+
+def test_systemd_understands_every_line(machine: Machine) -> None:
+    assert machine.attempt("systemd-analyze", "verify", *SYSTEM_UNITS).stderr == ""
+
+
+@pytest.mark.parametrize("unit", ["postroomd@orders.service", "postroom-broker.service"])
+def test_the_exposure_of_each_service_is_at_most_1_3(machine: Machine, unit: str) -> None:
+    machine.run("systemd-analyze", "security", "--no-pager", "--threshold=13", unit)
+
+
+@pytest.mark.parametrize("unit", ["postroomd@orders.service", "postroom-broker.service"])
+def test_a_service_is_started_again_for_ever_but_for_a_wrong_config(machine: Machine, unit: str) -> None:
+    shown = machine.run("systemctl", "show", unit).splitlines()
+    assert {"Restart=always", "RestartPreventExitStatus=78 243", "StartLimitIntervalUSec=0"} <= set(shown)
+
+
+def test_the_group_and_the_directories_are_there(machine: Machine) -> None:
+    machine.run("getent", "group", "postroom")
+    assert machine.path("/etc/postroom/mesh").stat().st_mode & 0o777 == 0o755
+    assert machine.path("/run/postroom").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_plain_user_is_told_who_may_install_system_units(machine: Machine) -> None:
+    uid = int(machine.run("id", "--user", "eve"))
+    refused = machine.attempt("/opt/postroom/bin/postroom", "install-service", "--system", user=uid)
+    assert refused.returncode == 77
+    assert "only root installs system units: run it as root, or use --user" in refused.stderr
