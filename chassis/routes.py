@@ -19,7 +19,7 @@ from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 _log = structlog.get_logger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[Any], Awaitable[web.StreamResponse]]  # takes a server's own kind of request
 Authorize = Callable[[web.Request, str], Awaitable[None]]
 Q = TypeVar("Q", bound=msgspec.Struct)
 
@@ -97,7 +97,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return web.Response(status=status, body=msgspec.json.encode(value), content_type=JSON, headers=headers)
 
 
-def decode_query(request: web.Request, query: type[Q]) -> Q:
+def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
     """Decode the query string into `query`; an unknown or repeated parameter is a 400 that names it."""
     pairs = list(request.query.items())
     if len({name for name, _ in pairs}) != len(pairs):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import structlog
@@ -24,8 +24,14 @@ def stop_on_signals(stop: asyncio.Event) -> None:
         loop.add_signal_handler(number, stop.set)
 
 
-async def run_until_stopped(tasks: Mapping[str, Coroutine[Any, Any, None]], stop: asyncio.Event) -> None:
+async def run_until_stopped(
+    tasks: Mapping[str, Coroutine[Any, Any, None]],
+    stop: asyncio.Event,
+    wind_down: Callable[[], Awaitable[None]] | None = None,
+) -> None:
     """Run the named `tasks` until `stop` is set or one of them ends; cancel the rest and wait for them.
+
+    `wind_down` runs before that, while the tasks still do: what has begun can come to its end.
 
     A task that ends before `stop` raises `Fatal` (its own, or exit code 1), since the process would limp without it.
     """
@@ -33,6 +39,8 @@ async def run_until_stopped(tasks: Mapping[str, Coroutine[Any, Any, None]], stop
     stopping = asyncio.create_task(_until(stop), name="stop")
     done, _ = await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    if wind_down is not None:
+        await wind_down()
     for task in running:
         task.cancel()
     await asyncio.gather(*running, stopping, return_exceptions=True)

@@ -48,19 +48,9 @@ def fingerprint(
 
     No field may hold a NUL: the caller has refused it, since NUL separates the fields here.
     """
-    return hashlib.sha256(
-        b"\0".join(
-            (
-                ENVELOPE_VERSION.encode(),
-                destination_kind.encode(),
-                destination_ref.encode(),
-                (reply_to or "").encode(),
-                priority.encode(),
-                meta,
-                hashlib.sha256(body).hexdigest().encode(),
-            )
-        )
-    ).digest()
+    head = f"{ENVELOPE_VERSION}\0{destination_kind}\0{destination_ref}\0{reply_to or ''}\0{priority}\0"
+    body_hash = hashlib.sha256(body).hexdigest()
+    return hashlib.sha256(b"%b%b\0%b" % (head.encode(), meta, body_hash.encode())).digest()
 
 
 def prefix(fingerprint_bytes: bytes) -> str:

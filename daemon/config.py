@@ -1,0 +1,115 @@
+"""The daemon's config: one TOML file, overridden by `POSTROOM_DAEMON_…` (spec operate.md, "Config").
+
+Paths default to the XDG directories of the user; `/run/postroom` and `/var/lib/postroom` for root.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from broker_client.settings import BrokerClientSettings, RelaySettings
+from chassis.config import load
+from chassis.exits import Exit, Fatal
+from ipc.limits import Limits
+from outbox.settings import OutboxSettings
+
+PREFIX: Final = "POSTROOM_DAEMON_"
+
+Uid = Annotated[int, Meta(ge=0)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class SocketSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The Unix socket, unless systemd passes one in, and who may use it."""
+
+    path: Annotated[
+        Path | None, Meta(description="Where the socket lies; unset: `$XDG_RUNTIME_DIR/postroom/<mesh>.sock`.")
+    ] = None
+    group: Annotated[
+        str | None, Meta(description="Group that may connect (mode 0660); unset: only the daemon's user (mode 0600).")
+    ] = None
+    allow_uids: Annotated[
+        list[Uid], Meta(description="Users that may call; empty: everyone whom the socket's mode lets in.")
+    ] = field(default_factory=list)
+    operators: Annotated[
+        list[Uid], Meta(description="Users that may see and repair every row; empty: root and the daemon's user.")
+    ] = field(default_factory=list)
+
+
+class TcpSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The loopback TCP port, off unless a port is set."""
+
+    port: Annotated[Port | None, Meta(description="Port on 127.0.0.1; unset: no TCP.")] = None
+    token_file: Annotated[
+        Path | None,
+        Meta(description="File with the local token (mode 0600); `postroom daemon rotate-token` writes it."),
+    ] = None
+
+
+class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Everything that the daemon of one mesh may be told."""
+
+    mesh: Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="The mesh that this daemon sends into.")]
+    broker: BrokerClientSettings
+    state_directory: Annotated[
+        Path | None, Meta(description="Where `outbox.db` lies; unset: `$XDG_STATE_HOME/postroom/<mesh>`.")
+    ] = None
+    allow_destinations: Annotated[
+        list[str],
+        Meta(description="Destinations that callers may use, as shell patterns (`topic:orders*`); empty: all."),
+    ] = field(default_factory=list)
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Least severe event that is logged.")
+    ] = "info"
+    stop_seconds: Annotated[
+        float, Meta(gt=0, le=600, description="Longest wait at a stop for requests in hand, in seconds.")
+    ] = 10
+    socket: SocketSettings = field(default_factory=SocketSettings)
+    tcp: TcpSettings = field(default_factory=TcpSettings)
+    limits: Limits = field(default_factory=Limits)
+    outbox: OutboxSettings = field(default_factory=OutboxSettings)
+    relay: RelaySettings = field(default_factory=RelaySettings)
+
+
+def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> DaemonConfig:
+    """Read the config; raises `Fatal` (78) with the path of what is wrong."""
+    return load(DaemonConfig, file, prefix=PREFIX, environ=environ)
+
+
+def socket_path(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the socket lies; raises `Fatal` (78) where neither the config nor the environment says."""
+    return config.socket.path or _runtime_directory(environ) / f"{config.mesh}.sock"
+
+
+def state_directory(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the outbox lies; raises `Fatal` (78) where neither the config nor the environment says."""
+    return config.state_directory or _state_home(environ) / config.mesh
+
+
+def token_file(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the local token of the TCP port lies; raises `Fatal` (78) like `state_directory`."""
+    return config.tcp.token_file or state_directory(config, environ) / "local.token"
+
+
+def _runtime_directory(environ: Mapping[str, str]) -> Path:
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "postroom"
+    if os.getuid() == 0:
+        return Path("/run/postroom")
+    raise Fatal(Exit.CONFIG, "XDG_RUNTIME_DIR is not set: set socket.path (POSTROOM_DAEMON_SOCKET_PATH)")
+
+
+def _state_home(environ: Mapping[str, str]) -> Path:
+    if state := environ.get("XDG_STATE_HOME"):
+        return Path(state) / "postroom"
+    if os.getuid() == 0:
+        return Path("/var/lib/postroom")
+    if home := environ.get("HOME"):
+        return Path(home) / ".local" / "state" / "postroom"
+    raise Fatal(Exit.CONFIG, "HOME is not set: set state_directory (POSTROOM_DAEMON_STATE_DIRECTORY)")

@@ -1,0 +1,77 @@
+"""postroomd's main: options → build → named tasks → wait → stop (spec README.md, "Processes").
+
+Exit codes: 0 stopped, 69 already running, 74 the disk failed under a commit, 78 the config or the broker cannot be
+used, 1 anything else. The first task that dies ends the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from chassis.exits import Exit, Fatal
+from chassis.logs import configure
+from chassis.runtime import run_until_stopped, stop_on_signals
+from daemon.config import DaemonConfig, load_config
+from daemon.postroomd import Postroomd
+from daemon.service_manager import ready, stopping
+
+UMASK: Final = 0o077
+SWITCH_SECONDS: Final = 0.0005  # between the loop and the writer; Python's 5 ms are longer than a commit
+
+_log = structlog.get_logger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the daemon that `--config FILE` describes; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="postroomd", description="The Postroom daemon of one mesh.")
+    parser.add_argument("--config", type=Path, help="TOML file; without it the environment alone decides")
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config)
+    except Fatal as fatal:
+        return _end(fatal)
+    return run(config)
+
+
+def run(config: DaemonConfig) -> int:
+    """Run the daemon until it is told to stop; returns its exit code, having said on standard error what went wrong."""
+    os.umask(UMASK)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    configure(config.log_level)
+    try:
+        asyncio.run(serve(config))
+    except Fatal as fatal:
+        return _end(fatal)
+    return Exit.OK
+
+
+async def serve(config: DaemonConfig) -> None:
+    """Build the daemon, run it until SIGTERM or SIGINT, and close it; raises `Fatal`."""
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    daemon = await Postroomd.open(config)
+
+    async def wind_down() -> None:
+        stopping()
+        await daemon.wind_down()
+
+    try:
+        ready()
+        _log.info("ready", mesh=config.mesh)
+        await run_until_stopped(daemon.tasks(), stop, wind_down)
+    finally:
+        await daemon.close()
+    _log.info("stopped", mesh=config.mesh)
+
+
+def _end(fatal: Fatal) -> int:
+    sys.stderr.write(f"postroomd: {fatal}\n")
+    return fatal.exit_code

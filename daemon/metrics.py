@@ -1,0 +1,103 @@
+"""The daemon's metrics (spec operate.md, "Telemetry"): plain integers kept elsewhere, put in order when scraped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from broker_client.counters import LATENCY_BOUNDS as POST_BOUNDS
+from broker_client.counters import RelayCounters
+from broker_client.relay import Relay
+from ipc.counters import LATENCY_BOUNDS as ACCEPT_BOUNDS
+from ipc.counters import Counters
+from outbox import Outbox
+from outbox.model import OutboxCounts
+
+PREFIX: Final = "postroom_daemon_"
+_process = ProcessCollector(registry=None)
+
+
+async def expose(counters: Counters, outbox: Outbox, relay: Relay) -> bytes:
+    """Return every metric in Prometheus' text format."""
+    counts = await outbox.counts()
+    registry = CollectorRegistry()
+    registry.register(
+        _Scrape([*_socket(counters), *_outbox(outbox, counts), *_relay(relay.counters), *_process.collect()])
+    )
+    return generate_latest(registry)
+
+
+class _Scrape(Collector):
+    """What one scrape found."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _socket(counters: Counters) -> Iterator[Metric]:
+    yield _counter("sends", "Sends by outcome: queued, inflight, done, or the code of the refusal", counters.sends)
+    yield _histogram(
+        "accept_seconds",
+        "POST /v1/send, from its head to its answer",
+        ACCEPT_BOUNDS,
+        counters.accept.counts,
+        counters.accept.total,
+    )
+    yield CounterMetricFamily(f"{PREFIX}batches", "Requests to the batch route", counters.batches)
+    yield _counter("refusals", "Requests that were answered with a problem", counters.answers, "status")
+    yield _counter("connections_dropped", "Connections ended by a deadline or a cap", counters.dropped, "reason")
+    yield _gauge("connections", "Open connections", counters.connections)
+    yield _gauge("requests_in_flight", "Requests being answered", counters.in_flight)
+
+
+def _outbox(outbox: Outbox, counts: OutboxCounts) -> Iterator[Metric]:
+    rows = GaugeMetricFamily(f"{PREFIX}outbox_rows", "Rows of the outbox by status", labels=["status"])
+    for status, count in counts.rows.items():
+        rows.add_metric([status], count)
+    yield rows
+    oldest = counts.oldest_pending_at
+    age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
+    yield _gauge("outbox_oldest_pending_seconds", "Age of the oldest pending row", age)
+    yield _gauge("outbox_payload_bytes", "Payloads kept", counts.payload_bytes)
+    yield _gauge("outbox_file_bytes", "Size of the outbox file", counts.file_bytes)
+    yield _gauge("outbox_wal_bytes", "Size of the write-ahead log", counts.wal_bytes)
+    commits, operations = outbox.progress
+    yield CounterMetricFamily(f"{PREFIX}outbox_commits", "Transactions committed", commits)
+    yield CounterMetricFamily(f"{PREFIX}outbox_committed_operations", "Operations in them", operations)
+
+
+def _relay(counters: RelayCounters) -> Iterator[Metric]:
+    yield _counter("relay_attempts", "Messages posted to the broker, by outcome", counters.attempts)
+    yield _counter("relay_posts", "Posts to the broker, by result", counters.batches, "result")
+    yield _histogram(
+        "relay_post_seconds", "Posts to the broker", POST_BOUNDS, counters.latency, counters.latency_seconds
+    )
+
+
+def _counter(
+    name: str, documentation: str, values: Mapping[str, int] | Mapping[int, int], label: str = "outcome"
+) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, documentation, labels=[label])
+    for value, count in values.items():
+        family.add_metric([str(value)], count)
+    return family
+
+
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, documentation, value)
+
+
+def _histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
+    """Make a histogram of counts per bucket; Prometheus wants them added up."""
+    labels = [*map(str, bounds), "+Inf"]
+    buckets = list(zip(labels, accumulate(counts), strict=True))
+    return HistogramMetricFamily(PREFIX + name, documentation, buckets=buckets, sum_value=total)

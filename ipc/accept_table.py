@@ -1,0 +1,109 @@
+"""The accept table (seed daemon-spec-v9 §4.5.1), word for word: what a send is told, by its id's row and its content.
+
+The single and the batch route answer from here. Nothing here writes: the outbox has looked, and inserted where there
+was no row. To a caller of another uid every cell says the same, and nothing about the row (spec send.md).
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Final, Literal, NamedTuple
+
+from postroom.errors import Conflict, PostroomError
+from postroom.fingerprint import prefix
+from postroom.message import PreparedSend
+from postroom.sends import RowStatus, SendResult
+
+from outbox.model import AcceptedRow, Caller
+
+
+class Kept(NamedTuple):
+    """The cell of a send that is kept: the HTTP status and what the caller is told."""
+
+    http_status: int
+    status: Literal["queued", "inflight", "done"]
+
+
+class Taken(NamedTuple):
+    """The cell of an id that is taken: the `conflict`, and what else of the row it shows."""
+
+    conflict: str
+    shows_reason: bool = False
+    shows_broker_message_id: bool = False
+
+
+TABLE: Final[dict[tuple[RowStatus, bool], Kept | Taken]] = {
+    # (the row's state, the fingerprints match)
+    ("pending", True): Kept(202, "queued"),
+    ("pending", False): Taken("outbox_pending_fingerprint_mismatch"),
+    ("inflight", True): Kept(202, "inflight"),
+    ("inflight", False): Taken("outbox_inflight_fingerprint_mismatch"),
+    ("done", True): Kept(200, "done"),
+    ("done", False): Taken("outbox_done_fingerprint_mismatch", shows_broker_message_id=True),
+    ("dead", True): Taken("outbox_dead_fingerprint_match", shows_reason=True),
+    ("dead", False): Taken("outbox_dead_fingerprint_mismatch"),
+    ("aborted", True): Taken("outbox_aborted_fingerprint_match"),
+    ("aborted", False): Taken("outbox_aborted_fingerprint_mismatch"),
+}
+OTHER_CALLER: Final = Taken("outbox_id_of_another_caller")
+CODE: Final = "idempotency_key_reused"
+
+_SENTENCE: Final = {
+    "match": "this very message was sent before under this id and is {status}: it is never sent again under it",
+    "mismatch": "another message was sent under this id before and is {status}: use a new id",
+}
+
+
+class Answered(NamedTuple):
+    """What a kept send is told; `replayed` where the row was there before."""
+
+    http_status: int
+    result: SendResult
+    replayed: bool
+
+
+def answer(row: AcceptedRow, send: PreparedSend, caller: Caller) -> Answered | PostroomError:
+    """Look the row up in the table and return what its sender is told."""
+    if row.inserted:
+        return Answered(
+            202, SendResult(client_message_id=send.client_message_id, outbox_id=row.row_id, status="queued"), False
+        )
+    if row.submitted_uid != caller.uid:
+        return _taken_by_another(send)
+    cell = TABLE[row.status, row.fingerprint == send.fingerprint]
+    if isinstance(cell, Taken):
+        return _taken(cell, row, send)
+    result = SendResult(client_message_id=send.client_message_id, outbox_id=row.row_id, status=cell.status)
+    if cell.status == "done":
+        result.duplicate = True
+        result.broker_message_id = row.broker_message_id
+        result.history_id = row.history_id
+    return Answered(cell.http_status, result, True)
+
+
+def _taken(cell: Taken, row: AcceptedRow, send: PreparedSend) -> Conflict:
+    return Conflict.of(
+        409,
+        CODE,
+        _SENTENCE[cell.conflict.rpartition("_")[2]].format(status=row.status),
+        conflict=cell.conflict,
+        request_fingerprint=prefix(send.fingerprint),
+        reason=row.last_error if cell.shows_reason else None,
+        broker_message_id=row.broker_message_id if cell.shows_broker_message_id else None,
+        since=_rfc3339(row.enqueued_at),
+        destination=row.destination,
+    )
+
+
+def _taken_by_another(send: PreparedSend) -> Conflict:
+    return Conflict.of(
+        409,
+        CODE,
+        "this id is taken: use a new one",
+        conflict=OTHER_CALLER.conflict,
+        request_fingerprint=prefix(send.fingerprint),
+    )
+
+
+def _rfc3339(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,183 @@
+"""`POST /v1/send/batch`: NDJSON in and out at once, each message answered as soon as it is on disk.
+
+Whatever has arrived, up to 1000 lines, shares one durable transaction; while it commits the next lines are read and
+checked. A bad line, or one that is too long, fails alone. Answers come in the order of the lines. A caller that does
+not read its answers is not read from either: at most one chunk commits and one waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+from aiohttp import web
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestPayloadError
+from postroom.errors import InvalidMessage, PostroomError
+from postroom.message import PreparedSend, prepare
+from postroom.sends import BatchResult
+
+from chassis.routes import NDJSON
+from ipc.accept_table import Answered, answer
+from ipc.request import Request, check_media, start_body
+from ipc.services import Services
+from outbox.model import AcceptedRow, Caller
+
+CHUNK_LINES: Final = 1000
+_WAITING_CHUNKS: Final = 1
+
+_encode_lines: Final = msgspec.json.Encoder().encode_lines
+
+
+class Chunk(NamedTuple):
+    """Lines that share a transaction: each prepared, or refused already; `first` is the number of the first."""
+
+    first: int
+    lines: Sequence[PreparedSend | PostroomError]
+
+
+class TooLong:
+    """Stands for a line that was longer than a request may be; its bytes were dropped as they came."""
+
+
+class Batch:
+    """One request to the batch route."""
+
+    def __init__(self, services: Services, request: Request) -> None:
+        self._services = services
+        self._request = request
+        self._limits = services.limits
+
+    async def run(self) -> web.StreamResponse:
+        """Stream answers until the request ends; raises `InvalidMessage` before the first byte of an answer."""
+        check_media(self._request, NDJSON)
+        start_body(self._request)
+        response = web.StreamResponse(headers={"Content-Type": NDJSON})
+        await response.prepare(self._request)
+        self._request.connection.streams = True
+        try:
+            await self._stream(response)
+        except (PostroomError, RequestPayloadError) as error:
+            raise ConnectionResetError("the stream broke off") from error  # an answer cannot begin a second time
+        finally:
+            self._request.connection.streams = False
+        return response
+
+    async def _stream(self, response: web.StreamResponse) -> None:
+        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(_WAITING_CHUNKS)
+        reader = asyncio.create_task(self._read_chunks(chunks), name="batch-reader")
+        try:
+            while (chunk := await chunks.get()) is not None:
+                await response.write(_encode_lines(await self._accept(chunk)))
+            await reader
+        finally:
+            reader.cancel()
+        await response.write_eof()
+
+    async def _read_chunks(self, chunks: asyncio.Queue[Chunk | None]) -> None:
+        first = 1
+        try:
+            async for lines in arrived_lines(self._request.content, self._limits.request_bytes):
+                await chunks.put(Chunk(first, [self._prepare(line) for line in lines]))
+                first += len(lines)
+        finally:
+            await chunks.put(None)
+
+    def _prepare(self, line: bytes | TooLong) -> PreparedSend | PostroomError:
+        try:
+            if isinstance(line, TooLong):
+                detail = f"the line has more than {self._limits.request_bytes} bytes (limits.request_bytes)"
+                raise InvalidMessage.of(413, "request_too_large", detail)
+            prepared = prepare(line, max_body_bytes=self._limits.body_bytes)
+            self._services.destinations.check(prepared.destination)
+        except PostroomError as error:
+            return error
+        return prepared
+
+    async def _accept(self, chunk: Chunk) -> list[BatchResult]:
+        """Put the good lines of a chunk on disk together, and tell every line what became of it."""
+        sends = [line for line in chunk.lines if not isinstance(line, PostroomError)]
+        rows = iter(await self._rows(sends))
+        return [
+            self._result(number, line, line if isinstance(line, PostroomError) else next(rows))
+            for number, line in enumerate(chunk.lines, chunk.first)
+        ]
+
+    async def _rows(self, sends: list[PreparedSend]) -> Sequence[AcceptedRow | PostroomError]:
+        """Accept the sends; what goes wrong with all of them is each one's problem."""
+        try:
+            return await self._services.outbox.accept(sends, self._request.caller) if sends else ()
+        except PostroomError as error:
+            return [error] * len(sends)
+
+    def _result(self, number: int, line: PreparedSend | PostroomError, row: AcceptedRow | PostroomError) -> BatchResult:
+        sends = self._services.counters.sends
+        outcome = _outcome(line, row, self._request.caller)
+        if isinstance(outcome, PostroomError):
+            sends[outcome.code] += 1
+            return BatchResult(line=number, problem=outcome.problem)
+        sends[outcome.result.status] += 1
+        return BatchResult(line=number, result=outcome.result)
+
+
+def _outcome(
+    line: PreparedSend | PostroomError, row: AcceptedRow | PostroomError, caller: Caller
+) -> Answered | PostroomError:
+    if isinstance(line, PostroomError):
+        return line
+    return row if isinstance(row, PostroomError) else answer(row, line, caller)
+
+
+async def arrived_lines(content: StreamReader, limit: int) -> AsyncIterator[list[bytes | TooLong]]:
+    """Yield the complete lines that have arrived, at most `CHUNK_LINES` at a time, without their line ends.
+
+    A line of more than `limit` bytes is yielded as `TooLong` and never held in memory. The last line needs no line end.
+    """
+    splitter = Splitter(limit)
+    while data := await content.readany():
+        lines = splitter.feed(data)
+        for start in range(0, len(lines), CHUNK_LINES):
+            yield lines[start : start + CHUNK_LINES]
+    if last := splitter.rest():
+        yield last
+
+
+class Splitter:
+    """Cuts a stream of bytes into lines, holding at most one unfinished line of `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._partial = bytearray()
+        self._skipping = False
+
+    def feed(self, data: bytes) -> list[bytes | TooLong]:
+        """Return the lines that `data` completes."""
+        first, *others = data.split(b"\n")
+        if not others:
+            self._extend(first)
+            return []
+        tail = others.pop()
+        lines: list[bytes | TooLong] = [self._finish(first)]
+        lines += [line if len(line) <= self._limit else TooLong() for line in others]
+        self._extend(tail)
+        return lines
+
+    def rest(self) -> list[bytes | TooLong]:
+        """Return the last line where it had no line end."""
+        return [self._finish(b"")] if self._partial or self._skipping else []
+
+    def _finish(self, piece: bytes) -> bytes | TooLong:
+        self._extend(piece)
+        line = TooLong() if self._skipping else bytes(self._partial)
+        self._partial.clear()
+        self._skipping = False
+        return line
+
+    def _extend(self, piece: bytes) -> None:
+        if self._skipping or len(self._partial) + len(piece) > self._limit:
+            self._skipping = True
+            self._partial.clear()
+        else:
+            self._partial += piece

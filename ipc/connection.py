@@ -1,0 +1,139 @@
+"""One connection: its peer, its deadlines, and the errors that HTTP itself makes.
+
+aiohttp's protocol parses and queues; this class adds what a socket open to every local process needs: the peer's
+credentials, read once on accept; deadlines for a head, a body and a reader that do not come to an end; an answer after
+a half-close; and problem+json where the parser refuses a request (bad-input.md, "Before HTTP" and "HTTP").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, cast
+
+import structlog
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+from postroom.errors import PostroomError
+
+from ipc.answers import problem_answer, problem_of
+from ipc.limits import Limits
+from ipc.peers import peer_of
+from outbox.model import Caller
+
+if TYPE_CHECKING:
+    from ipc.server import Server
+
+_log = structlog.get_logger(__name__)
+
+_NEVER = 0.0  # "no such moment yet"; the loop's clock never reads zero here
+
+
+class Connection(RequestHandler):
+    """A caller's connection; `overdue` tells the server's sweep when to drop it."""
+
+    __slots__ = ("_blocked_since", "_body_since", "_head_since", "_heard_at", "caller", "is_tcp", "streams")
+
+    def __init__(self, server: Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self.caller = Caller(-1, -1)
+        self.is_tcp = False
+        self.streams = False  # a batch: its body may take as long as bytes keep coming
+        self._head_since = _NEVER
+        self._body_since = _NEVER
+        self._heard_at = _NEVER
+        self._blocked_since = _NEVER
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Read the peer's credentials, or hang up when it is already gone or one connection too many."""
+        sock = transport.get_extra_info("socket")
+        try:
+            self.caller = peer_of(sock)
+        except OSError:
+            cast(asyncio.Transport, transport).abort()
+        self.is_tcp = sock.family != socket.AF_UNIX
+        self._heard_at = self._loop.time()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and remember since when a head is incomplete."""
+        requests = self._request_count
+        super().data_received(data)
+        self._heard_at = self._loop.time()
+        if self._request_count != requests:
+            self._head_since = _NEVER
+        elif not self.busy and self._head_since == _NEVER:
+            self._head_since = self._heard_at
+
+    def eof_received(self) -> bool:  # type: ignore[override] # asyncio's contract: True keeps the other half open
+        """Answer what has been asked in full before closing; nothing more will come."""
+        request = self._current_request
+        if request is None:
+            complete = bool(self._messages) and self._messages[-1][1].is_eof()
+        else:
+            complete = request.content.is_eof()
+        if complete:
+            self.close()
+        return complete
+
+    def pause_writing(self) -> None:
+        """Remember since when the caller has not read its answers."""
+        super().pause_writing()
+        self._blocked_since = self._loop.time()
+
+    def resume_writing(self) -> None:
+        """Forget it: the caller reads again."""
+        super().resume_writing()
+        self._blocked_since = _NEVER
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered or waits for its turn."""
+        return self._request_in_progress or bool(self._messages)
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when (loop time) nothing has been going on here; None while something is."""
+        return None if self.busy else self._heard_at
+
+    def begin(self) -> None:
+        """Note that a request begins whose body has not arrived in full."""
+        self._body_since = self._loop.time()
+
+    def overdue(self, now: float, limits: Limits) -> str | None:
+        """Say which deadline has passed, or nothing."""
+        if self._blocked_since and now - self._blocked_since > limits.stall_seconds:
+            return "reply_not_read"
+        if self._head_since and now - self._head_since > limits.header_seconds:
+            return "head_too_slow"
+        request = self._current_request
+        if request is None or request.content.is_eof() or not self._body_since:
+            return None
+        if now - self._heard_at > limits.stall_seconds:
+            return "body_stalled"
+        if not self.streams and now - self._body_since > limits.body_seconds:
+            return "body_too_slow"
+        return None
+
+    def abort(self) -> None:
+        """Drop the connection without waiting for anything to be read."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what the parser refused, or what escaped a handler, as a problem, and close."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer is already under way")
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            sentence = " ".join((message or "the request is not HTTP/1.1").split())
+            return problem_answer(problem_of(status, "bad_request", sentence[:200]), close=True)
+        _log.error("unforeseen_error", exc_info=exc)
+        error = PostroomError.of(500, "internal_error", "an error that nobody foresaw; the log has it", retryable=True)
+        return problem_answer(error.problem, close=True)

@@ -1,0 +1,86 @@
+"""The control plane: is the daemon well, can it accept, what does it count, which version and which routes it has."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+from postroom.errors import TryAgain
+from postroom.sends import Health
+
+from ipc.answers import Answer, json_answer
+from ipc.request import Request
+from ipc.services import Services
+from outbox.model import to_datetime
+
+EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus
+WAL_WARNING_BYTES: Final = 64 * 1024 * 1024
+FULL_WARNING: Final = 0.8  # of outbox.max_bytes
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """The body of a 200 to `GET /v1/ready`."""
+
+    ready: bool
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/version`."""
+
+    name: str
+    version: str
+    mesh: str
+
+
+class Control:
+    """The handlers of the control plane."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self.document: dict[str, Any] = {}  # the OpenAPI document, set when the route table is complete
+
+    async def health(self, _request: Request) -> web.StreamResponse:
+        """Say whether all is well, and if not, why."""
+        return json_answer(await self._health())
+
+    async def ready(self, _request: Request) -> web.StreamResponse:
+        """Say whether a send would be accepted now; it never depends on the broker."""
+        if not self._services.outbox.healthy:
+            raise TryAgain.of(503, "not_ready", "the outbox cannot be written", retryable=True, retry_after=1.0)
+        return json_answer(Ready(ready=True))
+
+    async def metrics(self, _request: Request) -> web.StreamResponse:
+        """Expose the metrics in Prometheus' text format."""
+        return Answer(HTTPStatus.OK, await self._services.expose(), EXPOSITION)
+
+    async def version(self, _request: Request) -> web.StreamResponse:
+        """Name the program, its version and its mesh."""
+        return json_answer(Version(name="postroomd", version=self._services.version, mesh=self._services.mesh))
+
+    async def openapi(self, _request: Request) -> web.StreamResponse:
+        """Describe every route (OpenAPI 3.1)."""
+        return json_answer(self.document)
+
+    async def _health(self) -> Health:
+        counts = await self._services.outbox.counts()
+        relay = self._services.relay.status()
+        reasons = []
+        if not self._services.outbox.healthy:
+            reasons.append("the outbox cannot be written: look at the disk and the log")
+        if relay.degraded:
+            reasons.append(f"the relay makes no progress: {relay.reason}")
+        if counts.wal_bytes > WAL_WARNING_BYTES:
+            reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
+        if counts.file_bytes > FULL_WARNING * self._services.outbox_max_bytes:
+            reasons.append("the outbox is nearly full: relay, prune, or raise outbox.max_bytes")
+        return Health(
+            status="degraded" if reasons else "ok",
+            reasons=reasons,
+            rows={status: count for status, count in counts.rows.items()},
+            relay=relay,
+            oldest_pending_at=to_datetime(counts.oldest_pending_at),
+            wal_bytes=counts.wal_bytes,
+            outbox_bytes=counts.file_bytes,
+        )

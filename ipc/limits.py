@@ -1,0 +1,54 @@
+"""How much a caller may ask for, and how slow it may be (spec send.md, "The socket"; bad-input.md, "Before HTTP")."""
+
+from __future__ import annotations
+
+import resource
+from typing import Annotated, Final
+
+import msgspec
+from postroom.message import MAX_BODY_BYTES
+
+_FDS_KEPT_FREE: Final = 64  # for the database, the broker's connections, logs and whatever else the process opens
+MIB: Final = 1024 * 1024
+
+Bytes = Annotated[int, msgspec.Meta(ge=1024)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Limits on size, count and time; whoever exceeds one is refused or disconnected, and nothing is written."""
+
+    body_bytes: Annotated[Bytes, msgspec.Meta(description="Largest body of a message, in bytes (413).")] = (
+        MAX_BODY_BYTES
+    )
+    request_bytes: Annotated[
+        Bytes, msgspec.Meta(description="Largest request, or line of a batch: the JSON around a body, in bytes (413).")
+    ] = 2 * MIB
+    buffered_bytes: Annotated[
+        Bytes, msgspec.Meta(description="Bytes of requests held in memory at once, all callers together (429).")
+    ] = 64 * MIB
+    requests_in_flight: Annotated[Count, msgspec.Meta(description="Requests being answered at once (429).")] = 1024
+    connections: Annotated[
+        Count, msgspec.Meta(description="Open connections; kept below the limit on file descriptors in any case.")
+    ] = 4096
+    headers: Annotated[Count, msgspec.Meta(description="Header fields of one request (400).")] = 100
+    header_seconds: Annotated[
+        Seconds, msgspec.Meta(description="Time for the head of a request, from its first byte, in seconds.")
+    ] = 10.0
+    body_seconds: Annotated[
+        Seconds, msgspec.Meta(description="Time for the body of a request (not of a batch), in seconds.")
+    ] = 30.0
+    stall_seconds: Annotated[
+        Seconds, msgspec.Meta(description="Time without a byte within a body, or without a reply being read.")
+    ] = 30.0
+    idle_seconds: Annotated[
+        Seconds, msgspec.Meta(description="Time that a connection may idle between two requests, in seconds.")
+    ] = 75.0
+
+    def connection_cap(self) -> int:
+        """Return how many connections may be open, so that file descriptors remain for everything else."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY:
+            return self.connections
+        return max(1, min(self.connections, soft - _FDS_KEPT_FREE))

@@ -1,0 +1,143 @@
+"""`/v1/outbox…`: what an operator sees of the rows, and how an operator repairs them (spec send.md, "Requeue")."""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+from aiohttp import web
+from postroom.errors import InvalidMessage
+from postroom.message import PreparedSend, SendRequest, check_client_message_id, prepare_request
+from postroom.operations import (
+    MAX_PAGE,
+    BulkRequest,
+    ListQuery,
+    PruneRequest,
+    PruneResult,
+    ReasonRequest,
+    RequeueRequest,
+    Verb,
+)
+
+from chassis.routes import NDJSON, Handler, decode_query
+from ipc.answers import JSON, json_answer
+from ipc.request import BodyReader, Request, check_media, decode_body
+from ipc.services import Services
+from outbox import RowFilter, now_ms
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_encode_lines: Final = msgspec.json.Encoder().encode_lines
+
+
+class OutboxDesk:
+    """The handlers of the outbox; the route table lets only operators in."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._outbox = services.outbox
+        self._reader = BodyReader(services.limits)
+
+    async def list(self, request: Request) -> web.StreamResponse:
+        """List rows, oldest first and page by page, never a payload."""
+        query = decode_query(request, ListQuery)
+        return json_answer(await self._outbox.list_rows(_filter(query), query.cursor, query.limit))
+
+    async def export(self, request: Request) -> web.StreamResponse:
+        """Stream every row that the query means, a JSON object a line, never a payload."""
+        query = decode_query(request, ListQuery)
+        response = web.StreamResponse(headers={"Content-Type": NDJSON})
+        page = await self._outbox.list_rows(_filter(query), query.cursor, MAX_PAGE)
+        await response.prepare(request)
+        await response.write(_encode_lines(page.rows))
+        while page.next_cursor is not None:
+            page = await self._outbox.list_rows(_filter(query), page.next_cursor, MAX_PAGE)
+            await response.write(_encode_lines(page.rows))
+        await response.write_eof()
+        return response
+
+    async def inspect(self, request: Request) -> web.StreamResponse:
+        """Show one row, the chain of requeues it belongs to, and what operators did to it."""
+        return json_answer(await self._outbox.inspect(_id(request)))
+
+    async def requeue(self, request: Request) -> web.StreamResponse:
+        """Retire a row and send its message, or the one in the body, under a fresh id; answers the successor."""
+        asked = await self._body(request, RequeueRequest)
+        patch = None if asked.message is None else self._patch(asked.message, asked.new_client_message_id)
+        if asked.new_client_message_id is not None:
+            check_client_message_id(asked.new_client_message_id, "new_client_message_id")
+        row = await self._outbox.requeue(
+            _id(request),
+            caller=request.caller,
+            reason=asked.reason,
+            new_client_message_id=asked.new_client_message_id,
+            patch=patch,
+        )
+        return json_answer(row)
+
+    async def abort(self, request: Request) -> web.StreamResponse:
+        """Retire a row for good, without a successor."""
+        why = (await self._body(request, ReasonRequest)).reason
+        return json_answer(await self._outbox.abort(_id(request), caller=request.caller, reason=why))
+
+    async def hold(self, request: Request) -> web.StreamResponse:
+        """Keep a pending row back until it is released."""
+        why = (await self._body(request, ReasonRequest)).reason
+        return json_answer(await self._outbox.hold(_id(request), caller=request.caller, reason=why))
+
+    async def release(self, request: Request) -> web.StreamResponse:
+        """Let a held row go."""
+        why = (await self._body(request, ReasonRequest)).reason
+        return json_answer(await self._outbox.release(_id(request), caller=request.caller, reason=why))
+
+    async def flush(self, request: Request) -> web.StreamResponse:
+        """Make a pending row due now, whatever its backoff."""
+        why = (await self._body(request, ReasonRequest)).reason
+        return json_answer(await self._outbox.flush(_id(request), caller=request.caller, reason=why))
+
+    async def prune(self, request: Request) -> web.StreamResponse:
+        """Empty the payloads of old done and aborted rows; the rows stay."""
+        asked = await self._body(request, PruneRequest)
+        before = now_ms() - int(asked.older_than_seconds * 1000)
+        pruned = await self._outbox.prune(before, caller=request.caller, reason=asked.reason)
+        return json_answer(PruneResult(pruned=pruned))
+
+    def bulk(self, verb: Verb) -> Handler:
+        """Make the handler of `verb` on every row that a filter means, or a dry run of it."""
+
+        async def handle(request: Request) -> web.StreamResponse:
+            asked = await self._body(request, BulkRequest)
+            result = await self._outbox.bulk(
+                verb, asked.filter, caller=request.caller, reason=asked.reason, dry_run=asked.dry_run
+            )
+            return json_answer(result)
+
+        return handle
+
+    async def _body(self, request: Request, kind: type[T]) -> T:
+        check_media(request, JSON)
+        return decode_body(await self._reader.read(request), kind)
+
+    def _patch(self, message: SendRequest, new_client_message_id: str | None) -> PreparedSend:
+        if message.client_message_id is not None:
+            detail = "the message takes the row's place and has no id of its own: use new_client_message_id"
+            raise InvalidMessage.of(400, "invalid_field", detail, field="message.client_message_id")
+        patch = prepare_request(
+            message, idempotency_key=new_client_message_id, max_body_bytes=self._services.limits.body_bytes
+        )
+        self._services.destinations.check(patch.destination)
+        return patch
+
+
+def _id(request: Request) -> str:
+    return check_client_message_id(request.params["id"], "id")
+
+
+def _filter(query: ListQuery) -> RowFilter:
+    return RowFilter(
+        status=query.status,
+        destination=query.destination,
+        code=query.code,
+        older_than_seconds=query.older_than_seconds,
+        held=query.held,
+    )

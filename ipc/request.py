@@ -1,0 +1,113 @@
+"""A request as the handlers see it: who asks, which route, and a body that was read within limits."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NoReturn, TypeVar, cast
+
+import msgspec
+from aiohttp import hdrs, web
+from aiohttp.http import HttpVersion11
+from postroom.errors import InvalidMessage, TryAgain
+from postroom.message import refuse_duplicate_keys
+
+from ipc.connection import Connection
+from ipc.limits import Limits
+from outbox.model import Caller
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_BUSY_RETRY: Final = 1.0  # seconds
+
+
+class Request(web.BaseRequest):
+    """A request on a `Connection`; `params` are the variable parts of its path."""
+
+    params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that the request came over."""
+        return cast(Connection, self.protocol)
+
+    @property
+    def caller(self) -> Caller:
+        """Who sent it: the peer of the connection."""
+        return cast(Connection, self.protocol).caller
+
+
+class BodyReader:
+    """Reads bodies within the limits of one, and of all that are being read at once."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limit = limits.request_bytes
+        self._room = limits.buffered_bytes
+
+    async def read(self, request: Request) -> bytes:
+        """Return the whole body; raises `InvalidMessage` (413, 417) or `TryAgain` (429)."""
+        content = request.content
+        if content.is_eof():
+            return content.read_nowait()
+        length = request.content_length
+        if length is not None and length > self._limit:
+            self._refuse(f"{length} bytes")
+        return await self._receive(request, self._limit if length is None else length)
+
+    async def _receive(self, request: Request, room: int) -> bytes:
+        if room > self._room:
+            raise TryAgain.of(429, "too_busy", "too much is being received", retryable=True, retry_after=_BUSY_RETRY)
+        self._room -= room
+        try:
+            start_body(request)
+            received = bytearray()
+            while chunk := await request.content.readany():
+                received += chunk
+                if len(received) > self._limit:
+                    self._refuse(f"more than {self._limit} bytes")
+            return bytes(received)
+        finally:
+            self._room += room
+
+    def _refuse(self, size: str) -> NoReturn:
+        detail = f"the request has {size}, the limit is {self._limit} (limits.request_bytes)"
+        raise InvalidMessage.of(413, "request_too_large", detail)
+
+
+def start_body(request: Request) -> None:
+    """Start the body's deadline, and tell a caller that waits for `100 Continue` to go on."""
+    request.connection.begin()
+    expect = request.headers.get(hdrs.EXPECT)
+    if expect is None or request.version != HttpVersion11:
+        return
+    if expect.lower() != "100-continue":
+        raise InvalidMessage.of(417, "expectation_failed", "the only expectation that can be met is 100-continue")
+    if request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def check_media(request: Request, media: str) -> None:
+    """Refuse (415) a body that is not `media` in UTF-8, or that is compressed."""
+    headers = request.headers
+    if headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
+        raise InvalidMessage.of(415, "unsupported_encoding", "send the body as it is, without Content-Encoding")
+    if not _is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
+        raise InvalidMessage.of(415, "unsupported_media_type", f"the Content-Type must be {media}, in UTF-8")
+
+
+@lru_cache(maxsize=64)
+def _is_media(header: str, media: str) -> bool:
+    kind, *parameters = (part.strip().lower() for part in header.split(";"))
+    return kind == media and all(part in ("", "charset=utf-8", 'charset="utf-8"') for part in parameters)
+
+
+def decode_body(data: bytes, kind: type[T]) -> T:
+    """Decode a JSON body; raises `InvalidMessage` that names what is wrong, duplicate keys too."""
+    try:
+        decoded = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidMessage.of(400, "invalid_field", str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        detail = f"the body is not one JSON object in UTF-8: {error}"
+        raise InvalidMessage.of(400, "invalid_json", detail) from error
+    refuse_duplicate_keys(data)
+    return decoded

@@ -1,0 +1,108 @@
+"""The daemon's API as one literal table: method, path, handler, who may call, and the types in and out.
+
+`access` is `caller` (every peer that the socket admits) or `operator` (a uid in the config's `operators`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from postroom.administration import Subscription, TopicList
+from postroom.message import SendRequest
+from postroom.operations import (
+    BulkRequest,
+    ListQuery,
+    PauseRequest,
+    PruneRequest,
+    PruneResult,
+    ReasonRequest,
+    RequeueRequest,
+    ResumeRequest,
+)
+from postroom.sends import BatchResult, BulkResult, Health, OutboxPage, OutboxRow, RelayStatus, RowChain, SendResult
+
+from chassis.routes import NDJSON, Route, openapi
+from ipc.control import EXPOSITION, Control, Ready, Version
+from ipc.outbox import OutboxDesk
+from ipc.relay import RelayDesk
+from ipc.sends import Sends, WaitQuery
+from ipc.services import Services
+from ipc.topics import Topics
+
+CALLER = "caller"
+OPERATOR = "operator"
+_BODY = (400, 403, 413, 415)  # what a request with a body can be refused with
+_SEND = (*_BODY, 409, 429, 503, 507)
+_VERB = (*_BODY, 404, 409)
+
+
+def routes(services: Services) -> list[Route]:
+    """Build the table over the rooms that the daemon has opened."""
+    sends, outbox, relay = Sends(services), OutboxDesk(services), RelayDesk(services)
+    topics, control = Topics(services), Control(services)
+    # fmt: off
+    table = [
+        _route("POST", "/v1/send", sends.send, CALLER, "hand in one message",
+               body=SendRequest, answers={202: SendResult, 200: SendResult}, problems=_SEND),
+        _route("POST", "/v1/send/batch", sends.batch, CALLER, "hand in a stream of messages, one a line",
+               body=SendRequest, body_media=NDJSON, answers={200: BatchResult}, answer_media=NDJSON, problems=_BODY),
+        _route("GET", "/v1/sends/{client_message_id}", sends.where, CALLER, "where a send is now",
+               query=WaitQuery, answers={200: OutboxRow}, problems=(400, 404)),
+
+        _route("GET", "/v1/outbox", outbox.list, OPERATOR, "list rows, page by page",
+               query=ListQuery, answers={200: OutboxPage}, problems=(400, 403)),
+        _route("GET", "/v1/outbox/export", outbox.export, OPERATOR, "stream rows, one a line",
+               query=ListQuery, answers={200: OutboxRow}, answer_media=NDJSON, problems=(400, 403)),
+        _route("GET", "/v1/outbox/{id}", outbox.inspect, OPERATOR, "one row, its chain of requeues and its log",
+               answers={200: RowChain}, problems=(400, 403, 404)),
+        _route("POST", "/v1/outbox/{id}/requeue", outbox.requeue, OPERATOR, "retire a row, send its message anew",
+               body=RequeueRequest, answers={200: OutboxRow}, problems=_VERB),
+        _route("POST", "/v1/outbox/{id}/abort", outbox.abort, OPERATOR, "retire a row for good",
+               body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
+        _route("POST", "/v1/outbox/{id}/hold", outbox.hold, OPERATOR, "keep a pending row back",
+               body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
+        _route("POST", "/v1/outbox/{id}/release", outbox.release, OPERATOR, "let a held row go",
+               body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
+        _route("POST", "/v1/outbox/{id}/flush", outbox.flush, OPERATOR, "make a pending row due now",
+               body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
+        _route("POST", "/v1/outbox/requeue", outbox.bulk("requeue"), OPERATOR, "requeue many rows",
+               body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
+        _route("POST", "/v1/outbox/abort", outbox.bulk("abort"), OPERATOR, "abort many rows",
+               body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
+        _route("POST", "/v1/outbox/hold", outbox.bulk("hold"), OPERATOR, "hold many rows",
+               body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
+        _route("POST", "/v1/outbox/release", outbox.bulk("release"), OPERATOR, "release many rows",
+               body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
+        _route("POST", "/v1/outbox/flush", outbox.bulk("flush"), OPERATOR, "flush many rows",
+               body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
+        _route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "empty the payloads of old finished rows",
+               body=PruneRequest, answers={200: PruneResult}, problems=_BODY),
+
+        _route("POST", "/v1/relay/pause", relay.pause, OPERATOR, "stop relaying, wholly or to one destination",
+               body=PauseRequest, answers={200: RelayStatus}, problems=_BODY),
+        _route("POST", "/v1/relay/resume", relay.resume, OPERATOR, "relay again, at a rate where one is given",
+               body=ResumeRequest, answers={200: RelayStatus}, problems=_BODY),
+
+        _route("GET", "/v1/topics", topics.list, CALLER, "the topics of the mesh",
+               answers={200: TopicList}, problems=(503,)),
+        _route("POST", "/v1/topics/{topic}/subscription", topics.subscribe, CALLER, "subscribe this member",
+               answers={201: Subscription}, problems=(400, 403, 404, 503)),
+        _route("DELETE", "/v1/topics/{topic}/subscription", topics.unsubscribe, CALLER, "unsubscribe this member",
+               answers={204: None}, problems=(400, 403, 404, 503)),
+
+        _route("GET", "/v1/health", control.health, CALLER, "ok or degraded, and why", answers={200: Health}),
+        _route("GET", "/v1/ready", control.ready, CALLER, "whether a send would be accepted now",
+               answers={200: Ready}, problems=(503,)),
+        _route("GET", "/v1/metrics", control.metrics, CALLER, "the metrics, for Prometheus",
+               answers={200: str}, answer_media=EXPOSITION),
+        _route("GET", "/v1/version", control.version, CALLER, "the program, its version, its mesh",
+               answers={200: Version}),
+        _route("GET", "/v1/openapi.json", control.openapi, CALLER, "this table", answers={200: dict[str, Any]}),
+    ]
+    # fmt: on
+    control.document = openapi(table, title="Postroom daemon", version=services.version)
+    return table
+
+
+def _route(method: str, path: str, handler: Any, access: str, summary: str, **rest: Any) -> Route:
+    return Route(method=method, path=path, handler=handler, access=access, summary=summary, **rest)
