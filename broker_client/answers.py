@@ -17,11 +17,10 @@ from enum import StrEnum
 from random import Random
 from typing import Final, NamedTuple
 
-from postroom.accept import AcceptAnswer
-
 from broker_client.backoff import clamp_retry_after, full_jitter
 from broker_client.settings import RelaySettings
 from outbox.model import ClaimedRow, Settlement, Verdict
+from postroom.accept import AcceptAnswer
 
 MAX_DETAIL: Final = 500  # characters of a problem's detail kept on the row
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")

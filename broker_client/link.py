@@ -13,11 +13,6 @@ from typing import Final, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from postroom.accept import AcceptAnswer, AcceptResponse, Features, RawAcceptItem
-from postroom.administration import Subscribe, Subscription, TopicList
-from postroom.errors import Problem, error_for
-from postroom.ids import is_client_message_id
-from postroom.message import parse_destination
 
 from broker_client.answers import clean
 from broker_client.backoff import read_retry_after
@@ -26,6 +21,11 @@ from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import BrokerClientSettings
 from chassis.config import MASK
 from outbox.model import ClaimedRow
+from postroom.accept import AcceptAnswer, AcceptResponse, Features, RawAcceptItem
+from postroom.administration import Subscribe, Subscription, TopicList
+from postroom.errors import Problem, error_for
+from postroom.ids import is_client_message_id
+from postroom.message import parse_destination
 
 T = TypeVar("T")
 

@@ -47,8 +47,8 @@ class RelaySettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
         float, Meta(gt=0, le=3600, description="longest wait after any number of failures, in seconds")
     ] = 60
     max_age_hours: Annotated[
-        int | None,
-        Meta(ge=1, le=720, description="age at which a row goes dead; unset: what the broker's dedupe window allows"),
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="age at which a row goes dead; unset: what the broker's dedupe window allows"),
     ] = None
     expiry_seconds: Annotated[float, Meta(gt=0, le=3600, description="time between two looks for expired rows")] = 60
     stop_seconds: Annotated[

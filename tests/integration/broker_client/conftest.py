@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from broker_client import BrokerClientSettings, BrokerLink
-from outbox.model import ClaimedRow
+from broker_client import BrokerClientSettings, BrokerLink, Relay, RelaySettings
+from outbox import Outbox
+from outbox.model import Caller, ClaimedRow
+from postroom.message import prepare
 
 TOKEN = "tok-3c1f"
 Item = dict[str, Any]
@@ -164,3 +168,79 @@ def claimed() -> Callable[[int], list[ClaimedRow]]:
         return [ClaimedRow(f"row-{n}", f"id-{n}", bytes(32), payload, "topic:orders", 0, 0) for n in range(count)]
 
     return rows
+
+
+class FastClock:
+    """A clock that runs `speed` times faster than the machine's, and sleeps that are as much shorter."""
+
+    def __init__(self, speed: float = 1000) -> None:
+        self.speed = speed
+        self._start = time.monotonic()
+        self._offset = 1_795_219_200_000
+
+    def now_ms(self) -> int:
+        return self._offset + round((time.monotonic() - self._start) * 1000 * self.speed)
+
+    def jump(self, hours: float) -> None:
+        self._offset += round(hours * 3_600_000)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / self.speed)
+
+
+class Station:
+    """An outbox, a link and a relay on them, as the daemon has them; `run` starts the relay's task."""
+
+    def __init__(self, outbox: Outbox, link: BrokerLink, relay: Relay, clock: FastClock) -> None:
+        self.outbox = outbox
+        self.link = link
+        self.relay = relay
+        self.clock = clock
+        self.task: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        self.task = asyncio.create_task(self.relay.run())
+
+    async def send(self, *ids: str, to: str = "topic:orders") -> None:
+        sends = [prepare(json.dumps({"to": to, "body": "b", "client_message_id": one}).encode()) for one in ids]
+        await self.outbox.accept(sends, Caller(0, 0))
+
+    async def settled(self, *ids: str) -> list[Any]:
+        """Wait until every one of these sends is done, dead or aborted; return their rows."""
+        return [await self.outbox.wait(one, 30) for one in ids]
+
+    async def end(self) -> None:
+        await self.relay.stop()
+        if self.task is not None:
+            await asyncio.gather(self.task, return_exceptions=True)
+        await self.link.close()
+        await self.outbox.close()
+
+
+@pytest.fixture
+async def station(tmp_path: Path, token_file: Path) -> AsyncIterator[Callable[..., Awaitable[Station]]]:
+    """Open an outbox in the test's directory with a relay to `url`; opened again, it is the same outbox."""
+    stations: list[Station] = []
+
+    async def start(url: str, *, speed: float = 1000, link: dict[str, Any] | None = None, **settings: Any) -> Station:
+        clock = FastClock(speed)
+        directory = tmp_path / "state"
+        directory.mkdir(exist_ok=True)
+        outbox = await Outbox.open(directory, clock=clock.now_ms)
+        broker = BrokerLink(BrokerClientSettings(url=url, token_file=token_file, **(link or {})), clock=clock.now_ms)
+        relay = Relay(
+            outbox,
+            broker,
+            RelaySettings(**settings),
+            state_directory=directory,
+            mesh="demo",
+            clock=clock.now_ms,
+            rng=random.Random(1),
+            sleep=clock.sleep,
+        )
+        stations.append(Station(outbox, broker, relay, clock))
+        return stations[-1]
+
+    yield start
+    for one in stations:
+        await one.end()

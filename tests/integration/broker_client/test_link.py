@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from postroom.errors import InvalidMessage, NotFound
 
 from broker_client import BrokerClientSettings, BrokerLink, Failure, RequestFailed
 from chassis.exits import Exit, Fatal
+from postroom.errors import InvalidMessage, NotFound
 
 MIB = 1024 * 1024
 LOOPBACK = Path(__file__).with_name("loopback")  # a certificate for 127.0.0.1 that signs itself, and its key

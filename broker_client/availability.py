@@ -1,0 +1,88 @@
+"""What the relay knows of the broker: answering, or away and when to try it again."""
+
+from __future__ import annotations
+
+from random import Random
+
+import structlog
+
+from broker_client.failures import Failure, RequestFailed
+from broker_client.reactions import REACTIONS, pause_seconds
+from broker_client.settings import RelaySettings
+
+_log = structlog.get_logger(__name__)
+
+
+class Availability:
+    """Whether the broker answers; the relay asks before each post and tells after it. Times in ms since the epoch.
+
+    `flight` numbers the pauses: of the posts that were under way together, only the first failure counts.
+    """
+
+    def __init__(self, settings: RelaySettings, rng: Random) -> None:
+        self._settings = settings
+        self._rng = rng
+        self.failures = 0  # in a row
+        self.flight = 0
+        self.resume_at = 0
+        self.reason: str | None = None
+        self.degraded = False
+        self.features_due = True  # ask for them before the next post
+        self.answered = 0  # posts, ever
+        self.answered_at: int | None = None
+
+    @property
+    def probing(self) -> bool:
+        """Whether one small batch has to find out how the broker is."""
+        return self.failures > 0
+
+    def failed(self, error: RequestFailed, flight: int, now_ms: int) -> None:
+        """Pause with backoff after a whole request failed, unless a post of the same flight has said so already."""
+        if flight != self.flight:
+            return
+        self.flight += 1
+        self.failures += 1
+        self._pause(error, now_ms)
+
+    def rest(self, retry_after: float, now_ms: int) -> None:
+        """Pause while the broker answers but its limiter lets nothing through; that is no failure."""
+        self.flight += 1
+        sentence = "the broker's rate limit is used up"
+        self._pause(RequestFailed.because(Failure.NOT_NOW, sentence, retry_after), now_ms)
+
+    def succeeded(self, now_ms: int) -> None:
+        """Relay at full speed: a post was answered."""
+        self.answered += 1
+        self.answered_at = now_ms
+        if self.probing:
+            _log.info("relay_resumed", failures=self.failures)
+        self.failures = 0
+        self.resume_at = 0
+        self.reason = None
+        self.degraded = False
+
+    def reachable(self) -> None:
+        """Note that the broker showed features that will do; whether it accepts, the next batch finds out."""
+        self.features_due = False
+        self.reason = None
+        self.degraded = False
+
+    def try_now(self) -> None:
+        """End the pause; the next post is still a probe."""
+        self.resume_at = 0
+
+    def _pause(self, error: RequestFailed, now_ms: int) -> None:
+        reaction = REACTIONS[error.failure]
+        seconds = pause_seconds(error, self.failures, self._rng, self._settings)
+        self.resume_at = now_ms + round(seconds * 1000)
+        self.reason = error.problem.detail
+        self.degraded = reaction.degraded
+        self.features_due = self.features_due or reaction.recheck
+        _log.warning(
+            "relay_waiting",
+            code=error.code,
+            reason=self.reason,
+            failures=self.failures,
+            seconds=round(seconds, 3),
+            degraded=self.degraded,
+        )

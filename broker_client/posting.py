@@ -1,0 +1,124 @@
+"""One post: a batch goes to the broker, its answers become settlements, and they are stored in one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from random import Random
+from typing import Final
+
+import structlog
+
+from broker_client.answers import Outcome, Timing, backed_off, outcome_of, returned, settlement_for
+from broker_client.availability import Availability
+from broker_client.backoff import clamp_retry_after
+from broker_client.counters import RelayCounters
+from broker_client.failures import RequestFailed
+from broker_client.link import BrokerLink
+from broker_client.reactions import REACTIONS
+from broker_client.settings import RelaySettings
+from broker_client.suspects import Suspects
+from outbox import Outbox
+from outbox.model import ClaimedRow, Settlement, Verdict
+from postroom.accept import AcceptAnswer
+from postroom.errors import PostroomError
+
+_log = structlog.get_logger(__name__)
+
+SUSPECTS_LATER: Final = 250  # ms after the pause, so that the probe takes other rows where there are any
+STORAGE_SECONDS: Final = 1.0  # between two tries to store a settlement, when the disk is full
+
+
+class Posting:
+    """Posts batches and settles them; what it learns of the broker and of suspects it shares with the relay's loop."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        link: BrokerLink,
+        settings: RelaySettings,
+        availability: Availability,
+        *,
+        clock: Callable[[], int],
+        rng: Random,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._outbox = outbox
+        self._link = link
+        self._settings = settings
+        self._availability = availability
+        self._clock = clock
+        self._rng = rng
+        self._sleep = sleep
+        self.suspects = Suspects()
+        self.counters = RelayCounters()
+
+    async def relay(self, batch: Sequence[ClaimedRow]) -> None:
+        """Post `batch` and settle it; posting twice is harmless, since the broker keeps a dedupe row of what it has."""
+        flight, started = self._availability.flight, self._clock()
+        try:
+            answers = await self._link.accept(batch)
+        except RequestFailed as error:
+            result, outcomes, settlements = error.failure.value, *self._failed(batch, error, flight)
+        else:
+            result, outcomes, settlements = "answered", *self._answered(batch, answers)
+        self.counters.batch(result, outcomes, (self._clock() - started) / 1000)
+        await self.settle(settlements)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> None:
+        """Store the settlements in one transaction; while the disk is full, try again until it is not."""
+        while True:
+            try:
+                await self._outbox.settle(settlements)
+            except PostroomError as error:
+                if not error.retryable:
+                    raise
+                _log.warning("settlement_not_stored", code=error.code, rows=len(settlements))
+                await self._sleep(STORAGE_SECONDS)
+            else:
+                return
+
+    def _answered(
+        self, batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer]
+    ) -> tuple[list[Outcome], list[Settlement]]:
+        now = self._clock()
+        timing = Timing(now, self._rng, self._settings)
+        outcomes = [outcome_of(answer) for answer in answers]
+        settlements = [settlement_for(row, answer, timing) for row, answer in zip(batch, answers, strict=True)]
+        self.suspects.clear(batch)
+        self._availability.succeeded(now)
+        if len(batch) > 1 and all(outcome is Outcome.RATE_LIMITED for outcome in outcomes):
+            self._availability.rest(self._least_retry_after(answers), now)
+        _report(batch, answers, settlements)
+        return outcomes, settlements
+
+    def _failed(
+        self, batch: Sequence[ClaimedRow], error: RequestFailed, flight: int
+    ) -> tuple[list[Outcome], list[Settlement]]:
+        now = self._clock()
+        reason = f"{error.code}: {error.problem.detail}"
+        suspicious = REACTIONS[error.failure].suspicious
+        to_blame = suspicious and self.suspects.to_blame(batch, self._availability.answered)
+        if suspicious:
+            self.suspects.halve(batch, self._availability.answered)
+        if to_blame and len(batch) == 1:
+            _log.warning("message_backed_off", client_message_id=batch[0].client_message_id, reason=reason)
+            timing = Timing(now, self._rng, self._settings)
+            return [Outcome.FAILED], [backed_off(batch[0], reason, timing)]
+        if to_blame:
+            due = now
+        else:
+            self._availability.failed(error, flight, now)
+            due = max(now, self._availability.resume_at) + SUSPECTS_LATER
+        return [Outcome.RETURNED] * len(batch), [returned(row, due, reason) for row in batch]
+
+    def _least_retry_after(self, answers: Sequence[AcceptAnswer]) -> float:
+        asked = [answer.problem.retry_after or 0 for answer in answers if answer.problem is not None]
+        return min(clamp_retry_after(min(asked, default=0)), self._settings.backoff_most_seconds)
+
+
+def _report(batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer], settlements: Sequence[Settlement]) -> None:
+    for row, answer, settlement in zip(batch, answers, settlements, strict=True):
+        if settlement.verdict is Verdict.DEAD:
+            _log.warning("message_dead", client_message_id=row.client_message_id, last_error=settlement.last_error)
+        elif answer.history_available is False:
+            _log.warning("history_unavailable", client_message_id=row.client_message_id)

@@ -1,0 +1,114 @@
+"""How old a row may become: derived from how long the broker recognises an id (seed §4.8; spec send.md, "Relaying").
+
+A row may only be posted again while the broker still keeps its dedupe row. So the broker's window, less a margin for
+clocks and sweeps, bounds every row's age. A broker that cannot promise a window stops the daemon with exit code 78.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from chassis.exits import Exit, Fatal
+from postroom.accept import DedupeFeature, Features
+
+_log = structlog.get_logger(__name__)
+
+DEDUPE_VERSION: Final = 1
+LEAST_RETENTION_DAYS: Final = 7
+LEAST_MARGIN_HOURS: Final = 24
+MARGIN: Final = 0.1  # of the window
+PERMANENT_HOURS: Final = 168  # max_age where the broker never forgets an id
+PERMANENT_MOST_HOURS: Final = 720
+_DAY: Final = 24  # hours
+_FILE: Final = "broker-features.json"
+
+DEFAULT_DEDUPE: Final = DedupeFeature(
+    version=DEDUPE_VERSION,
+    mode="retention_scoped",
+    request_fingerprint=True,
+    dedupe_retention_days=LEAST_RETENTION_DAYS,
+)
+
+
+def max_age_hours(features: Features, override: int | None) -> int:
+    """Return the age in hours at which a row goes dead, at this broker; raises `Fatal` (78) where it is incompatible.
+
+    The margin is max(24 h, 10 % of the window, rounded up). An `override` may use the margin up, but not the window.
+    """
+    dedupe = _checked(features.client_message_id_dedupe)
+    if dedupe.mode == "permanent":
+        return PERMANENT_HOURS if override is None else _within(override, PERMANENT_MOST_HOURS, PERMANENT_MOST_HOURS)
+    days = dedupe.dedupe_retention_days or 0
+    if days < LEAST_RETENTION_DAYS:
+        raise _incompatible(
+            f"the broker recognises a repeated id for {days} days only, {LEAST_RETENTION_DAYS} are needed: "
+            "raise its dedupe retention"
+        )
+    window = days * _DAY
+    derived = window - max(LEAST_MARGIN_HOURS, math.ceil(window * MARGIN))
+    return derived if override is None else _within(override, window - 1, derived)
+
+
+def assumed_max_age_hours(features: Features | None, override: int | None) -> int:
+    """Return the age to go by until the broker can be asked: the override's, else that of what was last seen."""
+    dedupe = (features.client_message_id_dedupe if features else None) or DEFAULT_DEDUPE
+    assumed = Features(mesh="", member="", max_batch=1, client_message_id_dedupe=dedupe)
+    return max_age_hours(assumed, None) if override is None else override
+
+
+class KeptFeatures:
+    """The features that the broker last showed, kept on disk for a start while it is away."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / _FILE
+
+    def load(self) -> Features | None:
+        """Return what was kept, or None where nothing usable is there; a damaged file is logged and replaced later."""
+        try:
+            features = msgspec.json.decode(self._file.read_bytes(), type=Features)
+            max_age_hours(features, None)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, Fatal) as error:
+            _log.warning("kept_features_unusable", file=str(self._file), error=str(error))
+            return None
+        return features
+
+    def save(self, features: Features) -> None:
+        """Replace what was kept, whole or not at all."""
+        draft = self._file.with_suffix(".new")
+        with draft.open("wb") as file:
+            file.write(msgspec.json.encode(features))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._file)
+
+
+def _checked(dedupe: DedupeFeature | None) -> DedupeFeature:
+    if dedupe is None or dedupe.version != DEDUPE_VERSION or not dedupe.request_fingerprint:
+        raise _incompatible(
+            "the broker does not offer client_message_id_dedupe version 1 with request_fingerprint, "
+            "so that a repeated message could be accepted twice: upgrade the broker, or point broker.url at another"
+        )
+    return dedupe
+
+
+def _within(override: int, most: int, advised: int) -> int:
+    if override > most:
+        raise _incompatible(
+            f"relay.max_age_hours is {override}, past the {most} h in which the broker surely recognises a repeated "
+            f"id: set it to {advised} or less, or leave it out"
+        )
+    if override > advised:
+        _log.warning("max_age_inside_margin", max_age_hours=override, advised_hours=advised)
+    return override
+
+
+def _incompatible(sentence: str) -> Fatal:
+    return Fatal(Exit.CONFIG, sentence)

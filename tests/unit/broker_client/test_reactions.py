@@ -1,0 +1,89 @@
+"""Every row of the second table of spec send.md, "Relaying": what happens to the whole request."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from broker_client.availability import Availability
+from broker_client.failures import Failure, RequestFailed
+from broker_client.link import failure_of
+from broker_client.reactions import REACTIONS, pause_seconds
+from broker_client.settings import RelaySettings
+
+
+class Highest(Random):
+    def uniform(self, _a: float, b: float) -> float:
+        return b
+
+
+def failed(failure: Failure, retry_after: float | None = None) -> RequestFailed:
+    return RequestFailed.because(failure, "why", retry_after)
+
+
+def test_every_failure_has_its_reaction():
+    assert set(REACTIONS) == set(Failure)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_refused_token_makes_health_degraded_and_suspects_no_message(status):
+    assert failure_of(status) is Failure.NOT_PERMITTED
+    assert REACTIONS[failure_of(status)] == (True, False, True)
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504, 400, 413, 422, 301, 302, 307, 204])
+def test_a_batch_is_suspected_where_it_may_be_the_cause(status):
+    reaction = REACTIONS[failure_of(status)]
+    assert reaction.suspicious
+    assert not reaction.degraded
+
+
+def test_a_broker_that_was_never_reached_says_nothing_about_the_batch():
+    assert REACTIONS[Failure.UNREACHABLE] == (False, False, True)
+
+
+def test_a_rate_limit_says_nothing_about_the_batch():
+    assert REACTIONS[failure_of(429)] == (False, False, False)
+
+
+@pytest.mark.parametrize(("failures", "seconds"), [(1, 0.5), (2, 1), (3, 2), (7, 32), (8, 60), (1000, 60)])
+def test_the_pause_doubles_to_a_minute(failures, seconds):
+    assert pause_seconds(failed(Failure.TIMED_OUT), failures, Highest(), RelaySettings()) == seconds
+
+
+def test_the_pause_is_at_least_what_the_broker_asked_for():
+    assert pause_seconds(failed(Failure.SERVER_ERROR, 120), 1, Highest(), RelaySettings()) == 120
+
+
+def availability() -> Availability:
+    return Availability(RelaySettings(), Highest())
+
+
+def test_posts_of_one_flight_that_fail_together_count_as_one_failure():
+    state = availability()
+    for _ in range(4):
+        state.failed(failed(Failure.BROKEN_OFF), 0, 1000)
+    assert (state.failures, state.resume_at) == (1, 1500)
+
+
+def test_each_further_failure_makes_the_pause_longer():
+    state = availability()
+    for _ in range(3):
+        state.failed(failed(Failure.BROKEN_OFF), state.flight, 1000)
+    assert (state.failures, state.resume_at) == (3, 3000)
+    assert state.probing
+
+
+def test_an_answer_ends_the_pause_and_the_degradation():
+    state = availability()
+    state.failed(failed(Failure.NOT_PERMITTED), 0, 1000)
+    assert (state.degraded, state.reason) == (True, "why")
+    state.succeeded(1100)
+    assert (state.degraded, state.reason, state.resume_at, state.probing) == (False, None, 0, False)
+
+
+def test_an_exhausted_limit_pauses_without_a_failure():
+    state = availability()
+    state.rest(20, 1000)
+    assert (state.failures, state.resume_at, state.degraded) == (0, 21_000, False)
