@@ -10,22 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
 from typing import Final
-
-import aiohttp
 
 from postroom.backlog import Backlog, Line
 from postroom.errors import InvalidMessage, PostroomError, Problem, error_for
 from postroom.message import SendRequest
 from postroom.outgoing import encode, with_id
-from postroom.peer import Peer
 from postroom.retry import Patience
 from postroom.sends import BatchResult
 from postroom.transport import NDJSON, Transport
 
 WINDOW: Final = 4096  # messages sent and unanswered
-MAX_LINE: Final = 64 * 1024  # bytes of one line of the answer
+MAX_UNREAD: Final = 16  # pieces of the answer that the caller has not taken yet
 IDLE_SECONDS: Final = 1.0  # a request without a line ends after so long
 PATH: Final = "/v1/send/batch"
 
@@ -38,7 +34,8 @@ class Batch:
         self._messages = messages
         self._patience = patience
         self._backlog = Backlog()
-        self._invalid: list[BatchResult] = []  # refused before they were sent
+        self._results: asyncio.Queue[list[BatchResult]] = asyncio.Queue()
+        self._unread = asyncio.Semaphore(MAX_UNREAD)
         self._unanswered: deque[Line] = deque()
         self._answered = asyncio.Event()
         self._later: list[Line] = []  # told to try again
@@ -46,15 +43,24 @@ class Batch:
 
     async def results(self) -> AsyncGenerator[list[BatchResult], None]:
         """Yield results as they come; `line` says which message each is for, counted from 1."""
+        working = asyncio.create_task(self._work())
+        working.add_done_callback(lambda _: self._results.put_nowait([]))  # the end, however it came about
+        try:
+            while results := await self._results.get():
+                self._unread.release()
+                yield results
+            await working
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def _work(self) -> None:
+        """Read messages and send them, both at once."""
         reading = asyncio.create_task(self._read_messages())
         try:
             while await self._backlog.filled():
-                async with aclosing(self._one_request()) as answers:
-                    async for results in answers:
-                        yield results
+                await self._one_request()
             await reading
-            if self._invalid:
-                yield self._invalid
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -68,23 +74,29 @@ class Batch:
                 try:
                     line = Line(number, encode(with_id(message)) + b"\n")
                 except InvalidMessage as error:
-                    self._invalid.append(BatchResult(line=number, problem=error.problem))
+                    await self._publish([BatchResult(line=number, problem=error.problem)])
                 else:
                     await self._backlog.put(line)
         finally:
             self._backlog.close()
 
-    async def _one_request(self) -> AsyncGenerator[list[BatchResult], None]:
+    async def _publish(self, results: list[BatchResult]) -> None:
+        """Hand results to the caller, once it has taken most of those before."""
+        await self._unread.acquire()
+        self._results.put_nowait(results)
+
+    async def _one_request(self) -> None:
         """Send what waits through one request, for as long as it lasts; what it left open waits again."""
         try:
             async with self._transport.open(
                 "POST", PATH, data=self._body(), media=NDJSON, silence=self._transport.timeout
             ) as response:
-                async for lines in _lines(self._transport.peer, response):
-                    if results := [result for line in lines if (result := self._settle(line))]:
-                        self._patience.restart()
-                        yield results
+                async for lines in self._transport.lines(response):
+                    results = [result for line in lines if (result := self._settle(line))]
                     self._answered.set()
+                    if results:
+                        self._patience.restart()
+                        await self._publish(results)
             if self._unanswered:
                 raise self._transport.peer.lost()
             if self._why_later:
@@ -133,14 +145,3 @@ class Batch:
         self._why_later = None
         self._backlog.give_back(lines)
         return bool(lines)
-
-
-async def _lines(peer: Peer, response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
-    """Yield the complete lines of each piece of an answer, as it comes."""
-    rest = b""
-    async for piece in response.content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > MAX_LINE:
-            raise peer.foreign(f"a line of its answer is longer than {MAX_LINE} bytes")
-        if lines:
-            yield lines

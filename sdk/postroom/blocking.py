@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from postroom.client import AsyncClient
+from postroom.message import SendRequest
+from postroom.sends import BatchResult
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,7 +95,6 @@ class Client:
         self._stop()
 
     send = _blocking(AsyncClient.send)
-    send_many = _iterating(AsyncClient.send_many)
     send_many_in_chunks = _iterating(AsyncClient.send_many_in_chunks)
     get = _blocking(AsyncClient.get)
     wait = _blocking(AsyncClient.wait)
@@ -101,7 +102,7 @@ class Client:
     ready = _blocking(AsyncClient.ready)
     version = _blocking(AsyncClient.version)
     list_rows = _blocking(AsyncClient.list_rows)
-    all_rows = _iterating(AsyncClient.all_rows)
+    export = _iterating(AsyncClient.export)
     inspect = _blocking(AsyncClient.inspect)
     requeue = _blocking(AsyncClient.requeue)
     abort = _blocking(AsyncClient.abort)
@@ -112,6 +113,14 @@ class Client:
     prune = _blocking(AsyncClient.prune)
     pause_relay = _blocking(AsyncClient.pause_relay)
     resume_relay = _blocking(AsyncClient.resume_relay)
+    topics = _blocking(AsyncClient.topics)
+    subscribe = _blocking(AsyncClient.subscribe)
+    unsubscribe = _blocking(AsyncClient.unsubscribe)
+
+    def send_many(self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]) -> Iterator[BatchResult]:
+        """Do as `AsyncClient.send_many` does; `messages` is read in a thread of its own."""
+        for results in self.send_many_in_chunks(messages):
+            yield from results
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

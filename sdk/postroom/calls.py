@@ -39,9 +39,9 @@ class Calls:
         self, path: str, answer: type[T], *, query: msgspec.Struct | None = None, waiting: float = 0.0
     ) -> T:
         """GET until it succeeds, fails for good, or patience ends: reading changes nothing."""
+        parameters = None if query is None else to_parameters(query)
         return await retrying(
-            lambda: self._transport.call("GET", path, answer, query=_parameters(query), waiting=waiting),
-            self._patience(),
+            lambda: self._transport.call("GET", path, answer, query=parameters, waiting=waiting), self._patience()
         )
 
     async def _change(self, method: str, path: str, answer: type[T], body: msgspec.Struct | None = None) -> T:
@@ -51,11 +51,11 @@ class Calls:
         )
 
 
-def _parameters(query: msgspec.Struct | None) -> dict[str, str]:
+def to_parameters(query: msgspec.Struct) -> dict[str, str]:
     """Encode a query struct; what is not set is left out."""
-    members: dict[str, Any] = {} if query is None else msgspec.to_builtins(query)
-    return {
-        name: str(value).lower() if value is True or value is False else str(value)
-        for name, value in members.items()
-        if value is not None
-    }
+    members: dict[str, Any] = msgspec.to_builtins(query)
+    return {name: _text(value) for name, value in members.items() if value is not None}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from urllib.parse import quote
 
-import msgspec
-
-from postroom.calls import Calls
+from postroom.administration import Subscription, Topic, TopicList
+from postroom.calls import Calls, to_parameters
 from postroom.message import SendRequest
 from postroom.operations import (
     BulkRequest,
@@ -35,15 +34,14 @@ class OperatorMethods(Calls):
         """Return one page of the outbox, oldest first."""
         return await self._read("/v1/outbox", OutboxPage, query=query or ListQuery())
 
-    async def all_rows(self, query: ListQuery) -> AsyncIterator[OutboxRow]:
-        """Yield every row that `query` means, page by page."""
-        while True:
-            page = await self.list_rows(query)
-            for row in page.rows:
-                yield row
-            if page.next_cursor is None:
-                return
-            query = msgspec.structs.replace(query, cursor=page.next_cursor)
+    async def export(self, query: ListQuery | None = None) -> AsyncIterator[OutboxRow]:
+        """Stream every row that `query` means, oldest first; raises `Unavailable` where the stream breaks off."""
+        parameters = to_parameters(query or ListQuery())
+        silence = self._transport.timeout
+        async with self._transport.open("GET", "/v1/outbox/export", query=parameters, silence=silence) as response:
+            async for lines in self._transport.lines(response):
+                for line in lines:
+                    yield self._transport.decode(line, OutboxRow)
 
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row with its predecessors and successors and what operators did to them."""
@@ -100,6 +98,22 @@ class OperatorMethods(Calls):
         """Relay again, at most `rate_per_second` messages a second where it is given."""
         body = ResumeRequest(reason=reason, destination=destination, rate_per_second=rate_per_second)
         return await self._change("POST", "/v1/relay/resume", RelayStatus, body)
+
+    async def topics(self) -> list[Topic]:
+        """Return the topics of the daemon's mesh, by name, as the broker has them."""
+        return (await self._read("/v1/topics", TopicList)).topics
+
+    async def subscribe(self, topic: str) -> Subscription:
+        """Subscribe the daemon's member to a topic."""
+        return await self._change("POST", _subscription(topic), Subscription)
+
+    async def unsubscribe(self, topic: str) -> None:
+        """End the subscription of the daemon's member to a topic."""
+        await self._change("DELETE", _subscription(topic), type(None))
+
+
+def _subscription(topic: str) -> str:
+    return f"/v1/topics/{quote(topic, safe='')}/subscription"
 
 
 def _path(row_id: str) -> str:

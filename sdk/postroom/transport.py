@@ -19,6 +19,7 @@ from postroom.peer import Peer
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
 MAX_ANSWER: Final = 32 * 1024 * 1024  # bytes
+MAX_LINE: Final = 64 * 1024  # bytes of one line of an NDJSON answer
 
 T = TypeVar("T")
 
@@ -97,6 +98,16 @@ class Transport:
             return msgspec.json.decode(data or b"null", type=answer)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self.peer.foreign(f"its answer can't be read: {error}") from error
+
+    async def lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+        """Yield the complete lines of each piece of an NDJSON answer, as it comes."""
+        rest = b""
+        async for piece in response.content.iter_any():
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > MAX_LINE:
+                raise self.peer.foreign(f"a line of its answer is longer than {MAX_LINE} bytes")
+            if lines:
+                yield lines
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         data = bytearray()
