@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from container import Machine
@@ -18,6 +19,16 @@ def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < end, f"after {_SECONDS:.0f} s still not: {what}"
         time.sleep(_PAUSE)
+
+
+@contextmanager
+def stopped(machine: Machine, unit: str) -> Iterator[None]:
+    """Keep a unit stopped for the length of the block."""
+    machine.run("systemctl", "stop", unit)
+    try:
+        yield
+    finally:
+        machine.run("systemctl", "start", unit)
 
 
 class Service:
@@ -42,8 +53,8 @@ class Service:
 
     def journal(self) -> list[str]:
         """Return what the processes of the unit have logged, line by line."""
-        fields = f"_SYSTEMD_UNIT={self.unit}"
-        return self.machine.run("journalctl", "--sync", "--no-pager", "--output=cat", fields).splitlines()
+        self.machine.run("journalctl", "--sync")
+        return self.machine.run("journalctl", "--output=cat", f"_SYSTEMD_UNIT={self.unit}").splitlines()
 
     def drop_in(self, *lines: str) -> None:
         """Change the unit until the machine is gone."""

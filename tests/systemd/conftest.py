@@ -17,8 +17,9 @@ from typing import NamedTuple
 import pytest
 from container import Machine, Settings, booted, host_settings, run
 from debian import BOOTABLE, MachineMissing, cached, debian_root, digest
-from postroom import AsyncClient, BrokerClient
 from services import Daemon
+
+from postroom import AsyncClient, BrokerClient
 
 TREE = Path(__file__).parents[2]
 PIP = "/opt/postroom/bin/pip"
