@@ -9,12 +9,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
+from outbox.model import AcceptedRow, Caller
 from postroom.errors import Conflict, PostroomError
 from postroom.fingerprint import prefix
 from postroom.message import PreparedSend
 from postroom.sends import RowStatus, SendResult
-
-from outbox.model import AcceptedRow, Caller
 
 
 class Kept(NamedTuple):
@@ -73,9 +72,10 @@ def answer(row: AcceptedRow, send: PreparedSend, caller: Caller) -> Answered | P
     cell = TABLE[row.status, row.fingerprint == send.fingerprint]
     if isinstance(cell, Taken):
         return _taken(cell, row, send)
-    result = SendResult(client_message_id=send.client_message_id, outbox_id=row.row_id, status=cell.status)
+    result = SendResult(
+        client_message_id=send.client_message_id, outbox_id=row.row_id, status=cell.status, duplicate=True
+    )
     if cell.status == "done":
-        result.duplicate = True
         result.broker_message_id = row.broker_message_id
         result.history_id = row.history_id
     return Answered(cell.http_status, result, True)

@@ -15,7 +15,10 @@ SETTLED: frozenset[RowStatus] = frozenset({"done", "dead", "aborted"})
 
 
 class SendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The body of a 202 or 200 to a send (seed §4.5.1): kept on disk, whatever happens next."""
+    """The body of a 202 or 200 to a send (seed §4.5.1): kept on disk, whatever happens next.
+
+    `duplicate` says that the row was there before: the same message had been sent under this id.
+    """
 
     client_message_id: str
     outbox_id: str
@@ -126,16 +129,15 @@ class Health(msgspec.Struct, kw_only=True, omit_defaults=True):
     outbox_bytes: int = 0
 
 
-class Ready(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The body of `GET /v1/ready`: whether a send would be accepted now; it never depends on the broker."""
+class Ready(msgspec.Struct, kw_only=True):
+    """The body of a 200 to `GET /v1/ready`: a send would be accepted now, whatever the broker does."""
 
     ready: bool
-    reasons: list[str] = []
 
 
-class Version(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The body of `GET /v1/version`: the program, the mesh it serves, and what it runs on (`environment`)."""
+class Version(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/version`: the program, its version, and the mesh that it serves."""
 
+    name: str
     version: str
     mesh: str
-    environment: dict[str, str] = {}
