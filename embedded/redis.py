@@ -43,7 +43,6 @@ class EmbeddedRedis(EmbeddedServer):
         settings = {**_SETTINGS, "dir": _quoted(self.directory), "unixsocket": _quoted(self.socket_file)}
         lines = "".join(f"{name} {value}\n" for name, value in settings.items())
         (self.directory / "redis.conf").write_text(lines, "utf-8")
-        self.socket_file.unlink(missing_ok=True)  # left by one that was killed
 
     def _command(self) -> list[str]:
         return [str(redis_server()), str(self.directory / "redis.conf")]

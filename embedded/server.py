@@ -76,12 +76,17 @@ class EmbeddedServer(ABC):
         process = self.process
         if process is not None and not process.end(*self.stop_steps):
             raise EmbeddedError(f"{self.name} (pid {process.pid}) does not end, not even by SIGKILL")
+        self._reap()
+        self.pid_file.unlink(missing_ok=True)
+
+    def _reap(self) -> None:
+        """Take notice of the own child's end, so that no zombie stays."""
         if self._child is not None:
             self._child.wait()
             self._child = None
-        self.pid_file.unlink(missing_ok=True)
 
     def _launch(self) -> ProcessIdentity:
+        self._reap()
         self._prepare()
         with self.log_file.open("ab") as log:
             self._child = spawn(

@@ -1,0 +1,44 @@
+"""NATS on its own: its port and its password."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from embedded import EmbeddedNats
+
+
+@pytest.fixture
+def server(short_directory: Path) -> Iterator[EmbeddedNats]:
+    server = EmbeddedNats(short_directory / "nats")
+    yield server
+    server.stop()
+
+
+def test_a_port_that_was_taken_meanwhile_is_replaced(server: EmbeddedNats) -> None:
+    first = urlsplit(server.start())
+    server.stop()
+    with socket.create_server(("127.0.0.1", first.port or 0)):
+        second = urlsplit(server.start())
+    assert second.port != first.port
+    assert second.password == first.password
+
+
+def test_the_password_is_for_this_user_alone(server: EmbeddedNats) -> None:
+    server.start()
+    assert server.config_file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("credentials", ['{"user":"postroom","pass":"wrong"}', "{}"])
+def test_a_client_without_the_password_is_refused(server: EmbeddedNats, credentials: str) -> None:
+    address = urlsplit(server.start())
+    place = (address.hostname, address.port or 0)
+    with socket.create_connection(place, timeout=20) as client, client.makefile("rwb") as stream:
+        assert stream.readline().startswith(b"INFO")
+        stream.write(f"CONNECT {credentials}\r\nPING\r\n".encode())
+        stream.flush()
+        assert b"Authorization Violation" in stream.readline()

@@ -1,0 +1,130 @@
+"""Start, stop, crash and start again: the contract of every embedded server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer, ProcessIdentity
+from embedded.processes import processes_in, tethered
+from embedded.server import wait_until
+
+SECONDS = 20.0  # a bound for what the kernel or a server does at once
+
+
+@pytest.fixture(params=["postgres", "redis", "nats"])
+def server(request: pytest.FixtureRequest, short_directory: Path) -> Iterator[EmbeddedServer]:
+    directory = short_directory / request.param
+    made: dict[str, EmbeddedServer] = {
+        "postgres": EmbeddedPostgres(directory, durable=False),
+        "redis": EmbeddedRedis(directory),
+        "nats": EmbeddedNats(directory),
+    }
+    yield made[request.param]
+    made[request.param].stop()
+
+
+def running(server: EmbeddedServer) -> ProcessIdentity:
+    process = server.process
+    assert process is not None
+    return process
+
+
+def test_starting_twice_starts_one_process_and_stopping_twice_is_harmless(server: EmbeddedServer) -> None:
+    server.stop()
+    url = server.start()
+    first = running(server)
+    assert server.start() == url
+    assert running(server) == first
+    server.stop()
+    server.stop()
+    assert not first.alive
+    assert server.process is None
+
+
+def test_a_killed_server_starts_again_at_the_same_address(server: EmbeddedServer) -> None:
+    url = server.start()
+    first = running(server)
+    first.send(signal.SIGKILL)
+    assert first.wait(SECONDS)
+    assert server.start() == url
+    assert running(server) != first
+
+
+def test_another_process_stops_what_the_directory_started(server: EmbeddedServer) -> None:
+    server.start()
+    process = running(server)
+    type(server)(server.directory).stop()
+    assert not process.alive
+
+
+def test_a_pid_that_belongs_to_somebody_else_by_now_is_left_alone(server: EmbeddedServer) -> None:
+    with subprocess.Popen(tethered(["/bin/sleep", "600"])) as stranger:
+        stranger_now = ProcessIdentity.of(stranger.pid)
+        assert stranger_now is not None
+        server.directory.mkdir()
+        stranger_now._replace(started=stranger_now.started - 1).write(server.pid_file)
+        server.stop()
+        assert stranger.poll() is None
+        server.start()
+        assert running(server).pid != stranger.pid
+        server.stop()
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_server_ends_with_the_process_that_started_it_even_by_kill_9(server: EmbeddedServer) -> None:
+    kind = type(server).__name__
+    program = f"import embedded, pathlib, sys; embedded.{kind}(pathlib.Path(sys.argv[1])).start(); print(); input()"
+    with subprocess.Popen(
+        tethered([sys.executable, "-c", program, str(server.directory)]), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"\n"
+        process = running(server)
+        parent.kill()
+        assert process.wait(SECONDS)
+    if isinstance(server, EmbeddedPostgres):
+        assert wait_until(lambda: not any(processes_in(server.data_directory)), SECONDS)
+
+
+def test_a_server_that_cannot_start_says_where_its_log_is(server: EmbeddedServer) -> None:
+    server.start()
+    server.stop()
+    obstacle = {"postgres": "data/PG_VERSION", "redis": "redis.sock", "nats": "jetstream"}[server.name]
+    found = server.directory / obstacle
+    if found.is_dir():
+        found.rename(found.with_name("aside"))
+    if server.name == "redis":
+        found.mkdir()
+    else:
+        found.write_text("no longer what it was")
+    with pytest.raises(EmbeddedError, match=str(server.log_file)):
+        server.start()
+
+
+def test_a_thread_may_not_start_a_server(server: EmbeddedServer) -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(EmbeddedError, match="main thread"):
+        pool.submit(server.start).result()
+
+
+def test_two_processes_that_start_one_directory_start_one_server(server: EmbeddedServer) -> None:
+    kind = type(server).__name__
+    program = (
+        f"import embedded, pathlib, sys; server = embedded.{kind}(pathlib.Path(sys.argv[1])); server.start();"
+        "print(server.process.pid, flush=True); input()"
+    )
+    command = tethered([sys.executable, "-c", program, str(server.directory)])
+    starters = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    pids = {starter.stdout.readline() for starter in starters if starter.stdout is not None}
+    for starter in starters:
+        starter.communicate(b"\n")
+    assert len(pids) == 1
+    assert int(pids.pop()) != os.getpid()
