@@ -6,6 +6,7 @@ import sys
 
 import msgspec
 from aiohttp import web
+
 from postroom.message import SendRequest
 
 _decode = msgspec.json.Decoder(SendRequest).decode
@@ -21,7 +22,7 @@ def main() -> None:
     """Serve on the socket named by the first argument."""
     app = web.Application()
     app.router.add_post("/v1/send", decode)
-    web.run_app(app, path=sys.argv[1], access_log=None, print=None)
+    web.run_app(app, path=sys.argv[1], backlog=1024, access_log=None, print=None)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ async def run(socket: str, connections: int, seconds: float, first: int) -> Figu
     """Load `socket` and return the figures."""
     loop = asyncio.get_running_loop()
     load = Load(connections, seconds, first)
-    await asyncio.gather(*(loop.create_unix_connection(lambda: Sender(load), socket) for _ in range(connections)))
+    for _ in range(connections):
+        await loop.create_unix_connection(lambda: Sender(load), socket)
     return await load.figures()
 
 
