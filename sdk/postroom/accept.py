@@ -34,6 +34,12 @@ class AcceptRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
 
+class AcceptBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The same body, whole: what `AcceptRequest` means, for documents and for clients that build one in memory."""
+
+    messages: Annotated[list[AcceptItem], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
+
+
 class AcceptAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The broker's answer for one message, in the order of the request.
 

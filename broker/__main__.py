@@ -1,0 +1,21 @@
+"""`python -m broker [run|migrate|orphan-check] --config FILE`: the broker without the rest of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from broker.commands import COMMANDS, main
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m broker", description="The accept service of Postroom.")
+    parser.add_argument("command", nargs="?", default="run", choices=sorted(COMMANDS))
+    parser.add_argument("--config", type=Path, help="a TOML file; POSTROOM_BROKER_… override it")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    options = _options()
+    sys.exit(main(options.command, options.config))

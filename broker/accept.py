@@ -1,0 +1,268 @@
+"""`POST /v1/accept`: a batch goes through B0, B1, B2 and B3, and every message gets its own answer (spec accept.md).
+
+    B0  the dedupe rows that hold these ids already: 200 or 409, before anything that can fail
+    B1  the message itself, then the limiter: 4xx or 429, and nothing left behind but a unit of the limiter
+    B2  the destination, inside the transaction: 4xx, and nothing left behind
+    B3  the commit: 201
+
+A round is B0 to B3 for the messages that have no answer yet. One round answers all but three rare kinds of message,
+which the next round's B0 settles: those whose id another batch took meanwhile, those whose id stands twice in the
+batch, and those that their destination refused (a retry of an accepted message must get its 200, even where the topic
+went away since). A second run of an accepted message is harmless because of its row in `mesh.client_message_dedupe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import structlog
+
+from broker.authentication import Member
+from broker.config import BrokerConfig
+from broker.database import unavailable_as_503
+from broker.incoming import Checked, Item, Malformed, check, read_items
+from broker.limiter import Limiter, LimiterClosed
+from broker.metrics import Metrics
+from broker.store import AcceptStore, Candidate, Taken, TokenRevoked, Written
+from postroom.accept import AcceptAnswer, AcceptResponse
+from postroom.errors import Conflict, NotFound, NotPermitted, PostroomError, Problem, TryAgain
+from postroom.fingerprint import prefix
+
+_log = structlog.get_logger(__name__)
+
+MAX_ROUNDS: Final = 5
+_UNKNOWN_RETRY_SECONDS: Final = 1.0
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Accepting:
+    """Answers batches; one for the whole process."""
+
+    def __init__(self, store: AcceptStore, limiter: Limiter, metrics: Metrics, config: BrokerConfig) -> None:
+        self._store = store
+        self._limiter = limiter
+        self._metrics = metrics
+        self._config = config
+
+    async def accept(self, sender: Member, body: bytes) -> bytes:
+        """Return the encoded `AcceptResponse` to a batch.
+
+        Raises `PostroomError` where the request fails as a whole: 400 and 413 for a batch that can't be read, 401 for a
+        token revoked meanwhile, 503 where nothing is known about any of its messages.
+        """
+        with self._metrics.accept_seconds.time():
+            batch = _Batch(read_items(body, self._config.max_batch), self._metrics)
+            self._metrics.batch_messages.observe(len(batch.answers))
+            for _ in range(MAX_ROUNDS):
+                await self._round(sender, batch)
+                if not batch.waiting:
+                    break
+            batch.give_up()
+            return _encode(AcceptResponse(answers=batch.in_order()))
+
+    async def _round(self, sender: Member, batch: _Batch) -> None:
+        async with unavailable_as_503():
+            batch.settle_taken(await self._store.find(sender.mesh_id, batch.waiting_ids()))
+        batch.settle_refused()
+        batch.check(self._config.max_inline_bytes)
+        await self._limit(sender, batch)
+        candidates = batch.candidates()
+        if not candidates:
+            return
+        try:
+            with self._metrics.write_seconds.time():
+                written = await self._store.write(sender, candidates)
+        except TokenRevoked:
+            raise NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it was revoked") from None
+        except Exception as error:  # noqa: BLE001 - whatever it was, the batch may have been committed
+            await self._resolve_unknown(sender, batch, error)
+        else:
+            batch.settle_written(written)
+
+    async def _limit(self, sender: Member, batch: _Batch) -> None:
+        ids = batch.unlimited_ids()
+        if not ids:
+            return
+        try:
+            admission = await self._limiter.admit(sender.mesh, sender.name, ids)
+        except LimiterClosed as error:
+            batch.settle_denied(frozenset(ids), error.problem)
+            return
+        batch.settle_denied(admission.denied, _rate_limited(admission.retry_after).problem)
+
+    async def _resolve_unknown(self, sender: Member, batch: _Batch, error: Exception) -> None:
+        """After an error the batch is committed or it isn't: the dedupe rows know. What has none may be tried again."""
+        self._metrics.unknown_outcomes.inc()
+        _log.warning("accept_outcome_unknown", messages=len(batch.waiting), error=type(error).__name__)
+        async with unavailable_as_503():
+            batch.settle_taken(await self._store.find(sender.mesh_id, batch.waiting_ids()))
+        batch.fail_waiting(
+            TryAgain.of(
+                503,
+                "outcome_unknown",
+                "the transaction failed, and nothing of this message is to be found: send it again under the same id",
+                retryable=True,
+                retry_after=_UNKNOWN_RETRY_SECONDS,
+            ).problem
+        )
+
+
+class _Batch:
+    """The messages of one request on their way to an answer each."""
+
+    def __init__(self, items: Sequence[Item | Malformed], metrics: Metrics) -> None:
+        self.answers: list[AcceptAnswer | None] = [None] * len(items)
+        self.waiting: list[Item] = []
+        self._metrics = metrics
+        self._checked: dict[int, Checked] = {}
+        self._admitted: set[str] = set()
+        self._refused: dict[tuple[str, bytes], Problem] = {}
+        for item in items:
+            if isinstance(item, Item):
+                self.waiting.append(item)
+            else:
+                self._answer_problem("b1", item, item.problem)
+
+    def waiting_ids(self) -> set[str]:
+        """Return the ids of the messages that have no answer."""
+        return {item.client_message_id for item in self.waiting}
+
+    def settle_taken(self, taken: dict[str, Taken]) -> None:
+        """B0: answer 200 or 409 to every message whose id is taken."""
+        for item in self._take_waiting(set(taken)):
+            row = taken[item.client_message_id]
+            if row.request_fingerprint == item.fingerprint:
+                self._answer("b0", item, _duplicate(item, row))
+            else:
+                self._answer_problem("b0", item, _conflict(item, row).problem)
+
+    def settle_refused(self) -> None:
+        """Answer what its destination refused in the round before, now that B0 found no other answer."""
+        waiting, self.waiting = self.waiting, []
+        for item in waiting:
+            if (problem := self._refused.get((item.client_message_id, item.fingerprint))) is not None:
+                self._answer_problem("b2", item, problem)
+            else:
+                self.waiting.append(item)
+
+    def check(self, max_inline_bytes: int) -> None:
+        """B1, the message itself: answer 4xx to what is malformed; each message is checked once."""
+        waiting, self.waiting = self.waiting, []
+        for item in waiting:
+            try:
+                if item.position not in self._checked:
+                    self._checked[item.position] = check(item, max_inline_bytes)
+            except PostroomError as error:
+                self._answer_problem("b1", item, error.problem)
+            else:
+                self.waiting.append(item)
+
+    def unlimited_ids(self) -> list[str]:
+        """Return the ids that have not been through the limiter, each once, in order."""
+        ids = dict.fromkeys(item.client_message_id for item in self.waiting)
+        return [client_id for client_id in ids if client_id not in self._admitted]
+
+    def settle_denied(self, denied: frozenset[str], problem: Problem) -> None:
+        """B1, the limiter: answer `problem` to what it denied; the rest is admitted for good."""
+        for item in self._take_waiting(denied):
+            self._answer_problem("b1", item, problem)
+        self._admitted.update(item.client_message_id for item in self.waiting)
+
+    def candidates(self) -> list[Candidate]:
+        """Return the first message of each id: what the transaction is to write."""
+        first: dict[str, Item] = {}
+        for item in self.waiting:
+            first.setdefault(item.client_message_id, item)
+        return [Candidate(item, self._checked[item.position]) for item in first.values()]
+
+    def settle_written(self, written: Sequence[Written]) -> None:
+        """B3: answer 201 to what was accepted; remember what its destination refused."""
+        accepted: set[int] = set()
+        for candidate, broker_message_id, history_id, refusal in written:
+            item = candidate.item
+            if history_id is not None:
+                accepted.add(item.position)
+                self._answer("b3", item, _accepted(item, str(broker_message_id), history_id))
+            elif refusal is not None:
+                self._metrics.consumed_then_rejected.inc()
+                self._refused[item.client_message_id, item.fingerprint] = _refusal(refusal, candidate.checked).problem
+        self.waiting = [item for item in self.waiting if item.position not in accepted]
+
+    def fail_waiting(self, problem: Problem) -> None:
+        """Answer `problem` to everything that has no answer."""
+        waiting, self.waiting = self.waiting, []
+        for item in waiting:
+            self._answer_problem("b3", item, problem)
+
+    def give_up(self) -> None:
+        """Answer 503 to what no round settled: ids that come and go faster than they can be looked up."""
+        sentence = "the id is being taken and given up by others: send the message again under the same id"
+        self.fail_waiting(TryAgain.of(503, "id_contended", sentence, retryable=True, retry_after=1.0).problem)
+
+    def in_order(self) -> list[AcceptAnswer]:
+        """Return the answers in the order of the request."""
+        return [answer for answer in self.answers if answer is not None]
+
+    def _take_waiting(self, ids: frozenset[str] | set[str]) -> list[Item]:
+        if not ids:
+            return []
+        taken = [item for item in self.waiting if item.client_message_id in ids]
+        self.waiting = [item for item in self.waiting if item.client_message_id not in ids]
+        return taken
+
+    def _answer_problem(self, phase: str, item: Item | Malformed, problem: Problem) -> None:
+        answer = AcceptAnswer(status=problem.status, client_message_id=item.client_message_id, problem=problem)
+        self._answer(phase, item, answer)
+
+    def _answer(self, phase: str, item: Item | Malformed, answer: AcceptAnswer) -> None:
+        self._metrics.messages.labels(phase, answer.status).inc()
+        self.answers[item.position] = answer
+
+
+def _accepted(item: Item, broker_message_id: str, history_id: int) -> AcceptAnswer:
+    return AcceptAnswer(
+        status=201,
+        client_message_id=item.client_message_id,
+        broker_message_id=broker_message_id,
+        history_id=history_id,
+        duplicate=False,
+    )
+
+
+def _duplicate(item: Item, row: Taken) -> AcceptAnswer:
+    return AcceptAnswer(
+        status=200,
+        client_message_id=item.client_message_id,
+        broker_message_id=str(row.broker_message_id),
+        history_id=row.history_id,
+        duplicate=True,
+        history_available=row.history_available,
+        first_seen_at=row.first_seen_at.isoformat(),
+    )
+
+
+def _conflict(item: Item, row: Taken) -> Conflict:
+    return Conflict.of(
+        409,
+        "idempotency_key_reused",
+        f"the id {item.client_message_id} was accepted with other content: send this message under an id of its own",
+        conflict="request_fingerprint_mismatch",
+        broker_fingerprint_prefix=prefix(row.request_fingerprint),
+    )
+
+
+def _refusal(code: str, checked: Checked) -> PostroomError:
+    name = checked.destination_ref
+    if code == "not_subscribed":
+        sentence = f"only subscribers may post to topic:{name}: subscribe first"
+        return NotPermitted.of(403, code, sentence, field="to", destination=f"topic:{name}")
+    destination = f"{checked.destination_kind}:{name}"
+    return NotFound.of(404, code, f"there is no {destination} in this mesh", field="to", destination=destination)
+
+
+def _rate_limited(retry_after: float) -> TryAgain:
+    sentence = "the rate limit of the mesh or the member is used up: try again when the next window begins"
+    return TryAgain.of(429, "rate_limited", sentence, retryable=True, retry_after=retry_after)

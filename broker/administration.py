@@ -1,0 +1,243 @@
+"""Administration: meshes, members, topics, subscriptions and queues (spec accept.md, "Routes").
+
+Who may call is in the table of routes; which mesh a member may touch is checked here, by `own_mesh`: always its own.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from broker.authentication import (
+    PRINCIPAL,
+    Authentication,
+    Member,
+    digest,
+    new_token,
+    own_mesh,
+)
+from broker.database import QUERIES, Connection, Database
+from broker.requests import decode_body
+from chassis.routes import decode_query, json_response
+from postroom import administration as api
+from postroom.errors import Conflict, NotFound, NotPermitted
+
+
+class Administration:
+    """The handlers of the administration routes."""
+
+    def __init__(self, database: Database, authentication: Authentication) -> None:
+        self._database = database
+        self._authentication = authentication
+
+    async def create_mesh(self, request: web.Request) -> web.Response:
+        """`POST /v1/meshes`."""
+        wanted = await decode_body(request, api.CreateMesh)
+        async with self._database.read() as connection:
+            row = await connection.fetchrow(QUERIES["create_mesh"], wanted.slug)
+        if row is None:
+            raise _exists("mesh", wanted.slug)
+        return json_response(api.Mesh(**row), 201)
+
+    async def list_meshes(self, _request: web.Request) -> web.Response:
+        """`GET /v1/meshes`."""
+        async with self._database.read() as connection:
+            rows = await connection.fetch(QUERIES["list_meshes"])
+        return json_response(api.MeshList(meshes=[api.Mesh(**row) for row in rows]))
+
+    async def delete_mesh(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/meshes/{mesh}`; 409 while it holds messages or recognises ids."""
+        slug = request.match_info["mesh"]
+        async with self._database.read() as connection, connection.transaction():
+            mesh_id = await connection.fetchval(QUERIES["lock_mesh"], slug)
+            if mesh_id is None:
+                raise _missing("mesh", slug)
+            if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
+                sentence = f"the mesh {slug} holds messages: it can go when retention has deleted the last of them"
+                raise Conflict.of(409, "mesh_holds_messages", sentence)
+            await connection.execute(QUERIES["delete_mesh"], mesh_id)
+        self._authentication.forget()
+        return web.Response(status=204)
+
+    async def create_member(self, request: web.Request) -> web.Response:
+        """`POST /v1/members`: the answer is the only place where the token ever stands."""
+        wanted = await decode_body(request, api.CreateMember)
+        mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
+        token = new_token()
+        async with self._database.read() as connection:
+            mesh_id = await _mesh_id(connection, mesh)
+            values = (mesh_id, wanted.name, wanted.role, digest(token))
+            if await connection.fetchval(QUERIES["create_member"], *values) is None:
+                raise _exists("member", wanted.name, "(a revoked member keeps its name)")
+        return json_response(api.MemberToken(mesh=mesh, name=wanted.name, role=wanted.role, token=token), 201)
+
+    async def list_members(self, request: web.Request) -> web.Response:
+        """`GET /v1/members?mesh=`."""
+        mesh = _asked_mesh(request)
+        async with self._database.read() as connection:
+            rows = await connection.fetch(QUERIES["list_members"], await _mesh_id(connection, mesh))
+        return json_response(api.MemberList(members=[api.Member(mesh=mesh, **row) for row in rows]))
+
+    async def revoke_member(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/members/{mesh}/{name}`: its token is worth nothing from now on, and its name stays taken."""
+        mesh, name = _path_mesh(request), request.match_info["name"]
+        async with self._database.read() as connection:
+            mesh_id = await _mesh_id(connection, mesh)
+            if await connection.fetchval(QUERIES["revoke_member"], mesh_id, name) is None:
+                raise _missing("member", name)
+        self._authentication.forget()
+        return web.Response(status=204)
+
+    async def rotate_token(self, request: web.Request) -> web.Response:
+        """`POST /v1/members/{mesh}/{name}/token`: by an admin, or by the member itself."""
+        mesh, name = _path_mesh(request), request.match_info["name"]
+        _require_self_or_admin(request, name)
+        token = new_token()
+        async with self._database.read() as connection:
+            mesh_id = await _mesh_id(connection, mesh)
+            role = await connection.fetchval(QUERIES["rotate_token"], mesh_id, name, digest(token))
+        if role is None:
+            raise _missing("member", name)
+        self._authentication.forget()
+        return json_response(api.MemberToken(mesh=mesh, name=name, role=role, token=token))
+
+    async def create_topic(self, request: web.Request) -> web.Response:
+        """`POST /v1/topics`."""
+        wanted = await decode_body(request, api.CreateTopic)
+        mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
+        async with self._database.read() as connection:
+            created_at = await connection.fetchval(
+                QUERIES["create_topic"], await _mesh_id(connection, mesh), wanted.name
+            )
+        if created_at is None:
+            raise _exists("topic", wanted.name)
+        return json_response(api.Topic(mesh=mesh, name=wanted.name, created_at=created_at, subscribers=0), 201)
+
+    async def list_topics(self, request: web.Request) -> web.Response:
+        """`GET /v1/topics?mesh=`."""
+        mesh = _asked_mesh(request)
+        async with self._database.read() as connection:
+            rows = await connection.fetch(QUERIES["list_topics"], await _mesh_id(connection, mesh))
+        return json_response(api.TopicList(topics=[api.Topic(mesh=mesh, **row) for row in rows]))
+
+    async def delete_topic(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/topics/{mesh}/{name}`: its subscriptions go, its messages stay in the history."""
+        mesh, name = _path_mesh(request), request.match_info["name"]
+        async with self._database.read() as connection:
+            if await connection.fetchval(QUERIES["delete_topic"], await _mesh_id(connection, mesh), name) is None:
+                raise _missing("topic", name)
+        return web.Response(status=204)
+
+    async def subscribe(self, request: web.Request) -> web.Response:
+        """`POST /v1/topics/{mesh}/{name}/subscriptions`: 201, or 200 where the member was subscribed already."""
+        wanted = await decode_body(request, api.Subscribe)
+        mesh, topic = _path_mesh(request), request.match_info["name"]
+        member = _subscriber(request, wanted.member)
+        async with self._database.read() as connection:
+            topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
+            row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
+        if row is None:  # somebody else subscribed the member in this very moment, or ended it
+            sentence = "the subscription changes just now: try again"
+            raise Conflict.of(409, "subscription_changed", sentence, retryable=True)
+        answer = api.Subscription(mesh=mesh, topic=topic, member=member, created_at=row["created_at"])
+        return json_response(answer, 201 if row["created"] else 200)
+
+    async def list_subscriptions(self, request: web.Request) -> web.Response:
+        """`GET /v1/topics/{mesh}/{name}/subscriptions`."""
+        mesh, topic = _path_mesh(request), request.match_info["name"]
+        async with self._database.read() as connection:
+            topic_id = await _topic_id(connection, mesh, topic)
+            rows = await connection.fetch(QUERIES["list_subscriptions"], topic_id)
+        found = [api.Subscription(mesh=mesh, topic=topic, member=name, created_at=since) for name, since in rows]
+        return json_response(api.SubscriptionList(subscriptions=found))
+
+    async def unsubscribe(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/topics/{mesh}/{name}/subscriptions/{member}`: by an admin, or by the member itself."""
+        mesh, topic, member = _path_mesh(request), request.match_info["name"], request.match_info["member"]
+        _require_self_or_admin(request, member)
+        async with self._database.read() as connection:
+            topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
+            if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
+                raise NotFound.of(404, "not_subscribed", f"{member} is not subscribed to topic:{topic}")
+        return web.Response(status=204)
+
+    async def create_queue(self, request: web.Request) -> web.Response:
+        """`POST /v1/queues`."""
+        wanted = await decode_body(request, api.CreateQueue)
+        mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
+        async with self._database.read() as connection:
+            created_at = await connection.fetchval(
+                QUERIES["create_queue"], await _mesh_id(connection, mesh), wanted.name
+            )
+        if created_at is None:
+            raise _exists("queue", wanted.name)
+        return json_response(api.Queue(mesh=mesh, name=wanted.name, created_at=created_at), 201)
+
+    async def list_queues(self, request: web.Request) -> web.Response:
+        """`GET /v1/queues?mesh=`."""
+        mesh = _asked_mesh(request)
+        async with self._database.read() as connection:
+            rows = await connection.fetch(QUERIES["list_queues"], await _mesh_id(connection, mesh))
+        return json_response(api.QueueList(queues=[api.Queue(mesh=mesh, **row) for row in rows]))
+
+    async def delete_queue(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/queues/{mesh}/{name}`: its messages stay in the history."""
+        mesh, name = _path_mesh(request), request.match_info["name"]
+        async with self._database.read() as connection:
+            if await connection.fetchval(QUERIES["delete_queue"], await _mesh_id(connection, mesh), name) is None:
+                raise _missing("queue", name)
+        return web.Response(status=204)
+
+
+def _asked_mesh(request: web.Request) -> str:
+    return own_mesh(request[PRINCIPAL], decode_query(request, api.MeshQuery).mesh)
+
+
+def _path_mesh(request: web.Request) -> str:
+    return own_mesh(request[PRINCIPAL], request.match_info["mesh"])
+
+
+def _require_self_or_admin(request: web.Request, name: str) -> None:
+    principal = request[PRINCIPAL]
+    if isinstance(principal, Member) and principal.role != "admin" and principal.name != name:
+        raise NotPermitted.of(403, "not_permitted", f"only an admin of the mesh may do this for {name}")
+
+
+def _subscriber(request: web.Request, asked: str | None) -> str:
+    principal = request[PRINCIPAL]
+    if asked is not None:
+        _require_self_or_admin(request, asked)
+        return asked
+    if isinstance(principal, Member):
+        return principal.name
+    raise NotPermitted.of(400, "member_required", "the administrator is no member: say whom to subscribe (`member`)")
+
+
+async def _mesh_id(connection: Connection, slug: str) -> int:
+    mesh_id: int | None = await connection.fetchval(QUERIES["find_mesh"], slug)
+    if mesh_id is None:
+        raise _missing("mesh", slug)
+    return mesh_id
+
+
+async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
+    topic_id: int | None = await connection.fetchval(QUERIES["find_topic"], await _mesh_id(connection, mesh), topic)
+    if topic_id is None:
+        raise _missing("topic", topic)
+    return topic_id
+
+
+async def _subscription_ids(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
+    topic_id = await _topic_id(connection, mesh, topic)
+    mesh_id = await _mesh_id(connection, mesh)
+    member_id: int | None = await connection.fetchval(QUERIES["find_active_member"], mesh_id, member)
+    if member_id is None:
+        raise _missing("member", member)
+    return topic_id, member_id
+
+
+def _missing(noun: str, name: str) -> NotFound:
+    return NotFound.of(404, f"{noun}_not_found", f"there is no {noun} {name[:64]!r}")
+
+
+def _exists(noun: str, name: str, why: str = "") -> Conflict:
+    return Conflict.of(409, f"{noun}_exists", f"the {noun} {name} exists already {why}".rstrip())

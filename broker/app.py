@@ -1,0 +1,207 @@
+"""The broker's API: one literal table of routes, and the application built from it (spec accept.md, "Routes")."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Final
+
+from aiohttp import web
+
+from broker.accept import Accepting
+from broker.administration import Administration
+from broker.authentication import Authentication, member_of
+from broker.config import BrokerConfig
+from broker.database import UNREACHABLE, Database
+from broker.history import History
+from broker.limiter import Limiter
+from broker.metrics import CONTENT_TYPE, Metrics
+from broker.requests import CONFIG, read_body
+from chassis.routes import Route, application, json_response, openapi
+from postroom import administration as api
+from postroom.accept import AcceptBatch, AcceptResponse, DedupeFeature, Features, PayloadFeature, RateLimitFeature
+from postroom.errors import TryAgain
+
+_READY_SECONDS: Final = 2.0
+_READ: Final = (400, 401, 403, 404, 503)
+_WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Everything that the handlers need."""
+
+    config: BrokerConfig
+    database: Database
+    authentication: Authentication
+    accepting: Accepting
+    limiter: Limiter
+    metrics: Metrics
+
+
+def build(services: Services) -> web.Application:
+    """Build the application."""
+    app = application(
+        routes(services), services.authentication.authorize, client_max_size=services.config.max_request_bytes
+    )
+    app[CONFIG] = services.config
+    return app
+
+
+def routes(services: Services) -> list[Route]:
+    """Return the table: method, path, handler, who may call, what goes in and out."""
+    accept = _Accept(services)
+    control = _Control(services)
+    admin = Administration(services.database, services.authentication)
+    history = History(services.database)
+    topics = "/v1/topics/{mesh}/{name}"
+    return [
+        Route(method="POST", path="/v1/accept", handler=accept.accept, access="member",
+              summary="Accept a batch of messages from one member; an answer per message, in order",
+              body=AcceptBatch, answers={200: AcceptResponse}, problems=(400, 401, 403, 408, 413, 415, 503)),
+        Route(method="GET", path="/v1/features", handler=accept.features, access="member",
+              summary="What this broker does, and for whom the token speaks",
+              answers={200: Features}, problems=(401, 403, 503)),
+        Route(method="POST", path="/v1/meshes", handler=admin.create_mesh, access="broker_admin",
+              summary="Create a mesh", body=api.CreateMesh, answers={201: api.Mesh}, problems=_WRITE),
+        Route(method="GET", path="/v1/meshes", handler=admin.list_meshes, access="broker_admin",
+              summary="List the meshes", answers={200: api.MeshList}, problems=_READ),
+        Route(method="DELETE", path="/v1/meshes/{mesh}", handler=admin.delete_mesh, access="broker_admin",
+              summary="Delete a mesh that holds no messages", answers={204: None}, problems=_WRITE),
+        Route(method="POST", path="/v1/members", handler=admin.create_member, access="mesh_admin",
+              summary="Create a member; its token is shown this once",
+              body=api.CreateMember, answers={201: api.MemberToken}, problems=_WRITE),
+        Route(method="GET", path="/v1/members", handler=admin.list_members, access="reader",
+              summary="List the members of a mesh", query=api.MeshQuery, answers={200: api.MemberList}, problems=_READ),
+        Route(method="DELETE", path="/v1/members/{mesh}/{name}", handler=admin.revoke_member, access="mesh_admin",
+              summary="Revoke a member for good", answers={204: None}, problems=_WRITE),
+        Route(method="POST", path="/v1/members/{mesh}/{name}/token", handler=admin.rotate_token, access="reader",
+              summary="Give a member a new token, shown this once; for an admin, or the member itself",
+              answers={200: api.MemberToken}, problems=_WRITE),
+        Route(method="POST", path="/v1/topics", handler=admin.create_topic, access="mesh_admin",
+              summary="Create a topic", body=api.CreateTopic, answers={201: api.Topic}, problems=_WRITE),
+        Route(method="GET", path="/v1/topics", handler=admin.list_topics, access="reader",
+              summary="List the topics of a mesh", query=api.MeshQuery, answers={200: api.TopicList}, problems=_READ),
+        Route(method="DELETE", path=topics, handler=admin.delete_topic, access="mesh_admin",
+              summary="Delete a topic; its messages stay in the history", answers={204: None}, problems=_WRITE),
+        Route(method="POST", path=f"{topics}/subscriptions", handler=admin.subscribe, access="reader",
+              summary="Subscribe a member; for an admin, or the member itself",
+              body=api.Subscribe, answers={201: api.Subscription, 200: api.Subscription}, problems=_WRITE),
+        Route(method="GET", path=f"{topics}/subscriptions", handler=admin.list_subscriptions, access="reader",
+              summary="List the subscribers of a topic", answers={200: api.SubscriptionList}, problems=_READ),
+        Route(method="DELETE", path=f"{topics}/subscriptions/{{member}}", handler=admin.unsubscribe, access="reader",
+              summary="End a subscription; for an admin, or the member itself",
+              answers={204: None}, problems=_WRITE),
+        Route(method="POST", path="/v1/queues", handler=admin.create_queue, access="mesh_admin",
+              summary="Create a queue", body=api.CreateQueue, answers={201: api.Queue}, problems=_WRITE),
+        Route(method="GET", path="/v1/queues", handler=admin.list_queues, access="reader",
+              summary="List the queues of a mesh", query=api.MeshQuery, answers={200: api.QueueList}, problems=_READ),
+        Route(method="DELETE", path="/v1/queues/{mesh}/{name}", handler=admin.delete_queue, access="mesh_admin",
+              summary="Delete a queue; its messages stay in the history", answers={204: None}, problems=_WRITE),
+        Route(method="GET", path="/v1/history", handler=history.list_messages, access="reader",
+              summary="Read what a mesh accepted, in the order of the commits",
+              query=api.HistoryQuery, answers={200: api.HistoryPage}, problems=_READ),
+        Route(method="GET", path="/v1/messages/{broker_message_id}", handler=history.get_message, access="reader",
+              summary="Read one message", answers={200: api.HistoryMessage}, problems=_READ),
+        Route(method="GET", path="/health", handler=control.health, access="anyone",
+              summary="Whether the process works, and what it lacks", answers={200: api.BrokerHealth}, problems=()),
+        Route(method="GET", path="/ready", handler=control.ready, access="anyone",
+              summary="Whether it can accept now", answers={200: api.BrokerHealth, 503: api.BrokerHealth}, problems=()),
+        Route(method="GET", path="/metrics", handler=control.metrics, access="anyone",
+              summary="Prometheus metrics", answers={200: None}, problems=()),
+        Route(method="GET", path="/openapi.json", handler=control.openapi, access="anyone",
+              summary="This document", answers={200: None}, problems=()),
+    ]  # fmt: skip
+
+
+class _Accept:
+    """The handlers of the accept API."""
+
+    def __init__(self, services: Services) -> None:
+        self._config = services.config
+        self._accepting = services.accepting
+        self._in_flight = 0
+
+    async def accept(self, request: web.Request) -> web.Response:
+        """`POST /v1/accept`; above `max_in_flight` requests at work, 503 before the body is read."""
+        if self._in_flight >= self._config.max_in_flight:
+            sentence = "the broker has as many batches at work as it takes: try again"
+            raise TryAgain.of(503, "overloaded", sentence, retryable=True, retry_after=1.0)
+        self._in_flight += 1
+        try:
+            answer = await self._accepting.accept(member_of(request), await read_body(request))
+        finally:
+            self._in_flight -= 1
+        return web.Response(body=answer, content_type="application/json")
+
+    async def features(self, request: web.Request) -> web.Response:
+        """`GET /v1/features`."""
+        member, config = member_of(request), self._config
+        permanent = config.retention.mode == "permanent"
+        return json_response(
+            Features(
+                mesh=member.mesh,
+                member=member.name,
+                max_batch=config.max_batch,
+                client_message_id_dedupe=DedupeFeature(
+                    version=1,
+                    mode=config.retention.mode,
+                    request_fingerprint=True,
+                    dedupe_retention_days=None if permanent else config.retention.dedupe_days,
+                ),
+                max_payload=PayloadFeature(inline_bytes=config.max_inline_bytes),
+                rate_limit=RateLimitFeature(
+                    per_mesh=config.limiter.per_mesh,
+                    per_member=config.limiter.per_member,
+                    window_seconds=config.limiter.window_seconds,
+                ),
+            )
+        )
+
+
+class _Control:
+    """The handlers of the control plane."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """`GET /health`: 200 while the process answers; its reasons are those of `/ready`."""
+        return json_response(await self._state())
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        """`GET /ready`: 503 without Postgres, or without Redis where the limiter closes; else 200."""
+        state = await self._state()
+        return json_response(state, 503 if state.status == "unavailable" else 200)
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """`GET /metrics`."""
+        return web.Response(body=self._services.metrics.expose(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, _request: web.Request) -> web.Response:
+        """`GET /openapi.json`."""
+        return json_response(document(self._services))
+
+    async def _state(self) -> api.BrokerHealth:
+        if not await self._postgres_answers():
+            return api.BrokerHealth(status="unavailable", reasons=["Postgres does not answer: nothing can be accepted"])
+        await self._services.limiter.probe()
+        reason = self._services.limiter.degraded
+        if reason is None:
+            return api.BrokerHealth(status="ok", reasons=[])
+        closed = self._services.config.limiter.on_error == "closed"
+        return api.BrokerHealth(status="unavailable" if closed else "degraded", reasons=[reason])
+
+    async def _postgres_answers(self) -> bool:
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                await self._services.database.ping()
+        except UNREACHABLE:
+            return False
+        return True
+
+
+def document(services: Services) -> dict[str, Any]:
+    """Return the OpenAPI document of the broker."""
+    return openapi(routes(services), title="Postroom broker", version=version("postroom-server"))

@@ -1,0 +1,172 @@
+"""Who calls: bearer tokens, of which the database keeps only the sha-256, and what each caller may do.
+
+The broker-wide administrator's token comes from a file; everybody else is a member of one mesh, with a role. For the
+accept route alone, a token is remembered for a second: the accept statement itself checks, under a lock, that the
+token is still the member's, so a revoked member never writes. Every other route looks the token up each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from aiohttp import web
+
+from broker.database import QUERIES, Database
+from chassis.exits import Exit, Fatal
+from postroom.administration import Role
+from postroom.errors import InvalidMessage, NotPermitted
+
+Access = Literal["anyone", "member", "reader", "mesh_admin", "broker_admin"]
+"""Who may call a route.
+
+`anyone` needs no token; `member` is a member of a mesh; `reader` is a member or the administrator; `mesh_admin` is an
+`admin` of the mesh or the administrator (the handler checks which mesh); `broker_admin` is the administrator alone.
+"""
+
+MIN_ADMIN_TOKEN: Final = 20  # characters
+_MAX_TOKEN: Final = 512  # characters; longer ones are not worth hashing
+_CACHE_SECONDS: Final = 1.0
+_CACHE_ENTRIES: Final = 10_000
+
+
+class Principal:
+    """Whom a token speaks for: a `Member`, or the broker-wide `Administrator`, who belongs to no mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member(Principal):
+    """The member that a token speaks for."""
+
+    mesh_id: int
+    mesh: str
+    member_id: int
+    name: str
+    role: Role
+    token_sha256: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Administrator(Principal):
+    """The broker-wide administrator."""
+
+
+PRINCIPAL: Final = web.RequestKey("principal", Principal)
+
+
+def digest(token: str) -> bytes:
+    """Return what the database keeps of a token: tokens are 256 random bits, so that a plain sha-256 is enough."""
+    return hashlib.sha256(token.encode()).digest()
+
+
+def new_token() -> str:
+    """Mint a member's token."""
+    return f"postroom_{secrets.token_urlsafe(32)}"
+
+
+def read_admin_token(file: Path | None) -> bytes | None:
+    """Return the digest of the administrator's token, or None where none is configured.
+
+    Raises `Fatal` (78) for a file that is missing, empty, too short or readable for everybody.
+    """
+    if file is None:
+        return None
+    try:
+        if file.stat().st_mode & stat.S_IROTH:
+            raise Fatal(Exit.CONFIG, f"admin_token_file {file} is readable for everybody: chmod o= it, and change it")
+        token = file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Fatal(Exit.CONFIG, f"cannot read admin_token_file {file}: {error}") from error
+    if len(token) < MIN_ADMIN_TOKEN:
+        raise Fatal(Exit.CONFIG, f"admin_token_file {file} holds fewer than {MIN_ADMIN_TOKEN} characters")
+    return digest(token)
+
+
+class Authentication:
+    """Turns a request's bearer token into a `Principal`, and holds it against a route's access."""
+
+    def __init__(
+        self, database: Database, admin_token: bytes | None, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._database = database
+        self._admin_token = admin_token
+        self._monotonic = monotonic
+        self._remembered: dict[bytes, tuple[float, Member]] = {}
+
+    async def authorize(self, request: web.Request, access: str) -> None:
+        """Put the principal on the request; 401 for a token that is nobody's, 403 for one that may not do this."""
+        if access == "anyone":
+            return
+        token = _bearer(request)
+        principal = await (self._remember(token) if access == "member" else self._look_up(token))
+        _check(principal, access)
+        request[PRINCIPAL] = principal
+
+    def forget(self) -> None:
+        """Forget every remembered token: somebody's was revoked or rotated here."""
+        self._remembered.clear()
+
+    async def _remember(self, token: bytes) -> Principal:
+        until, member = self._remembered.get(token, (0.0, None))
+        if member is not None and until > self._monotonic():
+            return member
+        principal = await self._look_up(token)
+        if isinstance(principal, Member):
+            if len(self._remembered) >= _CACHE_ENTRIES:
+                self._remembered.clear()
+            self._remembered[token] = (self._monotonic() + _CACHE_SECONDS, principal)
+        return principal
+
+    async def _look_up(self, token: bytes) -> Principal:
+        if self._admin_token is not None and hmac.compare_digest(token, self._admin_token):
+            return Administrator()
+        async with self._database.read() as connection:
+            row = await connection.fetchrow(QUERIES["find_member_by_token"], token)
+        if row is None or not hmac.compare_digest(row["token_sha256"], token):
+            raise NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it may have been revoked")
+        return Member(*row)
+
+
+def _bearer(request: web.Request) -> bytes:
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    token = token.strip()
+    if scheme.lower() != "bearer" or not token:
+        raise NotPermitted.of(401, "missing_token", "the request needs `Authorization: Bearer <token>`")
+    if len(token) > _MAX_TOKEN or not token.isascii():
+        raise NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it may have been revoked")
+    return digest(token)
+
+
+def _check(principal: Principal, access: str) -> None:
+    if not isinstance(principal, Member):
+        if access == "member":
+            raise NotPermitted.of(403, "not_a_member", "the administrator belongs to no mesh: use a member's token")
+    elif access == "broker_admin":
+        raise NotPermitted.of(403, "not_permitted", "only the broker's administrator may do this")
+    elif access == "mesh_admin" and principal.role != "admin":
+        raise NotPermitted.of(403, "not_permitted", f"{principal.name} is no admin of the mesh {principal.mesh}")
+
+
+def member_of(request: web.Request) -> Member:
+    """Return the member that calls a route whose access is `member`."""
+    principal = request[PRINCIPAL]
+    assert isinstance(principal, Member)  # noqa: S101 - `_check` refused everybody else
+    return principal
+
+
+def own_mesh(principal: Principal, asked: str | None) -> str:
+    """Return the mesh that a request is about; a member's own unless it asks for another one, which is a 403."""
+    if isinstance(principal, Member):
+        if asked is not None and asked != principal.mesh:
+            raise NotPermitted.of(403, "other_mesh", f"the token speaks for the mesh {principal.mesh} only")
+        return principal.mesh
+    if asked is None:
+        raise InvalidMessage.of(400, "mesh_required", "the administrator belongs to no mesh: say which (`mesh`)")
+    return asked

@@ -1,0 +1,70 @@
+"""What the broker's program can be asked for, each as one call that returns an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from broker.config import BrokerConfig, load_config
+from broker.database import check_version, connect
+from broker.main import run
+from broker.migrate import migrate
+from broker.orphans import find_orphans
+from chassis import logs
+from chassis.exits import Exit, Fatal
+
+
+async def run_broker(config: BrokerConfig) -> Exit:
+    """Serve until a signal says stop."""
+    await run(config)
+    return Exit.OK
+
+
+async def migrate_database(config: BrokerConfig) -> Exit:
+    """Bring the schema to this program's version, and say what was applied."""
+    applied = await migrate(config.database_url)
+    for name in applied:
+        sys.stdout.write(f"applied {name}\n")
+    if not applied:
+        sys.stdout.write("the schema is up to date\n")
+    return Exit.OK
+
+
+async def check_orphans(config: BrokerConfig) -> Exit:
+    """Print every violation of accept's atomicity; exit code 1 where there is one."""
+    connection = await connect(config.database_url)
+    try:
+        await check_version(connection)
+        violations = await find_orphans(connection)
+    finally:
+        await connection.close()
+    for kind, rows, examples in violations:
+        sys.stdout.write(f"{kind}: {rows} rows, such as {', '.join(map(str, examples))}\n")
+    if not violations:
+        sys.stdout.write("every accept has all its rows, and every row its accept\n")
+    return Exit.FAILED if violations else Exit.OK
+
+
+COMMANDS: Final[Mapping[str, Callable[[BrokerConfig], Awaitable[Exit]]]] = {
+    "run": run_broker,
+    "migrate": migrate_database,
+    "orphan-check": check_orphans,
+}
+
+
+def main(command: str, config_file: Path | None) -> int:
+    """Load the config and run one of `COMMANDS`; what is fatal becomes one sentence and its exit code."""
+    try:
+        config = load_config(config_file)
+        logs.configure(config.log_level)
+        return int(asyncio.run(_call(command, config)))
+    except Fatal as fatal:
+        sys.stderr.write(f"postroom broker: {fatal}\n")
+        return int(fatal.exit_code)
+
+
+async def _call(command: str, config: BrokerConfig) -> Exit:
+    return await COMMANDS[command](config)

@@ -1,0 +1,89 @@
+"""What a broker can be told: one TOML file; `POSTROOM_BROKER_<KEY>` overrides a key (spec operate.md, "Config")."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from chassis.config import SECRET, load
+from chassis.exits import Exit, Fatal
+from postroom.accept import MAX_BATCH
+from postroom.message import MAX_BODY_BYTES
+
+PREFIX: Final = "POSTROOM_BROKER_"
+MIN_DEDUPE_DAYS: Final = 7  # seed §4.8: a daemon keeps trying for days, and must be recognised when it gets through
+
+
+class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How many messages a mesh and a member may send in one window, and what happens without Redis."""
+
+    per_mesh: Annotated[int, Meta(ge=1, description="messages that one mesh may send in a window")] = 1_000_000
+    per_member: Annotated[int, Meta(ge=1, description="messages that one member may send in a window")] = 500_000
+    window_seconds: Annotated[int, Meta(ge=1, le=3600, description="length of a window, in seconds")] = 10
+    on_error: Annotated[
+        Literal["local", "closed"],
+        Meta(description="without Redis: `local` limits in this process at the same rate, `closed` answers 503"),
+    ] = "local"
+    timeout_ms: Annotated[int, Meta(ge=1, le=10_000, description="how long Redis may take, in ms")] = 100
+    breaker_failures: Annotated[int, Meta(ge=1, description="failures in a row after which Redis gets a rest")] = 3
+    breaker_seconds: Annotated[float, Meta(gt=0, description="how long that rest is, in seconds")] = 2.0
+
+
+class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How long messages are kept and ids are recognised (spec accept.md, "Retention and checks")."""
+
+    mode: Annotated[
+        Literal["retention_scoped", "permanent"],
+        Meta(description="whether ids are recognised for `dedupe_days` or for ever"),
+    ] = "retention_scoped"
+    dedupe_days: Annotated[int, Meta(ge=MIN_DEDUPE_DAYS, description="how long an id is recognised, in days")] = 30
+    message_days: Annotated[int, Meta(ge=1, description="how long a message is kept, in days")] = 30
+    sweep: Annotated[bool, Meta(description="whether this process takes part in sweeping (one leader sweeps)")] = True
+    sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 60.0
+    sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one step of a sweep")] = 500
+
+
+class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The config of one broker instance; any number of them share a Postgres and a Redis."""
+
+    database_url: Annotated[str, SECRET, Meta(description="Postgres 16 or newer, postgresql://…")]
+    redis_url: Annotated[str, SECRET, Meta(description="Redis for the limiter, redis://…, rediss://… or unix://…")]
+    admin_token_file: Annotated[
+        Path | None, Meta(description="holds the broker-wide administrator's token; not readable for others")
+    ] = None
+    listen_host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    listen_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 7420
+    socket_path: Annotated[Path | None, Meta(description="listen on this Unix socket instead")] = None
+    tls_cert: Annotated[Path | None, Meta(description="certificate chain (PEM); TLS is on where it is set")] = None
+    tls_key: Annotated[Path | None, Meta(description="private key (PEM) of `tls_cert`")] = None
+    connections: Annotated[int, Meta(ge=1, le=100, description="Postgres connections for accepting")] = 6
+    max_batch: Annotated[int, Meta(ge=1, le=MAX_BATCH, description="messages in one accept request")] = MAX_BATCH
+    max_request_bytes: Annotated[int, Meta(ge=1024, description="largest request body, in bytes")] = 8 * MAX_BODY_BYTES
+    max_inline_bytes: Annotated[int, Meta(ge=1, le=MAX_BODY_BYTES, description="largest message body, in bytes")] = (
+        MAX_BODY_BYTES
+    )
+    max_in_flight: Annotated[int, Meta(ge=1, description="requests at work at once; more are asked to wait")] = 64
+    body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in s")] = 30.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    limiter: LimiterConfig = msgspec.field(default_factory=LimiterConfig)
+    retention: RetentionConfig = msgspec.field(default_factory=RetentionConfig)
+
+
+def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> BrokerConfig:
+    """Read and check the config; raises `Fatal` (78) with the path of what is wrong."""
+    config = load(BrokerConfig, file, prefix=PREFIX, environ=environ)
+    retention = config.retention
+    if retention.mode == "retention_scoped" and retention.message_days > retention.dedupe_days:
+        raise Fatal(
+            Exit.CONFIG,
+            f"retention.message_days ({retention.message_days}) is longer than retention.dedupe_days "
+            f"({retention.dedupe_days}): an id must be recognised for as long as its message is kept",
+        )
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise Fatal(Exit.CONFIG, "tls_cert and tls_key belong together: set both or neither")
+    return config

@@ -1,0 +1,98 @@
+"""Reading what was accepted: `GET /v1/history` and `GET /v1/messages/{broker_message_id}`, the authoritative reads.
+
+An admin reads its whole mesh. A member reads what it sent, what was sent to it, and the topics it is subscribed to.
+History goes by `history_id`, whose order is the order of the commits: a reader that continues after the last number it
+saw never misses a message that committed late.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Final
+from uuid import UUID
+
+import asyncpg
+import msgspec
+from aiohttp import web
+
+from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
+from broker.database import QUERIES, Database
+from chassis.routes import decode_query, json_response
+from postroom.administration import HistoryMessage, HistoryPage, HistoryQuery
+from postroom.errors import NotFound
+from postroom.message import parse_destination
+
+LOOK_AT: Final = 10_000  # rows of history that one page looks at, so that a page costs the same for every member
+MAX_PAGE_BYTES: Final = 8 * 1024 * 1024  # of bodies
+
+
+class History:
+    """The handlers of the history routes."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list_messages(self, request: web.Request) -> web.Response:
+        """`GET /v1/history?mesh=&after=&limit=&destination=`."""
+        query = decode_query(request, HistoryQuery)
+        principal = request[PRINCIPAL]
+        mesh = own_mesh(principal, query.mesh)
+        kind, ref = parse_destination(query.destination) if query.destination else (None, None)
+        async with self._database.read() as connection:
+            mesh_id = await connection.fetchval(QUERIES["find_mesh"], mesh)
+            if mesh_id is None:
+                raise NotFound.of(404, "mesh_not_found", f"there is no mesh {mesh[:64]!r}")
+            values = (mesh_id, query.after, LOOK_AT, query.limit, MAX_PAGE_BYTES, _reader(principal), kind, ref)
+            rows = await connection.fetch(QUERIES["read_history"], *values)
+        return json_response(_page(rows, query.limit))
+
+    async def get_message(self, request: web.Request) -> web.Response:
+        """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
+        text = request.match_info["broker_message_id"]
+        principal = request[PRINCIPAL]
+        missing = NotFound.of(404, "message_not_found", f"there is no message {text[:64]!r}, or not for you")
+        try:
+            broker_message_id = UUID(text)
+        except ValueError:
+            raise missing from None
+        mesh_id = principal.mesh_id if isinstance(principal, Member) else None
+        async with self._database.read() as connection:
+            row = await connection.fetchrow(QUERIES["read_message"], broker_message_id, mesh_id, _reader(principal))
+        if row is None:
+            raise missing
+        return json_response(_message(row))
+
+
+def _reader(principal: Principal) -> int | None:
+    """Return the member whose eyes the history is read with; None sees everything."""
+    return principal.member_id if isinstance(principal, Member) and principal.role != "admin" else None
+
+
+def _page(rows: Sequence[asyncpg.Record], limit: int) -> HistoryPage:
+    messages = [_message(row) for row in rows if row["history_id"] is not None]
+    looked_at, looked_to, matched = rows[0]["looked_at"], rows[0]["looked_to"], rows[0]["matched"]
+    if messages and (len(messages) < matched or matched == limit):
+        return HistoryPage(messages=messages, next_after=messages[-1].history_id)
+    return HistoryPage(messages=messages, next_after=looked_to if looked_at == LOOK_AT else None)
+
+
+def _message(row: asyncpg.Record) -> HistoryMessage:
+    body: bytes = row["body"]
+    return HistoryMessage(
+        history_id=row["history_id"],
+        broker_message_id=str(row["broker_message_id"]),
+        client_message_id=row["client_message_id"],
+        mesh=row["mesh"],
+        sender=row["sender"],
+        to=f"{row['destination_kind']}:{row['destination_ref']}",
+        destination_kind=row["destination_kind"],
+        accepted_at=row["accepted_at"],
+        request_fingerprint=row["request_fingerprint"].hex(),
+        priority=row["priority"],
+        body=body.decode() if row["body_is_text"] else None,
+        body_base64=None if row["body_is_text"] else base64.b64encode(body).decode(),
+        meta=None if row["meta"] is None else msgspec.json.decode(row["meta"]),
+        reply_to=row["reply_to"],
+        traceparent=row["traceparent"],
+    )

@@ -1,0 +1,181 @@
+"""B1 for one message: from the bytes of a batch to the values of its rows (spec accept.md, "The phases").
+
+Reading takes two steps, because B0 comes before anything that can fail: `read_items` takes only ids and fingerprints
+out of the batch, and `check` decodes a message once it is known that its id is new.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+
+from postroom.accept import AcceptRequest, RawAcceptItem
+from postroom.administration import MemberName
+from postroom.errors import InvalidMessage, Problem
+from postroom.fingerprint import canonical_json, prefix
+from postroom.ids import is_client_message_id
+from postroom.message import MAX_MENTIONS, DestinationKind, Envelope, Priority, check_envelope, refuse
+
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C Trace Context
+_Mentions: Final = Annotated[list[MemberName], msgspec.Meta(max_length=MAX_MENTIONS)]
+_MAX_EVENT_VERSION: Final = 2**31 - 1
+
+_decode_request: Final = msgspec.json.Decoder(AcceptRequest).decode
+_decode_item: Final = msgspec.json.Decoder(RawAcceptItem).decode
+_decode_message: Final = msgspec.json.Decoder(Envelope).decode
+_encode: Final = msgspec.json.Encoder().encode
+_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # ValidationError is a DecodeError
+
+
+class Item(NamedTuple):
+    """One message of a batch before it is looked at: where it stands, its id, and the fingerprint it was sent with."""
+
+    position: int
+    client_message_id: str
+    fingerprint: bytes  # 32 bytes
+    message: msgspec.Raw
+
+
+class Checked(NamedTuple):
+    """The values of a message's rows; `event` is the payload of its event-outbox row, None for a dm."""
+
+    destination_kind: DestinationKind
+    destination_ref: str
+    priority: Priority
+    reply_to: str | None
+    traceparent: str | None
+    meta: str | None  # canonical JSON
+    body: bytes
+    body_is_text: bool
+    mentions: list[str]
+    envelope: Envelope
+    event_version: int
+    correlation_id: UUID | None
+    causation_id: UUID | None
+
+
+class Malformed(NamedTuple):
+    """A message that has no id or fingerprint that could be looked up, and why."""
+
+    position: int
+    client_message_id: str
+    problem: Problem
+
+
+def read_items(body: bytes, max_batch: int) -> list[Item | Malformed]:
+    """Split a batch into its messages; raises `InvalidMessage` where the batch itself is wrong."""
+    try:
+        messages = _decode_request(body).messages
+    except _MALFORMED as error:
+        refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: {error}")
+    if len(messages) > max_batch:
+        refuse("batch_too_large", f"{len(messages)} messages, the limit is {max_batch}", "messages", 413)
+    return [_read_item(position, raw) for position, raw in enumerate(messages)]
+
+
+def _read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
+    try:
+        item = _decode_item(raw)
+    except _MALFORMED as error:
+        return _malformed(position, "", "invalid_item", f"message {position} of the batch: {error}")
+    if not is_client_message_id(item.client_message_id):
+        sentence = "client_message_id is not an id: 1 to 128 characters of A-Za-z0-9._:~-"
+        return _malformed(position, item.client_message_id, "invalid_client_message_id", sentence)
+    if _FINGERPRINT.fullmatch(item.request_fingerprint) is None:
+        sentence = "request_fingerprint is not a sha-256 in 64 lower-case hex digits"
+        return _malformed(position, item.client_message_id, "invalid_fingerprint", sentence)
+    return Item(position, item.client_message_id, bytes.fromhex(item.request_fingerprint), item.message)
+
+
+def _malformed(position: int, client_message_id: str, code: str, detail: str) -> Malformed:
+    return Malformed(position, client_message_id, InvalidMessage.of(400, code, detail).problem)
+
+
+def check(item: Item, max_inline_bytes: int) -> Checked:
+    """Decode a message, check each field, and hold its fingerprint against the one sent; raises `InvalidMessage`."""
+    try:
+        envelope = _decode_message(item.message)
+    except _MALFORMED as error:
+        refuse("invalid_message", f"the message is not an envelope: {error}", "message")
+    checked = check_envelope(envelope, max_body_bytes=max_inline_bytes)
+    if checked.fingerprint != item.fingerprint:
+        computed, sent = prefix(checked.fingerprint), prefix(item.fingerprint)
+        refuse(
+            "fingerprint_mismatch",
+            f"the message's fingerprint is {computed}…, it was sent with {sent}…: it changed on the way, or the sender "
+            "computes another canonical form",
+            "request_fingerprint",
+        )
+    if envelope.traceparent is not None and _TRACEPARENT.fullmatch(envelope.traceparent) is None:
+        refuse("invalid_traceparent", "traceparent is not one of W3C Trace Context", "traceparent")
+    meta = envelope.meta or {}
+    return Checked(
+        checked.destination.kind,
+        checked.destination.ref,
+        envelope.priority,
+        envelope.reply_to,
+        envelope.traceparent,
+        canonical_json(meta).decode() if meta else None,
+        checked.body,
+        envelope.body_base64 is None,
+        _mentions(meta),
+        envelope,
+        _event_version(checked.destination.kind, meta),
+        _uuid(meta.get("correlation_id")),
+        _uuid(meta.get("causation_id")),
+    )
+
+
+def _event_version(kind: DestinationKind, meta: dict[str, Any]) -> int:
+    version = meta.get("event_version", 1)
+    if kind != "topic":
+        return 1
+    if type(version) is not int or not 1 <= version <= _MAX_EVENT_VERSION:
+        refuse("invalid_event_version", "meta.event_version must be a whole number from 1 up", "meta.event_version")
+    return version
+
+
+def _mentions(meta: dict[str, Any]) -> list[str]:
+    if "mentions" not in meta:
+        return []
+    try:
+        return sorted(set(msgspec.convert(meta["mentions"], _Mentions)))
+    except msgspec.ValidationError as error:
+        refuse("invalid_mention", f"meta.mentions is not a list of members: {error}", "meta.mentions")
+
+
+def _uuid(value: Any) -> UUID | None:
+    """Return the UUID that `value` is, if it is one: other things kept there are the sender's own, and stay in meta."""
+    try:
+        return UUID(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+
+
+class AcceptedEvent(msgspec.Struct, kw_only=True):
+    """The payload of an event-outbox row: the whole message as accepted, so that publishing needs no other row."""
+
+    broker_message_id: str
+    client_message_id: str
+    mesh: str
+    sender: str
+    message: Envelope
+
+
+def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sender: str) -> str | None:
+    """Return the event's payload: a topic message becomes an event, a queue message a command, a dm neither."""
+    if checked.destination_kind == "dm":
+        return None
+    return _encode(
+        AcceptedEvent(
+            broker_message_id=broker_message_id,
+            client_message_id=item.client_message_id,
+            mesh=mesh,
+            sender=sender,
+            message=checked.envelope,
+        )
+    ).decode()

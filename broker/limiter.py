@@ -1,0 +1,210 @@
+"""The rate limiter of B1: a fixed window per mesh and per member (spec accept.md, "Limiter"; seed §4.6.4).
+
+An id takes at most one unit per window, so a retry costs nothing: what makes it so is the set of ids that the window
+keeps. Redis decides, in one round trip per batch and within a deadline. When it fails, a breaker gives it a rest, and
+meanwhile a window of the same rate in this process decides (`local`), or everything waits (`closed`). Redis may lose
+everything at any time: the window then begins anew, and no accepted message is affected, since B0 comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.resources import files
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+import structlog
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from broker.config import LimiterConfig
+from broker.metrics import Metrics
+from postroom.errors import TryAgain
+
+_log = structlog.get_logger(__name__)
+
+A = TypeVar("A")
+
+_PREFIX: Final = "postroom:limit:{%s}"
+_FAILURES: Final = (RedisError, OSError, TimeoutError)
+
+
+class Admission(NamedTuple):
+    """What the limiter says to a batch: the ids it denied, and the seconds until the next window."""
+
+    denied: frozenset[str]
+    retry_after: float
+
+
+class LimiterClosed(TryAgain):
+    """Redis does not answer and `limiter.on_error` is `closed`: nothing is let through."""
+
+
+class Window(Protocol):
+    """Something that counts the ids of a window; the tests try every implementation alike."""
+
+    async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
+        """Take a unit of the mesh and of the member for each id that has none yet; `ids` holds no id twice."""
+
+
+class RedisWindow:
+    """The window that all brokers share: `limiter.lua`, atomic in Redis."""
+
+    def __init__(self, redis: Redis, config: LimiterConfig) -> None:
+        self._redis = redis
+        self._script = redis.register_script(files("broker").joinpath("limiter.lua").read_text("utf-8"))
+        self._limits = (config.per_mesh, config.per_member, config.window_seconds)
+
+    async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
+        """Run the script; raises what redis-py raises."""
+        remaining_ms, *positions = await self._script(keys=[_PREFIX % mesh], args=[member, *self._limits, *ids])
+        return Admission(frozenset(ids[position - 1] for position in positions), remaining_ms / 1000)
+
+    async def ping(self) -> None:
+        """Ask Redis for an answer; raises what redis-py raises."""
+        await self._redis.ping()
+
+
+class LocalWindow:
+    """The same window in this process, for the time that Redis is away. The clock (seconds) is handed in."""
+
+    def __init__(self, config: LimiterConfig, clock: Callable[[], float] = time.time) -> None:
+        self._config = config
+        self._clock = clock
+        self._number = 0
+        self._taken: dict[tuple[str, ...], set[str]] = {}
+
+    async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
+        """Count in memory; never fails."""
+        seconds = self._config.window_seconds
+        now = self._clock()
+        self._begin(int(now // seconds))
+        of_mesh = self._taken.setdefault((mesh,), set())
+        of_member = self._taken.setdefault((mesh, member), set())
+        denied = frozenset(client_id for client_id in ids if not self._take(client_id, of_mesh, of_member))
+        return Admission(denied, seconds - now % seconds)
+
+    def _begin(self, number: int) -> None:
+        if number != self._number:
+            self._number = number
+            self._taken.clear()
+
+    def _take(self, client_id: str, of_mesh: set[str], of_member: set[str]) -> bool:
+        if client_id not in of_mesh and len(of_mesh) >= self._config.per_mesh:
+            return False
+        if client_id not in of_member and len(of_member) >= self._config.per_member:
+            return False
+        of_mesh.add(client_id)
+        of_member.add(client_id)
+        return True
+
+
+class Breaker:
+    """Keeps a failing peer from costing a deadline per batch: after some failures in a row it gets a rest.
+
+    After the rest one caller tries again; the others go on without until that one succeeds.
+    """
+
+    def __init__(self, failures: int, rest_seconds: float, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._allowed = failures
+        self._rest = rest_seconds
+        self._monotonic = monotonic
+        self._failures = 0
+        self._closed_until = 0.0
+
+    @property
+    def failing(self) -> bool:
+        """Whether the last try failed."""
+        return self._failures > 0
+
+    def may_try(self) -> bool:
+        """Tell whether the peer may be asked now; the one caller that may after a rest starts the next one."""
+        if self._failures < self._allowed:
+            return True
+        if self._monotonic() < self._closed_until:
+            return False
+        self._closed_until = self._monotonic() + self._rest
+        return True
+
+    def succeeded(self) -> None:
+        """Note an answer: everybody may ask again."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """Note a failure; enough of them in a row begin a rest."""
+        self._failures += 1
+        self._closed_until = self._monotonic() + self._rest
+
+
+class Limiter:
+    """Redis behind a deadline and a breaker, and what the config wants without it."""
+
+    def __init__(
+        self, redis: RedisWindow, local: LocalWindow, breaker: Breaker, config: LimiterConfig, metrics: Metrics
+    ) -> None:
+        self._redis = redis
+        self._local = local
+        self._breaker = breaker
+        self._config = config
+        self._metrics = metrics
+
+    @property
+    def degraded(self) -> str | None:
+        """Why Redis does not decide at present, as a sentence; None while it does."""
+        if not self._breaker.failing:
+            return None
+        if self._config.on_error == "local":
+            return "Redis does not answer: each broker limits by itself, at the same rate"
+        return "Redis does not answer: messages wait until it does (limiter.on_error = closed)"
+
+    async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
+        """Take a unit for each id; raises `LimiterClosed` where nobody may decide."""
+        if self._breaker.may_try():
+            admission = await self._guard(self._redis.admit(mesh, member, ids))
+            if admission is not None:
+                return self._count("redis", len(ids), admission)
+        if self._config.on_error == "closed":
+            self._metrics.limiter_decisions.labels("closed", "denied").inc(len(ids))
+            sentence = "the rate limiter cannot be reached: send the message again under the same id"
+            rest = self._config.breaker_seconds
+            raise LimiterClosed.of(503, "limiter_unavailable", sentence, retryable=True, retry_after=rest)
+        return self._count("local", len(ids), await self._local.admit(mesh, member, ids))
+
+    async def probe(self) -> None:
+        """Learn whether Redis answers: readiness must not wait for the next batch."""
+        if self._breaker.may_try():
+            await self._guard(self._redis.ping())
+
+    async def _guard(self, question: Awaitable[A]) -> A | None:
+        """Ask Redis within the deadline; None where it failed, which the breaker notes."""
+        try:
+            async with asyncio.timeout(self._config.timeout_ms / 1000):
+                answer = await question
+        except _FAILURES as error:
+            if not self._breaker.failing:
+                _log.warning("limiter_degraded", error=type(error).__name__, on_error=self._config.on_error)
+            self._breaker.failed()
+            self._metrics.limiter_degraded.set(1)
+            return None
+        if self._breaker.failing:
+            _log.info("limiter_recovered")
+        self._breaker.succeeded()
+        self._metrics.limiter_degraded.set(0)
+        return answer
+
+    def _count(self, decider: str, asked: int, admission: Admission) -> Admission:
+        decisions = self._metrics.limiter_decisions
+        decisions.labels(decider, "denied").inc(len(admission.denied))
+        decisions.labels(decider, "admitted").inc(asked - len(admission.denied))
+        return admission
+
+
+def open_redis(url: str, config: LimiterConfig) -> Redis:
+    """Open a client that neither retries nor waits beyond the limiter's deadline; it connects when first used."""
+    seconds = config.timeout_ms / 1000
+    return Redis.from_url(
+        url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=Retry(NoBackoff(), 0), decode_responses=True
+    )

@@ -1,0 +1,230 @@
+-- Everything that the accept transaction writes, and the meshes, members, topics and queues that it checks against.
+--
+-- Names are the seeds' (daemon-spec-v9 §4.7, sds-047 §9). Ids that a caller or an operator sees are text or uuid; the
+-- small integers stay inside. The tables that take a row per message have no foreign keys: the accept statement holds
+-- the rows it refers to with share locks, which is one lock per distinct destination instead of one check per message,
+-- and the orphan check proves the result.
+
+CREATE SCHEMA mesh;
+CREATE SCHEMA postroom;
+
+CREATE TABLE mesh.schema_migration (
+  version integer PRIMARY KEY,
+  name text NOT NULL,
+  applied_at timestamptz NOT NULL DEFAULT now()
+);
+
+-- Who and where ------------------------------------------------------------------------------------------------------
+
+CREATE TABLE mesh.mesh (
+  id integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+  slug text COLLATE "C" NOT NULL UNIQUE CHECK (slug ~ '^[a-z][a-z0-9_]{0,63}$'),
+  created_at timestamptz NOT NULL DEFAULT now()
+);
+
+-- The last history_id of each mesh. A row of its own, so that taking a number never waits for somebody who looks at
+-- the mesh; half-empty pages keep its many updates inside one page.
+CREATE TABLE mesh.history_counter (
+  mesh_id integer PRIMARY KEY REFERENCES mesh.mesh ON DELETE CASCADE,
+  last_history_id bigint NOT NULL DEFAULT 0
+) WITH (fillfactor = 50);
+
+-- A revoked member keeps its row, and so its name, for ever: nobody else may become the reader of its messages.
+CREATE TABLE mesh.member (
+  id integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+  mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,
+  name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_-]{0,63}$'),
+  role text NOT NULL CHECK (role IN ('member', 'admin')),
+  token_sha256 bytea UNIQUE CHECK (octet_length(token_sha256) = 32),
+  created_at timestamptz NOT NULL DEFAULT now(),
+  revoked_at timestamptz,
+  UNIQUE (mesh_id, name),
+  CONSTRAINT a_revoked_member_has_no_token CHECK ((revoked_at IS NULL) = (token_sha256 IS NOT NULL))
+);
+
+CREATE TABLE mesh.topic (
+  id integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+  mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,
+  name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_]{0,63}$'),
+  created_at timestamptz NOT NULL DEFAULT now(),
+  UNIQUE (mesh_id, name)
+);
+
+CREATE TABLE mesh.topic_subscription (
+  topic_id integer NOT NULL REFERENCES mesh.topic ON DELETE CASCADE,
+  member_id integer NOT NULL REFERENCES mesh.member ON DELETE CASCADE,
+  created_at timestamptz NOT NULL DEFAULT now(),
+  PRIMARY KEY (topic_id, member_id)
+);
+CREATE INDEX topic_subscription_member ON mesh.topic_subscription (member_id);
+
+CREATE TABLE mesh.queue (
+  id integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+  mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,
+  name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_-]{0,63}(\.[a-z][a-z0-9_-]{0,63}){0,3}$'),
+  created_at timestamptz NOT NULL DEFAULT now(),
+  UNIQUE (mesh_id, name)
+);
+
+-- What one accept writes, all of it or nothing -----------------------------------------------------------------------
+
+-- Exists exactly for the messages that committed. With history_available = false it is the tombstone of a message that
+-- retention deleted; expires_at is null where the broker recognises ids for ever.
+CREATE TABLE mesh.client_message_dedupe (
+  mesh_id integer NOT NULL,
+  client_message_id text COLLATE "C" NOT NULL CHECK (length(client_message_id) BETWEEN 1 AND 128),
+  broker_message_id uuid NOT NULL,
+  history_id bigint NOT NULL CHECK (history_id > 0),
+  request_fingerprint bytea NOT NULL CHECK (octet_length(request_fingerprint) = 32),
+  destination_kind text NOT NULL CHECK (destination_kind IN ('topic', 'dm', 'queue')),
+  destination_ref text NOT NULL,
+  first_seen_at timestamptz NOT NULL DEFAULT now(),
+  history_available boolean NOT NULL DEFAULT true,
+  expires_at timestamptz CHECK (expires_at > first_seen_at),
+  PRIMARY KEY (mesh_id, client_message_id)
+);
+CREATE INDEX client_message_dedupe_expiry ON mesh.client_message_dedupe (expires_at);
+
+CREATE TABLE mesh.topic_message (
+  broker_message_id uuid PRIMARY KEY,
+  mesh_id integer NOT NULL,
+  history_id bigint NOT NULL,
+  client_message_id text COLLATE "C" NOT NULL,
+  sender_id integer NOT NULL,
+  topic_id integer NOT NULL,
+  priority text NOT NULL CHECK (priority IN ('now', 'next', 'low')),
+  reply_to text,
+  traceparent text,
+  meta jsonb,
+  body bytea NOT NULL,
+  body_is_text boolean NOT NULL,
+  accepted_at timestamptz NOT NULL DEFAULT now()
+);
+
+-- Messages for one receiver: a member (dm) or whichever worker takes it (queue).
+CREATE TABLE mesh.message_queue (
+  broker_message_id uuid PRIMARY KEY,
+  mesh_id integer NOT NULL,
+  history_id bigint NOT NULL,
+  client_message_id text COLLATE "C" NOT NULL,
+  sender_id integer NOT NULL,
+  recipient_id integer,
+  queue_id integer,
+  priority text NOT NULL CHECK (priority IN ('now', 'next', 'low')),
+  reply_to text,
+  traceparent text,
+  meta jsonb,
+  body bytea NOT NULL,
+  body_is_text boolean NOT NULL,
+  accepted_at timestamptz NOT NULL DEFAULT now(),
+  CONSTRAINT a_member_or_a_queue CHECK (num_nonnulls(recipient_id, queue_id) = 1)
+);
+
+-- The order of a mesh. history_id has no gap and is given out under the counter's lock, so the order of the numbers is
+-- the order of the commits: a reader that goes by history_id never skips a row that commits late.
+CREATE TABLE mesh.message_history (
+  mesh_id integer NOT NULL,
+  history_id bigint NOT NULL CHECK (history_id > 0),
+  broker_message_id uuid NOT NULL,
+  client_message_id text COLLATE "C" NOT NULL,
+  sender_id integer NOT NULL,
+  destination_kind text NOT NULL CHECK (destination_kind IN ('topic', 'dm', 'queue')),
+  destination_id integer NOT NULL,
+  destination_ref text NOT NULL,
+  recipients integer NOT NULL CHECK (recipients >= 0),
+  accepted_at timestamptz NOT NULL DEFAULT now(),
+  expires_at timestamptz NOT NULL CHECK (expires_at > accepted_at),
+  PRIMARY KEY (mesh_id, history_id)
+);
+CREATE INDEX message_history_expiry ON mesh.message_history (expires_at);
+
+CREATE TABLE mesh.delivery_queue (
+  broker_message_id uuid NOT NULL,
+  recipient_id integer NOT NULL,
+  mesh_id integer NOT NULL,
+  enqueued_at timestamptz NOT NULL DEFAULT now(),
+  published_at timestamptz,
+  publish_attempts integer NOT NULL DEFAULT 0 CHECK (publish_attempts >= 0),
+  publish_error text,
+  PRIMARY KEY (broker_message_id, recipient_id)
+);
+CREATE INDEX delivery_queue_unpublished ON mesh.delivery_queue (enqueued_at) WHERE published_at IS NULL;
+
+-- Mentions are names, as the sender wrote them; whether a member of that name exists is the reader's to ask.
+CREATE TABLE mesh.mention_index (
+  broker_message_id uuid NOT NULL,
+  mentioned text COLLATE "C" NOT NULL,
+  mesh_id integer NOT NULL,
+  history_id bigint NOT NULL,
+  PRIMARY KEY (broker_message_id, mentioned)
+);
+CREATE INDEX mention_index_by_member ON mesh.mention_index (mesh_id, mentioned, history_id);
+
+-- The event outbox, as the seed has it (sds-047 §9); its name for POL-047-002 is FUTURE_EVENT.
+CREATE TABLE postroom.outbox_events (
+  id uuid PRIMARY KEY,
+  aggregate_type text NOT NULL,
+  aggregate_id text NOT NULL,
+  event_type text NOT NULL,
+  event_version integer NOT NULL DEFAULT 1,
+  payload jsonb NOT NULL,
+  occurred_at timestamptz NOT NULL DEFAULT now(),
+  correlation_id uuid,
+  causation_id uuid,
+  published_at timestamptz,
+  publish_attempts integer NOT NULL DEFAULT 0,
+  publish_error text,
+  CONSTRAINT chk_occurred_not_future CHECK (occurred_at <= now() + interval '1 minute')
+);
+CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (occurred_at) WHERE published_at IS NULL;
+CREATE INDEX idx_outbox_correlation ON postroom.outbox_events (correlation_id) WHERE correlation_id IS NOT NULL;
+
+-- A committed message as its readers see it, whatever kind of destination it has.
+CREATE VIEW mesh.message AS
+SELECT history.mesh_id, history.history_id, history.broker_message_id, history.client_message_id,
+  mesh.slug AS mesh, history.sender_id, sender.name AS sender,
+  history.destination_kind, history.destination_id, history.destination_ref,
+  history.accepted_at, dedupe.request_fingerprint,
+  coalesce(topic_message.priority, message_queue.priority) AS priority,
+  coalesce(topic_message.reply_to, message_queue.reply_to) AS reply_to,
+  coalesce(topic_message.traceparent, message_queue.traceparent) AS traceparent,
+  coalesce(topic_message.meta, message_queue.meta) AS meta,
+  coalesce(topic_message.body, message_queue.body) AS body,
+  coalesce(topic_message.body_is_text, message_queue.body_is_text) AS body_is_text
+FROM mesh.message_history AS history
+JOIN mesh.mesh ON mesh.id = history.mesh_id
+JOIN mesh.member AS sender ON sender.id = history.sender_id
+JOIN mesh.client_message_dedupe AS dedupe
+  ON dedupe.mesh_id = history.mesh_id AND dedupe.client_message_id = history.client_message_id
+LEFT JOIN mesh.topic_message
+  ON topic_message.broker_message_id = history.broker_message_id AND history.destination_kind = 'topic'
+LEFT JOIN mesh.message_queue
+  ON message_queue.broker_message_id = history.broker_message_id AND history.destination_kind <> 'topic';
+
+-- What may change afterwards -----------------------------------------------------------------------------------------
+
+CREATE FUNCTION mesh.refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  RAISE EXCEPTION '%.% is written once: rows are only inserted, and deleted by retention', TG_TABLE_SCHEMA, TG_TABLE_NAME
+    USING ERRCODE = 'restrict_violation';
+END $$;
+
+CREATE TRIGGER written_once BEFORE UPDATE ON mesh.topic_message FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
+CREATE TRIGGER written_once BEFORE UPDATE ON mesh.message_queue FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
+CREATE TRIGGER written_once BEFORE UPDATE ON mesh.message_history FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
+CREATE TRIGGER written_once BEFORE UPDATE ON mesh.mention_index FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
+
+-- An id stays bound to its message: the one change a dedupe row knows is becoming a tombstone.
+CREATE FUNCTION mesh.refuse_rebinding() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+  allowed mesh.client_message_dedupe := OLD;
+BEGIN
+  allowed.history_available := false;
+  IF NEW IS DISTINCT FROM allowed THEN
+    RAISE EXCEPTION 'the id % stays bound to its message', OLD.client_message_id USING ERRCODE = 'restrict_violation';
+  END IF;
+  RETURN NEW;
+END $$;
+
+CREATE TRIGGER bound_for_good BEFORE UPDATE ON mesh.client_message_dedupe
+  FOR EACH ROW EXECUTE FUNCTION mesh.refuse_rebinding();

@@ -1,0 +1,373 @@
+-- name: find_accepted
+-- B0: the dedupe rows that already hold some of these ids.
+SELECT client_message_id, broker_message_id, history_id, request_fingerprint, first_seen_at, history_available
+FROM mesh.client_message_dedupe
+WHERE mesh_id = $1 AND client_message_id = ANY ($2::text[]);
+
+-- name: accept
+-- B2 and B3 of a whole batch in one statement, which is one transaction: it commits all of its rows or none.
+--
+-- Locks are taken in one order, so that no two batches and no administration wait for each other in a circle:
+-- the mesh and the sender, the destinations, the mesh's history counter, the ids in order. The counter is held until the
+-- commit: batches of one mesh write one after the other, and history_id is the order of the commits.
+-- Answers a row per message: its history_id if it was accepted, why its destination refused it, or neither where another
+-- batch took its id first. No row at all: the sender's token was revoked meanwhile.
+WITH sender AS MATERIALIZED (
+  SELECT member.id AS sender_id, mesh.id AS mesh_id
+  FROM mesh.mesh JOIN mesh.member ON member.mesh_id = mesh.id
+  WHERE mesh.id = $1 AND member.id = $2 AND member.token_sha256 = $3
+  FOR KEY SHARE OF mesh FOR SHARE OF member
+), input AS MATERIALIZED (
+  SELECT batch.*, sender.*
+  FROM sender, unnest(
+    $6::uuid[], $7::text[], $8::bytea[], $9::text[], $10::text[], $11::text[], $12::text[], $13::text[],
+    $14::text[], $15::bytea[], $16::boolean[], $17::text[], $18::integer[], $19::uuid[], $20::uuid[]
+  ) WITH ORDINALITY AS batch (
+    broker_message_id, client_message_id, request_fingerprint, destination_kind, destination_ref, priority, reply_to,
+    traceparent, meta, body, body_is_text, event, event_version, correlation_id, causation_id, position
+  )
+), topic AS MATERIALIZED (
+  SELECT topic.id, topic.name FROM mesh.topic
+  WHERE mesh_id = $1
+    AND name = ANY (ARRAY(SELECT destination_ref FROM input WHERE destination_kind = 'topic'))
+  FOR SHARE
+), subscription AS MATERIALIZED (
+  SELECT held.topic_id FROM topic JOIN mesh.topic_subscription AS held ON held.topic_id = topic.id
+  WHERE held.member_id = $2
+  FOR SHARE OF held
+), recipient AS MATERIALIZED (
+  SELECT member.id, member.name FROM mesh.member
+  WHERE mesh_id = $1 AND revoked_at IS NULL
+    AND name = ANY (ARRAY(SELECT destination_ref FROM input WHERE destination_kind = 'dm'))
+  FOR SHARE
+), queue AS MATERIALIZED (
+  SELECT queue.id, queue.name FROM mesh.queue
+  WHERE mesh_id = $1
+    AND name = ANY (ARRAY(SELECT destination_ref FROM input WHERE destination_kind = 'queue'))
+  FOR SHARE
+), destination AS MATERIALIZED (
+  SELECT 'topic' AS destination_kind, topic.name AS destination_ref, topic.id AS destination_id,
+    CASE WHEN subscription.topic_id IS NULL THEN 'not_subscribed' END AS refusal,
+    ARRAY(
+      SELECT reader.member_id FROM mesh.topic_subscription AS reader
+      JOIN mesh.member ON member.id = reader.member_id AND member.revoked_at IS NULL
+      WHERE reader.topic_id = topic.id
+    ) AS recipients
+  FROM topic LEFT JOIN subscription ON subscription.topic_id = topic.id
+  UNION ALL SELECT 'dm', name, id, NULL, ARRAY[id] FROM recipient
+  UNION ALL SELECT 'queue', name, id, NULL, '{}' FROM queue
+), judged AS MATERIALIZED (
+  SELECT input.*, destination.destination_id, destination.recipients,
+    CASE
+      WHEN destination.destination_id IS NOT NULL THEN destination.refusal
+      WHEN input.destination_kind = 'dm' THEN 'member_not_found'
+      ELSE input.destination_kind || '_not_found'
+    END AS refusal
+  FROM input LEFT JOIN destination USING (destination_kind, destination_ref)
+), counter AS (
+  UPDATE mesh.history_counter SET last_history_id = last_history_id + welcome.messages
+  FROM (SELECT count(*) AS messages FROM judged WHERE refusal IS NULL) AS welcome
+  WHERE mesh_id = $1 AND welcome.messages > 0
+  RETURNING last_history_id - welcome.messages AS before
+), numbered AS MATERIALIZED (
+  SELECT judged.*, counter.before + row_number() OVER (ORDER BY judged.position) AS history_id
+  FROM judged, counter WHERE refusal IS NULL
+), claimed AS (
+  INSERT INTO mesh.client_message_dedupe (
+    mesh_id, client_message_id, broker_message_id, history_id, request_fingerprint,
+    destination_kind, destination_ref, expires_at
+  )
+  SELECT mesh_id, client_message_id, broker_message_id, history_id, request_fingerprint,
+    destination_kind, destination_ref, now() + $5::interval
+  FROM numbered ORDER BY client_message_id
+  ON CONFLICT DO NOTHING
+  RETURNING broker_message_id
+), accepted AS MATERIALIZED (
+  SELECT numbered.* FROM numbered JOIN claimed USING (broker_message_id)
+), written_to_topics AS (
+  INSERT INTO mesh.topic_message (
+    broker_message_id, mesh_id, history_id, client_message_id, sender_id, topic_id,
+    priority, reply_to, traceparent, meta, body, body_is_text
+  )
+  SELECT broker_message_id, mesh_id, history_id, client_message_id, sender_id, destination_id,
+    priority, reply_to, traceparent, meta::jsonb, body, body_is_text
+  FROM accepted WHERE destination_kind = 'topic'
+), written_to_receivers AS (
+  INSERT INTO mesh.message_queue (
+    broker_message_id, mesh_id, history_id, client_message_id, sender_id, recipient_id, queue_id,
+    priority, reply_to, traceparent, meta, body, body_is_text
+  )
+  SELECT broker_message_id, mesh_id, history_id, client_message_id, sender_id,
+    CASE destination_kind WHEN 'dm' THEN destination_id END, CASE destination_kind WHEN 'queue' THEN destination_id END,
+    priority, reply_to, traceparent, meta::jsonb, body, body_is_text
+  FROM accepted WHERE destination_kind <> 'topic'
+), remembered AS (
+  INSERT INTO mesh.message_history (
+    mesh_id, history_id, broker_message_id, client_message_id, sender_id,
+    destination_kind, destination_id, destination_ref, recipients, expires_at
+  )
+  SELECT mesh_id, history_id, broker_message_id, client_message_id, sender_id,
+    destination_kind, destination_id, destination_ref, cardinality(recipients), now() + $4::interval
+  FROM accepted
+), to_deliver AS (
+  INSERT INTO mesh.delivery_queue (broker_message_id, recipient_id, mesh_id)
+  SELECT broker_message_id, recipient_id, mesh_id FROM accepted, unnest(recipients) AS recipient_id
+), mentioned AS (
+  INSERT INTO mesh.mention_index (broker_message_id, mentioned, mesh_id, history_id)
+  SELECT accepted.broker_message_id, mention.member, accepted.mesh_id, accepted.history_id
+  FROM unnest($21::bigint[], $22::text[]) AS mention (position, member) JOIN accepted USING (position)
+), announced AS (
+  INSERT INTO postroom.outbox_events (
+    id, aggregate_type, aggregate_id, event_type, event_version, payload, correlation_id, causation_id
+  )
+  SELECT broker_message_id, destination_kind, $23 || '/' || destination_kind || ':' || destination_ref,
+    destination_ref, event_version, event::jsonb, correlation_id, causation_id
+  FROM accepted WHERE event IS NOT NULL
+)
+SELECT judged.position - 1 AS position, accepted.history_id, judged.refusal
+FROM judged LEFT JOIN accepted USING (position);
+
+-- name: lock_migrations
+-- One migration at a time, however many processes start at once; released with the transaction.
+SELECT pg_advisory_xact_lock(hashtext('postroom.broker.migrate'));
+
+-- name: has_migrations
+-- Whether the schema was ever created.
+SELECT to_regclass('mesh.schema_migration') IS NOT NULL;
+
+-- name: schema_version
+-- The newest migration that was applied.
+SELECT coalesce(max(version), 0) FROM mesh.schema_migration;
+
+-- name: record_migration
+-- Remembers a migration, in the transaction that applied it.
+INSERT INTO mesh.schema_migration (version, name) VALUES ($1, $2);
+
+-- name: find_member_by_token
+-- Whom a token speaks for; a revoked member has none.
+SELECT member.mesh_id, mesh.slug, member.id, member.name, member.role, member.token_sha256
+FROM mesh.member JOIN mesh.mesh ON mesh.id = member.mesh_id
+WHERE member.token_sha256 = $1;
+
+-- name: create_mesh
+-- A mesh with its history counter; no row where the slug is taken.
+WITH created AS (
+  INSERT INTO mesh.mesh (slug) VALUES ($1) ON CONFLICT DO NOTHING RETURNING id, slug, created_at
+), counted AS (
+  INSERT INTO mesh.history_counter (mesh_id) SELECT id FROM created
+)
+SELECT slug, created_at FROM created;
+
+-- name: list_meshes
+-- Every mesh.
+SELECT slug, created_at FROM mesh.mesh ORDER BY slug;
+
+-- name: lock_mesh
+-- The mesh, held against accepts that are on their way into it.
+SELECT id FROM mesh.mesh WHERE slug = $1 FOR UPDATE;
+
+-- name: mesh_holds_messages
+-- Whether a mesh has messages, or ids that are still recognised.
+SELECT EXISTS (SELECT FROM mesh.client_message_dedupe WHERE mesh_id = $1);
+
+-- name: delete_mesh
+-- An empty mesh, with its members, topics and queues.
+DELETE FROM mesh.mesh WHERE id = $1;
+
+-- name: find_mesh
+-- The id of a mesh.
+SELECT id FROM mesh.mesh WHERE slug = $1;
+
+-- name: create_member
+-- A member with the digest of its token; no row where the name is, or ever was, taken.
+INSERT INTO mesh.member (mesh_id, name, role, token_sha256) VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING RETURNING id;
+
+-- name: list_members
+-- Every member that a mesh has or had.
+SELECT name, role, created_at, revoked_at FROM mesh.member WHERE mesh_id = $1 ORDER BY name;
+
+-- name: revoke_member
+-- Takes a member's token away for good.
+UPDATE mesh.member SET revoked_at = now(), token_sha256 = NULL
+WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL RETURNING id;
+
+-- name: rotate_token
+-- Replaces a member's token; the old one is worth nothing from now on.
+UPDATE mesh.member SET token_sha256 = $3 WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL RETURNING role;
+
+-- name: create_topic
+-- A topic; no row where the name is taken.
+INSERT INTO mesh.topic (mesh_id, name) VALUES ($1, $2) ON CONFLICT DO NOTHING RETURNING created_at;
+
+-- name: list_topics
+-- The topics of a mesh and how many members each reaches.
+SELECT topic.name, topic.created_at, count(member.id) AS subscribers
+FROM mesh.topic
+LEFT JOIN mesh.topic_subscription AS held ON held.topic_id = topic.id
+LEFT JOIN mesh.member ON member.id = held.member_id AND member.revoked_at IS NULL
+WHERE topic.mesh_id = $1 GROUP BY topic.id ORDER BY topic.name;
+
+-- name: delete_topic
+-- A topic with its subscriptions; its messages stay in the history.
+DELETE FROM mesh.topic WHERE mesh_id = $1 AND name = $2 RETURNING id;
+
+-- name: find_topic
+-- The id of a topic.
+SELECT id FROM mesh.topic WHERE mesh_id = $1 AND name = $2;
+
+-- name: find_active_member
+-- The id of a member that is not revoked.
+SELECT id FROM mesh.member WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL;
+
+-- name: subscribe
+-- A subscription, and whether it is new.
+WITH created AS (
+  INSERT INTO mesh.topic_subscription (topic_id, member_id) VALUES ($1, $2) ON CONFLICT DO NOTHING RETURNING created_at
+)
+SELECT created_at, true AS created FROM created
+UNION ALL
+SELECT created_at, false FROM mesh.topic_subscription WHERE topic_id = $1 AND member_id = $2;
+
+-- name: list_subscriptions
+-- Who is subscribed to a topic.
+SELECT member.name, held.created_at
+FROM mesh.topic_subscription AS held JOIN mesh.member ON member.id = held.member_id AND member.revoked_at IS NULL
+WHERE held.topic_id = $1 ORDER BY member.name;
+
+-- name: unsubscribe
+-- Ends a subscription.
+DELETE FROM mesh.topic_subscription WHERE topic_id = $1 AND member_id = $2 RETURNING member_id;
+
+-- name: create_queue
+-- A queue; no row where the name is taken.
+INSERT INTO mesh.queue (mesh_id, name) VALUES ($1, $2) ON CONFLICT DO NOTHING RETURNING created_at;
+
+-- name: list_queues
+-- The queues of a mesh.
+SELECT name, created_at FROM mesh.queue WHERE mesh_id = $1 ORDER BY name;
+
+-- name: delete_queue
+-- A queue; its messages stay in the history.
+DELETE FROM mesh.queue WHERE mesh_id = $1 AND name = $2 RETURNING id;
+
+-- name: read_history
+-- A page of a mesh's history after a history_id: at most $3 rows are looked at, and of those the caller may see at most
+-- $4 are returned, and as many as fit into $5 bytes of bodies (one at least). $6 is the member that reads, null for one
+-- who may read everything; $7 and $8 are a destination, or null. Each row tells how far the page looked; there is one
+-- row without a message where the page is empty.
+WITH looked_at AS MATERIALIZED (
+  SELECT history_id, sender_id, destination_kind, destination_id, destination_ref
+  FROM mesh.message_history WHERE mesh_id = $1 AND history_id > $2 ORDER BY history_id LIMIT $3
+), visible AS MATERIALIZED (
+  SELECT history_id FROM looked_at
+  WHERE ($7::text IS NULL OR (destination_kind = $7 AND destination_ref = $8))
+    AND (
+      $6::integer IS NULL OR sender_id = $6 OR (destination_kind = 'dm' AND destination_id = $6)
+      OR (destination_kind = 'topic'
+        AND destination_id IN (SELECT topic_id FROM mesh.topic_subscription WHERE member_id = $6))
+    )
+  ORDER BY history_id LIMIT $4
+), extent AS (
+  SELECT (SELECT count(*) FROM looked_at) AS looked_at, (SELECT max(history_id) FROM looked_at) AS looked_to,
+    (SELECT count(*) FROM visible) AS matched
+), page AS (
+  SELECT message.*, sum(octet_length(body)) OVER (ORDER BY history_id) - octet_length(body) AS bytes_before
+  FROM mesh.message JOIN visible USING (history_id) WHERE mesh_id = $1
+)
+SELECT extent.*, page.* FROM extent LEFT JOIN page ON page.bytes_before < $5 ORDER BY page.history_id;
+
+-- name: read_message
+-- One message that the caller may see: $2 is its mesh and $3 the member that reads; null may read everything.
+SELECT message.* FROM mesh.message
+JOIN (
+  SELECT mesh_id, history_id FROM mesh.topic_message WHERE broker_message_id = $1
+  UNION ALL SELECT mesh_id, history_id FROM mesh.message_queue WHERE broker_message_id = $1
+) AS found USING (mesh_id, history_id)
+WHERE ($2::integer IS NULL OR mesh_id = $2)
+  AND (
+    $3::integer IS NULL OR sender_id = $3 OR (destination_kind = 'dm' AND destination_id = $3)
+    OR (destination_kind = 'topic'
+      AND destination_id IN (SELECT topic_id FROM mesh.topic_subscription WHERE member_id = $3))
+  );
+
+-- name: lead_sweeping
+-- Whether this connection sweeps: one does, of all brokers; the lock goes with the connection.
+SELECT pg_try_advisory_lock(hashtext('postroom.broker.sweep'));
+
+-- name: sweep_messages
+-- Deletes up to $1 messages past their time, with all that hangs on them; their dedupe rows become tombstones.
+WITH expired AS MATERIALIZED (
+  DELETE FROM mesh.message_history WHERE (mesh_id, history_id) IN (
+    SELECT mesh_id, history_id FROM mesh.message_history
+    WHERE expires_at <= now() ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+  )
+  RETURNING mesh_id, broker_message_id, client_message_id
+), topic_messages AS (
+  DELETE FROM mesh.topic_message USING expired WHERE topic_message.broker_message_id = expired.broker_message_id
+), queued_messages AS (
+  DELETE FROM mesh.message_queue USING expired WHERE message_queue.broker_message_id = expired.broker_message_id
+), deliveries AS (
+  DELETE FROM mesh.delivery_queue USING expired WHERE delivery_queue.broker_message_id = expired.broker_message_id
+), mentions AS (
+  DELETE FROM mesh.mention_index USING expired WHERE mention_index.broker_message_id = expired.broker_message_id
+), tombstones AS (
+  UPDATE mesh.client_message_dedupe AS dedupe SET history_available = false FROM expired
+  WHERE dedupe.mesh_id = expired.mesh_id AND dedupe.client_message_id = expired.client_message_id
+)
+SELECT count(*) FROM expired;
+
+-- name: sweep_ids
+-- Deletes up to $1 tombstones past their time: those ids are recognised no longer.
+WITH forgotten AS (
+  DELETE FROM mesh.client_message_dedupe WHERE (mesh_id, client_message_id) IN (
+    SELECT mesh_id, client_message_id FROM mesh.client_message_dedupe
+    WHERE expires_at <= now() AND NOT history_available ORDER BY expires_at LIMIT $1 FOR UPDATE SKIP LOCKED
+  )
+  RETURNING 1
+)
+SELECT count(*) FROM forgotten;
+
+-- name: find_orphans
+-- Every row that an accept must have written and did not, or that is left without its accept, by kind (seed §4.7.3).
+WITH live AS MATERIALIZED (
+  SELECT * FROM mesh.client_message_dedupe WHERE history_available
+), message AS MATERIALIZED (
+  SELECT broker_message_id, 'topic' AS destination_kind FROM mesh.topic_message
+  UNION ALL
+  SELECT broker_message_id, CASE WHEN recipient_id IS NULL THEN 'queue' ELSE 'dm' END FROM mesh.message_queue
+), violation AS (
+  SELECT 'dedupe_without_message' AS kind, broker_message_id FROM live
+  WHERE NOT EXISTS (
+    SELECT FROM message
+    WHERE message.broker_message_id = live.broker_message_id AND message.destination_kind = live.destination_kind
+  )
+  UNION ALL
+  SELECT 'dedupe_without_history', broker_message_id FROM live
+  WHERE NOT EXISTS (
+    SELECT FROM mesh.message_history AS history
+    WHERE history.broker_message_id = live.broker_message_id
+      AND history.mesh_id = live.mesh_id AND history.history_id = live.history_id
+  )
+  UNION ALL
+  SELECT 'deliveries_incomplete', history.broker_message_id
+  FROM mesh.message_history AS history
+  LEFT JOIN (
+    SELECT broker_message_id, count(*) AS deliveries FROM mesh.delivery_queue GROUP BY broker_message_id
+  ) AS queued USING (broker_message_id)
+  WHERE history.recipients <> coalesce(queued.deliveries, 0)
+  UNION ALL
+  SELECT kind, rest.broker_message_id
+  FROM (
+    SELECT 'message_without_dedupe' AS kind, broker_message_id FROM message
+    UNION ALL SELECT 'history_without_dedupe', broker_message_id FROM mesh.message_history
+    UNION ALL SELECT 'delivery_without_dedupe', broker_message_id FROM mesh.delivery_queue
+    UNION ALL SELECT 'mention_without_dedupe', broker_message_id FROM mesh.mention_index
+  ) AS rest
+  WHERE NOT EXISTS (SELECT FROM live WHERE live.broker_message_id = rest.broker_message_id)
+)
+SELECT kind, count(*) AS rows, (array_agg(DISTINCT broker_message_id))[1:10] AS examples
+FROM violation GROUP BY kind ORDER BY kind;
+
+-- name: ping
+-- Nothing, to learn whether Postgres answers.
+SELECT 1;

@@ -1,0 +1,51 @@
+"""Reading request bodies: limits come before any work (spec operate.md, "Security")."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from broker.config import BrokerConfig
+from postroom.errors import InvalidMessage, PostroomError
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+CONFIG = web.AppKey("config", BrokerConfig)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Return the body; 415 for one that is compressed or no JSON, 413 for a large one, 408 for a slow one."""
+    config = request.app[CONFIG]
+    if "Content-Encoding" in request.headers or request.content_type not in ("application/json", _UNSAID):
+        sentence = "send the body as application/json, without a Content-Encoding"
+        raise InvalidMessage.of(415, "unsupported_media_type", sentence)
+    if (request.content_length or 0) > config.max_request_bytes:
+        raise _too_large(config)
+    try:
+        async with asyncio.timeout(config.body_seconds):
+            return await request.read()
+    except TimeoutError:
+        sentence = f"the body did not arrive within {config.body_seconds:g} s"
+        raise PostroomError.of(408, "request_timeout", sentence, retryable=True) from None
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(config) from None
+
+
+_UNSAID = "application/octet-stream"  # what aiohttp reports where the client names no type
+
+
+def _too_large(config: BrokerConfig) -> InvalidMessage:
+    sentence = f"the body is larger than {config.max_request_bytes} bytes: send a smaller batch"
+    return InvalidMessage.of(413, "payload_too_large", sentence)
+
+
+async def decode_body(request: web.Request, kind: type[B]) -> B:
+    """Return the body decoded into `kind`; 400 says what is wrong with which field."""
+    body = await read_body(request)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidMessage.of(400, "invalid_request", f"the body is not what this route takes: {error}") from error

@@ -1,0 +1,73 @@
+"""The retention sweep: deletes expired messages, leaves tombstones, and forgets ids when their time is over.
+
+Any number of processes may run a `Sweeper`; an advisory lock in Postgres makes one of them the leader, and goes with
+its connection. A step deletes a bounded number of rows in one statement, all that hangs on a message together, so a
+sweep that is killed leaves no orphan. After each step it rests four times as long as the step took: under load, when
+steps take longer, it takes no more than a fifth of the time of one connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final, NamedTuple
+
+import asyncpg
+import structlog
+
+from broker.config import RetentionConfig
+from broker.database import QUERIES, UNREACHABLE, Connection, Database
+from broker.metrics import Metrics
+
+_log = structlog.get_logger(__name__)
+
+_REST_PER_STEP: Final = 4  # the rest after a step, in durations of that step
+
+
+class Swept(NamedTuple):
+    """What one step deleted."""
+
+    messages: int
+    ids: int
+
+
+class Sweeper:
+    """Sweeps whenever this process is the leader."""
+
+    def __init__(self, database: Database, config: RetentionConfig, metrics: Metrics) -> None:
+        self._database = database
+        self._config = config
+        self._metrics = metrics
+
+    async def run(self) -> None:
+        """Sweep for ever; a lost database ends a sweep, not the sweeper."""
+        while True:
+            try:
+                await self.sweep()
+            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+                _log.warning("sweep_failed", error=type(error).__name__)
+            await asyncio.sleep(self._config.sweep_interval_seconds)
+
+    async def sweep(self) -> bool:
+        """Delete everything that has expired, step by step; False where another process leads."""
+        async with self._database.reading.acquire() as connection:
+            if not await connection.fetchval(QUERIES["lead_sweeping"]):
+                return False
+            while any(await self._timed_step(connection)):
+                pass
+        return True
+
+    async def _timed_step(self, connection: Connection) -> Swept:
+        started = time.monotonic()
+        swept = await step(connection, self._config.sweep_rows)
+        self._metrics.swept_rows.labels("message").inc(swept.messages)
+        self._metrics.swept_rows.labels("id").inc(swept.ids)
+        if any(swept):
+            await asyncio.sleep(_REST_PER_STEP * (time.monotonic() - started))
+        return swept
+
+
+async def step(connection: Connection, rows: int) -> Swept:
+    """Delete up to `rows` expired messages, and up to `rows` ids whose time is over."""
+    messages = await connection.fetchval(QUERIES["sweep_messages"], rows)
+    return Swept(messages, await connection.fetchval(QUERIES["sweep_ids"], rows))

@@ -1,0 +1,124 @@
+"""What accepting asks of Postgres: B0, the look-up, and B2 with B3, the write. No rule is decided here.
+
+The write is one statement and so one transaction, without a round trip inside: a broker that dies leaves no
+transaction open, and a batch is in the tables whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
+
+from asyncpg.pgproto.pgproto import UUID
+
+from broker.authentication import Member
+from broker.config import RetentionConfig
+from broker.database import QUERIES, Database
+from broker.identifiers import MessageIds
+from broker.incoming import Checked, Item, event
+
+_WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections
+
+
+class Candidate(NamedTuple):
+    """A message that passed B1: the values of its rows."""
+
+    item: Item
+    checked: Checked
+
+
+class Taken(NamedTuple):
+    """The dedupe row that holds an id."""
+
+    broker_message_id: UUID
+    history_id: int
+    request_fingerprint: bytes
+    first_seen_at: datetime
+    history_available: bool
+
+
+class Written(NamedTuple):
+    """What the write made of one candidate: accepted under `history_id`, refused by its destination, or neither.
+
+    Neither means that another batch took the id first: look it up.
+    """
+
+    candidate: Candidate
+    broker_message_id: UUID
+    history_id: int | None
+    refusal: str | None
+
+
+class TokenRevoked(Exception):
+    """The sender's token stopped being valid between the request and the transaction; nothing was written."""
+
+
+class AcceptStore:
+    """The accept transaction and its look-up, on the accepting pool."""
+
+    def __init__(self, database: Database, retention: RetentionConfig, ids: MessageIds) -> None:
+        self._pool = database.accepting
+        self._ids = ids
+        self._message_life = timedelta(days=retention.message_days)
+        self._dedupe_life = None if retention.mode == "permanent" else timedelta(days=retention.dedupe_days)
+        self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
+
+    async def find(self, mesh_id: int, client_message_ids: Iterable[str]) -> dict[str, Taken]:
+        """Return the dedupe rows that hold these ids, by id."""
+        rows = await self._pool.fetch(QUERIES["find_accepted"], mesh_id, list(client_message_ids))
+        return {row[0]: Taken(*row[1:]) for row in rows}
+
+    async def write(self, sender: Member, candidates: Sequence[Candidate]) -> list[Written]:
+        """Commit what can be accepted of `candidates`, whose ids are distinct; one transaction, all of it or nothing.
+
+        Raises `TokenRevoked`, or whatever Postgres and the connection fail with: the outcome is then unknown.
+        """
+        minted = self._ids.mint(len(candidates))
+        values = self._values(sender, candidates, minted)
+        async with self._turn(sender.mesh_id):
+            rows = await self._pool.fetch(QUERIES["accept"], *values)
+        if not rows:
+            raise TokenRevoked
+        verdicts = {position: (history_id, refusal) for position, history_id, refusal in rows}
+        return [Written(candidate, minted[index], *verdicts[index]) for index, candidate in enumerate(candidates)]
+
+    def _turn(self, mesh_id: int) -> asyncio.Semaphore:
+        return self._turns.setdefault(mesh_id, asyncio.Semaphore(_WRITES_PER_MESH))
+
+    def _values(self, sender: Member, candidates: Sequence[Candidate], minted: Sequence[UUID]) -> tuple[Any, ...]:
+        """Return the statement's parameters: scalars, then a column per field, then the mentions, then the mesh."""
+        items = [candidate.item for candidate in candidates]
+        checked = [candidate.checked for candidate in candidates]
+        events = [
+            event(item, values, str(minted[index]), sender.mesh, sender.name)
+            for index, (item, values) in enumerate(candidates)
+        ]
+        mentions = [(index + 1, name) for index, values in enumerate(checked) for name in values.mentions]
+        return (
+            sender.mesh_id,
+            sender.member_id,
+            sender.token_sha256,
+            self._message_life,
+            self._dedupe_life,
+            minted,
+            [item.client_message_id for item in items],
+            [item.fingerprint for item in items],
+            [values.destination_kind for values in checked],
+            [values.destination_ref for values in checked],
+            [values.priority for values in checked],
+            [values.reply_to for values in checked],
+            [values.traceparent for values in checked],
+            [values.meta for values in checked],
+            [values.body for values in checked],
+            [values.body_is_text for values in checked],
+            events,
+            [values.event_version for values in checked],
+            [values.correlation_id for values in checked],
+            [values.causation_id for values in checked],
+            [position for position, _ in mentions],
+            [name for _, name in mentions],
+            sender.mesh,
+        )
