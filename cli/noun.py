@@ -22,6 +22,22 @@ Reason = Annotated[
 Config = Annotated[
     Path | None, typer.Option("--config", help="The TOML file [default: the environment alone].", metavar="FILE")
 ]
+Url = Annotated[
+    str | None, typer.Option("--url", envvar="POSTROOM_BROKER_URL", help="The broker's address.", metavar="URL")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        envvar=["POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE"],
+        help="The file with the token to use.",
+        metavar="FILE",
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    typer.Option("--mesh", envvar="POSTROOM_MESH", help="The mesh [default: the token's].", metavar="SLUG"),
+]
 
 
 def noun(help_text: str | None = None, **options: Any) -> typer.Typer:

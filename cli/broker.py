@@ -1,0 +1,57 @@
+"""`postroom broker …`: run the accept service, and look after its database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cli.connect import with_broker
+from cli.noun import Config, Json, TokenFile, Url, noun
+from cli.output import fields, json_line
+
+app = noun("Run and check the broker.")
+
+
+@app.command()
+def run(*, config: Config = None) -> None:
+    """Serve until a signal says stop."""
+    _command("run", config)
+
+
+@app.command()
+def migrate(*, config: Config = None) -> None:
+    """Bring the database to this program's version."""
+    _command("migrate", config)
+
+
+@app.command()
+def orphan_check(*, config: Config = None) -> None:
+    """Check that every accept has all its rows; exit code 1 where one has not."""
+    _command("orphan-check", config)
+
+
+@app.command()
+def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+    """Show what a running broker does, and for whom the token speaks."""
+    answer = with_broker(url, token_file, lambda client: client.features())
+    if as_json:
+        json_line(answer)
+        return
+    dedupe, payload, limit = answer.client_message_id_dedupe, answer.max_payload, answer.rate_limit
+    days = dedupe and dedupe.dedupe_retention_days
+    fields(
+        (
+            ("mesh", answer.mesh),
+            ("member", answer.member),
+            ("largest batch", f"{answer.max_batch} messages"),
+            ("ids are recognised", dedupe and (f"for {days} days" if days else "for ever")),
+            ("largest body", payload and f"{payload.inline_bytes} bytes"),
+            ("a mesh may send", limit and f"{limit.per_mesh} messages in {limit.window_seconds} s"),
+            ("a member may send", limit and f"{limit.per_member} messages in {limit.window_seconds} s"),
+        )
+    )
+
+
+def _command(name: str, config: Path | None) -> None:
+    from broker.commands import main  # noqa: PLC0415
+
+    raise SystemExit(main(name, config))

@@ -1,0 +1,76 @@
+"""How a verb reaches the daemon or the broker: it hands over a coroutine function, and gets its result back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from chassis.exits import Exit, Fatal
+from cli.files import read_plain_file
+
+if TYPE_CHECKING:
+    from postroom import AsyncClient, BrokerClient
+
+T = TypeVar("T")
+
+PATIENCE: Final = 3.0  # seconds that a person waits for a daemon that is just being restarted
+
+
+def with_daemon(
+    socket: Path | None,
+    work: Callable[[AsyncClient], Awaitable[T]],
+    *,
+    patience: float = PATIENCE,
+    timeout: float = 10.0,
+) -> T:
+    """Run `work` with a client of the daemon and return what it returns."""
+    from postroom import AsyncClient  # noqa: PLC0415
+
+    async def run() -> T:
+        async with AsyncClient(socket, patience=patience, timeout=timeout) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+def with_broker(url: str | None, token_file: Path | None, work: Callable[[BrokerClient], Awaitable[T]]) -> T:
+    """Run `work` with a client of the broker at `url`, as whom the token in `token_file` speaks for."""
+    from postroom import BrokerClient  # noqa: PLC0415
+
+    if url is None:
+        raise Fatal(Exit.USAGE, "say where the broker is: set POSTROOM_BROKER_URL, or --url")
+    token = read_token(token_file)
+
+    async def run() -> T:
+        async with BrokerClient(url, token, patience=PATIENCE) as client:
+            return await work(client)
+
+    return asyncio.run(run())
+
+
+async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
+    """Return `mesh`, else the one that the token speaks for."""
+    if mesh is not None:
+        return mesh
+    from postroom import NotPermitted  # noqa: PLC0415
+
+    try:
+        return (await client.features()).mesh
+    except NotPermitted as error:
+        sentence = f"say which mesh with --mesh: the token implies none ({error})"
+        raise Fatal(Exit.USAGE, sentence) from error
+
+
+def read_token(file: Path | None) -> str:
+    """Read a bearer token from its file."""
+    if file is None:
+        raise Fatal(Exit.USAGE, "say which token to use: set POSTROOM_ADMIN_TOKEN_FILE, or --token-file")
+    try:
+        token = read_plain_file(file).decode("ascii").strip()
+    except UnicodeDecodeError as error:
+        raise Fatal(Exit.CONFIG, f"{file} holds no token: it is not plain text") from error
+    if not token or not token.isprintable():
+        raise Fatal(Exit.CONFIG, f"{file} holds no token: one line of text is expected")
+    return token

@@ -1,0 +1,232 @@
+"""`postroom outbox …`: see and repair what the daemon keeps (spec send.md, "Requeue"; operate.md, "CLI")."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chassis.exits import Exit, Fatal
+from cli.connect import with_daemon
+from cli.export import export_rows
+from cli.noun import Config, DryRun, Json, Reason, Socket, Yes, noun
+from cli.output import confirm, json_line, line, note, reason_or_ask
+from cli.patch import read_patch
+from cli.quantities import duration
+from cli.repair import repair_rows, show_row
+from cli.rows import show_chain, show_rows
+from cli.selection import (
+    All,
+    Code,
+    Destination,
+    Held,
+    Ids,
+    OlderThan,
+    Status,
+    chosen_ids,
+    row_filter,
+)
+
+if TYPE_CHECKING:
+    from postroom import AsyncClient, ListQuery, OutboxRow, RowFilter
+    from postroom.message import SendRequest
+    from postroom.operations import Verb
+
+app = noun("See and repair what the daemon keeps.")
+
+Limit = Annotated[int, typer.Option(min=1, help="How many rows to show.")]
+
+
+@app.command("list")
+def list_(
+    *,
+    status: Status = None,
+    destination: Destination = None,
+    code: Code = None,
+    older_than: OlderThan = None,
+    held: Held = None,
+    limit: Limit = 50,
+    everything: Annotated[bool, typer.Option("--all", help="Every row, whatever --limit says.")] = False,
+    cursor: Annotated[str | None, typer.Option(help="Go on where the last list ended.")] = None,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """List rows, oldest first; never their payloads."""
+    query = _list_query(cursor, status=status, destination=destination, code=code, older_than=older_than, held=held)
+
+    async def work(client: AsyncClient) -> str | None:
+        return await show_rows(client, query, limit=None if everything else limit, as_json=as_json)
+
+    if (next_cursor := with_daemon(socket, work)) is not None:
+        note(f"There are more rows: --all, or --cursor {next_cursor}")
+
+
+@app.command()
+def inspect(*, ids: Ids = None, as_json: Json = False, socket: Socket = None) -> None:
+    """Show a row with the whole chain of its requeues, and what operators did to it."""
+    wanted = chosen_ids(ids)
+    if not wanted:
+        raise Fatal(Exit.USAGE, "name a row by its id or client_message_id (`postroom outbox list` shows them)")
+
+    async def work(client: AsyncClient) -> None:
+        for row_id in wanted:
+            chain = await client.inspect(row_id)
+            json_line(chain) if as_json else show_chain(chain)
+
+    with_daemon(socket, work)
+
+
+@app.command()
+def requeue(
+    *,
+    ids: Ids = None,
+    row: Annotated[str | None, typer.Option("--id", metavar="ROW", help="The row, where it is one.")] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Mint a fresh client_message_id (what happens anyway).")] = False,
+    new_client_id: Annotated[str | None, typer.Option(metavar="ID", help="The successor's client_message_id.")] = None,
+    patch_payload: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='A whole new message, as JSON: {"to": …, "body": …}.')
+    ] = None,
+    everything: All = False,
+    status: Status = None,
+    destination: Destination = None,
+    code: Code = None,
+    older_than: OlderThan = None,
+    held: Held = None,
+    reason: Reason = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Retire dead or pending rows and send their messages again, each under a fresh id."""
+    wanted = chosen_ids([*(ids or ()), *([row] if row is not None else ())])
+    if auto and new_client_id is not None:
+        raise Fatal(Exit.USAGE, "--auto and --new-client-id exclude one another")
+    if new_client_id is None and patch_payload is None:
+        rows = _filter_of(
+            everything, status=status, destination=destination, code=code, older_than=older_than, held=held
+        )
+        repair_rows(
+            "requeue", socket, wanted, rows, reason=reason_or_ask(reason), yes=yes, dry_run=dry_run, as_json=as_json
+        )
+        return
+    if len(wanted) != 1 or everything or dry_run:
+        raise Fatal(Exit.USAGE, "--new-client-id and --patch-payload are for exactly one row, and without --dry-run")
+    _requeue_changed(
+        socket, wanted[0], new_client_id, patch_payload, reason=reason_or_ask(reason), yes=yes, as_json=as_json
+    )
+
+
+def _requeue_changed(
+    socket: Path | None,
+    row_id: str,
+    new_client_id: str | None,
+    patch_payload: Path | None,
+    *,
+    reason: str,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    message: SendRequest | None = None if patch_payload is None else read_patch(patch_payload)
+    confirm(f"Requeue {row_id}?", yes=yes)
+
+    async def work(client: AsyncClient) -> OutboxRow:
+        return await client.requeue(row_id, reason=reason, new_client_message_id=new_client_id, message=message)
+
+    show_row("requeue", row_id, with_daemon(socket, work), as_json=as_json)
+
+
+def _register(verb: Verb, summary: str) -> None:
+    """Make the command of a verb that needs nothing but rows and a reason."""
+
+    def command(
+        *,
+        ids: Ids = None,
+        everything: All = False,
+        status: Status = None,
+        destination: Destination = None,
+        code: Code = None,
+        older_than: OlderThan = None,
+        held: Held = None,
+        reason: Reason = None,
+        dry_run: DryRun = False,
+        yes: Yes = False,
+        as_json: Json = False,
+        socket: Socket = None,
+    ) -> None:
+        rows = _filter_of(
+            everything, status=status, destination=destination, code=code, older_than=older_than, held=held
+        )
+        repair_rows(
+            verb, socket, chosen_ids(ids), rows, reason=reason_or_ask(reason), yes=yes, dry_run=dry_run, as_json=as_json
+        )
+
+    app.command(verb, help=summary)(command)
+
+
+_register("abort", "Retire dead or pending rows without a successor.")
+_register("hold", "Keep pending rows back until they are released.")
+_register("release", "Let held rows go.")
+_register("flush", "Try waiting rows now, whatever their backoff says.")
+
+
+@app.command()
+def prune(
+    *,
+    older_than: Annotated[
+        float, typer.Option(parser=duration, metavar="DURATION", help="Prune what ended longer ago than 7d, 12h.")
+    ],
+    reason: Reason = None,
+    yes: Yes = False,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Empty the payloads of old done and aborted rows; the rows, their ids and outcomes stay for ever."""
+    why = reason_or_ask(reason)
+    confirm("Empty the payloads of old done and aborted rows, for good?", yes=yes)
+    result = with_daemon(socket, lambda client: client.prune(older_than, reason=why), timeout=600.0)
+    json_line(result) if as_json else line(f"{result.pruned} payloads emptied")
+
+
+@app.command()
+def export(
+    *,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="A new file [default: standard output].")
+    ] = None,
+    status: Status = None,
+    destination: Destination = None,
+    code: Code = None,
+    older_than: OlderThan = None,
+    held: Held = None,
+    socket: Socket = None,
+) -> None:
+    """Write every row as a line of JSON: for audits and spreadsheets. Never payloads."""
+    query = _list_query(status=status, destination=destination, code=code, older_than=older_than, held=held)
+    count = with_daemon(socket, lambda client: export_rows(client, query, output))
+    note(f"{count} rows exported")
+
+
+@app.command()
+def recover(*, config: Config = None, yes: Yes = False) -> None:
+    """Set the damaged files of a stopped daemon aside, and carry what can be read into a new outbox."""
+    from daemon.recover import recover as recover_outbox  # noqa: PLC0415
+
+    confirm("Set the outbox's files aside and rebuild it from what can be read?", yes=yes)
+    line(recover_outbox(config))
+
+
+def _filter_of(everything: bool, **filters: Any) -> RowFilter | None:  # noqa: FBT001 - an option handed through
+    """Return the filter for `--all`; filters without it are a usage error, since they would be overlooked."""
+    if not everything and any(value is not None for value in filters.values()):
+        raise Fatal(Exit.USAGE, "filters need --all")
+    return row_filter(**filters) if everything else None
+
+
+def _list_query(cursor: str | None = None, **filters: Any) -> ListQuery:
+    import msgspec  # noqa: PLC0415
+
+    from postroom import ListQuery  # noqa: PLC0415
+
+    return msgspec.convert({**msgspec.to_builtins(row_filter(**filters)), "cursor": cursor}, ListQuery)

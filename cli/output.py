@@ -1,0 +1,135 @@
+"""What the command line prints: JSON lines for programs, tables for people, and questions only on a terminal.
+
+On a terminal a table has colours (unless `NO_COLOR` is set); in a pipe it is plain and never cut to a width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
+
+import typer
+
+from chassis.exits import Exit, Fatal
+from cli.ending import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+
+_WIDE: Final = 10_000  # columns of a table that nobody looks at on a screen
+_STYLES: Final = {"done": "green", "dead": "bold red", "aborted": "dim", "inflight": "cyan", "pending": "yellow"}
+
+
+def json_line(value: Any, stream: TextIO | None = None) -> None:
+    """Write one JSON object as a line, to standard output where no stream is named."""
+    import msgspec  # noqa: PLC0415
+
+    (stream or sys.stdout).write(msgspec.json.encode(value).decode() + "\n")
+
+
+def line(text: str) -> None:
+    """Write one line for people; whatever could steer a terminal is escaped."""
+    sys.stdout.write(printable(text) + "\n")
+
+
+def note(text: str) -> None:
+    """Say something beside the output: on standard error."""
+    typer.echo(printable(text), err=True)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table; a cell is text, a number, a time, or None for nothing."""
+    from rich.table import Table  # noqa: PLC0415
+
+    grid = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    for row in rows:
+        grid.add_row(*map(_cell, row))
+    _write(grid)
+
+
+def listing(items: Iterable[T], columns: Sequence[str], cells: Callable[[T], Sequence[Any]], *, as_json: bool) -> None:
+    """Write a whole list: as JSON lines, or as a table of what `cells` picks from each item."""
+    if as_json:
+        for item in items:
+            json_line(item)
+    else:
+        table(columns, map(cells, items))
+
+
+def fields(pairs: Iterable[tuple[str, Any]]) -> None:
+    """Write names and values under one another, leaving out what is not set."""
+    from rich.table import Table  # noqa: PLC0415
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in pairs:
+        if value is not None:
+            grid.add_row(_cell(name), _cell(value))
+    _write(grid)
+
+
+def tree(root: str, branches: Iterable[str]) -> None:
+    """Draw a chain: each branch grows out of the one before."""
+    from rich.tree import Tree  # noqa: PLC0415
+
+    top = node = Tree(_cell(root))
+    for branch in branches:
+        node = node.add(_cell(branch))
+    _write(top)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before something that can't be undone; without a terminal, or with "no", nothing is done."""
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise Fatal(Exit.USAGE, f"{question} Add --yes: there is no terminal to ask on")
+    typer.confirm(question, abort=True, err=True)
+
+
+def reason_or_ask(reason: str | None) -> str:
+    """Return why an operator does something; asks on a terminal where the command line does not say it."""
+    if reason is None and sys.stdin.isatty() and sys.stderr.isatty():
+        reason = typer.prompt("Reason", err=True)
+    if reason is None or not reason.strip():
+        raise Fatal(Exit.USAGE, "say why with --reason TEXT: it is kept in the operator log")
+    return reason
+
+
+def ago(moment: datetime | None) -> str | None:
+    """Say how long ago a moment was: `47s`, `12m`, `3h`, `9d`."""
+    if moment is None:
+        return None
+    seconds = max(0, round((datetime.now(UTC) - moment).total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length}{unit}"
+    return f"{seconds}s"
+
+
+def _cell(value: Any) -> Any:
+    from rich.text import Text  # noqa: PLC0415
+
+    if value is None:
+        return ""
+    if isinstance(value, datetime):
+        value = value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    text = printable(str(value)).replace("\n", " ")
+    return Text(text, style=_STYLES.get(text.split(" ")[0], ""))
+
+
+def _write(renderable: Any) -> None:
+    console = _console()
+    with console.capture() as capture:
+        console.print(renderable)
+    for rendered in capture.get().splitlines():
+        sys.stdout.write(rendered.rstrip() + "\n")
+
+
+def _console() -> Console:
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(soft_wrap=False) if sys.stdout.isatty() else Console(width=_WIDE, no_color=True)

@@ -1,0 +1,114 @@
+"""Using an operator verb on rows: one row at once, many after a dry run that counts them and a question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from chassis.exits import Exit, Fatal
+from cli.connect import with_daemon
+from cli.output import confirm, json_line, line, note
+
+if TYPE_CHECKING:
+    from postroom import AsyncClient, OutboxRow, RowFilter
+    from postroom.operations import Verb
+    from postroom.sends import BulkResult
+
+ASKS: Final = frozenset({"requeue", "abort"})  # the verbs that retire a row for good
+BULK_SECONDS: Final = 120.0  # how long a bulk verb may take
+MAX_IDS: Final = 10_000  # ids in one request
+
+_DONE: Final = {
+    "requeue": "requeued",
+    "abort": "aborted",
+    "hold": "held",
+    "release": "released",
+    "flush": "due now",
+}
+
+
+def repair_rows(
+    verb: Verb,
+    socket: Path | None,
+    ids: Sequence[str],
+    rows: RowFilter | None,
+    *,
+    reason: str,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Use `verb` on the rows named by `ids`, or on all that `rows` matches; exit code 1 where it failed for some."""
+    import msgspec  # noqa: PLC0415
+
+    from postroom import RowFilter  # noqa: PLC0415
+
+    if bool(ids) == (rows is not None):
+        raise Fatal(Exit.USAGE, f"name the rows to {verb}, or use --all with filters")
+    if len(ids) == 1 and not dry_run:
+        repair_one(verb, socket, ids[0], reason=reason, yes=yes, as_json=as_json)
+        return
+    filters = (
+        [rows] if rows is not None else [RowFilter(ids=list(ids[i : i + MAX_IDS])) for i in range(0, len(ids), MAX_IDS)]
+    )
+    planned = [_bulk(verb, socket, each, reason=reason, dry_run=True) for each in filters]
+    if not dry_run:
+        would = sum(len(plan.done) for plan in planned)
+        confirm(f"{verb.capitalize()} {would} of {sum(plan.matched for plan in planned)} rows?", yes=yes)
+        planned = [_bulk(verb, socket, each, reason=reason, dry_run=False) for each in filters]
+    for plan in planned:
+        for failure in plan.failed:
+            note(f"{failure.id}: {failure.detail}")
+    if as_json:
+        for plan in planned:
+            json_line(msgspec.to_builtins(plan))
+    else:
+        _summarise(verb, planned, dry_run=dry_run)
+    if any(plan.failed for plan in planned):
+        raise SystemExit(Exit.FAILED)
+
+
+def repair_one(verb: Verb, socket: Path | None, row_id: str, *, reason: str, yes: bool, as_json: bool) -> None:
+    """Use a verb other than a patched requeue on one row, and show the row that came of it."""
+    if verb in ASKS:
+        confirm(f"{verb.capitalize()} {row_id}?", yes=yes)
+
+    async def work(client: AsyncClient) -> OutboxRow:
+        match verb:
+            case "requeue":
+                return await client.requeue(row_id, reason=reason)
+            case "abort":
+                return await client.abort(row_id, reason=reason)
+            case "hold":
+                return await client.hold(row_id, reason=reason)
+            case "release":
+                return await client.release(row_id, reason=reason)
+            case "flush":
+                return await client.flush(row_id, reason=reason)
+
+    show_row(verb, row_id, with_daemon(socket, work), as_json=as_json)
+
+
+def show_row(verb: Verb, row_id: str, row: OutboxRow, *, as_json: bool) -> None:
+    """Say what became of a row."""
+    if as_json:
+        json_line(row)
+    elif verb == "requeue":
+        line(f"{row_id} requeued as {row.id}, client_message_id {row.client_message_id}")
+    else:
+        line(f"{row.id} {_DONE[verb]}")
+
+
+def _bulk(verb: Verb, socket: Path | None, rows: RowFilter, *, reason: str, dry_run: bool) -> BulkResult:
+    return with_daemon(
+        socket, lambda client: client.bulk(verb, rows, reason=reason, dry_run=dry_run), timeout=BULK_SECONDS
+    )
+
+
+def _summarise(verb: Verb, results: Sequence[BulkResult], *, dry_run: bool) -> None:
+    done, skipped, failed = (
+        sum(len(getattr(result, name)) for result in results) for name in ("done", "skipped", "failed")
+    )
+    what = f"would be {_DONE[verb]}" if dry_run else _DONE[verb]
+    line(f"{done} {what}, {skipped} skipped, {failed} failed")

@@ -1,0 +1,152 @@
+"""`postroom send`: hand in one message, or a file or pipe of them (spec operate.md, "CLI")."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from chassis.exits import Exit, Fatal
+from cli.composing import Common, body_of, json_lines, meta_of, moment_of, plain_lines
+from cli.connect import with_daemon
+from cli.files import read_plain_file
+from cli.lines import open_source
+from cli.noun import Json, Socket, noun
+from cli.output import json_line, line
+from cli.quantities import duration
+from cli.sending import send_lines
+
+if TYPE_CHECKING:
+    from postroom import AsyncClient, OutboxRow, SendResult
+
+app = noun()
+
+PRIORITIES = ("now", "next", "low")
+
+
+@app.command()
+def send(
+    *,
+    to: Annotated[
+        str | None, typer.Argument(metavar="TO", help="topic:NAME, dm:MEMBER or queue:NAME (not with --ndjson).")
+    ] = None,
+    body: Annotated[
+        str | None, typer.Argument(metavar="[BODY|-]", help="The text; `-`: a message per line of standard input.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(metavar="FILE", help="A message per line of a file.")] = None,
+    ndjson: Annotated[
+        bool, typer.Option("--ndjson", help='The lines are whole messages: {"to": …, "body": …, …}.')
+    ] = False,
+    body_file: Annotated[Path | None, typer.Option(metavar="FILE", help="One message: what the file holds.")] = None,
+    client_message_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="The message's id; sending it again changes nothing.")
+    ] = None,
+    id_prefix: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Line 7 gets the id TEXT-000000007, so that a run can be repeated."),
+    ] = None,
+    meta: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Meta data; may be repeated.")] = None,
+    priority: Annotated[str, typer.Option(help="now, next or low.")] = "next",
+    reply_to: Annotated[str | None, typer.Option(metavar="ID", help="The message that this one answers.")] = None,
+    mention: Annotated[list[str] | None, typer.Option(metavar="MEMBER", help="May be repeated.")] = None,
+    not_before: Annotated[str | None, typer.Option(metavar="TIME", help="Not before 2026-11-21T09:00:00Z.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the broker has accepted the message.")] = False,
+    timeout: Annotated[float, typer.Option(parser=duration, metavar="DURATION", help="How long to --wait.")] = "60s",  # type: ignore[assignment]  # Typer parses the default as it does the option
+    errors: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write failed lines there as JSON [default: standard error].")
+    ] = None,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Hand in a message; when this ends with exit code 0 it is on disk, and goes out whatever happens."""
+    if priority not in PRIORITIES:
+        raise typer.BadParameter(f"{priority!r} is none of now, next, low", param_hint="--priority")
+    common = Common(meta_of(meta), priority, reply_to, mention, moment_of(not_before))  # type: ignore[arg-type]
+    source = _source(body, file, body_file, ndjson=ndjson)
+    if source is None:
+        _refuse_options(id_prefix=id_prefix, errors=errors)
+        content = read_plain_file(body_file) if body_file is not None else (body or "").encode()
+        with_daemon(
+            socket,
+            _one(_destination(to), content, common, client_message_id, timeout if wait else None, as_json=as_json),
+        )
+        return
+    _refuse_options(id=client_message_id, wait=wait or None)
+    parse = json_lines(id_prefix) if ndjson else plain_lines(_destination(to), common, id_prefix)
+    if ndjson and (to is not None or common != Common()):
+        raise Fatal(Exit.USAGE, "with --ndjson each line says everything: leave out TO and the message's options")
+    with open_source(source) as stream, _errors_file(errors) as refused:
+        send_lines(socket, stream, parse, refused, as_json=as_json)
+
+
+def _source(body: str | None, file: Path | None, body_file: Path | None, *, ndjson: bool) -> Path | None:
+    """Return where lines are read from, or None for a single message; raises `Fatal` where that is not clear."""
+    if ndjson and file is None:
+        file = Path("-")
+    if sum(given is not None for given in (body, file, body_file)) != 1:
+        raise Fatal(Exit.USAGE, "give one of BODY, `-` (a message per line of standard input), --file and --body-file")
+    return Path("-") if body == "-" else file
+
+
+def _destination(to: str | None) -> str:
+    from postroom.message import parse_destination  # noqa: PLC0415
+
+    if to is None:
+        raise Fatal(Exit.USAGE, "say where to: topic:NAME, dm:MEMBER or queue:NAME")
+    return str(parse_destination(to))
+
+
+def _refuse_options(**options: object) -> None:
+    """Refuse options that would be overlooked, since they are for a single message, or for lines, only."""
+    if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
+        raise Fatal(Exit.USAGE, f"{given[0]} does not go with this: it is for the other of one message and many lines")
+
+
+@contextmanager
+def _errors_file(file: Path | None) -> Iterator[TextIO | None]:
+    if file is None:
+        yield None
+        return
+    try:
+        stream = file.open("w", encoding="utf-8")
+    except OSError as error:
+        raise Fatal(Exit.USAGE, f"cannot write {file}: {error.strerror}") from error
+    with stream:
+        yield stream
+
+
+def _one(
+    to: str, content: bytes, common: Common, client_message_id: str | None, wait: float | None, *, as_json: bool
+) -> Callable[[AsyncClient], Awaitable[None]]:
+    """Make the work of sending one message and, if wanted, waiting for what becomes of it."""
+
+    async def work(client: AsyncClient) -> None:
+        result = await client.send(to, body_of(content), **common._asdict(), client_message_id=client_message_id)
+        if wait is None:
+            json_line(result) if as_json else line(_receipt(result))
+            return
+        row = await client.wait(result.client_message_id, wait)
+        json_line(row) if as_json else line(f"{row.client_message_id} {row.status}")
+        _judge(row)
+
+    return work
+
+
+def _receipt(result: SendResult) -> str:
+    return f"{result.client_message_id} {result.status}" + (" (duplicate)" if result.duplicate else "")
+
+
+def _judge(row: OutboxRow) -> None:
+    """Raise `Fatal` unless the broker has accepted the message."""
+    if row.status == "done":
+        return
+    if row.status in {"dead", "aborted"}:
+        raise Fatal(
+            Exit.FAILED, f"{row.client_message_id} is {row.status}: {row.last_error or 'an operator retired it'}"
+        )
+    raise Fatal(
+        Exit.TRY_AGAIN, f"{row.client_message_id} is kept and still {row.status}: it goes out when the broker is back"
+    )
