@@ -1,1 +1,30 @@
 """The SQLite outbox: schema, the one writer with its group commit, accept, claim, settle, requeue, prune."""
+
+from outbox.model import (
+    AcceptedRow,
+    Caller,
+    ClaimedRow,
+    OutboxCounts,
+    RelayControl,
+    RowFilter,
+    Settlement,
+    Verdict,
+)
+from outbox.operating import Verb
+from outbox.outbox import Outbox, now_ms
+from outbox.settings import OutboxSettings
+
+__all__ = [
+    "AcceptedRow",
+    "Caller",
+    "ClaimedRow",
+    "Outbox",
+    "OutboxCounts",
+    "OutboxSettings",
+    "RelayControl",
+    "RowFilter",
+    "Settlement",
+    "Verb",
+    "Verdict",
+    "now_ms",
+]

@@ -118,3 +118,10 @@ TRANSITIONS: Final[frozenset[tuple[RowStatus, RowStatus, Cause]]] = frozenset(
 def to_datetime(ms: int | None) -> datetime | None:
     """Turn milliseconds since the epoch into UTC."""
     return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)
+
+
+class RelayControl(NamedTuple):
+    """What an operator told the relay about one destination, or about everything."""
+
+    paused: bool
+    rate_per_second: float | None = None

@@ -1,0 +1,198 @@
+"""Accepting sends: seed §4.5.1 steps 3 to 6, for any number of sends at once.
+
+All sends of a group go through one INSERT that leaves out the ids that exist, so the usual case needs no look-up. Where
+some were left out, one SELECT finds the rows that hold those ids, those that an earlier send of the same group just
+wrote among them: each send gets the answer that it would have got alone, in its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from functools import lru_cache
+from itertools import chain
+from typing import Final, NamedTuple
+
+import msgspec
+from postroom.errors import PostroomError
+from postroom.message import PreparedSend, Priority
+from postroom.sends import RowStatus
+
+from chassis.sql import load_queries
+from outbox.errors import outbox_full
+from outbox.lanes import lane_for
+from outbox.model import AcceptedRow, Caller
+from outbox.transaction import Transaction
+
+_QUERIES: Final = load_queries("outbox", "sql/accept.sql")
+_PLACES: Final = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ROWS_PER_INSERT: Final = 64  # each count up to this is a statement of its own in the connection's cache
+
+AcceptOutcome = list[AcceptedRow | PostroomError]
+
+
+class Accept(NamedTuple):
+    """The sends of one caller, in order."""
+
+    sends: Sequence[PreparedSend]
+    caller: Caller
+
+    @property
+    def rows(self) -> int:
+        """How many rows it may write."""
+        return len(self.sends)
+
+    def run(self, transaction: Transaction) -> AcceptOutcome:
+        """Accept them."""
+        return accept_group(transaction, [self])[0]
+
+
+class _NewRow(NamedTuple):
+    """What `insert` writes, in its order."""
+
+    row_id: str
+    client_message_id: str
+    fingerprint: bytes
+    enqueued_at: int
+    next_attempt_at: int
+    lane: int
+    priority: Priority
+    destination: str
+    submitted_by: str
+    not_before: int | None
+    payload: bytes
+
+
+class _Existing(NamedTuple):
+    """What `find` returns, in its order."""
+
+    client_message_id: str
+    row_id: str
+    status: RowStatus
+    fingerprint: str  # hex
+    destination: str
+    enqueued_at: int
+    submitted_by: str
+    broker_message_id: str | None
+    history_id: int | None
+    last_error: str | None
+
+
+_decode_existing: Final = msgspec.json.Decoder(list[_Existing]).decode
+_encode: Final = msgspec.json.Encoder().encode
+
+
+def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[AcceptOutcome]:
+    """Accept the sends of all of `group` in order; the outcomes are per member of the group, per send."""
+    rows = [_new_row(transaction, send, accept.caller) for accept in group for send in accept.sends]
+    answers = iter(_accept(transaction, rows))
+    return [[next(answers) for _ in accept.sends] for accept in group]
+
+
+def _new_row(transaction: Transaction, send: PreparedSend, caller: Caller) -> _NewRow:
+    now = transaction.now
+    not_before = None if send.not_before is None else to_milliseconds(send.not_before)
+    due = now if not_before is None else max(now, not_before)
+    return _NewRow(
+        transaction.new_id(),
+        send.client_message_id,
+        send.fingerprint,
+        now,
+        due,
+        lane_for(send.priority, due, now),
+        send.priority,
+        send.destination,
+        f"{caller.uid}:{caller.gid}",
+        not_before,
+        send.payload,
+    )
+
+
+def to_milliseconds(moment: datetime) -> int:
+    """Turn a time with an offset into ms since the epoch, never early."""
+    return -int(-moment.timestamp() * 1000 // 1)
+
+
+def _accept(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
+    size = sum(len(row.payload) for row in rows)
+    if size > transaction.headroom:
+        return _accept_what_fits(transaction, rows)
+    if sum(_insert(transaction, chunk) for chunk in _chunks(rows)) == len(rows):
+        _count(transaction, len(rows), size)
+        return [_inserted(row) for row in rows]
+    existing = _find(transaction, rows)
+    written = [row for row in rows if existing[row.client_message_id].row_id == row.row_id]
+    _count(transaction, len(written), sum(len(row.payload) for row in written))
+    return [_answer(row, existing[row.client_message_id]) for row in rows]
+
+
+def _accept_what_fits(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
+    """Answer what exists, write what fits, refuse the rest (507)."""
+    known = set(_find(transaction, rows))
+    headroom = transaction.headroom
+    fitting = []
+    for row in rows:
+        if row.client_message_id not in known and len(row.payload) <= headroom:
+            headroom -= len(row.payload)
+            known.add(row.client_message_id)
+        fitting.append(row.client_message_id in known)
+    accepted = [row for row, fits in zip(rows, fitting, strict=True) if fits]
+    answers = iter(_accept(transaction, accepted) if accepted else ())
+    return [next(answers) if fits else outbox_full(transaction.max_bytes) for fits in fitting]
+
+
+def _chunks(rows: Sequence[_NewRow]) -> Iterator[Sequence[_NewRow]]:
+    for start in range(0, len(rows), _ROWS_PER_INSERT):
+        yield rows[start : start + _ROWS_PER_INSERT]
+
+
+def _insert(transaction: Transaction, rows: Sequence[_NewRow]) -> int:
+    return transaction.execute(_insert_statement(len(rows)), list(chain.from_iterable(rows)))
+
+
+@lru_cache(maxsize=_ROWS_PER_INSERT)
+def _insert_statement(rows: int) -> str:
+    """Return `insert` with its group of values repeated: one step of SQLite for all of them."""
+    return _QUERIES["insert"].replace(_PLACES, ", ".join([_PLACES] * rows))
+
+
+def _find(transaction: Transaction, rows: Sequence[_NewRow]) -> dict[str, _Existing]:
+    ids = _encode([row.client_message_id for row in rows]).decode()
+    return {
+        existing.client_message_id: existing
+        for existing in _decode_existing(transaction.value(_QUERIES["find"], (ids,)))
+    }
+
+
+def _count(transaction: Transaction, rows: int, size: int) -> None:
+    transaction.moved(None, "pending", rows)
+    transaction.payload_grew(size)
+
+
+def _inserted(row: _NewRow) -> AcceptedRow:
+    return AcceptedRow(
+        inserted=True,
+        row_id=row.row_id,
+        status="pending",
+        fingerprint=row.fingerprint,
+        destination=row.destination,
+        enqueued_at=row.enqueued_at,
+        submitted_uid=int(row.submitted_by.partition(":")[0]),
+    )
+
+
+def _answer(row: _NewRow, existing: _Existing) -> AcceptedRow:
+    if existing.row_id == row.row_id:
+        return _inserted(row)
+    return AcceptedRow(
+        inserted=False,
+        row_id=existing.row_id,
+        status=existing.status,
+        fingerprint=bytes.fromhex(existing.fingerprint),
+        destination=existing.destination,
+        enqueued_at=existing.enqueued_at,
+        submitted_uid=int(existing.submitted_by.partition(":")[0]),
+        broker_message_id=existing.broker_message_id,
+        history_id=existing.history_id,
+        last_error=existing.last_error,
+    )

@@ -1,0 +1,61 @@
+"""The connections to the outbox file: the one that writes and checkpoints, and the ones that only read.
+
+Common Pythons link SQLite 3.40.1, whose WAL-reset bug can corrupt a file when one connection writes while another
+checkpoints. So one connection does both, and readers are opened read-only.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+import aiosqlite
+
+from chassis.sql import load_queries
+
+T = TypeVar("T")
+
+QUERIES: Final = load_queries("outbox", "sql/connection.sql")
+_STATEMENTS: Final = 256  # prepared statements a connection keeps
+
+
+class Connection(aiosqlite.Connection):
+    """An aiosqlite connection that runs a whole function on its thread.
+
+    aiosqlite has a coroutine per statement, each a hop to its thread and back. A transaction is one hop here: `run`
+    hands a function over through the same queue that those coroutines use (`_execute`), for which aiosqlite has no
+    public name.
+    """
+
+    async def run(self, function: Callable[[sqlite3.Connection], T]) -> T:
+        """Call `function` with the SQLite connection on its thread and return what it returns."""
+        result: T = await self._execute(function, self._conn)  # type: ignore[no-untyped-call]
+        return result
+
+
+async def open_writer(path: Path) -> Connection:
+    """Open the write connection; a new file gets mode 0600, which its WAL inherits."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    return await _open(f"{path.as_uri()}?mode=rw", QUERIES["write_pragmas"])
+
+
+async def open_reader(path: Path) -> Connection:
+    """Open a read-only connection."""
+    return await _open(f"{path.as_uri()}?mode=ro", QUERIES["read_pragmas"])
+
+
+async def _open(uri: str, pragmas: str) -> Connection:
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(uri, uri=True, isolation_level=None, cached_statements=_STATEMENTS)
+
+    connection = Connection(connect, iter_chunk_size=1)
+    await connection
+    try:
+        await connection.run(lambda db: db.executescript(pragmas))
+    except BaseException:
+        await connection.close()
+        raise
+    return connection

@@ -1,0 +1,58 @@
+"""The state directory: one owner at a time, and whether the last one stopped cleanly.
+
+`outbox.lock` is held with flock(2) by the process that owns the directory; it holds that process's id until a clean
+stop empties it. A lock file with a process id in it that nobody holds means: the last owner was killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+from chassis.exits import Exit, Fatal
+
+DATABASE: Final = "outbox.db"
+LOCK: Final = "outbox.lock"
+
+
+class StateDirectory:
+    """A locked state directory; `unclean` tells that its last owner did not stop in order."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the directory (0700) if need be and lock it; raises `Fatal` where somebody else holds it."""
+        self.path = path
+        self.database = path.resolve() / DATABASE
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise Fatal(Exit.CONFIG, f"cannot use the state directory {path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = self._read()
+            os.close(self._lock)
+            raise Fatal(
+                Exit.UNAVAILABLE, f"the state directory {path} is in use by process {owner}: stop it first"
+            ) from error
+        self.unclean = bool(self._read())
+
+    def begin(self) -> None:
+        """Note on disk that the files are open."""
+        self._write(str(os.getpid()))
+
+    def end(self, *, clean: bool) -> None:
+        """Unlock; a `clean` end says that the files need no check."""
+        if clean:
+            self._write("")
+        os.close(self._lock)
+
+    def _read(self) -> str:
+        return os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
+
+    def _write(self, text: str) -> None:
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, text.encode(), 0)
+        os.fsync(self._lock)

@@ -1,0 +1,96 @@
+"""What goes wrong in the outbox, each as a sentence, and SQLite's errors mapped in one place."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Final
+
+from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, TryAgain
+
+from chassis.exits import Exit, Fatal
+
+_PRIMARY: Final = 0xFF  # the primary result code within an extended one
+_BROKEN: Final = frozenset(
+    {
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
+
+
+def result_code(error: BaseException) -> int:
+    """Return SQLite's primary result code of `error`, 0 where it has none."""
+    return (getattr(error, "sqlite_errorcode", None) or 0) & _PRIMARY
+
+
+def is_broken(error: BaseException) -> bool:
+    """Tell whether the file or the disk can no longer be trusted after `error`."""
+    return result_code(error) in _BROKEN
+
+
+def from_sqlite(error: Exception) -> Exception:
+    """Map an error of one operation that failed alone; what is not SQLite's stays what it is."""
+    if not isinstance(error, sqlite3.Error):
+        return error
+    code = result_code(error)
+    if code == sqlite3.SQLITE_FULL:
+        detail = "the disk is full: nothing was written; free some space, then the same request succeeds"
+        return TryAgain.of(507, "disk_full", detail, retryable=True)
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return TryAgain.of(503, "outbox_busy", "another program holds the outbox file locked", retryable=True)
+    return PostroomError.of(500, "outbox_error", f"the outbox refused the operation: {error}")
+
+
+def outcome_unknown() -> TryAgain:
+    """The answer to everybody who waits for a commit that failed with an I/O error."""
+    detail = "the disk failed while the outbox wrote: whether the request took effect is unknown; repeat it, same id"
+    return TryAgain.of(503, "outcome_unknown", detail, retryable=True)
+
+
+def stopped() -> TryAgain:
+    """The answer once the outbox no longer takes anything."""
+    return TryAgain.of(503, "stopping", "the daemon is stopping: repeat the request, same id", retryable=True)
+
+
+def outbox_full(max_bytes: int) -> TryAgain:
+    """The answer to a new message at 95 % of `max_bytes`."""
+    detail = f"the outbox has reached 95 % of outbox.max_bytes ({max_bytes}): wait for the relay, or prune, or raise it"
+    return TryAgain.of(507, "outbox_full", detail, retryable=True)
+
+
+def write_failed(path: Path, error: BaseException) -> Fatal:
+    """End the process: the disk failed under a commit (spec send.md, "Accepting")."""
+    return Fatal(Exit.IO_ERROR, f"writing {path} failed: {error}; check the disk, then start again")
+
+
+def row_not_found(row_id: str) -> NotFound:
+    """No row has this id."""
+    return NotFound.of(404, "row_not_found", f"there is no outbox row {row_id!r}: see `postroom outbox list`")
+
+
+def wrong_state(verb: str, row_id: str, why: str) -> Conflict:
+    """The row's state forbids the verb."""
+    return Conflict.of(409, "wrong_state", f"cannot {verb} row {row_id}: {why}")
+
+
+def id_taken(client_message_id: str) -> Conflict:
+    """A new id that was ever used."""
+    detail = f"the id {client_message_id} was used before, and an id is never released: choose another, or --auto"
+    return Conflict.of(409, "client_message_id_taken", detail)
+
+
+def payload_pruned(row_id: str, status: str) -> Conflict:
+    """A row whose payload is gone."""
+    detail = f"cannot requeue row {row_id}: it is {status}, and its payload was pruned; send the message anew"
+    return Conflict.of(409, "payload_pruned", detail)
+
+
+def reason_missing() -> InvalidMessage:
+    """A verb without a reason."""
+    detail = "an operator's verb needs a reason, which the log keeps: say why"
+    return InvalidMessage.of(400, "reason_required", detail, field="reason")

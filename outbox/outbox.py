@@ -1,0 +1,395 @@
+"""The outbox as the rooms above use it: one object that owns the file, its writer and its readers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, Self
+
+import structlog
+from postroom.errors import PostroomError
+from postroom.ids import new_id
+from postroom.message import PreparedSend
+from postroom.sends import SETTLED, BulkFailure, BulkResult, OutboxPage, OutboxRow, RowChain
+
+from chassis.exits import Exit, Fatal
+from outbox.accepting import Accept
+from outbox.connection import QUERIES, Connection, open_reader, open_writer
+from outbox.directory import StateDirectory
+from outbox.migrate import migrate
+from outbox.model import (
+    AcceptedRow,
+    Caller,
+    ClaimedRow,
+    OutboxCounts,
+    RelayControl,
+    RowFilter,
+    Settlement,
+    Verdict,
+)
+from outbox.operating import Control, Log, Order, Prune, Requeue, Verb, verbs, why_not
+from outbox.reading import Reader
+from outbox.relaying import Claim, Expire, Reclaim, Settle, WalkedPast
+from outbox.settings import OutboxSettings
+from outbox.transact import Transactor
+from outbox.watchers import Watchers
+from outbox.writer import Writer
+
+CLAIM_ROWS: Final = 500
+CLAIM_BYTES: Final = 1024 * 1024
+PAGE_ROWS: Final = 100
+_CHUNK: Final = 500  # rows that one transaction of a long job may touch
+WARN_AT: Final = 0.8  # of max_bytes
+
+_log = structlog.get_logger(__name__)
+
+
+def now_ms() -> int:
+    """Return the time in ms since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+class Outbox:
+    """The durable queue of one daemon (spec send.md). Every method may be called from any task of one event loop.
+
+    What a method that writes returns is on disk. Each raises `PostroomError`: 507 `disk_full` while the disk is full,
+    503 `outcome_unknown` after the disk failed under a commit; the outbox then takes nothing any more, `failed` is set
+    and `run_until_failure` ends.
+    """
+
+    def __init__(
+        self, directory: StateDirectory, writer: Writer, reader: Reader, walked: WalkedPast, clock: Callable[[], int]
+    ) -> None:
+        self._directory = directory
+        self._writer = writer
+        self._reader = reader
+        self._walked = walked
+        self._clock = clock
+        self._verbs = verbs(walked)
+        self._work = asyncio.Event()
+        self._work.set()
+        self._next_due: int | None = None
+        self._watchers = Watchers()
+
+    @classmethod
+    async def open(
+        cls,
+        directory: Path,
+        settings: OutboxSettings | None = None,
+        *,
+        clock: Callable[[], int] = now_ms,
+        new_id: Callable[[], str] = new_id,
+    ) -> Self:
+        """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
+
+        `clock` gives ms since the epoch. Raises `Fatal`: 69 where another process owns the directory, 78 for a file
+        that is damaged (it names `postroom outbox recover`) or newer than the program.
+        """
+        settings = settings or OutboxSettings()
+        state = StateDirectory(directory)
+        walked = WalkedPast()
+        transactor = Transactor(clock=clock, new_id=new_id, max_bytes=settings.max_bytes, walked=walked)
+        try:
+            connection = await _open_file(state)
+            writer = Writer(connection, state.database, transactor, settings)
+            await writer.submit(Reclaim())
+            reader = Reader(await open_reader(state.database), state.database)
+        except BaseException:
+            state.end(clean=False)
+            raise
+        return cls(state, writer, reader, walked, clock)
+
+    async def close(self) -> None:
+        """Finish what is queued and close; what was answered stays. A second call does nothing."""
+        await self._reader.close()
+        await self._writer.close()
+        self._directory.end(clean=self._writer.failure is None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # Sending
+
+    async def accept(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | PostroomError]:
+        """Write the sends that are new, in order; an outcome per send, once it is on disk (seed §4.5.1).
+
+        A send that fails alone (507) has its error in its place. Concurrent calls share a transaction.
+        """
+        outcomes = await self._writer.submit(Accept(sends, caller))
+        if any(isinstance(outcome, AcceptedRow) and outcome.inserted for outcome in outcomes):
+            self._work.set()
+        return outcomes
+
+    async def find(self, client_message_id: str) -> OutboxRow | None:
+        """Return the row of a send, None where the id is free."""
+        return await self._reader.find(client_message_id)
+
+    async def wait(self, client_message_id: str, timeout: float) -> OutboxRow | None:  # noqa: ASYNC109 - either way the answer is a row
+        """Return the row of a send once it is done, dead or aborted, or as it is after `timeout` seconds."""
+        row = await self._reader.find(client_message_id)
+        if row is None:
+            return None
+        with self._watchers.watch(row.id) as settled:
+            row = await self._reader.find(client_message_id)
+            if row is not None and row.status not in SETTLED:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(settled.wait(), timeout)
+                row = await self._reader.find(client_message_id)
+        return row
+
+    # Relaying
+
+    async def claim(
+        self, *, limit: int = CLAIM_ROWS, max_bytes: int = CLAIM_BYTES, excluded: Collection[str] = ()
+    ) -> list[ClaimedRow]:
+        """Make due rows `inflight` and return them, by priority, then age.
+
+        At most `limit` rows and `max_bytes` of payload (but at least one row); none whose destination is `excluded`,
+        which is meant for the few destinations that an operator paused. May return nothing although rows are due,
+        after it walked past many excluded ones; `wait_for_work` then returns at once.
+        """
+        claim = Claim(limit, max_bytes, frozenset(excluded), self._walked)
+        result = await self._writer.submit(claim)
+        self._next_due = result.next_due
+        if result.more:
+            self._work.set()
+        return result.rows
+
+    async def settle(self, settlements: Sequence[Settlement]) -> int:
+        """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed."""
+        settled = await self._writer.submit(Settle(settlements, self._walked))
+        self._watchers.settled(s.row_id for s in settlements if s.verdict is not Verdict.RETRY)
+        if any(s.verdict is Verdict.RETRY for s in settlements):
+            self._work.set()
+        return settled
+
+    async def expire(self, enqueued_before_ms: int) -> int:
+        """Make every pending row dead (`expired`) that was enqueued before the moment; returns how many."""
+        total = 0
+        while ids := await self._writer.submit(Expire(enqueued_before_ms, _CHUNK)):
+            self._watchers.settled(ids)
+            total += len(ids)
+        return total
+
+    async def wait_for_work(self, timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
+        """Return when a row may be due: something was written, or its time came; after `timeout` seconds at the latest."""
+        if self._next_due is not None:
+            timeout = min(timeout, max(0.0, (self._next_due - self._clock()) / 1000))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._work.wait(), timeout)
+        self._work.clear()
+
+    async def relay_controls(self) -> dict[str, RelayControl]:
+        """Return what operators told the relay, by destination ('' for everything)."""
+        return await self._reader.controls()
+
+    async def set_relay_control(
+        self,
+        destination: str | None,
+        *,
+        paused: bool,
+        rate_per_second: float | None = None,
+        caller: Caller,
+        reason: str,
+    ) -> None:
+        """Keep on disk that a destination (None for everything) is paused, or goes on at a rate."""
+        order = Order(caller, reason).checked()
+        await self._writer.submit(Control(destination or "", paused, rate_per_second, order))
+        self._work.set()
+
+    # Operating
+
+    async def list_rows(self, row_filter: RowFilter, cursor: str | None = None, limit: int = PAGE_ROWS) -> OutboxPage:
+        """Return up to `limit` matching rows in age order, never payloads.
+
+        A page may be shorter, even empty, and still have a `next_cursor`: where the filter matches little, the search
+        goes on with the next call, so that no call takes long.
+        """
+        return await self._reader.page(row_filter, cursor, limit, self._clock())
+
+    async def export(self, row_filter: RowFilter) -> AsyncIterator[OutboxRow]:
+        """Yield every matching row in age order, reading a page at a time."""
+        cursor: str | None = None
+        while True:
+            page = await self.list_rows(row_filter, cursor, _CHUNK)
+            for row in page.rows:
+                yield row
+            if (cursor := page.next_cursor) is None:
+                return
+
+    async def inspect(self, row_id: str) -> RowChain:
+        """Return a row (by its id, else by its client_message_id) with its requeue chain and its log; 404."""
+        return await self._reader.inspect(row_id)
+
+    async def requeue(
+        self,
+        row_id: str,
+        *,
+        caller: Caller,
+        reason: str,
+        new_client_message_id: str | None = None,
+        patch: PreparedSend | None = None,
+    ) -> OutboxRow:
+        """Retire a dead or pending row and write its successor, in one transaction; returns the successor (§4.6.3).
+
+        The successor's id is `new_client_message_id` or a fresh one, never the patch's own. `patch` comes from
+        `postroom.message.prepare`: its payload, destination, priority and fingerprint replace the row's. 409 where the
+        row's state forbids it, the id was ever used, or the payload was pruned; 404 for an unknown row.
+        """
+        order = Order(caller, reason).checked()
+        old = await self._reader.row(row_id)
+        successor = await self._writer.submit(Requeue(old.id, order, new_client_message_id, patch))
+        self._changed(old.id)
+        return await self._reader.row(successor)
+
+    async def abort(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
+        """Retire a dead or pending row without a successor; 409 where its state forbids it."""
+        return await self._apply("abort", row_id, caller, reason)
+
+    async def hold(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
+        """Keep a pending row back until `release`; 409 where it is not pending, or held already."""
+        return await self._apply("hold", row_id, caller, reason)
+
+    async def release(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
+        """Let a held row go on; 409 where it is not held."""
+        return await self._apply("release", row_id, caller, reason)
+
+    async def flush(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
+        """Retry a pending row now instead of after its backoff; 409 where it is held or not pending."""
+        return await self._apply("flush", row_id, caller, reason)
+
+    async def bulk(
+        self, verb: Verb, row_filter: RowFilter, *, caller: Caller, reason: str, dry_run: bool = False
+    ) -> BulkResult:
+        """Do `verb` to every matching row, each in a transaction's own right; a dry run only says which they are.
+
+        `done` has the ids of the rows that changed, `skipped` those whose state forbids the verb, `failed` the rest
+        with reasons, ids of the filter that name no row among them.
+        """
+        order = Order(caller, reason).checked()
+        result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
+        unseen = set(row_filter.ids or ())
+        rows: list[OutboxRow] = []
+        async for row in self.export(row_filter):
+            unseen -= {row.id, row.client_message_id}
+            rows.append(row)
+        result.matched = len(rows)
+        able = [row for row in rows if why_not(verb, row.status, held=row.held) is None]
+        result.skipped = [row.id for row in rows if why_not(verb, row.status, held=row.held) is not None]
+        if dry_run:
+            result.done = [row.id for row in able]
+        else:
+            for start in range(0, len(able), _CHUNK):
+                await self._bulk_chunk(verb, able[start : start + _CHUNK], order, result)
+        result.failed += [
+            BulkFailure(id=row_id, code="row_not_found", detail="no such row") for row_id in sorted(unseen)
+        ]
+        return result
+
+    async def prune(self, settled_before_ms: int, *, caller: Caller, reason: str) -> int:
+        """Empty the payloads of done and aborted rows that settled before the moment; returns how many.
+
+        Rows, ids, fingerprints and outcomes stay for ever.
+        """
+        order = Order(caller, reason).checked()
+        total = 0
+        after: int | None = 0
+        while after is not None:
+            pruned, after = await self._writer.submit(Prune(settled_before_ms, after, _CHUNK))
+            total += pruned
+        await self._writer.submit(
+            Log("prune", order, f"{total} payloads of rows settled before {settled_before_ms} ms")
+        )
+        return total
+
+    # Watching
+
+    async def counts(self) -> OutboxCounts:
+        """Return the kept counters and the sizes on disk."""
+        return await self._reader.counts()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the writer takes operations and gets on with them: what the watchdog and readiness ask."""
+        return self._writer.healthy
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Transactions committed and operations answered since the start."""
+        return self._writer.transactions, self._writer.operations
+
+    @property
+    def failed(self) -> asyncio.Event:
+        """Set once a commit's outcome is unknown."""
+        return self._writer.failed
+
+    async def run_until_failure(self) -> None:
+        """Return never; raise `Fatal` (74) once a commit's outcome is unknown. A task for `run_until_stopped`."""
+        await self._writer.failed.wait()
+        if self._writer.failure is not None:
+            raise self._writer.failure
+
+    async def _apply(self, verb: Verb, row_id: str, caller: Caller, reason: str) -> OutboxRow:
+        row_id = await self._writer.submit(self._verbs[verb](row_id, Order(caller, reason).checked()))
+        self._changed(row_id)
+        return await self._reader.row(row_id)
+
+    async def _bulk_chunk(self, verb: Verb, rows: Sequence[OutboxRow], order: Order, result: BulkResult) -> None:
+        futures = [self._writer.submit(self._verbs[verb](row.id, order)) for row in rows]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":
+                result.skipped.append(row.id)  # it changed since it was listed
+            elif isinstance(outcome, PostroomError):
+                result.failed.append(BulkFailure(id=row.id, code=outcome.code, detail=str(outcome)))
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                result.done.append(row.id)
+                self._changed(row.id)
+
+    def _changed(self, row_id: str) -> None:
+        """A row may be due now, or settled."""
+        self._work.set()
+        self._watchers.settled([row_id])
+
+
+async def _open_file(state: StateDirectory) -> Connection:
+    """Open, check and migrate the file; from here on the directory counts as in use."""
+    try:
+        connection = await open_writer(state.database)
+    except sqlite3.DatabaseError as error:
+        raise _damaged(state.database, str(error)) from error
+    try:
+        if state.unclean:
+            await connection.run(partial(_check, state.database))
+        await connection.run(partial(migrate, path=state.database))
+    except BaseException:
+        await connection.close()
+        raise
+    state.begin()
+    return connection
+
+
+def _check(path: Path, db: sqlite3.Connection) -> None:
+    try:
+        (verdict,) = db.execute(QUERIES["quick_check"]).fetchone()
+    except sqlite3.DatabaseError as error:
+        raise _damaged(path, str(error)) from error
+    if verdict != "ok":
+        raise _damaged(path, verdict)
+
+
+def _damaged(path: Path, fault: str) -> Fatal:
+    return Fatal(
+        Exit.CONFIG,
+        f"{path} is damaged ({fault}): run `postroom outbox recover`, which sets it aside and saves the rows",
+    )

@@ -1,0 +1,240 @@
+"""Reading the outbox beside its writer: read-only, one short transaction at a time, so that the WAL can be emptied."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+from postroom.errors import InvalidMessage
+from postroom.message import Priority
+from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
+
+from chassis.sql import load_queries
+from outbox.connection import QUERIES as CONNECTION
+from outbox.connection import Connection
+from outbox.errors import row_not_found
+from outbox.model import OutboxCounts, RelayControl, RowFilter, to_datetime
+
+T = TypeVar("T")
+
+_QUERIES: Final = load_queries("outbox", "sql/read.sql")
+_SCAN: Final = 2000  # rows that one short read transaction looks at
+_SCANS_PER_PAGE: Final = 50  # after which a page is returned as full as it is, with a cursor
+
+
+class StoredRow(NamedTuple):
+    """What the view `outbox_row` packs into one JSON array, in its order."""
+
+    id: str
+    client_message_id: str
+    status: RowStatus
+    destination: str
+    priority: Priority
+    enqueued_at: int
+    attempts: int
+    next_attempt_at: int
+    request_fingerprint: str
+    payload_bytes: int
+    held: int
+    not_before: int | None
+    last_error: str | None
+    delivered_at: int | None
+    broker_message_id: str | None
+    history_id: int | None
+    aborted_at: int | None
+    aborted_by: str | None
+    superseded_by: str | None
+    payload_pruned_at: int | None
+    submitted_by: str
+
+    def view(self) -> OutboxRow:
+        """Return the row as callers and operators see it."""
+        values: dict[str, Any] = self._asdict()
+        for name in _TIMES:
+            values[name] = to_datetime(values[name])
+        return OutboxRow(**{**values, "held": bool(self.held)})
+
+
+_TIMES: Final = ("enqueued_at", "next_attempt_at", "not_before", "delivered_at", "aborted_at", "payload_pruned_at")
+
+
+class _LogLine(NamedTuple):
+    """What `log` returns, in its order."""
+
+    at: int
+    verb: str
+    actor: str
+    reason: str
+    row_id: str | None
+    detail: str | None
+
+    def view(self) -> OperatorAction:
+        return OperatorAction(
+            at=datetime.fromtimestamp(self.at / 1000, UTC),
+            verb=self.verb,
+            actor=self.actor,
+            reason=self.reason,
+            row_id=self.row_id,
+            detail=self.detail,
+        )
+
+
+_decode_row: Final = msgspec.json.Decoder(StoredRow).decode
+_decode_rows: Final = msgspec.json.Decoder(list[StoredRow]).decode
+_decode_page: Final = msgspec.json.Decoder(list[tuple[int, StoredRow]]).decode
+_decode_log: Final = msgspec.json.Decoder(list[_LogLine]).decode
+_decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Reader:
+    """Answers questions about rows from its own read-only connection."""
+
+    def __init__(self, connection: Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._connection.close()
+
+    async def find(self, client_message_id: str) -> OutboxRow | None:
+        """Return the row of a send."""
+        return await self._connection.run(lambda db: _row(db, "row_by_client_message_id", client_message_id))
+
+    async def row(self, row_id: str) -> OutboxRow:
+        """Return a row by its id, else by its client_message_id; raises `NotFound`."""
+        row = await self._connection.run(lambda db: _row(db, "row", row_id))
+        if row is None:
+            raise row_not_found(row_id)
+        return row
+
+    async def inspect(self, row_id: str) -> RowChain:
+        """Return a row with its requeue chain and what operators did to any of it; raises `NotFound`."""
+        return await self._connection.run(lambda db: _in_snapshot(db, lambda: _inspect(db, row_id)))
+
+    async def page(self, row_filter: RowFilter, cursor: str | None, limit: int, now: int) -> OutboxPage:
+        """Return up to `limit` rows in age order; fewer, with a cursor, where the filter finds little for long."""
+        after: int | None = _seq(cursor)
+        rows: list[OutboxRow] = []
+        for _ in range(_SCANS_PER_PAGE):
+            walk = _Walk(row_filter, after or 0, limit - len(rows), now)
+            found, after = await self._connection.run(walk.step)
+            rows += found
+            if after is None or len(rows) == limit:
+                break
+        return OutboxPage(rows=rows, next_cursor=None if after is None else str(after))
+
+    async def counts(self) -> OutboxCounts:
+        """Return the kept counters and the sizes on disk."""
+        tally, oldest = await self._connection.run(_counts)
+        return OutboxCounts(
+            rows=dict(zip(("pending", "inflight", "done", "dead", "aborted"), tally, strict=False)),
+            payload_bytes=tally[-1],
+            file_bytes=self._path.stat().st_size,
+            wal_bytes=_size(Path(f"{self._path}-wal")),
+            oldest_pending_at=oldest,
+        )
+
+    async def controls(self) -> dict[str, RelayControl]:
+        """Return what operators told the relay, by destination ('' for everything)."""
+        rows = await self._connection.run(lambda db: db.execute(_QUERIES["controls"]).fetchall())
+        return {destination: RelayControl(bool(paused), rate) for destination, paused, rate in rows}
+
+
+class _Walk(NamedTuple):
+    """One step of a list: the next candidates, and those of them that match."""
+
+    filter: RowFilter
+    after: int
+    limit: int
+    now: int  # ms since the epoch
+
+    def step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
+        """Return the rows found, and after which row to go on: None at the end."""
+        return _in_snapshot(db, lambda: self._step(db))
+
+    def _step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
+        wanted = self.filter
+        candidates = _value(db, self._walk(), self._parameters())
+        seqs = _decode_seqs(candidates)
+        found = _decode_page(_value(db, "page", {**self._parameters(), "seqs": candidates}))
+        rows = [row.view() for _, row in found]
+        if len(found) == self.limit:
+            return rows, found[-1][0]
+        return rows, seqs[-1] if len(seqs) == _SCAN and wanted.ids is None else None
+
+    def _walk(self) -> str:
+        if self.filter.ids is not None:
+            return "walk_ids"
+        if self.filter.status == "pending":
+            return "walk_pending"
+        if self.filter.status in ("inflight", "dead", "aborted"):
+            return "walk_status"
+        return "walk_all"
+
+    def _parameters(self) -> dict[str, Any]:
+        wanted = self.filter
+        age = wanted.older_than_seconds
+        return {
+            "after": self.after,
+            "limit": self.limit,
+            "scan": _SCAN,
+            "ids": _encode(wanted.ids or []).decode(),
+            "status": wanted.status,
+            "destination": wanted.destination,
+            "held": wanted.held,
+            "code": wanted.code,
+            "enqueued_before": None if age is None else self.now - int(age * 1000),
+        }
+
+
+def _in_snapshot(db: sqlite3.Connection, read: Callable[[], T]) -> T:
+    db.execute(CONNECTION["begin_read"])
+    try:
+        return read()
+    finally:
+        db.execute(CONNECTION["rollback"])
+
+
+def _value(db: sqlite3.Connection, query: str, parameters: Any) -> Any:
+    return db.execute(_QUERIES[query], parameters).fetchone()[0]
+
+
+def _row(db: sqlite3.Connection, query: str, key: str) -> OutboxRow | None:
+    found = db.execute(_QUERIES[query], (key,)).fetchone()
+    return None if found is None else _decode_row(found[0]).view()
+
+
+def _inspect(db: sqlite3.Connection, row_id: str) -> RowChain:
+    row = _row(db, "row", row_id)
+    if row is None:
+        raise row_not_found(row_id)
+    chain = [stored.view() for stored in _decode_rows(_value(db, "chain", {"id": row.id}))]
+    ids = _encode([link.id for link in chain]).decode()
+    log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
+    return RowChain(row=row, chain=chain, log=log)
+
+
+def _counts(db: sqlite3.Connection) -> tuple[tuple[int, ...], int | None]:
+    tally = db.execute(_QUERIES["tally"]).fetchone()
+    return tally, _value(db, "oldest_pending", ())
+
+
+def _seq(cursor: str | None) -> int:
+    if cursor is None:
+        return 0
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= 18):
+        raise InvalidMessage.of(400, "invalid_cursor", "the cursor is not one that a list returned", field="cursor")
+    return int(cursor)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,214 @@
+"""What the relay does with rows: claim them, settle them, give up the ones that are too old (spec send.md, "Relaying")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from chassis.sql import load_queries
+from outbox.lanes import ALL, DUE
+from outbox.model import ClaimedRow, Settlement, Verdict
+from outbox.transaction import Transaction
+
+_QUERIES: Final = load_queries("outbox", "sql/relay.sql")
+_SCAN: Final = 20_000  # index entries that one claim may walk past in a lane: about a millisecond
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class _Claimed(NamedTuple):
+    """What `taken` returns, in its order."""
+
+    row_id: str
+    client_message_id: str
+    fingerprint: str  # hex
+    payload: msgspec.Raw
+    destination: str
+    attempts: int
+    enqueued_at: int
+
+
+_decode_candidates: Final = msgspec.json.Decoder(list[tuple[int, int]]).decode
+_decode_claimed: Final = msgspec.json.Decoder(list[_Claimed]).decode
+_decode_ids: Final = msgspec.json.Decoder(list[str]).decode
+
+
+class ClaimResult(NamedTuple):
+    """The rows, whether more may be due right now, and when the next waiting row will be (ms since the epoch)."""
+
+    rows: list[ClaimedRow]
+    more: bool
+    next_due: int | None
+
+
+class WalkedPast:
+    """Up to where each lane holds nothing but rows of excluded destinations, so that no claim walks there twice.
+
+    Only the writer's thread uses it. Whoever puts an older row back into a lane calls `forget`.
+    """
+
+    def __init__(self) -> None:
+        self._excluded: frozenset[str] = frozenset()
+        self._after: dict[int, int] = {}
+
+    def after(self, lane: int, excluded: frozenset[str]) -> int:
+        """Return the `seq` after which a claim has to look."""
+        if excluded != self._excluded:
+            self.forget()
+            self._excluded = excluded
+        return self._after.get(lane, 0)
+
+    def walked(self, lane: int, seq: int) -> None:
+        """Note that there is nothing to claim up to `seq`."""
+        self._after[lane] = seq
+
+    def forget(self) -> None:
+        """Start every lane from its oldest row again."""
+        self._after.clear()
+
+
+class Claim(NamedTuple):
+    """Take due rows, by priority, then age: at most `limit` rows and `max_bytes` of payload, but at least one."""
+
+    limit: int
+    max_bytes: int
+    excluded: frozenset[str]
+    walked: WalkedPast
+
+    @property
+    def rows(self) -> int:
+        """How many rows it may write."""
+        return self.limit
+
+    def run(self, transaction: Transaction) -> ClaimResult:
+        """Claim: one transaction, seed §4.5.2's `pending` to `inflight`."""
+        woken = transaction.execute(_QUERIES["wake"], {"now": transaction.now, "limit": self.limit})
+        if woken:
+            self.walked.forget()
+        chosen, more = self._choose(transaction)
+        claimed = _take(transaction, chosen) if chosen else []
+        return ClaimResult(claimed, more or woken == self.limit, transaction.value(_QUERIES["next_due"]))
+
+    def _choose(self, transaction: Transaction) -> tuple[list[int], bool]:
+        chosen: list[int] = []
+        size = 0
+        more = False
+        for lane in DUE.values():
+            candidates, unfinished = self._candidates(transaction, lane, self.limit - len(chosen))
+            more = more or unfinished
+            for seq, payload_bytes in candidates:
+                size += payload_bytes
+                if chosen and size > self.max_bytes:
+                    return chosen, True
+                chosen.append(seq)
+            if len(chosen) == self.limit:
+                return chosen, True
+        return chosen, more
+
+    def _candidates(self, transaction: Transaction, lane: int, limit: int) -> tuple[list[tuple[int, int]], bool]:
+        """Return the first rows of a lane, and whether the walk ended before the lane did."""
+        parameters: dict[str, int | str] = {"lane": lane, "after": 0, "limit": limit}
+        if not self.excluded:
+            return _decode_candidates(transaction.value(_QUERIES["candidates"], parameters)), False
+        parameters["after"] = self.walked.after(lane, self.excluded)
+        parameters |= {"scan": _SCAN, "excluded": _encode(sorted(self.excluded)).decode()}
+        found = _decode_candidates(transaction.value(_QUERIES["candidates_elsewhere"], parameters))
+        if len(found) == limit:
+            return found, True
+        looked_at, last = transaction.db.execute(_QUERIES["scanned"], parameters).fetchone()
+        if looked_at:
+            self.walked.walked(lane, last)
+        return found, looked_at == _SCAN
+
+
+class Settle(NamedTuple):
+    """Apply the broker's answers; a row that is not `inflight` any more is left alone."""
+
+    settlements: Sequence[Settlement]
+    walked: WalkedPast
+
+    @property
+    def rows(self) -> int:
+        """How many rows it may write."""
+        return len(self.settlements)
+
+    def run(self, transaction: Transaction) -> int:
+        """Settle, one statement per verdict; returns how many rows were settled."""
+        done = [(s.row_id, s.broker_message_id, s.history_id) for s in self.settlements if s.verdict is Verdict.DONE]
+        dead = [(s.row_id, s.last_error) for s in self.settlements if s.verdict is Verdict.DEAD]
+        retry = [
+            (s.row_id, s.next_attempt_at, s.last_error, int(s.burns_attempt))
+            for s in self.settlements
+            if s.verdict is Verdict.RETRY
+        ]
+        if retry:
+            self.walked.forget()
+        settled = 0
+        for verdict, query, rows in (
+            (Verdict.DONE, "settle_done", done),
+            (Verdict.DEAD, "settle_dead", dead),
+            (Verdict.RETRY, "settle_retry", retry),
+        ):
+            if rows:
+                settled += self._apply(transaction, verdict, query, rows)
+        return settled
+
+    def _apply(self, transaction: Transaction, verdict: Verdict, query: str, rows: Sequence[object]) -> int:
+        parameters = {"now": transaction.now, "settlements": _encode(rows).decode()}
+        changed = transaction.execute(_QUERIES[query], parameters)
+        transaction.moved("inflight", verdict.value, changed)
+        return changed
+
+
+class Expire(NamedTuple):
+    """Give up at most `limit` pending rows that were enqueued before a moment."""
+
+    enqueued_before: int  # ms since the epoch
+    limit: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows it may write."""
+        return self.limit
+
+    def run(self, transaction: Transaction) -> list[str]:
+        """Expire; returns the ids of the rows that are dead now."""
+        ids: list[str] = []
+        for lane in ALL:
+            parameters = {"lane": lane, "before": self.enqueued_before, "limit": self.limit - len(ids)}
+            ids += _decode_ids(transaction.value(_QUERIES["expired"], parameters))
+        last_error = "expired: the broker did not accept the message within max_age"
+        changed = transaction.execute(_QUERIES["expire"], {"ids": _encode(ids).decode(), "last_error": last_error})
+        transaction.moved("pending", "dead", changed)
+        return ids
+
+
+class Reclaim(NamedTuple):
+    """At a start: what was inflight goes back to pending and has one attempt more (spec send.md, "Relaying")."""
+
+    rows: int = 1
+
+    def run(self, transaction: Transaction) -> int:
+        """Reclaim; returns how many rows there were."""
+        changed = transaction.execute(_QUERIES["reclaim"])
+        transaction.moved("inflight", "pending", changed)
+        return changed
+
+
+def _take(transaction: Transaction, chosen: Sequence[int]) -> list[ClaimedRow]:
+    seqs = _encode(chosen).decode()
+    transaction.moved("pending", "inflight", transaction.execute(_QUERIES["take"], (seqs,)))
+    return [
+        ClaimedRow(
+            row.row_id,
+            row.client_message_id,
+            bytes.fromhex(row.fingerprint),
+            bytes(row.payload),
+            row.destination,
+            row.attempts,
+            row.enqueued_at,
+        )
+        for row in _decode_claimed(transaction.value(_QUERIES["taken"], (seqs,)))
+    ]

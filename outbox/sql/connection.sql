@@ -1,0 +1,68 @@
+-- name: begin
+-- Take the write lock at once, so that nothing in the transaction can be refused it later (seed §4.5.1).
+BEGIN IMMEDIATE;
+
+-- name: commit
+-- Make the transaction durable.
+COMMIT;
+
+-- name: rollback
+-- Undo the transaction.
+ROLLBACK;
+
+-- name: begin_read
+-- One snapshot for several reads.
+BEGIN DEFERRED;
+
+-- name: write_pragmas
+-- How the one write connection behaves; journal_mode stays in the file.
+PRAGMA busy_timeout = 5000;             -- ms
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = FULL;              -- an fsync per commit: what was answered is on disk
+PRAGMA wal_autocheckpoint = 0;          -- the writer checkpoints after it has answered, see outbox/writer.py
+PRAGMA journal_size_limit = 33554432;   -- bytes the WAL file shrinks to when it starts anew
+PRAGMA cache_size = -16384;             -- KiB
+PRAGMA recursive_triggers = ON;         -- REPLACE is a DELETE, and fires its trigger
+PRAGMA temp_store = MEMORY;
+
+-- name: read_pragmas
+-- How a reader behaves.
+PRAGMA busy_timeout = 5000;             -- ms
+PRAGMA query_only = ON;
+PRAGMA cache_size = -4096;              -- KiB
+PRAGMA temp_store = MEMORY;
+
+-- name: user_version
+-- The number of the last migration.
+PRAGMA user_version;
+
+-- name: application_id
+-- Whose file this is: 0 for a new one.
+PRAGMA application_id;
+
+-- name: quick_check
+-- Whether the file is sound: "ok", or the first fault.
+PRAGMA quick_check(1);
+
+-- name: used_bytes
+-- Bytes of the file that hold something.
+SELECT (page_count - freelist_count) * page_size
+FROM pragma_page_count, pragma_freelist_count, pragma_page_size;
+
+-- name: checkpoint
+-- Move what no reader needs out of the WAL: busy, frames in it, frames moved.
+PRAGMA wal_checkpoint(PASSIVE);
+
+-- name: checkpoint_restart
+-- The same, and wait for the readers, so that the WAL starts anew.
+PRAGMA wal_checkpoint(RESTART);
+
+-- name: checkpoint_truncate
+-- The same, and leave an empty WAL.
+PRAGMA wal_checkpoint(TRUNCATE);
+
+-- name: count
+-- Move the counters.
+UPDATE tally
+SET pending = pending + :pending, inflight = inflight + :inflight, done = done + :done, dead = dead + :dead,
+    aborted = aborted + :aborted, payload_bytes = payload_bytes + :payload_bytes;

@@ -1,0 +1,62 @@
+-- name: get
+-- One row by its id, else by its client_message_id.
+SELECT seq, id, client_message_id, status, held, next_attempt_at, not_before, priority, length(payload),
+       payload_pruned_at
+FROM outbox
+WHERE seq = coalesce((SELECT seq FROM outbox WHERE id = ?1), (SELECT seq FROM outbox WHERE client_message_id = ?1));
+
+-- name: is_taken
+-- Whether a client_message_id was ever used.
+SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
+
+-- name: abort
+-- Retire a row.
+UPDATE outbox
+SET status = 'aborted', lane = NULL, aborted_at = :now, aborted_by = 'operator', superseded_by = :successor
+WHERE seq = :seq;
+
+-- name: succeed
+-- Write the successor of a row with the same payload.
+INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
+                    destination, submitted_by, not_before, payload)
+SELECT :id, :client_message_id, request_fingerprint, :now, :next_attempt_at, :lane, priority, destination,
+       submitted_by, not_before, payload
+FROM outbox WHERE seq = :seq;
+
+-- name: succeed_patched
+-- Write the successor of a row with a payload that an operator patched.
+INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
+                    destination, submitted_by, not_before, payload)
+SELECT :id, :client_message_id, :fingerprint, :now, :next_attempt_at, :lane, :priority, :destination,
+       submitted_by, :not_before, :payload
+FROM outbox WHERE seq = :seq;
+
+-- name: move
+-- Put a pending row into another lane.
+UPDATE outbox SET lane = :lane, next_attempt_at = :next_attempt_at WHERE seq = :seq;
+
+-- name: log
+-- Note what an operator did.
+INSERT INTO operator_log (at, verb, actor, reason, row_id, detail)
+VALUES (:at, :verb, :actor, :reason, :row_id, :detail);
+
+-- name: prunable
+-- Settled rows after `after` that still have their payload, oldest first; looks at no more than `scan` rows.
+SELECT json_group_array(seq), coalesce(sum(length(payload)), 0)
+FROM (SELECT seq, status, delivered_at, aborted_at, payload_pruned_at, payload
+      FROM outbox WHERE seq > :after ORDER BY seq LIMIT :scan)
+WHERE status IN ('done', 'aborted') AND payload_pruned_at IS NULL AND coalesce(delivered_at, aborted_at) < :before;
+
+-- name: walked
+-- The last row of the next `scan` rows after `after`.
+SELECT max(seq) FROM (SELECT seq FROM outbox WHERE seq > :after ORDER BY seq LIMIT :scan);
+
+-- name: prune
+-- Empty the payloads of these rows; the rows stay.
+UPDATE outbox SET payload = x'', payload_pruned_at = :now
+WHERE seq IN (SELECT value FROM json_each(:seqs));
+
+-- name: set_control
+-- Keep what an operator told the relay about a destination.
+INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (:destination, :paused, :rate_per_second)
+ON CONFLICT (destination) DO UPDATE SET paused = excluded.paused, rate_per_second = excluded.rate_per_second;

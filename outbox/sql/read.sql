@@ -1,0 +1,83 @@
+-- name: row_by_client_message_id
+-- One row by its client_message_id.
+SELECT stored FROM outbox_row WHERE client_message_id = ?1;
+
+-- name: row
+-- One row by its id, else by its client_message_id.
+SELECT stored FROM outbox_row
+WHERE seq = coalesce((SELECT seq FROM outbox WHERE id = ?1), (SELECT seq FROM outbox WHERE client_message_id = ?1));
+
+-- name: chain
+-- A row with all its predecessors and successors, oldest first.
+WITH RECURSIVE
+    back (id) AS (SELECT :id UNION SELECT outbox.id FROM back JOIN outbox ON outbox.superseded_by = back.id),
+    forth (id) AS (SELECT :id UNION SELECT outbox.superseded_by FROM forth JOIN outbox ON outbox.id = forth.id
+                   WHERE outbox.superseded_by IS NOT NULL)
+SELECT json_group_array(json(stored))
+FROM (SELECT stored FROM outbox_row WHERE id IN (SELECT id FROM back UNION SELECT id FROM forth) ORDER BY seq);
+
+-- name: log
+-- What operators did to these rows, oldest first.
+SELECT json_group_array(json_array(at, verb, actor, reason, row_id, detail))
+FROM (SELECT * FROM operator_log WHERE row_id IN (SELECT value FROM json_each(?1)) ORDER BY seq);
+
+-- name: walk_all
+-- The next rows in age order: candidates for a page.
+SELECT json_group_array(seq) FROM (SELECT seq FROM outbox WHERE seq > :after ORDER BY seq LIMIT :scan);
+
+-- name: walk_pending
+-- The next pending rows in age order: candidates for a page. Each lane is in age order; the lanes are merged.
+SELECT json_group_array(seq) FROM (
+    SELECT seq FROM (
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 0 AND seq > :after ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 1 AND seq > :after ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 2 AND seq > :after ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 3 AND seq > :after ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 4 AND seq > :after ORDER BY seq LIMIT :scan)
+    ) ORDER BY seq LIMIT :scan
+);
+
+-- name: walk_status
+-- The next rows that are inflight, dead or aborted, in age order: candidates for a page.
+SELECT json_group_array(seq)
+FROM (SELECT seq FROM outbox
+      WHERE status = :status AND status IN ('inflight', 'dead', 'aborted') AND seq > :after ORDER BY seq LIMIT :scan);
+
+-- name: walk_ids
+-- The next rows with one of these ids or client_message_ids, in age order: candidates for a page.
+SELECT json_group_array(seq)
+FROM (SELECT seq FROM (
+          SELECT seq FROM outbox WHERE id IN (SELECT value FROM json_each(:ids))
+          UNION
+          SELECT seq FROM outbox WHERE client_message_id IN (SELECT value FROM json_each(:ids))
+      ) WHERE seq > :after ORDER BY seq LIMIT :scan);
+
+-- name: page
+-- Those of the candidates that match every part of the filter that is set, as a JSON array of [seq, row].
+SELECT json_group_array(json_array(seq, json(stored)))
+FROM (SELECT seq, stored FROM outbox_row
+      WHERE seq IN (SELECT value FROM json_each(:seqs))
+        AND (:status IS NULL OR status = :status)
+        AND (:destination IS NULL OR destination = :destination)
+        AND (:held IS NULL OR held = :held)
+        AND (:code IS NULL OR last_error = :code OR substr(last_error, 1, length(:code) + 1) = :code || ':')
+        AND (:enqueued_before IS NULL OR enqueued_at < :enqueued_before)
+      ORDER BY seq LIMIT :limit);
+
+-- name: tally
+-- The kept counters.
+SELECT pending, inflight, done, dead, aborted, payload_bytes FROM tally;
+
+-- name: oldest_pending
+-- When the oldest pending row was enqueued: the oldest of each lane.
+SELECT min(enqueued_at) FROM (
+    SELECT * FROM (SELECT enqueued_at FROM outbox WHERE lane = 0 ORDER BY seq LIMIT 1) UNION ALL
+    SELECT * FROM (SELECT enqueued_at FROM outbox WHERE lane = 1 ORDER BY seq LIMIT 1) UNION ALL
+    SELECT * FROM (SELECT enqueued_at FROM outbox WHERE lane = 2 ORDER BY seq LIMIT 1) UNION ALL
+    SELECT * FROM (SELECT enqueued_at FROM outbox WHERE lane = 3 ORDER BY seq LIMIT 1) UNION ALL
+    SELECT * FROM (SELECT enqueued_at FROM outbox WHERE lane = 4 ORDER BY seq LIMIT 1)
+);
+
+-- name: controls
+-- What operators told the relay.
+SELECT destination, paused, rate_per_second FROM relay_control;

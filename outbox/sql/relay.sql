@@ -1,0 +1,92 @@
+-- name: wake
+-- Make the rows due whose time has come, the longest due first.
+UPDATE outbox
+SET lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END
+WHERE seq IN (SELECT seq FROM outbox WHERE lane = 3 AND next_attempt_at <= :now ORDER BY next_attempt_at LIMIT :limit);
+
+-- name: next_due
+-- When the first of the waiting rows becomes due.
+SELECT min(next_attempt_at) FROM outbox WHERE lane = 3;
+
+-- name: candidates
+-- The first rows of a lane after `after`, as a JSON array of [seq, payload bytes].
+SELECT json_group_array(json_array(seq, length(payload)))
+FROM (SELECT seq, payload FROM outbox WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :limit);
+
+-- name: candidates_elsewhere
+-- The same without the destinations in `excluded`; looks at no more than `scan` rows.
+SELECT json_group_array(json_array(seq, length(payload)))
+FROM outbox
+WHERE seq IN (
+    SELECT seq
+    FROM (SELECT seq, destination FROM outbox WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :scan)
+    WHERE destination NOT IN (SELECT value FROM json_each(:excluded))
+    ORDER BY seq
+    LIMIT :limit
+);
+
+-- name: scanned
+-- How many rows `candidates_elsewhere` looked at, and the last of them.
+SELECT count(*), max(seq)
+FROM (SELECT seq FROM outbox WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :scan);
+
+-- name: take
+-- Make the chosen rows inflight.
+UPDATE outbox SET status = 'inflight', lane = NULL
+WHERE seq IN (SELECT value FROM json_each(?1));
+
+-- name: taken
+-- The chosen rows as one JSON array, each payload (itself JSON) spliced in as it lies, without a step per row.
+SELECT CAST('[' || coalesce(group_concat(
+           '[' || json_quote(id) || ',' || json_quote(client_message_id) || ',"' || hex(request_fingerprint) || '",'
+           || CAST(payload AS TEXT) || ',' || json_quote(destination) || ',' || attempts || ',' || enqueued_at || ']'
+       ), '') || ']' AS BLOB)
+FROM (SELECT outbox.* FROM json_each(?1) AS chosen CROSS JOIN outbox ON outbox.seq = chosen.value ORDER BY chosen.key);
+
+-- name: settle_done
+-- The broker has them: [[id, broker_message_id, history_id], …].
+UPDATE outbox
+SET status = 'done', attempts = attempts + 1, delivered_at = :now, broker_message_id = answer.broker_message_id,
+    history_id = answer.history_id
+FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS broker_message_id,
+             json_extract(value, '$[2]') AS history_id
+      FROM json_each(:settlements)) AS answer
+WHERE outbox.id = answer.id AND outbox.status = 'inflight';
+
+-- name: settle_dead
+-- The broker refused them for good: [[id, last_error], …].
+UPDATE outbox
+SET status = 'dead', attempts = attempts + 1, last_error = answer.last_error
+FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS last_error
+      FROM json_each(:settlements)) AS answer
+WHERE outbox.id = answer.id AND outbox.status = 'inflight';
+
+-- name: settle_retry
+-- Not now: [[id, next_attempt_at, last_error or null, attempts burnt], …].
+UPDATE outbox
+SET status = 'pending', attempts = attempts + answer.burnt, next_attempt_at = answer.next_attempt_at,
+    last_error = coalesce(answer.last_error, outbox.last_error),
+    lane = CASE WHEN answer.next_attempt_at > :now THEN 3
+                WHEN priority = 'now' THEN 0 WHEN priority = 'next' THEN 1 ELSE 2 END
+FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS next_attempt_at,
+             json_extract(value, '$[2]') AS last_error, json_extract(value, '$[3]') AS burnt
+      FROM json_each(:settlements)) AS answer
+WHERE outbox.id = answer.id AND outbox.status = 'inflight';
+
+-- name: reclaim
+-- After a crash nobody knows how far an inflight row came: it goes back, and the attempt counts.
+UPDATE outbox
+SET status = 'pending', attempts = attempts + 1,
+    lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END
+WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
+
+-- name: expired
+-- The oldest pending rows of a lane that were enqueued before `before`, as a JSON array of ids.
+SELECT json_group_array(id)
+FROM (SELECT id, enqueued_at FROM outbox WHERE lane = :lane ORDER BY seq LIMIT :limit)
+WHERE enqueued_at < :before;
+
+-- name: expire
+-- Give these pending rows up.
+UPDATE outbox SET status = 'dead', lane = NULL, last_error = :last_error
+WHERE id IN (SELECT value FROM json_each(:ids)) AND status = 'pending';

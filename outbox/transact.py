@@ -1,0 +1,119 @@
+"""Running a group of operations in one transaction, so that each fares as if it had its own (spec send.md, "Accepting").
+
+The group runs without savepoints, which would cost two steps an operation. Where anything but a `PostroomError` goes
+wrong before the commit, the whole transaction is undone and every operation, every send, runs again in a transaction
+of its own: what is at fault fails alone. A commit that fails because the disk is full has written nothing and is
+treated alike; one that fails with an I/O error may have happened, and ends the outbox.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+from postroom.errors import PostroomError
+
+from outbox.accepting import Accept, accept_group
+from outbox.connection import QUERIES
+from outbox.errors import from_sqlite, is_broken
+from outbox.relaying import WalkedPast
+from outbox.transaction import Operation, Transaction
+
+Outcome = Any  # what the operation returns, or the exception it raises
+
+
+class WriteFailed(Exception):
+    """The file or the disk failed: whether the transaction happened is not known."""
+
+
+class Transactor:
+    """Runs groups on the connection's thread; knows nothing of the event loop."""
+
+    def __init__(
+        self, *, clock: Callable[[], int], new_id: Callable[[], str], max_bytes: int, walked: WalkedPast
+    ) -> None:
+        self._clock = clock
+        self._new_id = new_id
+        self._max_bytes = max_bytes
+        self._walked = walked
+        self.used_bytes = 0  # of the file, after the last transaction
+        self.logged_bytes = 0  # about what the WAL holds that a checkpoint has not moved
+
+    def run(self, group: Sequence[Operation[Any]], db: sqlite3.Connection) -> list[Outcome]:
+        """Run `group` in one transaction and return an outcome per operation; raises `WriteFailed`."""
+        try:
+            return self._transact(db, group)
+        except WriteFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it was, its operation shall fail alone
+            if len(group) == 1 and not isinstance(group[0], Accept):
+                return [from_sqlite(error)]
+            return [self._alone(db, operation) for operation in group]
+
+    def _alone(self, db: sqlite3.Connection, operation: Operation[Any]) -> Outcome:
+        if isinstance(operation, Accept):
+            return [self._send_alone(db, Accept((send,), operation.caller)) for send in operation.sends]
+        return self.run([operation], db)[0]
+
+    def _send_alone(self, db: sqlite3.Connection, send: Accept) -> Outcome:
+        try:
+            return self._transact(db, [send])[0][0]
+        except WriteFailed:
+            raise
+        except Exception as error:  # noqa: BLE001 - the same
+            return from_sqlite(error)
+
+    def _transact(self, db: sqlite3.Connection, group: Sequence[Operation[Any]]) -> list[Outcome]:
+        try:
+            db.execute(QUERIES["begin"])
+            transaction = self._transaction(db)
+            outcomes = _run_all(transaction, group)
+            transaction.write_counters()
+            db.execute(QUERIES["commit"])
+        except BaseException as error:
+            self._undo(db)
+            if is_broken(error):
+                raise WriteFailed(str(error)) from error
+            raise
+        self.used_bytes = transaction.used_bytes
+        self.logged_bytes += transaction.logged_bytes
+        return outcomes
+
+    def checkpoint(self, db: sqlite3.Connection) -> tuple[int, int]:
+        """Move the WAL into the file as far as readers allow; returns its frames, and how many of them were moved."""
+        _, frames, moved = db.execute(QUERIES["checkpoint"]).fetchone()
+        self.logged_bytes = 0
+        return frames, moved
+
+    def _transaction(self, db: sqlite3.Connection) -> Transaction:
+        (used_bytes,) = db.execute(QUERIES["used_bytes"]).fetchone()
+        return Transaction(db, now=self._clock(), new_id=self._new_id, used_bytes=used_bytes, max_bytes=self._max_bytes)
+
+    def _undo(self, db: sqlite3.Connection) -> None:
+        self._walked.forget()  # rows that a claim walked past or took may be back
+        if db.in_transaction:
+            db.execute(QUERIES["rollback"])
+
+
+def _run_all(transaction: Transaction, group: Sequence[Operation[Any]]) -> list[Outcome]:
+    """Run the operations in order, neighbouring sends together."""
+    outcomes: list[Outcome] = []
+    for is_accept, neighbours in groupby(group, key=_is_accept):
+        if is_accept:
+            outcomes += accept_group(transaction, list(neighbours))  # type: ignore[arg-type]
+        else:
+            outcomes += [_run(transaction, operation) for operation in neighbours]
+    return outcomes
+
+
+def _is_accept(operation: Operation[Any]) -> bool:
+    return isinstance(operation, Accept)
+
+
+def _run(transaction: Transaction, operation: Operation[Any]) -> Outcome:
+    try:
+        return operation.run(transaction)
+    except PostroomError as error:  # nothing has changed yet
+        return error

@@ -1,0 +1,84 @@
+"""One write transaction, as the operations see it: the connection, the time, fresh ids, and the counters' changes."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from postroom.sends import RowStatus
+
+from outbox.connection import QUERIES
+
+FULL_AT: Final = 0.95  # of max_bytes: new messages are refused
+_PAGE_BYTES: Final = 4096
+_PAGES_PER_COMMIT: Final = 6  # one in the table, one in each index, the counters
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Transaction:
+    """What an operation runs in. `now` is one moment for all of it, in ms since the epoch."""
+
+    __slots__ = ("_changes", "_rows_moved", "_used_before", "db", "max_bytes", "new_id", "now", "used_bytes")
+
+    def __init__(
+        self, db: sqlite3.Connection, *, now: int, new_id: Callable[[], str], used_bytes: int, max_bytes: int
+    ) -> None:
+        self.db = db
+        self.now = now
+        self.new_id = new_id
+        self._used_before = self.used_bytes = used_bytes
+        self._rows_moved = 0
+        self.max_bytes = max_bytes
+        self._changes: Counter[str] = Counter()
+
+    @property
+    def headroom(self) -> int:
+        """How many bytes of new payload the transaction may still write."""
+        return int(self.max_bytes * FULL_AT) - self.used_bytes
+
+    def execute(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> int:
+        """Run a writing statement; returns how many rows it changed."""
+        return self.db.execute(query, parameters).rowcount
+
+    def value(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> Any:
+        """Return the only column of the only row: a set of rows comes as one JSON text, one step for all of them."""
+        return self.db.execute(query, parameters).fetchone()[0]
+
+    @property
+    def logged_bytes(self) -> int:
+        """About how much the transaction adds to the WAL: its payloads, and a page for each row or index it touched."""
+        return self.used_bytes - self._used_before + _PAGE_BYTES * (_PAGES_PER_COMMIT + self._rows_moved)
+
+    def moved(self, before: RowStatus | None, after: RowStatus, rows: int) -> None:
+        """Count `rows` that went from one state to another; None for new ones."""
+        if before is not None:
+            self._changes[before] -= rows
+            self._rows_moved += rows
+        self._changes[after] += rows
+
+    def payload_grew(self, size: int) -> None:
+        """Count bytes of payload, negative for pruned ones."""
+        self._changes["payload_bytes"] += size
+        self.used_bytes += max(size, 0)
+
+    def write_counters(self) -> None:
+        """Add what was counted to the kept counters, in one statement."""
+        if self._changes:
+            names = ("pending", "inflight", "done", "dead", "aborted", "payload_bytes")
+            self.db.execute(QUERIES["count"], {name: self._changes[name] for name in names})
+
+
+class Operation(Protocol[T_co]):
+    """Something the writer runs inside a transaction.
+
+    It raises a `PostroomError` only before it has changed anything; after any other error the writer undoes it.
+    """
+
+    @property
+    def rows(self) -> int:
+        """How many rows it may write, at most."""
+
+    def run(self, transaction: Transaction) -> T_co:
+        """Do it; runs on the connection's thread."""

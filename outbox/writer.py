@@ -1,0 +1,163 @@
+"""The one writer: it gathers operations, commits them in groups, answers, and checkpoints.
+
+While one transaction is on its way to the disk the next group gathers, so a lone send waits for one fsync and a
+thousand concurrent ones share it. A transaction costs one hop to the connection's thread. Checkpoints run on the same
+connection (see connection.py), after the group has been answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import structlog
+
+from chassis.exits import Fatal
+from outbox.connection import QUERIES, Connection
+from outbox.errors import outcome_unknown, stopped, write_failed
+from outbox.settings import OutboxSettings
+from outbox.transact import Transactor
+from outbox.transaction import Operation
+
+T = TypeVar("T")
+
+WAL_LIMIT: Final = 64 * 1024 * 1024  # bytes; spec send.md, "Accepting"
+_RESTART_AT: Final = WAL_LIMIT // 4  # bytes; beyond it the readers are waited for
+_STALLED_AFTER: Final = 30.0  # seconds that one transaction may take before the writer counts as stuck
+
+_log = structlog.get_logger(__name__)
+
+
+class _Waiting(NamedTuple):
+    operation: Operation[Any]
+    future: asyncio.Future[Any]
+
+
+class Writer:
+    """Owns the write connection; `submit` is how anything gets into the file."""
+
+    def __init__(self, connection: Connection, path: Path, transactor: Transactor, settings: OutboxSettings) -> None:
+        self._connection = connection
+        self._path = path
+        self._transactor = transactor
+        self._settings = settings
+        self._waiting: deque[_Waiting] = deque()
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._busy_since: float | None = None
+        self._wal = Path(f"{path}-wal")
+        self.failed = asyncio.Event()
+        self.failure: Fatal | None = None
+        self.transactions = 0  # committed
+        self.operations = 0  # answered
+        self._task = asyncio.create_task(self._run(), name="outbox writer")
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that hold something."""
+        return self._transactor.used_bytes
+
+    @property
+    def wal_bytes(self) -> int:
+        """Bytes of the write-ahead log on disk."""
+        try:
+            return self._wal.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the writer takes operations and gets on with them."""
+        stalled = self._busy_since is not None and time.monotonic() - self._busy_since > _STALLED_AFTER
+        return self.failure is None and not self._stopping and not stalled
+
+    def submit(self, operation: Operation[T]) -> asyncio.Future[T]:
+        """Queue `operation`; the future is done when its transaction is on disk, or with the error it failed with."""
+        if self.failure is not None:
+            raise outcome_unknown()
+        if self._stopping:
+            raise stopped()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(operation, future))
+        self._wake.set()
+        return future
+
+    async def close(self) -> None:
+        """Finish what is queued, checkpoint and close the connection. A second call does nothing."""
+        self._stopping = True
+        self._wake.set()
+        await self._task
+        if self.failure is None:
+            await self._connection.run(_truncate)
+        await self._connection.close()
+
+    async def _run(self) -> None:
+        while not (self._stopping and not self._waiting):
+            if not self._waiting:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            self._busy_since = time.monotonic()
+            await self._commit(self._gather())
+            self._busy_since = None
+
+    def _gather(self) -> list[_Waiting]:
+        """Take operations from the queue until the group is full."""
+        group = [self._waiting.popleft()]
+        rows = group[0].operation.rows
+        while self._waiting and (rows := rows + self._waiting[0].operation.rows) <= self._settings.max_group_rows:
+            group.append(self._waiting.popleft())
+        return group
+
+    async def _commit(self, group: list[_Waiting]) -> None:
+        operations = [waiting.operation for waiting in group]
+        try:
+            outcomes = await self._connection.run(partial(self._transactor.run, operations))
+        except Exception as error:  # noqa: BLE001 - every waiter must hear of it, and the process must end
+            self._fail(group, error)
+            return
+        self.transactions += 1
+        self.operations += len(group)
+        for waiting, outcome in zip(group, outcomes, strict=True):
+            _answer(waiting.future, outcome)
+        await self._checkpoint()
+
+    def _fail(self, group: list[_Waiting], error: Exception) -> None:
+        """Give everybody who waits the same answer, and take nothing any more."""
+        self.failure = write_failed(self._path, error)
+        self._stopping = True
+        _log.critical("outbox_write_failed", file=str(self._path), exc_info=error)
+        for waiting in (*group, *self._waiting):
+            _answer(waiting.future, outcome_unknown())
+        self._waiting.clear()
+        self.failed.set()
+
+    async def _checkpoint(self) -> None:
+        """Move the log into the file once it holds enough; the group has its answers, the next one gathers."""
+        if self._transactor.logged_bytes < self._settings.checkpoint_bytes:
+            return
+        try:
+            frames, moved = await self._connection.run(self._transactor.checkpoint)
+        except sqlite3.Error as error:
+            self._fail([], error)
+            return
+        if frames > moved and self.wal_bytes > _RESTART_AT:
+            _log.warning("wal_not_emptied", wal_bytes=self.wal_bytes, limit=WAL_LIMIT, reason="a reader holds it")
+
+
+def _answer(future: asyncio.Future[Any], outcome: Any) -> None:
+    if future.done():  # its caller went away
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def _truncate(db: sqlite3.Connection) -> None:
+    db.execute(QUERIES["checkpoint_truncate"]).fetchall()
