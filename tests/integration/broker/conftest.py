@@ -1,0 +1,235 @@
+"""Brokers for tests: in this process or as processes of their own, on real Postgres and Redis, and callers of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import asyncpg
+import msgspec
+import pytest
+from aiohttp import web
+
+from broker.app import Services, build
+from broker.config import BrokerConfig
+from broker.main import open_services
+from broker.migrate import migrate
+from postroom.accept import AcceptAnswer, AcceptResponse
+from postroom.message import Envelope, check_envelope, prepare
+
+ADMIN_TOKEN = "an administrator's token for tests"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: status, decoded body, headers."""
+
+    status: int
+    body: Any
+    headers: Mapping[str, str]
+
+    @property
+    def code(self) -> str | None:
+        return self.body.get("code") if isinstance(self.body, dict) else None
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Somebody who calls brokers with one token."""
+
+    session: aiohttp.ClientSession
+    url: str
+    token: str | None
+
+    async def call(self, method: str, path: str, body: Any = None, /, **query: Any) -> Answer:
+        data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        url = self.url + path
+        async with self.session.request(method, url, data=data, headers=headers, params=query) as response:
+            text = await response.text()
+            is_json = "json" in response.content_type
+            return Answer(response.status, json.loads(text) if is_json else text, response.headers)
+
+    async def get(self, path: str, /, **query: Any) -> Answer:
+        return await self.call("GET", path, **query)
+
+    async def post(self, path: str, body: Any = None) -> Answer:
+        return await self.call("POST", path, body)
+
+    async def delete(self, path: str) -> Answer:
+        return await self.call("DELETE", path)
+
+    async def send(self, *items: dict[str, Any]) -> list[AcceptAnswer]:
+        """Post a batch; the request as a whole must succeed."""
+        answer = await self.post("/v1/accept", {"messages": items})
+        assert answer.status == 200, answer.body
+        return msgspec.convert(answer.body, AcceptResponse).answers
+
+    async def send_one(self, item: dict[str, Any]) -> AcceptAnswer:
+        (answer,) = await self.send(item)
+        return answer
+
+    def at(self, url: str) -> Caller:
+        """Return the same caller at another instance."""
+        return Caller(self.session, url, self.token)
+
+
+@dataclass
+class Broker:
+    """A running instance and its callers."""
+
+    url: str
+    services: Services
+    session: aiohttp.ClientSession
+    tokens: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    @property
+    def admin(self) -> Caller:
+        return Caller(self.session, self.url, ADMIN_TOKEN)
+
+    @property
+    def nobody(self) -> Caller:
+        return Caller(self.session, self.url, None)
+
+    def member(self, name: str, mesh: str = "demo") -> Caller:
+        return Caller(self.session, self.url, self.tokens[mesh, name])
+
+    async def add_mesh(self, mesh: str = "demo", members: Mapping[str, str] = {"alice": "member"}) -> None:
+        """Create a mesh with members (name → role), the topic `orders` with all of them, and the queue `work`."""
+        await self._done(self.admin.post("/v1/meshes", {"slug": mesh}))
+        await self._done(self.admin.post("/v1/topics", {"mesh": mesh, "name": "orders"}))
+        await self._done(self.admin.post("/v1/queues", {"mesh": mesh, "name": "work"}))
+        for name, role in members.items():
+            created = await self.admin.post("/v1/members", {"mesh": mesh, "name": name, "role": role})
+            assert created.status == 201, created.body
+            self.tokens[mesh, name] = created.body["token"]
+            await self._done(self.admin.post(f"/v1/topics/{mesh}/orders/subscriptions", {"member": name}))
+
+    async def _done(self, answer: Any) -> None:
+        assert (await answer).status == 201
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.services.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.fixture
+def admin_token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "admin-token"
+    file.write_text(ADMIN_TOKEN + "\n")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def config(database_url: str, redis_url: str, admin_token_file: Path) -> BrokerConfig:
+    return BrokerConfig(
+        database_url=database_url, redis_url=redis_url, admin_token_file=admin_token_file, listen_port=0
+    )
+
+
+@pytest.fixture
+async def migrated(config: BrokerConfig) -> BrokerConfig:
+    await migrate(config.database_url)
+    return config
+
+
+@asynccontextmanager
+async def serving(config: BrokerConfig) -> AsyncIterator[Broker]:
+    """Run an instance in this process."""
+    async with AsyncExitStack() as stack:
+        services = await stack.enter_async_context(open_services(config))
+        runner = web.AppRunner(build(services), access_log=None, auto_decompress=False)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Broker(f"http://{host}:{port}", services, session)
+
+
+StartBroker = Callable[[BrokerConfig], contextlib.AbstractAsyncContextManager[Broker]]
+
+
+@pytest.fixture
+def start_broker(migrated: BrokerConfig) -> StartBroker:  # noqa: ARG001 - the schema must be there
+    """How to run an instance on the migrated database; several may run at once."""
+    return serving
+
+
+@pytest.fixture
+async def broker(migrated: BrokerConfig) -> AsyncIterator[Broker]:
+    """An instance with the mesh `demo`: alice and bob, and the admin ada."""
+    async with serving(migrated) as running:
+        await running.add_mesh("demo", {"alice": "member", "bob": "member", "ada": "admin"})
+        yield running
+
+
+@pytest.fixture
+async def postgres(migrated: BrokerConfig) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
+    connection = await asyncpg.connect(migrated.database_url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+def message() -> Callable[..., dict[str, Any]]:
+    """How to build an item of a batch, as the daemon does: checked, fingerprinted, encoded."""
+
+    def build_item(client_message_id: str, to: str = "topic:orders", **fields: Any) -> dict[str, Any]:
+        prepared = prepare(
+            msgspec.json.encode({"to": to, "body": "hello", **fields}), idempotency_key=client_message_id
+        )
+        return {
+            "client_message_id": client_message_id,
+            "request_fingerprint": prepared.fingerprint.hex(),
+            "message": msgspec.json.decode(prepared.payload),
+        }
+
+    return build_item
+
+
+@pytest.fixture
+def refingerprinted() -> Callable[..., dict[str, Any]]:
+    """How to build an item that no daemon would send: nothing is checked, and the fingerprint is right all the same."""
+
+    def build_item(client_message_id: str, to: str = "topic:orders", **fields: Any) -> dict[str, Any]:
+        envelope = Envelope(to=to, **{"body": "hello", **fields})
+        return {
+            "client_message_id": client_message_id,
+            "request_fingerprint": check_envelope(envelope).fingerprint.hex(),
+            "message": envelope,
+        }
+
+    return build_item
+
+
+TABLES = (
+    "mesh.client_message_dedupe",
+    "mesh.topic_message",
+    "mesh.message_queue",
+    "mesh.message_history",
+    "mesh.delivery_queue",
+    "mesh.mention_index",
+    "postroom.outbox_events",
+)
+
+
+@pytest.fixture
+def counts(postgres: asyncpg.Connection[asyncpg.Record]) -> Callable[[], Any]:
+    """How to count the rows of every table that an accept writes."""
+
+    async def count() -> dict[str, int]:
+        return {
+            table.split(".")[1]: await postgres.fetchval(f"SELECT count(*) FROM {table}")  # noqa: S608 - our own names
+            for table in TABLES
+        }
+
+    return count
