@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 RESOLVE = uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test check format bench soak test-systemd test-bare clean
+.PHONY: help setup lock demo test check format docs bench soak test-systemd test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ check: setup ## ruff, mypy strict, import contracts
 format: setup ## let ruff put the code in shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup ## write the pages that follow from the code
+	$(BIN)/python docs/generate.py
 
 bench: setup ## the benchmarks, each against its own baseline
 	$(BIN)/python -m bench

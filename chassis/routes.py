@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 from aiohttp import web
+
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
 _log = structlog.get_logger(__name__)

@@ -1,9 +1,9 @@
 import msgspec
 import pytest
 from aiohttp import web
-from postroom.errors import NotFound, NotPermitted
 
 from chassis.routes import Route, application, decode_query, json_response, openapi
+from postroom.errors import NotFound, NotPermitted
 
 
 class Parcel(msgspec.Struct, forbid_unknown_fields=True):

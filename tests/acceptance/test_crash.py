@@ -1,0 +1,109 @@
+"""The promise of the whole: what a daemon acknowledged is accepted exactly once, however often it is killed."""
+
+import asyncio
+import os
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import asyncpg
+import pytest
+from mailroom import TOPIC, Mailroom
+
+from postroom import AsyncClient, new_id
+
+KILLS = 10
+WRITERS = 8
+ACKNOWLEDGED = 1000
+
+
+@pytest.fixture
+async def mailroom(short_directory: Path, database_url: str, redis_url: str):
+    room = Mailroom(short_directory, database_url, redis_url)
+    await room.open()
+    yield room
+    room.close()
+
+
+class Writers:
+    """Programs that send until they are told to stop, and remember what was acknowledged."""
+
+    def __init__(self, socket: Path, chance: random.Random) -> None:
+        self.acknowledged: dict[str, bytes] = {}
+        self.enough = asyncio.Event()
+        self._socket = socket
+        self._chance = chance
+        self._progress = asyncio.Condition()
+
+    async def write(self) -> None:
+        async with AsyncClient(self._socket, patience=120) as client:
+            while not self.enough.is_set():
+                message_id, body = new_id(), self._chance.randbytes(self._chance.randrange(2000))
+                await client.send(TOPIC, body, client_message_id=message_id)
+                async with self._progress:
+                    self.acknowledged[message_id] = body
+                    self._progress.notify_all()
+
+    async def reached(self, count: int) -> None:
+        async with self._progress:
+            await self._progress.wait_for(lambda: len(self.acknowledged) >= count)
+
+
+async def crash_again_and_again(room: Mailroom, *, kills: int, acknowledged: int, seed: int) -> dict[str, bytes]:
+    """Kill the daemon at random moments under load; return what it had acknowledged, by id."""
+    chance = random.Random(seed)
+    writers = Writers(room.socket, chance)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(WRITERS):
+            group.create_task(writers.write())
+        for kill in range(1, kills + 1):
+            due = acknowledged * kill // kills
+            await writers.reached(max(due, len(writers.acknowledged) + chance.randrange(1, 40)))
+            room.daemon.kill()
+            room.daemon.start()
+        await writers.reached(acknowledged)
+        writers.enough.set()
+    return writers.acknowledged
+
+
+async def everything_done(room: Mailroom, message_ids: Iterable[str]) -> None:
+    """Return when the broker has accepted each of these sends."""
+    async with AsyncClient(room.socket, patience=60) as client:
+        for message_id in message_ids:
+            assert (await client.wait(message_id, 300)).status == "done"
+
+
+async def accepted(database_url: str) -> dict[str, bytes]:
+    """What Postgres holds, by id; each id once."""
+    database = await asyncpg.connect(database_url)
+    rows = await database.fetch(
+        "SELECT client_message_id, body FROM mesh.topic_message "
+        "JOIN mesh.client_message_dedupe USING (broker_message_id, client_message_id)"
+    )
+    await database.close()
+    held = {row["client_message_id"]: row["body"] for row in rows}
+    assert len(held) == len(rows)
+    return held
+
+
+@pytest.mark.timeout(1800)
+async def test_every_acknowledged_send_is_accepted_once_byte_for_byte_after_200_kills(mailroom, database_url):
+    acknowledged = await crash_again_and_again(mailroom, kills=KILLS, acknowledged=ACKNOWLEDGED, seed=20)
+    await mailroom.daemon_ready()
+    await everything_done(mailroom, acknowledged)
+    held = await accepted(database_url)
+    assert len(acknowledged) >= ACKNOWLEDGED
+    assert {key: held.get(key) for key in acknowledged} == acknowledged
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+async def test_the_same_for_as_long_as_it_is_let(mailroom, database_url):
+    kills = int(os.environ.get("POSTROOM_SOAK_KILLS", "2000"))
+    acknowledged = await crash_again_and_again(
+        mailroom, kills=kills, acknowledged=100 * kills, seed=random.randrange(10**6)
+    )
+    await mailroom.daemon_ready()
+    await everything_done(mailroom, acknowledged)
+    held = await accepted(database_url)
+    assert {key: held.get(key) for key in acknowledged} == acknowledged

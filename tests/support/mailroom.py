@@ -1,0 +1,154 @@
+"""A whole mail room for a test: brokers and a daemon as processes of their own, on the session's Postgres and Redis.
+
+Each process can be killed and started again at any moment; what they keep is in the database and the state directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+
+from embedded.processes import tethered
+from postroom import AsyncClient, BrokerClient
+
+MESH = "demo"
+MEMBER = "alice"
+TOPIC = "topic:orders"
+
+
+class Process:
+    """One program under `python -m`, with its settings in the environment."""
+
+    def __init__(self, directory: Path, module: str, settings: dict[str, object]) -> None:
+        self._log = directory / f"{module}.log"
+        self._command = [sys.executable, "-m", module]
+        self._environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._running = subprocess.Popen(tethered(self._command), stdout=log, stderr=log, env=self._environment)
+
+    def run(self, *arguments: str) -> None:
+        """Run it once with `arguments`, to its end."""
+        subprocess.run([*self._command, *arguments], env=self._environment, check=True)
+
+    def kill(self) -> None:
+        """End it with SIGKILL, as a crash would."""
+        assert self._running is not None
+        self._running.kill()
+        self._running.wait()
+
+    def stop(self) -> int:
+        """End it with SIGTERM and return its exit code."""
+        assert self._running is not None
+        self._running.terminate()
+        return self._running.wait()
+
+    @property
+    def exit_code(self) -> int | None:
+        return None if self._running is None else self._running.poll()
+
+    @property
+    def pid(self) -> int:
+        assert self._running is not None
+        return self._running.pid
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+
+class Mailroom:
+    """A mesh with its member, topic and daemon; `await open()` before use, `close()` after."""
+
+    def __init__(self, directory: Path, database_url: str, redis_url: str, *, brokers: int = 1) -> None:
+        self.directory = directory
+        self.socket = directory / "d.sock"
+        self.admin_token = secrets.token_urlsafe(32)
+        self._secret("admin.token", self.admin_token)
+        self.broker_urls = [f"http://127.0.0.1:{_free_port()}" for _ in range(brokers)]
+        self.brokers = [self._broker(url, database_url, redis_url) for url in self.broker_urls]
+        self.daemon = Process(
+            directory,
+            "daemon",
+            {
+                "POSTROOM_DAEMON_MESH": MESH,
+                "POSTROOM_DAEMON_SOCKET_PATH": self.socket,
+                "POSTROOM_DAEMON_STATE_DIRECTORY": directory / "state",
+                "POSTROOM_DAEMON_BROKER_URL": self.broker_urls[0],
+                "POSTROOM_DAEMON_BROKER_TOKEN_FILE": directory / "alice.token",
+                "POSTROOM_DAEMON_RELAY_BACKOFF_MOST_SECONDS": 1,
+            },
+        )
+
+    async def open(self) -> None:
+        self.brokers[0].run("migrate")
+        for broker, url in zip(self.brokers, self.broker_urls, strict=True):
+            broker.start()
+            await answering(url, broker)
+        async with BrokerClient(self.broker_urls[0], self.admin_token) as administrator:
+            await administrator.create_mesh(MESH)
+            self.token = (await administrator.create_member(MESH, MEMBER)).token
+            await administrator.create_topic(MESH, "orders")
+            await administrator.subscribe(MESH, "orders", MEMBER)
+        self._secret("alice.token", self.token)
+        self.daemon.start()
+        await self.daemon_ready()
+
+    async def daemon_ready(self) -> None:
+        """Return when the daemon accepts; fails with its log when it ended instead."""
+        async with AsyncClient(self.socket, patience=60) as client:
+            while self.daemon.exit_code is None:
+                try:
+                    if (await client.ready()).ready:
+                        return
+                except Exception:  # noqa: BLE001 - whatever it is, the exit code and the log tell more
+                    await asyncio.sleep(0.01)
+        raise AssertionError(self.daemon.log())
+
+    def close(self) -> None:
+        for process in (self.daemon, *self.brokers):
+            if process.exit_code is None and process._running is not None:
+                process.stop()
+
+    def _broker(self, url: str, database_url: str, redis_url: str) -> Process:
+        place = self.directory / url.rsplit(":", 1)[1]
+        place.mkdir()
+        settings = {
+            "POSTROOM_BROKER_DATABASE_URL": database_url,
+            "POSTROOM_BROKER_REDIS_URL": redis_url,
+            "POSTROOM_BROKER_ADMIN_TOKEN_FILE": self.directory / "admin.token",
+            "POSTROOM_BROKER_LISTEN_PORT": place.name,
+        }
+        return Process(place, "broker", settings)
+
+    def _secret(self, name: str, text: str) -> None:
+        file = self.directory / name
+        file.touch(mode=0o600)
+        file.write_text(text)
+
+
+async def answering(url: str, process: Process) -> None:
+    """Return when the broker at `url` is healthy; fails with its log when it ended instead."""
+    async with aiohttp.ClientSession() as session:
+        while process.exit_code is None:
+            try:
+                async with session.get(f"{url}/health") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientConnectionError:
+                await asyncio.sleep(0.05)
+    raise AssertionError(process.log())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
