@@ -21,14 +21,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WIDE: Final = 10_000  # columns of a table that nobody looks at on a screen
-_STYLES: Final = {"done": "green", "dead": "bold red", "aborted": "dim", "inflight": "cyan", "pending": "yellow"}
+_STYLES: Final = {
+    "done": "green",
+    "dead": "bold red",
+    "aborted": "dim",
+    "inflight": "cyan",
+    "pending": "yellow",
+    "ok": "green",
+    "failed": "bold red",
+}
 
 
 def json_line(value: Any, stream: TextIO | None = None) -> None:
     """Write one JSON object as a line, to standard output where no stream is named."""
     import msgspec  # noqa: PLC0415
 
-    (stream or sys.stdout).write(msgspec.json.encode(value).decode() + "\n")
+    (stream or sys.stdout).write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
 
 
 def line(text: str) -> None:

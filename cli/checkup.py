@@ -1,0 +1,114 @@
+"""What `postroom doctor` looks at: Python, SQLite, the disk, directories, secrets, the daemon and the broker."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import sys
+from collections.abc import AsyncIterator, Iterator
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Final
+
+from chassis.exits import Fatal
+from chassis.findings import Finding
+from cli.connect import read_token
+from postroom import AsyncClient, BrokerClient, PostroomError
+
+PROGRAMS: Final = ("broker", "broker_client", "chassis", "cli", "daemon", "embedded", "ipc", "outbox")
+OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables
+TWO_CONNECTIONS_SQLITE: Final = (3, 51, 3)  # the first without the bug that forbids a second writer or checkpointer
+FREE_BYTES: Final = 1024**3
+
+
+async def look_at_everything(socket: Path | None, url: str | None, token_file: Path | None) -> AsyncIterator[Finding]:
+    """Yield what is found, from the ground up: the machine, then the daemon, then the broker."""
+    for finding in (*_python(), *_sqlite(), *_directories(), *_token(token_file)):
+        yield finding
+    async for finding in _daemon(socket):
+        yield finding
+    async for finding in _broker(url, token_file):
+        yield finding
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("python", "ok", sys.version.split()[0])
+    owners = packages_distributions()
+    for name in PROGRAMS:
+        if others := set(owners.get(name, ())) - {"postroom-server"}:
+            remedy = "install postroom-server into an environment of its own"
+            yield Finding("packages", "failed", f"{', '.join(others)} also brings a package {name!r}", remedy)
+
+
+def _sqlite() -> Iterator[Finding]:
+    version = sqlite3.sqlite_version
+    if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+        yield Finding("sqlite", "failed", f"{version} is too old", "use a Python linked with SQLite 3.37 or newer")
+    elif sqlite3.sqlite_version_info < TWO_CONNECTIONS_SQLITE:
+        detail = f"{version}: open outbox.db with nothing else while the daemon runs (SQLite's WAL-reset bug)"
+        yield Finding("sqlite", "ok", detail)
+    else:
+        yield Finding("sqlite", "ok", version)
+
+
+def _directories() -> Iterator[Finding]:
+    if os.getuid() and "XDG_RUNTIME_DIR" not in os.environ:
+        remedy = "log in through PAM (`loginctl enable-linger`), or set socket.path and POSTROOM_SOCKET"
+        yield Finding("runtime directory", "warning", "XDG_RUNTIME_DIR is not set", remedy)
+    state = Path(os.environ.get("XDG_STATE_HOME") or ("~/.local/state" if os.getuid() else "/var/lib")).expanduser()
+    existing = next(path for path in (state, *state.parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    room = f"{free // 1024**2} MiB free below {existing}"
+    if free < FREE_BYTES:
+        yield Finding("disk", "warning", room, "make room: a full disk is answered with 507")
+    else:
+        yield Finding("disk", "ok", room)
+    if not os.access(existing, os.W_OK):
+        yield Finding("state directory", "warning", f"{existing} can't be written", "set state_directory")
+
+
+def _token(file: Path | None) -> Iterator[Finding]:
+    if file is None:
+        return
+    try:
+        read_token(file)
+    except Fatal as fatal:
+        yield Finding("token file", "failed", str(fatal), "put the token there, mode 0600")
+        return
+    if file.stat().st_mode & 0o077:
+        yield Finding("token file", "warning", f"{file} is open to other users", f"chmod 600 {file}")
+    else:
+        yield Finding("token file", "ok", str(file))
+
+
+async def _daemon(socket: Path | None) -> AsyncIterator[Finding]:
+    try:
+        async with AsyncClient(socket, patience=0, timeout=5) as client:
+            theirs, health = await client.version(), await client.health()
+    except PostroomError as error:
+        yield Finding("daemon", "failed", str(error))
+        return
+    if theirs.version != version("postroom-server"):
+        detail = f"the daemon is of version {theirs.version}, this program of {version('postroom-server')}"
+        yield Finding("daemon", "warning", detail, "restart the daemon")
+    if health.status == "ok":
+        yield Finding("daemon", "ok", f"{theirs.version}, mesh {theirs.mesh}")
+    for reason in health.reasons:
+        yield Finding("daemon", "warning", reason)
+
+
+async def _broker(url: str | None, token_file: Path | None) -> AsyncIterator[Finding]:
+    if url is None:
+        yield Finding("broker", "warning", "not looked at: POSTROOM_BROKER_URL is not set", "set it, or --url")
+        return
+    try:
+        async with BrokerClient(url, read_token(token_file), patience=0, timeout=5) as client:
+            health = await client.health()
+    except (PostroomError, Fatal) as error:
+        yield Finding("broker", "failed", str(error))
+        return
+    if health.status == "ok":
+        yield Finding("broker", "ok", url)
+    for reason in health.reasons:
+        yield Finding("broker", "warning", reason)

@@ -1,0 +1,51 @@
+"""`postroom daemon …`: run the daemon, check what it needs, renew its local token."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cli.findings import show_findings
+from cli.noun import Config, Json, noun
+from cli.output import fields, json_line, line
+
+app = noun("Run and check the daemon.")
+
+
+@app.command()
+def run(*, config: Config = None) -> None:
+    """Accept, keep and relay until a signal says stop."""
+    from daemon.config import load_config  # noqa: PLC0415
+    from daemon.main import run as run_daemon  # noqa: PLC0415
+
+    raise SystemExit(run_daemon(load_config(config)))
+
+
+@app.command()
+def rotate_token(*, config: Config = None) -> None:
+    """Write a new local token for the TCP port; the old one is good for another 60 s."""
+    from daemon.checks import rotate_token as rotate  # noqa: PLC0415
+    from daemon.config import load_config  # noqa: PLC0415
+
+    line(f"the new token is in {rotate(load_config(config))}")
+
+
+@app.command()
+def check(*, config: Config = None, as_json: Json = False) -> None:
+    """Show the effective config, secrets masked, and try everything that it names."""
+    from chassis.config import effective  # noqa: PLC0415
+    from chassis.findings import Finding  # noqa: PLC0415
+    from daemon.checks import check as find  # noqa: PLC0415
+    from daemon.config import load_config  # noqa: PLC0415
+
+    loaded = load_config(config)
+    settings = {".".join(setting.path): value for setting, value in effective(loaded)}
+
+    async def collect() -> list[Finding]:
+        return [finding async for finding in find(loaded)]
+
+    if as_json:
+        json_line({"config": settings})
+    else:
+        fields(settings.items())
+        line("")
+    show_findings(asyncio.run(collect()), as_json=as_json)

@@ -1,0 +1,114 @@
+"""`postroom daemon check`: tries everything that the config names, without disturbing a daemon that runs.
+
+Nothing is changed: no directory is made, no lock taken, no row read.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from broker_client.failures import RequestFailed
+from broker_client.link import BrokerLink
+from broker_client.window import max_age_hours
+from chassis.exits import Fatal
+from chassis.findings import Finding
+from daemon.config import DaemonConfig, socket_path, state_directory, token_file
+from ipc.listener import refuse_path
+from ipc.tokens import LocalToken, rotate
+from postroom.accept import Features
+
+
+async def check(config: DaemonConfig) -> AsyncIterator[Finding]:
+    """Yield what is found about each thing that the daemon needs, the broker last."""
+    for finding in (*_state(config), *_socket(config), *_secrets(config)):
+        yield finding
+    async for finding in _broker(config):
+        yield finding
+
+
+def rotate_token(config: DaemonConfig) -> Path:
+    """Write a new local token and return its file; the old one is good for another 60 s in a running daemon."""
+    file = token_file(config)
+    rotate(file)
+    return file
+
+
+def _state(config: DaemonConfig) -> Iterator[Finding]:
+    directory = state_directory(config)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if not existing.is_dir():
+        yield Finding("state directory", "failed", f"{existing} is no directory", "set another state_directory")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        remedy = "give it to the daemon's user, or set another state_directory"
+        yield Finding("state directory", "failed", f"{existing} can't be written", remedy)
+    elif existing == directory and stat.S_IMODE(directory.stat().st_mode) & 0o077:
+        yield Finding("state directory", "warning", f"{directory} is open to other users", f"chmod 700 {directory}")
+    else:
+        yield Finding("state directory", "ok", str(directory))
+
+
+def _socket(config: DaemonConfig) -> Iterator[Finding]:
+    path = socket_path(config)
+    try:
+        refuse_path(path)
+    except Fatal as fatal:
+        if _answers(path):
+            yield Finding("socket", "ok", f"a daemon answers on {path}")
+        else:
+            yield Finding("socket", "failed", str(fatal))
+        return
+    yield Finding("socket", "ok", f"{path} is free: no daemon runs")
+
+
+def _secrets(config: DaemonConfig) -> Iterator[Finding]:
+    file = config.broker.token_file
+    try:
+        mode = file.stat().st_mode
+        readable = os.access(file, os.R_OK)
+    except OSError as error:
+        yield Finding("broker.token_file", "failed", f"{file}: {error.strerror}", "put the member's token there")
+    else:
+        if not readable:
+            yield Finding("broker.token_file", "failed", f"{file} can't be read", "give it to the daemon's user")
+        elif stat.S_IMODE(mode) & 0o077:
+            yield Finding("broker.token_file", "warning", f"{file} is open to other users", f"chmod 600 {file}")
+        else:
+            yield Finding("broker.token_file", "ok", str(file))
+    if config.tcp.port is not None:
+        try:
+            LocalToken(token_file(config))
+        except Fatal as fatal:
+            yield Finding("tcp.token_file", "failed", str(fatal))
+
+
+async def _broker(config: DaemonConfig) -> AsyncIterator[Finding]:
+    try:
+        async with BrokerLink(config.broker) as link:
+            features = await link.features()
+        yield _compatible(config, features)
+    except Fatal as fatal:
+        yield Finding("broker", "failed", str(fatal))
+    except RequestFailed as error:
+        remedy = "start it, or set broker.url and broker.token_file; until then the daemon accepts and keeps"
+        yield Finding("broker", "failed", str(error), remedy)
+
+
+def _compatible(config: DaemonConfig, features: Features) -> Finding:
+    if features.mesh != config.mesh:
+        detail = f"the token speaks for {features.member} in mesh {features.mesh}, not in {config.mesh}"
+        return Finding("broker", "failed", detail, "set mesh, or broker.token_file, to what belongs together")
+    hours = max_age_hours(features, config.relay.max_age_hours)
+    return Finding("broker", "ok", f"{config.broker.url} as {features.member}; rows go dead after {hours} h")
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,60 @@
+import msgspec
+import pytest
+
+from postroom.errors import (
+    Conflict,
+    InvalidMessage,
+    NotFound,
+    NotPermitted,
+    PostroomError,
+    Problem,
+    TryAgain,
+    Unavailable,
+    error_for,
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, InvalidMessage),
+        (413, InvalidMessage),
+        (415, InvalidMessage),
+        (401, NotPermitted),
+        (403, NotPermitted),
+        (404, NotFound),
+        (409, Conflict),
+        (429, TryAgain),
+        (503, TryAgain),
+        (507, TryAgain),
+        (500, PostroomError),
+        (418, PostroomError),
+    ],
+)
+def test_a_problem_becomes_the_error_that_says_what_can_be_done(status: int, kind: type[PostroomError]) -> None:
+    problem = PostroomError.of(status, "some_code", "a sentence").problem
+    error = error_for(problem)
+    assert type(error) is kind
+    assert (error.code, str(error), error.problem) == ("some_code", "a sentence", problem)
+
+
+def test_a_problem_survives_json() -> None:
+    problem = TryAgain.of(429, "busy", "later", retryable=True, retry_after=1.5, field="to").problem
+    assert msgspec.json.decode(msgspec.json.encode(problem), type=Problem) == problem
+
+
+def test_a_problem_shows_only_what_is_set() -> None:
+    problem = NotFound.of(404, "row_not_found", "no such row").problem
+    assert msgspec.to_builtins(problem) == {
+        "type": "urn:postroom:problem:row_not_found",
+        "title": "Not Found",
+        "status": 404,
+        "detail": "no such row",
+        "code": "row_not_found",
+        "retryable": False,
+    }
+
+
+def test_every_error_can_be_caught_by_the_base() -> None:
+    with pytest.raises(PostroomError):
+        raise Unavailable.of(503, "daemon_absent", "nobody is there", retryable=True)

@@ -1,0 +1,40 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from postroom.ids import is_client_message_id, new_id
+
+ALLOWED = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:~-"
+
+
+@given(st.text(alphabet=ALLOWED, min_size=1, max_size=128))
+def test_every_text_of_the_allowed_characters_is_an_id(text: str) -> None:
+    assert is_client_message_id(text)
+
+
+@given(st.text(alphabet=ALLOWED, max_size=20), st.characters(exclude_characters=ALLOWED), st.text(max_size=20))
+def test_one_other_character_makes_it_no_id(before: str, foreign: str, after: str) -> None:
+    assert not is_client_message_id(before + foreign + after)
+
+
+@pytest.mark.parametrize("text", ["", " ", "a" * 129, "a\n", "\na", "é", "'", "*", ">", "$JS.", '"a"', "a\0"])
+def test_the_listed_bad_ids_are_refused(text: str) -> None:
+    assert not is_client_message_id(text)
+
+
+def test_128_characters_are_an_id() -> None:
+    assert is_client_message_id("a" * 128)
+
+
+def test_a_minted_id_may_be_an_id_and_is_fresh() -> None:
+    minted = {new_id() for _ in range(1000)}
+    assert len(minted) == 1000
+    assert all(is_client_message_id(each) and len(each) == 26 for each in minted)
+
+
+def test_minted_ids_sort_by_the_millisecond_they_were_made_in() -> None:
+    first = new_id()
+    later = new_id()
+    while later[:10] == first[:10]:
+        later = new_id()
+    assert later > first
