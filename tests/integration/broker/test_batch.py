@@ -1,0 +1,128 @@
+"""A batch is one transaction: its order, its repeated ids, its failures (spec accept.md, "The phases")."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+Message = Callable[..., dict[str, Any]]
+Counts = Callable[[], Awaitable[dict[str, int]]]
+
+RAISE = "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no'; END $$"
+
+
+async def test_answers_and_history_follow_the_order_of_the_request(broker: Any, message: Message) -> None:
+    ids = ["z", "a", "m", "b"]
+    answers = await broker.member("alice").send(*(message(client_id) for client_id in ids))
+
+    assert [answer.client_message_id for answer in answers] == ids
+    assert [answer.history_id for answer in answers] == [1, 2, 3, 4]
+    minted = [answer.broker_message_id for answer in answers]
+    assert minted == sorted(minted)
+
+
+async def test_refused_messages_and_duplicates_leave_no_gap_in_the_history(broker: Any, message: Message) -> None:
+    alice = broker.member("alice")
+    await alice.send(message("id-1"), message("id-2", "topic:nothing"), message("id-3"))
+    answers = await alice.send(message("id-1"), message("id-4"))
+
+    assert [answer.history_id for answer in answers] == [1, 3]
+
+
+async def test_an_id_twice_in_one_batch_is_answered_as_one_after_the_other(broker: Any, message: Message) -> None:
+    first, other, again = await broker.member("alice").send(
+        message("id-1", body="one"), message("id-1", body="two"), message("id-1", body="one")
+    )
+
+    assert (first.status, other.status, again.status) == (201, 409, 200)
+    assert again.broker_message_id == first.broker_message_id
+
+
+async def test_the_second_of_two_contents_is_accepted_where_the_first_is_refused(broker: Any, message: Message) -> None:
+    refused, accepted = await broker.member("alice").send(message("id-1", "topic:nothing"), message("id-1"))
+
+    assert (refused.status, accepted.status) == (404, 201)
+
+
+async def test_a_batch_of_copies_of_a_refused_message_is_refused_at_once(broker: Any, message: Message) -> None:
+    answers = await broker.member("alice").send(*[message("id-1", "topic:nothing")] * 1000)
+
+    assert {answer.status for answer in answers} == {404}
+
+
+async def test_an_id_with_more_contents_than_rounds_is_asked_to_come_again(broker: Any, message: Message) -> None:
+    answers = await broker.member("alice").send(*(message("id-1", f"topic:nothing_{n}") for n in range(10)))
+
+    assert [answer.status for answer in answers[:3]] == [404, 404, 404]
+    assert (answers[-1].status, answers[-1].problem.retryable) == (503, True)
+
+
+async def test_a_failure_that_is_no_messages_own_fails_them_all_and_keeps_nothing(
+    broker: Any, message: Message, counts: Counts, postgres: Any
+) -> None:
+    alice = broker.member("alice")
+    await postgres.execute(RAISE)
+    await postgres.execute("CREATE TRIGGER r BEFORE INSERT ON postroom.outbox_events EXECUTE FUNCTION refuse()")
+    answers = await alice.send(message("id-1"), message("id-2", "dm:bob"))
+
+    assert [(answer.status, answer.problem.retryable) for answer in answers] == [(503, True), (503, True)]
+    assert not any((await counts()).values())
+
+    await postgres.execute("DROP FUNCTION refuse CASCADE")
+    assert [answer.status for answer in await alice.send(message("id-1"), message("id-2", "dm:bob"))] == [201, 201]
+
+
+async def test_a_body_that_is_no_batch_is_refused_whole(broker: Any) -> None:
+    for body in (b"", b"null", b"[]", b'{"messages": []}', b'{"messages": {}}', b'{"messages": [', b"\xff"):
+        answer = await broker.member("alice").post("/v1/accept", body)
+        assert (answer.status, answer.code) == (400, "invalid_batch"), body
+
+
+async def test_json_nested_beyond_measure_is_refused_whole(broker: Any) -> None:
+    body = b'{"messages": [' + b"[" * 100_000 + b"]" * 100_000 + b"]}"
+
+    assert (await broker.member("alice").post("/v1/accept", body)).status == 400
+
+
+async def test_limits_come_before_work(broker: Any, message: Message, start_broker: Any) -> None:
+    tight = msgspec.structs.replace(broker.services.config, max_batch=2, max_request_bytes=2000)
+    async with start_broker(tight) as other:
+        alice = broker.member("alice").at(other.url)
+        too_many = await alice.post("/v1/accept", {"messages": [message(f"id-{n}") for n in range(3)]})
+        too_large = await alice.post("/v1/accept", {"messages": [message("id-1", body="x" * 2000)]})
+
+    assert (too_many.status, too_many.code) == (413, "batch_too_large")
+    assert (too_large.status, too_large.code) == (413, "payload_too_large")
+
+
+async def test_a_compressed_body_is_refused_unread(broker: Any) -> None:
+    alice = broker.member("alice")
+    headers = {"Authorization": f"Bearer {alice.token}", "Content-Encoding": "gzip"}
+    async with alice.session.post(alice.url + "/v1/accept", data=b"\x1f\x8b", headers=headers) as answer:
+        assert answer.status == 415
+
+
+async def test_a_batch_larger_than_any_other_goes_through(broker: Any, message: Message, counts: Counts) -> None:
+    answers = await broker.member("alice").send(*(message(f"id-{n:04}", mentions=["bob"]) for n in range(1000)))
+
+    assert {answer.status for answer in answers} == {201}
+    rows = await counts()
+    assert (rows["topic_message"], rows["delivery_queue"], rows["mention_index"]) == (1000, 3000, 1000)
+
+
+async def test_batches_of_many_members_and_destinations_do_not_deadlock(broker: Any, message: Message) -> None:
+    to = ["topic:orders", "dm:alice", "dm:bob", "queue:work"]
+
+    async def post(sender: str, number: int) -> list[int]:
+        items = [message(f"{sender}-{number}-{n}", to[(n + number) % 4]) for n in range(20)]
+        return [answer.status for answer in await broker.member(sender).send(*items)]
+
+    results = await asyncio.gather(*(post(sender, number) for sender in ("alice", "bob", "ada") for number in range(8)))
+    assert {status for statuses in results for status in statuses} == {201}
+    deadlocks = await broker.services.database.reading.fetchval(
+        "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
+    )
+    assert deadlocks == 0

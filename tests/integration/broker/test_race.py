@@ -1,0 +1,86 @@
+"""Two instances, one id: exactly one accepts it (spec accept.md, "The phases"; no 5xx, no deadlock)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+Message = Callable[..., dict[str, Any]]
+Counts = Callable[[], Awaitable[dict[str, int]]]
+
+IDS = 500
+POSTS = 32
+PARALLEL = 8  # batches in flight at each instance
+
+
+async def test_500_ids_posted_32_times_at_two_instances_are_accepted_once_each(
+    broker: Any, message: Message, counts: Counts, start_broker: Any
+) -> None:
+    ids = [f"race-{number:03}" for number in range(IDS)]
+    variants = {content: [message(client_id, body=content) for client_id in ids] for content in ("one", "other")}
+    order = random.Random(47)
+    batches = []
+    for post in range(POSTS):
+        batch = list(variants["one" if post % 2 else "other"])
+        order.shuffle(batch)
+        batches.append(batch)
+
+    statuses: dict[str, Counter[int]] = {client_id: Counter() for client_id in ids}
+    async with start_broker(broker.services.config) as other:
+        callers = [broker.member("alice"), broker.member("bob").at(other.url)]
+
+        async def drain(caller: Any) -> None:
+            while batches:
+                for answer in await caller.send(*batches.pop()):
+                    statuses[answer.client_message_id][answer.status] += 1
+
+        await asyncio.gather(*(drain(caller) for caller in callers * PARALLEL))
+
+    assert {frozenset(seen) for seen in statuses.values()} == {frozenset({201, 200, 409})}
+    assert all(seen[201] == 1 and seen[200] == POSTS / 2 - 1 and seen[409] == POSTS / 2 for seen in statuses.values())
+    rows = await counts()
+    assert (rows["client_message_dedupe"], rows["topic_message"], rows["outbox_events"]) == (IDS, IDS, IDS)
+
+
+async def test_an_id_taken_between_look_up_and_write_is_looked_up_again(
+    broker: Any, message: Message, postgres: Any, waiting_for_lock: Callable[[int], Awaitable[None]]
+) -> None:
+    """Both batches pass B0; the second waits for the first at the mesh's counter, and then finds its id taken."""
+    async with postgres.transaction():
+        await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
+        posts = [
+            asyncio.create_task(broker.member(sender).send_one(message("id-1", body=body)))
+            for sender, body in (("alice", "one"), ("bob", "one"), ("ada", "two"))
+        ]
+        await waiting_for_lock(2)  # the third waits for its turn inside the broker
+
+    assert sorted(answer.status for answer in await asyncio.gather(*posts)) in ([200, 201, 409], [201, 409, 409])
+
+
+async def test_a_topic_cannot_vanish_under_a_batch(
+    broker: Any, message: Message, postgres: Any, waiting_for_lock: Callable[[int], Awaitable[None]]
+) -> None:
+    async with postgres.transaction():
+        await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
+        post = asyncio.create_task(broker.member("alice").send_one(message("id-1")))
+        await waiting_for_lock(1)  # it holds the topic, and waits for the counter
+        deletion = asyncio.create_task(broker.admin.delete("/v1/topics/demo/orders"))
+        await waiting_for_lock(2)
+
+    assert ((await post).status, (await deletion).status) == (201, 204)
+
+
+async def test_a_member_revoked_under_way_writes_nothing(
+    broker: Any, message: Message, postgres: Any, counts: Counts, waiting_for_lock: Callable[[int], Awaitable[None]]
+) -> None:
+    """The token passed the door and its member is revoked before the transaction: the transaction looks again."""
+    async with postgres.transaction():
+        await postgres.execute("UPDATE mesh.member SET revoked_at = now(), token_sha256 = NULL WHERE name = 'alice'")
+        post = asyncio.create_task(broker.member("alice").post("/v1/accept", {"messages": [message("id-1")]}))
+        await waiting_for_lock(1)
+
+    assert (await post).status == 401
+    assert not any((await counts()).values())
