@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from bench.accept import accept
 from bench.backlog import backlog
+from bench.relay import relay
 from bench.report import machine
 from bench.send import against_jetstream, batch_sends, single_sends
 
@@ -17,6 +19,8 @@ BENCHMARKS: Final[dict[str, Callable[[Path, int, float], None]]] = {
     "jetstream": against_jetstream,
     "batch": batch_sends,
     "backlog": backlog,
+    "accept": accept,
+    "relay": relay,
 }
 
 

@@ -134,6 +134,9 @@ def load(path: Path, *, connections: int, seconds: float, first: int) -> Figures
     return Figures(**json.loads(output_of(["bench.load", *map(str, words)])))
 
 
-def output_of(command: Sequence[str]) -> bytes:
+def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> bytes:
     """Run `python -m <command>` to its end and return what it printed."""
-    return subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, check=True).stdout  # noqa: S603
+    ran = subprocess.run(  # noqa: S603 - our own modules
+        [sys.executable, "-m", *command], stdout=subprocess.PIPE, env={**os.environ, **(environment or {})}, check=True
+    )
+    return ran.stdout

@@ -12,7 +12,7 @@ from chassis.config import Setting, settings
 
 
 def reference(config: type[msgspec.Struct], prefix: str) -> str:
-    """Describe every setting of `config` in a table: key, description, type, default, environment variable."""
+    """Describe every setting of `config` in a table, one row each."""
     lines = ["| key | what it does | type | default | variable |", "|---|---|---|---|---|"]
     for setting in settings(config):
         key = ".".join(setting.path)
