@@ -24,7 +24,7 @@ from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
-SUSPECTS_LATER: Final = 250  # ms after the pause, so that the probe takes other rows where there are any
+SUSPECTS_LATER: Final = 4  # by this part of a pause, so that the next probe takes other rows where there are any
 STORAGE_SECONDS: Final = 1.0  # between two tries to store a settlement, when the disk is full
 
 
@@ -97,19 +97,20 @@ class Posting:
         now = self._clock()
         reason = f"{error.code}: {error.problem.detail}"
         suspicious = REACTIONS[error.failure].suspicious
-        to_blame = suspicious and self.suspects.to_blame(batch, self._availability.answered)
-        if suspicious:
-            self.suspects.halve(batch, self._availability.answered)
+        to_blame = suspicious and self.suspects.failed(batch, self._availability.answered)
         if to_blame and len(batch) == 1:
             _log.warning("message_backed_off", client_message_id=batch[0].client_message_id, reason=reason)
             timing = Timing(now, self._rng, self._settings)
             return [Outcome.FAILED], [backed_off(batch[0], reason, timing)]
-        if to_blame:
-            due = now
-        else:
+        if not to_blame:
             self._availability.failed(error, flight, now)
-            due = max(now, self._availability.resume_at) + SUSPECTS_LATER
+        due = now if to_blame else self._due_after_pause(now, suspicious=suspicious)
         return [Outcome.RETURNED] * len(batch), [returned(row, due, reason) for row in batch]
+
+    def _due_after_pause(self, now: int, *, suspicious: bool) -> int:
+        """Return when a batch that failed is due: after the pause, suspects a little later than the probe."""
+        pause = max(0, self._availability.resume_at - now)
+        return now + pause + (pause // SUSPECTS_LATER if suspicious else 0)
 
     def _least_retry_after(self, answers: Sequence[AcceptAnswer]) -> float:
         asked = [answer.problem.retry_after or 0 for answer in answers if answer.problem is not None]

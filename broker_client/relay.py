@@ -37,7 +37,7 @@ from postroom.sends import RelayStatus
 _log = structlog.get_logger(__name__)
 
 HOUR: Final = 3_600_000  # ms
-PROBE_MESSAGES: Final = 1
+PROBE_MESSAGES: Final = 10  # claimed for a probe; what is least suspicious of them is posted
 IDLE_SECONDS: Final = 60.0  # longest wait for work, should nobody wake the relay
 
 Batch = Sequence[ClaimedRow]
@@ -209,12 +209,15 @@ class Relay:
         return self._controls.allowance(most, now)
 
     def _admit(self, rows: Batch) -> None:
-        """Make batches of what may be posted; the rest is too old, or beyond its destination's rate."""
+        """Make batches of what may be posted; the rest is too old, beyond a destination's rate, or not for a probe."""
         now = self._clock()
         oldest = now - self.max_age_hours * HOUR
         old = [row for row in rows if row.enqueued_at < oldest]
         fresh, beyond = self._controls.admit([row for row in rows if row.enqueued_at >= oldest], now)
-        self._ready.extend(self._posting.suspects.divide(fresh))
+        batches = self._posting.suspects.divide(fresh)
+        first, others = (batches[:1], batches[1:]) if self._availability.probing else (batches, [])
+        self._ready.extend(first)
+        beyond += [row for batch in others for row in batch]
         self.counters.attempts[Outcome.EXPIRED] += len(old)
         settlements = [expired(row, self.max_age_hours) for row in old] + [returned(row, now) for row in beyond]
         if settlements:

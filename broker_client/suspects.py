@@ -18,10 +18,11 @@ MOST_SUSPECTS: Final = 10_000  # rows remembered; the oldest are forgotten, whic
 
 
 class Suspicion(NamedTuple):
-    """The largest batch the row may be posted in, and how many posts had been answered when it last failed."""
+    """What is held against a row: see `Suspects.failed`."""
 
-    largest: int
-    answered: int
+    largest: int  # the batch it may be posted in
+    answered: int  # posts that had been answered when it last failed
+    proven: bool = False  # it failed alone while the broker answered others
 
 
 class Suspects:
@@ -33,14 +34,19 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def halve(self, batch: Sequence[ClaimedRow], answered: int) -> None:
-        """Suspect each row of `batch`, which failed when `answered` posts had been answered."""
-        suspicion = Suspicion(max(1, len(batch) // 2), answered)
+    def failed(self, batch: Sequence[ClaimedRow], answered: int) -> bool:
+        """Suspect each row of `batch`, which failed when `answered` posts had been answered, ever.
+
+        Returns whether the batch is to blame, not the broker: every row of it has failed before, and the broker has
+        answered other posts since. A single message that is to blame stays so until it is answered.
+        """
+        to_blame = all(self._is_to_blame(row, answered) for row in batch)
+        suspicion = Suspicion(max(1, len(batch) // 2), answered, proven=to_blame and len(batch) == 1)
         for row in batch:
             self._rows.pop(row.row_id, None)
             self._rows[row.row_id] = suspicion
-        for row_id in list(self._rows)[: max(0, len(self._rows) - MOST_SUSPECTS)]:
-            del self._rows[row_id]
+        self._forget_the_oldest()
+        return to_blame
 
     def clear(self, batch: Iterable[ClaimedRow]) -> None:
         """Forget the rows of a batch that was answered."""
@@ -48,21 +54,28 @@ class Suspects:
             for row in batch:
                 self._rows.pop(row.row_id, None)
 
-    def to_blame(self, batch: Sequence[ClaimedRow], answered: int) -> bool:
-        """Tell whether `batch` itself makes its request fail, not the broker.
-
-        It does where every row has failed before and the broker has answered other posts since.
-        """
-        found = [self._rows.get(row.row_id) for row in batch]
-        return all(suspicion is not None and suspicion.answered < answered for suspicion in found)
-
     def divide(self, rows: Sequence[ClaimedRow]) -> list[list[ClaimedRow]]:
-        """Split claimed rows into batches that no suspect is too large for; those beyond suspicion come first."""
+        """Split claimed rows into batches that no suspect is too large for.
+
+        Those beyond suspicion come first, and among suspects those that failed longest ago: what goes first is most
+        likely to get through.
+        """
+        if not self._rows:
+            return [list(rows)] if rows else []
+        order = {row_id: number for number, row_id in enumerate(self._rows)}
         groups: dict[int, list[ClaimedRow]] = {}
-        for row in rows:
+        for row in sorted(rows, key=lambda row: order.get(row.row_id, -1)):
             suspicion = self._rows.get(row.row_id)
             groups.setdefault(suspicion.largest if suspicion else _ANY_SIZE, []).append(row)
         return [batch for size in sorted(groups, reverse=True) for batch in _chunks(groups[size], size)]
+
+    def _is_to_blame(self, row: ClaimedRow, answered: int) -> bool:
+        suspicion = self._rows.get(row.row_id)
+        return suspicion is not None and (suspicion.proven or suspicion.answered < answered)
+
+    def _forget_the_oldest(self) -> None:
+        for row_id in list(self._rows)[: max(0, len(self._rows) - MOST_SUSPECTS)]:
+            del self._rows[row_id]
 
 
 def _chunks(rows: list[ClaimedRow], size: int) -> Iterator[list[ClaimedRow]]:

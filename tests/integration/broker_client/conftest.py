@@ -197,6 +197,7 @@ class Station:
         self.relay = relay
         self.clock = clock
         self.task: asyncio.Task[None] | None = None
+        self.ended = False
 
     def run(self) -> None:
         self.task = asyncio.create_task(self.relay.run())
@@ -210,6 +211,9 @@ class Station:
         return [await self.outbox.wait(one, 30) for one in ids]
 
     async def end(self) -> None:
+        if self.ended:
+            return
+        self.ended = True
         await self.relay.stop()
         if self.task is not None:
             await asyncio.gather(self.task, return_exceptions=True)
@@ -244,3 +248,9 @@ async def station(tmp_path: Path, token_file: Path) -> AsyncIterator[Callable[..
     yield start
     for one in stations:
         await one.end()
+
+
+@pytest.fixture
+def answers() -> tuple[Callable[..., Answer], Callable[..., Answer]]:
+    """How a message is accepted, and how it is refused."""
+    return accepted, refused
