@@ -1,3 +1,5 @@
+import multiprocessing
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,3 +40,20 @@ def test_minted_ids_sort_by_the_millisecond_they_were_made_in() -> None:
     while later[:10] == first[:10]:
         later = new_id()
     assert later > first
+
+
+def test_ids_of_one_millisecond_sort_in_the_order_they_were_made_in() -> None:
+    minted = [new_id() for _ in range(5000)]
+    assert minted == sorted(set(minted))
+
+
+def test_a_forked_process_does_not_mint_the_ids_of_its_parent() -> None:
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    new_id()
+    child = context.Process(target=lambda: send.send([new_id() for _ in range(2000)]))
+    child.start()
+    minted = {new_id() for _ in range(2000)}
+    assert receive.poll(30)
+    assert not minted & set(receive.recv())
+    child.join()
