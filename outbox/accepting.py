@@ -114,20 +114,25 @@ def to_milliseconds(moment: datetime) -> int:
 
 
 def _accept(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
-    size = sum(len(row.payload) for row in rows)
-    if size > transaction.headroom:
+    if _size(rows) > transaction.headroom:
         return _accept_what_fits(transaction, rows)
+    return _write(transaction, rows)
+
+
+def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
+    """Insert the rows whose id is free, and answer from the rows that stand there now."""
     if sum(_insert(transaction, chunk) for chunk in _chunks(rows)) == len(rows):
-        _count(transaction, len(rows), size)
+        _count(transaction, rows)
         return [_inserted(row) for row in rows]
     existing = _find(transaction, rows)
     written = [row for row in rows if existing[row.client_message_id].row_id == row.row_id]
-    _count(transaction, len(written), sum(len(row.payload) for row in written))
+    _count(transaction, written)
     return [_answer(row, existing[row.client_message_id]) for row in rows]
 
 
 def _accept_what_fits(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
-    """Answer what exists, write what fits, refuse the rest (507)."""
+    """Answer what exists, write what fits, refuse the rest (507); the size is measured before anything is refused."""
+    transaction.measure()
     known = set(_find(transaction, rows))
     headroom = transaction.headroom
     fitting = []
@@ -137,7 +142,7 @@ def _accept_what_fits(transaction: Transaction, rows: Sequence[_NewRow]) -> Acce
             known.add(row.client_message_id)
         fitting.append(row.client_message_id in known)
     accepted = [row for row, fits in zip(rows, fitting, strict=True) if fits]
-    answers = iter(_accept(transaction, accepted) if accepted else ())
+    answers = iter(_write(transaction, accepted) if accepted else ())
     return [next(answers) if fits else outbox_full(transaction.max_bytes) for fits in fitting]
 
 
@@ -164,9 +169,13 @@ def _find(transaction: Transaction, rows: Sequence[_NewRow]) -> dict[str, _Exist
     }
 
 
-def _count(transaction: Transaction, rows: int, size: int) -> None:
-    transaction.moved(None, "pending", rows)
-    transaction.payload_grew(size)
+def _count(transaction: Transaction, written: Sequence[_NewRow]) -> None:
+    transaction.moved(None, "pending", len(written))
+    transaction.payload_grew(_size(written))
+
+
+def _size(rows: Sequence[_NewRow]) -> int:
+    return sum(len(row.payload) for row in rows)
 
 
 def _inserted(row: _NewRow) -> AcceptedRow:

@@ -18,27 +18,44 @@ CREATE TABLE outbox (
     id                  TEXT    NOT NULL UNIQUE,
     client_message_id   TEXT    NOT NULL UNIQUE,
     request_fingerprint BLOB    NOT NULL CHECK (length(request_fingerprint) = 32),
-    enqueued_at         INTEGER NOT NULL,                      -- ms since the epoch, like every time here
+    enqueued_at         INTEGER NOT NULL,                -- ms since the epoch, like every time here
     attempts            INTEGER NOT NULL DEFAULT 0 CHECK (attempts >= 0),
     next_attempt_at     INTEGER NOT NULL,
-    status              TEXT    NOT NULL DEFAULT 'pending'
-                        CHECK (status IN ('pending', 'inflight', 'done', 'dead', 'aborted')),
-    lane                INTEGER CHECK ((status = 'pending') = (lane IS NOT NULL)) CHECK (lane BETWEEN 0 AND 4),
+    status              TEXT    NOT NULL DEFAULT 'pending',
+    lane                INTEGER,
     priority            TEXT    NOT NULL CHECK (priority IN ('now', 'next', 'low')),
     destination         TEXT    NOT NULL,
-    submitted_by        TEXT    NOT NULL,                      -- uid:gid of the caller
+    submitted_by        TEXT    NOT NULL,                -- uid:gid of the caller
     not_before          INTEGER,
-    last_error          TEXT    CHECK (status <> 'dead' OR last_error IS NOT NULL),   -- "<code>: <detail>"
-    delivered_at        INTEGER CHECK ((status = 'done') = (delivered_at IS NOT NULL)),
-    broker_message_id   TEXT    CHECK ((status = 'done') = (broker_message_id IS NOT NULL)),
+    last_error          TEXT,                            -- "<code>: <detail>"
+    delivered_at        INTEGER,
+    broker_message_id   TEXT,
     history_id          INTEGER,
-    aborted_at          INTEGER CHECK ((status = 'aborted') = (aborted_at IS NOT NULL)),
-    aborted_by          TEXT    CHECK ((status = 'aborted') = (aborted_by IS NOT NULL))
-                        CHECK (aborted_by IN ('operator', 'auto')),
-    superseded_by       TEXT    CHECK (superseded_by IS NULL OR status = 'aborted'),  -- id of the successor
-    payload_pruned_at   INTEGER CHECK (payload_pruned_at IS NULL OR (status IN ('done', 'aborted') AND payload = x'')),
+    aborted_at          INTEGER,
+    aborted_by          TEXT CHECK (aborted_by IN ('operator', 'auto')),
+    superseded_by       TEXT,                            -- id of the successor
+    payload_pruned_at   INTEGER,
     held                INTEGER GENERATED ALWAYS AS (lane IS 4) VIRTUAL,
-    payload             BLOB    NOT NULL                       -- an encoded envelope; last, so that the rest is read without it
+    payload             BLOB    NOT NULL,                -- an encoded envelope; last, so that the rest is read without it
+
+    -- What each state has, and has not. A status that is none of the five fails too.
+    CONSTRAINT state CHECK (
+        CASE status
+        WHEN 'pending'  THEN lane IS NOT NULL AND lane BETWEEN 0 AND 4
+                             AND coalesce(delivered_at, broker_message_id, aborted_at, superseded_by, payload_pruned_at)
+                                 IS NULL
+        WHEN 'inflight' THEN coalesce(lane, delivered_at, broker_message_id, aborted_at, superseded_by,
+                                      payload_pruned_at) IS NULL
+        WHEN 'done'     THEN delivered_at IS NOT NULL AND broker_message_id IS NOT NULL
+                             AND coalesce(lane, aborted_at, superseded_by) IS NULL
+        WHEN 'dead'     THEN last_error IS NOT NULL
+                             AND coalesce(lane, delivered_at, broker_message_id, aborted_at, superseded_by,
+                                          payload_pruned_at) IS NULL
+        WHEN 'aborted'  THEN aborted_at IS NOT NULL AND aborted_by IS NOT NULL
+                             AND coalesce(lane, delivered_at, broker_message_id) IS NULL
+        ELSE 0 END
+    ),
+    CONSTRAINT pruned CHECK (payload_pruned_at IS NULL OR payload = x'')
 );
 
 CREATE INDEX outbox_pending ON outbox (lane, seq, destination) WHERE lane IS NOT NULL;

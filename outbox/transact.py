@@ -68,7 +68,9 @@ class Transactor:
     def _transact(self, db: sqlite3.Connection, group: Sequence[Operation[Any]]) -> list[Outcome]:
         try:
             db.execute(QUERIES["begin"])
-            transaction = self._transaction(db)
+            transaction = Transaction(
+                db, now=self._clock(), new_id=self._new_id, used_bytes=self.used_bytes, max_bytes=self._max_bytes
+            )
             outcomes = _run_all(transaction, group)
             transaction.write_counters()
             db.execute(QUERIES["commit"])
@@ -85,11 +87,12 @@ class Transactor:
         """Move the WAL into the file as far as readers allow; returns its frames, and how many of them were moved."""
         _, frames, moved = db.execute(QUERIES["checkpoint"]).fetchone()
         self.logged_bytes = 0
+        self.measure(db)
         return frames, moved
 
-    def _transaction(self, db: sqlite3.Connection) -> Transaction:
-        (used_bytes,) = db.execute(QUERIES["used_bytes"]).fetchone()
-        return Transaction(db, now=self._clock(), new_id=self._new_id, used_bytes=used_bytes, max_bytes=self._max_bytes)
+    def measure(self, db: sqlite3.Connection) -> None:
+        """Ask the file how many of its bytes hold something; between two checkpoints that is estimated."""
+        (self.used_bytes,) = db.execute(QUERIES["used_bytes"]).fetchone()
 
     def _undo(self, db: sqlite3.Connection) -> None:
         self._walked.forget()  # rows that a claim walked past or took may be back

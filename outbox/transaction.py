@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 class Transaction:
     """What an operation runs in. `now` is one moment for all of it, in ms since the epoch."""
 
-    __slots__ = ("_changes", "_rows_moved", "_used_before", "db", "max_bytes", "new_id", "now", "used_bytes")
+    __slots__ = ("_changes", "db", "logged_bytes", "max_bytes", "new_id", "now", "used_bytes")
 
     def __init__(
         self, db: sqlite3.Connection, *, now: int, new_id: Callable[[], str], used_bytes: int, max_bytes: int
@@ -28,8 +28,8 @@ class Transaction:
         self.db = db
         self.now = now
         self.new_id = new_id
-        self._used_before = self.used_bytes = used_bytes
-        self._rows_moved = 0
+        self.used_bytes = used_bytes  # of the file: an estimate that `measure` corrects
+        self.logged_bytes = _PAGES_PER_COMMIT * _PAGE_BYTES  # about what the transaction adds to the WAL
         self.max_bytes = max_bytes
         self._changes: Counter[str] = Counter()
 
@@ -46,22 +46,22 @@ class Transaction:
         """Return the only column of the only row: a set of rows comes as one JSON text, one step for all of them."""
         return self.db.execute(query, parameters).fetchone()[0]
 
-    @property
-    def logged_bytes(self) -> int:
-        """About how much the transaction adds to the WAL: its payloads, and a page for each row or index it touched."""
-        return self.used_bytes - self._used_before + _PAGE_BYTES * (_PAGES_PER_COMMIT + self._rows_moved)
+    def measure(self) -> None:
+        """Replace the running estimate of the used bytes by what the file says."""
+        self.used_bytes = self.value(QUERIES["used_bytes"])
 
     def moved(self, before: RowStatus | None, after: RowStatus, rows: int) -> None:
         """Count `rows` that went from one state to another; None for new ones."""
         if before is not None:
             self._changes[before] -= rows
-            self._rows_moved += rows
+            self.logged_bytes += rows * _PAGE_BYTES
         self._changes[after] += rows
 
     def payload_grew(self, size: int) -> None:
         """Count bytes of payload, negative for pruned ones."""
         self._changes["payload_bytes"] += size
         self.used_bytes += max(size, 0)
+        self.logged_bytes += max(size, 0)
 
     def write_counters(self) -> None:
         """Add what was counted to the kept counters, in one statement."""
