@@ -32,6 +32,11 @@ class EmbeddedNats(EmbeddedServer):
         config = self._config()
         return f"nats://{_USER}:{config['authorization']['password']}@127.0.0.1:{config['port']}"
 
+    @property
+    def address(self) -> str:
+        """Where it listens, without the password."""
+        return f"nats://127.0.0.1:{self._config()['port']}"
+
     def _config(self) -> dict[str, Any]:
         try:
             config: dict[str, Any] = json.loads(self.config_file.read_text("utf-8"))

@@ -11,12 +11,12 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
 _START_TIME_FIELD = 19  # of /proc/PID/stat behind the name; proc(5) counts it as the 22nd
-_GONE = frozenset("ZXx")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -37,13 +37,13 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
-        """Return the identity of the process that has `pid` now; None where there is none, or only a zombie."""
+        """Return the identity of the process that has `pid` now (it may be a zombie); None where there is none."""
         try:
             stat = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             return None
-        state, *fields = stat.rpartition(")")[2].split()
-        return None if state in _GONE else cls(pid, int(fields[_START_TIME_FIELD - 1]), _BOOT_ID.read_text().strip())
+        fields = stat.rpartition(")")[2].split()
+        return cls(pid, int(fields[_START_TIME_FIELD]), _BOOT_ID.read_text().strip())
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
@@ -62,8 +62,8 @@ class ProcessIdentity(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Whether this very process still runs."""
-        return ProcessIdentity.of(self.pid) == self
+        """Whether this very process still runs, be it with its last thread."""
+        return not self.wait(0)
 
     def send(self, number: signal.Signals) -> bool:
         """Send a signal to this process and to no other that has its pid by now; False where it has ended."""
@@ -72,7 +72,7 @@ class ProcessIdentity(NamedTuple):
         except ProcessLookupError:
             return False
         try:
-            if not self.alive:
+            if ProcessIdentity.of(self.pid) != self:
                 return False
             signal.pidfd_send_signal(descriptor, number)
         except ProcessLookupError:
@@ -88,7 +88,7 @@ class ProcessIdentity(NamedTuple):
         except ProcessLookupError:
             return True
         try:
-            if not self.alive:
+            if ProcessIdentity.of(self.pid) != self:
                 return True
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
@@ -99,6 +99,22 @@ class ProcessIdentity(NamedTuple):
     def end(self, *steps: tuple[signal.Signals, float]) -> bool:
         """Send each signal in turn and wait its seconds, until the process has ended; say whether it has."""
         return any(not self.send(number) or self.wait(seconds) for number, seconds in steps)
+
+
+def wait_for_any(processes: Iterable[ProcessIdentity]) -> None:
+    """Wait until one of the processes has ended; returns at once where one has."""
+    with ExitStack() as stack:
+        poll = select.poll()
+        for process in processes:
+            try:
+                descriptor = os.pidfd_open(process.pid)
+            except ProcessLookupError:
+                return
+            stack.callback(os.close, descriptor)
+            if ProcessIdentity.of(process.pid) != process:
+                return
+            poll.register(descriptor, select.POLLIN)
+        poll.poll()
 
 
 def tethered(

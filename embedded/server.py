@@ -46,6 +46,11 @@ class EmbeddedServer(ABC):
         """Where a client connects."""
 
     @property
+    def address(self) -> str:
+        """Where it listens, without a secret: what a status may show."""
+        return self.url
+
+    @property
     def pid_file(self) -> Path:
         """The file that names the process."""
         return self.directory / f"{self.name}.pid"
@@ -59,7 +64,14 @@ class EmbeddedServer(ABC):
     def process(self) -> ProcessIdentity | None:
         """The server's process where it runs, whoever started it."""
         identity = ProcessIdentity.read(self.pid_file)
+        if identity is None and self._child is not None:  # the file was lost, the child was not
+            identity = ProcessIdentity.of(self._child.pid)
         return identity if identity is not None and identity.alive else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """How the process that this object started has ended; minus the signal that killed it."""
+        return None if self._child is None else self._child.poll()
 
     def start(self) -> str:
         """Start the server unless it runs already, wait until it answers, and return its URL."""
@@ -80,9 +92,8 @@ class EmbeddedServer(ABC):
         self.pid_file.unlink(missing_ok=True)
 
     def _reap(self) -> None:
-        """Take notice of the own child's end, so that no zombie stays."""
-        if self._child is not None:
-            self._child.wait()
+        """Take notice of the own child's end, so that no zombie stays; one that still runs is kept."""
+        if self._child is not None and self._child.poll() is not None:
             self._child = None
 
     def _launch(self) -> ProcessIdentity:
@@ -98,7 +109,7 @@ class EmbeddedServer(ABC):
                 directory=self.directory,
             )
         process = ProcessIdentity.of(self._child.pid)
-        if process is None:
+        if process is None:  # somebody else reaped it
             raise self._failed()
         process.write(self.pid_file)
         return process

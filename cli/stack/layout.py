@@ -1,0 +1,119 @@
+"""Where a stack keeps its files: everything below one state directory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from chassis.exits import Exit, Fatal
+from embedded.sockets import socket_directory
+
+MESH: Final = "demo"
+SENDER: Final = "alice"  # as whom the daemon acts
+_MARK: Final = "postroom-up"  # the file that says whose directory this is
+_SOCKET: Final = f"{MESH}.sock"
+
+
+def default_state_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the XDG state directory; for root, whose home Postgres may not enter, `/var/lib/postroom`."""
+    if state := environ.get("XDG_STATE_HOME"):
+        return Path(state) / "postroom"
+    if os.geteuid() == 0:
+        return Path("/var/lib/postroom")
+    try:
+        return Path.home() / ".local" / "state" / "postroom"
+    except RuntimeError as error:
+        raise Fatal(Exit.CONFIG, "there is no home directory: say where with --state DIR") from error
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of a stack's files."""
+
+    state: Path
+
+    @property
+    def env_file(self) -> Path:
+        """The variables that every verb reads from the environment (mode 0600)."""
+        return self.state / "env"
+
+    @property
+    def pid_file(self) -> Path:
+        """Who supervises the stack."""
+        return self.state / "up.pid"
+
+    @property
+    def lock_file(self) -> Path:
+        """Locked for as long as a supervisor lives."""
+        return self.state / "up.lock"
+
+    @property
+    def log_file(self) -> Path:
+        """What a detached supervisor says."""
+        return self.state / "up.log"
+
+    @property
+    def admin_token_file(self) -> Path:
+        """The token of the broker-wide administrator."""
+        return self.state / "tokens" / "admin"
+
+    def token_file(self, member: str) -> Path:
+        """Return the file with a member's token."""
+        return self.state / "tokens" / member
+
+    @property
+    def daemon_directory(self) -> Path:
+        """Where the daemon keeps its outbox."""
+        return self.state / "daemon"
+
+    @property
+    def outbox_file(self) -> Path:
+        """The daemon's outbox; nobody else opens it while the daemon runs."""
+        return self.daemon_directory / "outbox.db"
+
+    @property
+    def socket(self) -> Path:
+        """The daemon's socket."""
+        return socket_directory(self.daemon_directory, _SOCKET) / _SOCKET
+
+    def create(self) -> None:
+        """Make the directory and mark it as a stack's; one that holds anything else is refused."""
+        mark = self.state / _MARK
+        try:
+            self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not mark.exists() and any(self.state.iterdir()):
+                raise Fatal(Exit.USAGE, f"{self.state} holds other files: choose an empty or a new directory")
+            mark.touch(mode=0o600)
+            if os.geteuid() == 0:
+                self.state.chmod(0o711)  # Postgres passes through as another user; what lies inside is closed itself
+            self.admin_token_file.parent.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise Fatal(Exit.CONFIG, f"cannot use the state directory {self.state}: {error.strerror}") from error
+        if not self.admin_token_file.exists():
+            write_secret(self.admin_token_file, secrets.token_urlsafe(32))
+
+    def wipe(self) -> None:
+        """Remove the state directory; one that no stack made is refused."""
+        if not self.state.exists():
+            return
+        self.check()
+        shutil.rmtree(self.state)
+
+    def check(self) -> None:
+        """Refuse a directory that no stack made."""
+        if not (self.state / _MARK).exists():
+            raise Fatal(Exit.NOT_FOUND, f"`postroom up` keeps nothing in {self.state}: say where with --state DIR")
+
+
+def write_secret(file: Path, text: str) -> None:
+    """Write a file that only this user may read, in one step."""
+    draft = file.with_name(file.name + ".new")
+    draft.unlink(missing_ok=True)
+    draft.touch(mode=0o600)
+    draft.write_text(text + "\n", "utf-8")
+    draft.replace(file)

@@ -1,0 +1,173 @@
+"""The broker and the daemon as processes of a stack: their configs, their commands, and when they are ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+from abc import abstractmethod
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from cli.stack.layout import MESH, SENDER, Layout, write_secret
+from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
+from embedded.processes import tethered
+from postroom import AsyncClient, PostroomError
+from postroom.broker import BrokerClient
+
+_PORTS: Final = range(20_000, 32_768)  # below those that the kernel hands out, so that a port stays free for its owner
+_TRIES: Final = 100
+_PROBE_SECONDS: Final = 2.0
+
+
+class Program(EmbeddedServer):
+    """A program of Postroom with a config file of its own, started as `python -m <name>`."""
+
+    def __init__(self, layout: Layout, directory: Path) -> None:
+        super().__init__(directory)
+        self.layout = layout
+
+    @property
+    def config_file(self) -> Path:
+        """Its config, written anew at every start (mode 0600: it may hold secrets)."""
+        return self.directory / f"{self.name}.toml"
+
+    def _prepare(self) -> None:
+        write_secret(self.config_file, toml(self._settings()))
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", self.name, "--config", str(self.config_file)]
+
+    def _ready(self, process: ProcessIdentity) -> bool:  # noqa: ARG002 - the address is this process's alone
+        async def ask() -> bool:
+            try:
+                await asyncio.wait_for(self._probe(), _PROBE_SECONDS)
+            except (PostroomError, TimeoutError):
+                return False
+            return True
+
+        return asyncio.run(ask())
+
+    @abstractmethod
+    def _settings(self) -> Mapping[str, Any]:
+        """Return the config as the program's own types read it."""
+
+    @abstractmethod
+    def _probe(self) -> Awaitable[object]:
+        """Ask the program something; raises `PostroomError` where it does not answer well."""
+
+
+class BrokerProgram(Program):
+    """The broker on a port of loopback, the same one at every start while that is free."""
+
+    name = "broker"
+
+    def __init__(self, layout: Layout, postgres: EmbeddedServer, redis: EmbeddedServer) -> None:
+        super().__init__(layout, layout.state / "broker")
+        self._postgres = postgres
+        self._redis = redis
+
+    @property
+    def url(self) -> str:
+        """Where a client connects."""
+        return f"http://127.0.0.1:{self._port()}"
+
+    def client(self) -> BrokerClient:
+        """Return a client that administers the broker."""
+        return BrokerClient(self.url, self.layout.admin_token_file.read_text("utf-8").strip(), patience=0)
+
+    def _port(self) -> int:
+        try:
+            found = re.search(r"^listen_port = (\d+)$", self.config_file.read_text("utf-8"), re.MULTILINE)
+        except FileNotFoundError:
+            found = None
+        return int(found[1]) if found else choose_port()
+
+    def _settings(self) -> Mapping[str, Any]:
+        port = self._port()
+        return {
+            "database_url": self._postgres.url,
+            "redis_url": self._redis.url,
+            "admin_token_file": str(self.layout.admin_token_file),
+            "listen_host": "127.0.0.1",
+            "listen_port": port if is_free(port) else choose_port(),
+        }
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        migrate = [sys.executable, "-m", "broker", "migrate", "--config", str(self.config_file)]
+        with self.log_file.open("ab") as log:
+            done = subprocess.run(  # noqa: S603 - our own words, no shell
+                tethered(migrate), stdout=log, stderr=log, env={"PATH": os.defpath}, check=False
+            )
+        if done.returncode != 0:
+            raise EmbeddedError(f"the broker's database could not be migrated; see {self.log_file}")
+
+    async def _probe(self) -> object:
+        async with self.client() as client:
+            return await client.health()
+
+
+class DaemonProgram(Program):
+    """The daemon of the mesh, which acts as one member."""
+
+    name = "daemon"
+
+    def __init__(self, layout: Layout, broker: BrokerProgram) -> None:
+        super().__init__(layout, layout.daemon_directory)
+        self._broker = broker
+
+    @property
+    def url(self) -> str:
+        """Where a client connects: the socket."""
+        return str(self.layout.socket)
+
+    def client(self) -> AsyncClient:
+        """Return a client that asks once."""
+        return AsyncClient(self.layout.socket, patience=0)
+
+    def _settings(self) -> Mapping[str, Any]:
+        return {
+            "mesh": MESH,
+            "state_directory": str(self.layout.daemon_directory),
+            "socket": {"path": str(self.layout.socket)},
+            "broker": {"url": self._broker.url, "token_file": str(self.layout.token_file(SENDER))},
+        }
+
+    async def _probe(self) -> object:
+        async with self.client() as client:
+            return await client.ready()
+
+
+def toml(settings: Mapping[str, Any]) -> str:
+    """Write settings as TOML: scalars first, then one table for each mapping; a JSON scalar is a TOML one."""
+    scalars = {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
+    tables = {name: value for name, value in settings.items() if isinstance(value, Mapping)}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in scalars.items()]
+    return "\n".join([*lines, *(f"\n[{name}]\n{toml(table)}" for name, table in tables.items())])
+
+
+def choose_port() -> int:
+    """Return a free port of loopback."""
+    for _ in range(_TRIES):
+        port = secrets.choice(_PORTS)
+        if is_free(port):
+            return port
+    raise EmbeddedError(f"no free port of loopback found between {_PORTS.start} and {_PORTS.stop}")
+
+
+def is_free(port: int) -> bool:
+    """Say whether a server may listen on a port of loopback."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,80 @@
+"""The processes of a stack, in the order in which they need each other."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from chassis.exits import Exit, Fatal
+from cli.stack.layout import SENDER, Layout, write_secret
+from cli.stack.mesh import create_mesh
+from cli.stack.programs import BrokerProgram, DaemonProgram
+from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer
+
+_PLAIN: Final = re.compile(r"[\w@%+=:,./?-]+")  # what a shell takes as it is in an assignment
+
+
+class Stack:
+    """The servers, the broker and the daemon below `state`; each can be stopped and started by itself.
+
+    Raises `EmbeddedError` where a process does not start or stop. All of them end with the process that started them.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self.layout = Layout(state.absolute())
+        self.postgres = EmbeddedPostgres(self.layout.state / "postgres")
+        self.redis = EmbeddedRedis(self.layout.state / "redis")
+        self.nats = EmbeddedNats(self.layout.state / "nats")
+        self.broker = BrokerProgram(self.layout, self.postgres, self.redis)
+        self.daemon = DaemonProgram(self.layout, self.broker)
+
+    @property
+    def programs(self) -> tuple[EmbeddedServer, ...]:
+        """Every process, each after those that it needs."""
+        return (self.postgres, self.redis, self.nats, self.broker, self.daemon)
+
+    def start(self, say: Callable[[EmbeddedServer], None]) -> None:
+        """Start what does not run, tell `say` of each that is ready, make the mesh and write the `env` file."""
+        self.layout.create()
+        for program in self.programs[:-1]:
+            program.start()
+            say(program)
+        asyncio.run(create_mesh(self.broker, self.layout))
+        self.daemon.start()
+        say(self.daemon)
+        write_secret(self.layout.env_file, "\n".join(f"{k}={_quoted(v)}" for k, v in self.environment().items()))
+
+    def stop(self) -> None:
+        """Stop everything, in the opposite order."""
+        for program in reversed(self.programs):
+            program.stop()
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables by which every verb finds the stack (spec operate.md, "CLI")."""
+        return {
+            "POSTROOM_SOCKET": self.daemon.url,
+            "POSTROOM_BROKER_URL": self.broker.url,
+            "POSTROOM_BROKER_TOKEN_FILE": str(self.layout.token_file(SENDER)),
+            "POSTROOM_ADMIN_TOKEN_FILE": str(self.layout.admin_token_file),
+            "POSTROOM_DATABASE_URL": self.postgres.url,
+            "POSTROOM_REDIS_URL": self.redis.url,
+            "POSTROOM_NATS_URL": self.nats.url,
+        }
+
+
+@contextmanager
+def fatal_failures() -> Iterator[None]:
+    """Let a process that does not start or stop end the command with its sentence."""
+    try:
+        yield
+    except EmbeddedError as error:
+        raise Fatal(Exit.FAILED, str(error)) from error
+
+
+def _quoted(value: str) -> str:
+    return value if _PLAIN.fullmatch(value) else shlex.quote(value)

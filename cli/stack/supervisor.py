@@ -1,0 +1,68 @@
+"""Keep a stack running: one supervisor a state directory, which starts again what ends and stops all of it at the end.
+
+Every process ends with the supervisor, `kill -9` included (`embedded.tether`). A program that was killed is started
+again; one that says its config is wrong (exit code 78), or that ends again and again, ends the supervisor too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from chassis.exits import Exit, Fatal
+from cli.stack.layout import Layout
+from cli.stack.stack import Stack
+from embedded import EmbeddedServer, ProcessIdentity
+from embedded.processes import wait_for_any
+
+_RESTARTS: Final = 5
+_RESTART_SECONDS: Final = 60.0
+
+
+@contextmanager
+def supervising(layout: Layout) -> Iterator[None]:
+    """Be the one supervisor of the state directory; raises `Fatal` where there is one already."""
+    layout.create()
+    with layout.lock_file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Fatal(Exit.CONFLICT, f"another `postroom up` works in {layout.state} at this moment") from None
+        me = ProcessIdentity.of(os.getpid())
+        if me is not None:
+            me.write(layout.pid_file)
+        try:
+            yield
+        finally:
+            layout.pid_file.unlink(missing_ok=True)
+
+
+def supervisor_of(layout: Layout) -> ProcessIdentity | None:
+    """Return the process that supervises the state directory, where there is one."""
+    process = ProcessIdentity.read(layout.pid_file)
+    return process if process is not None and process.alive else None
+
+
+def keep_running(stack: Stack, say: Callable[[str], None]) -> None:
+    """Start again whatever ends; returns only by an exception: `Fatal`, `EmbeddedError`, or the interruption."""
+    ends: deque[float] = deque(maxlen=_RESTARTS)
+    while True:
+        wait_for_any([process for program in stack.programs if (process := program.process) is not None])
+        for program in stack.programs:
+            if program.process is None:
+                _refuse_to_restart(program, ends)
+                say(f"{program.name} ended; it is started again")
+                program.start()
+
+
+def _refuse_to_restart(program: EmbeddedServer, ends: deque[float]) -> None:
+    if program.exit_code == Exit.CONFIG:
+        raise Fatal(Exit.CONFIG, f"{program.name} refuses its config; see {program.log_file}")
+    ends.append(time.monotonic())
+    if len(ends) == _RESTARTS and ends[-1] - ends[0] < _RESTART_SECONDS:
+        raise Fatal(Exit.FAILED, f"{program.name} ends again and again; see {program.log_file}")
