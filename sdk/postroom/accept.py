@@ -16,7 +16,7 @@ class AcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message of a batch: its id, the fingerprint frozen by the daemon (64 hex digits), and the message."""
 
     client_message_id: str
-    request_fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    request_fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$(?!\\n)")]
     message: Envelope
 
 

@@ -8,7 +8,7 @@ Times are UTC. A `broker_message_id` is a ULID written as a UUID: the same text 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -19,15 +19,16 @@ Role = Literal["member", "admin"]
 MAX_PAGE = 1000  # messages in one page of the history
 
 # Names obey the rules of destinations (postroom.message), so that everything that can be created can be written to.
-Slug = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$", description="a mesh, in snake_case")]
-MemberName = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="a member of a mesh")]
-TopicName = Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9_]{0,63}$", description="a topic, in snake_case")]
+_END: Final = r"$(?!\n)"  # `$` alone lets a newline follow
+_SNAKE: Final = "^[a-z][a-z0-9_]{0,63}" + _END
+_WORD: Final = "[a-z][a-z0-9_-]{0,63}"
+
+Slug = Annotated[str, msgspec.Meta(pattern=_SNAKE, description="a mesh, in snake_case")]
+MemberName = Annotated[str, msgspec.Meta(pattern=f"^{_WORD}{_END}", description="a member of a mesh")]
+TopicName = Annotated[str, msgspec.Meta(pattern=_SNAKE, description="a topic, in snake_case")]
 QueueName = Annotated[
     str,
-    msgspec.Meta(
-        pattern=r"^[a-z][a-z0-9_-]{0,63}(\.[a-z][a-z0-9_-]{0,63}){0,3}$",
-        description="a queue: one to four words joined by dots",
-    ),
+    msgspec.Meta(pattern=rf"^{_WORD}(\.{_WORD}){{0,3}}{_END}", description="a queue: one to four words joined by dots"),
 ]
 
 

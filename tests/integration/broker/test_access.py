@@ -1,0 +1,169 @@
+"""Nobody crosses: not without a token, not with a revoked one, not into another mesh, not above one's role."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from broker.app import routes
+from broker.authentication import Authentication, digest
+
+Message = Callable[..., dict[str, Any]]
+
+PATH = {"mesh": "demo", "name": "orders", "member": "bob", "broker_message_id": "x"}
+CONTROL_PLANE = {"/health", "/ready", "/metrics", "/openapi.json"}
+
+
+async def test_every_route_but_the_control_plane_needs_a_token(broker: Any) -> None:
+    for route in routes(broker.services):
+        answer = await broker.nobody.call(route.method, route.path.format(**PATH))
+        if route.path in CONTROL_PLANE:
+            assert (route.access, answer.status) == ("anyone", 200), route.path
+        else:
+            assert (answer.status, answer.code) == (401, "missing_token"), route.path
+
+
+async def test_a_token_that_is_nobodys_opens_nothing(broker: Any) -> None:
+    session, url = broker.nobody.session, broker.url + "/v1/features"
+    for header in ("Bearer nonsense", "Bearer " + "x" * 5000, "Basic YTpi", "Bearer", "Bearer \u00e9", ""):
+        async with session.get(url, headers={"Authorization": header}) as answer:
+            assert answer.status == 401
+            assert "nonsense" not in await answer.text()
+
+
+async def test_a_member_may_not_use_the_routes_of_an_admin(broker: Any) -> None:
+    for route in routes(broker.services):
+        if route.access in ("mesh_admin", "broker_admin"):
+            answer = await broker.member("alice").call(route.method, route.path.format(**PATH), {})
+            assert (answer.status, answer.code) == (403, "not_permitted"), route.path
+
+
+async def test_an_admin_of_a_mesh_may_not_administer_meshes(broker: Any) -> None:
+    ada = broker.member("ada")
+
+    assert (await ada.post("/v1/meshes", {"slug": "mine"})).status == 403
+    assert (await ada.get("/v1/meshes")).status == 403
+    assert (await ada.delete("/v1/meshes/demo")).status == 403
+
+
+async def test_an_admin_of_a_mesh_administers_its_own_and_no_other(broker: Any) -> None:
+    await broker.add_mesh("other", {"oscar": "member"})
+    ada = broker.member("ada")
+
+    assert (await ada.post("/v1/topics", {"mesh": "demo", "name": "mine"})).status == 201
+    crossings = [
+        await ada.post("/v1/topics", {"mesh": "other", "name": "mine"}),
+        await ada.post("/v1/queues", {"mesh": "other", "name": "mine"}),
+        await ada.post("/v1/members", {"mesh": "other", "name": "spy"}),
+        await ada.delete("/v1/members/other/oscar"),
+        await ada.post("/v1/members/other/oscar/token"),
+        await ada.delete("/v1/topics/other/orders"),
+        await ada.delete("/v1/queues/other/work"),
+        await ada.post("/v1/topics/other/orders/subscriptions", {"member": "oscar"}),
+        await ada.get("/v1/topics/other/orders/subscriptions"),
+        await ada.delete("/v1/topics/other/orders/subscriptions/oscar"),
+        await ada.get("/v1/topics", mesh="other"),
+        await ada.get("/v1/members", mesh="other"),
+        await ada.get("/v1/queues", mesh="other"),
+        await ada.get("/v1/history", mesh="other"),
+    ]
+    assert {(answer.status, answer.code) for answer in crossings} == {(403, "other_mesh")}
+    assert (await broker.admin.get("/v1/members", mesh="other")).body["members"][0]["name"] == "oscar"
+
+
+async def test_a_member_manages_its_own_subscription_and_token_and_nobody_elses(broker: Any) -> None:
+    alice = broker.member("alice")
+    mine, bobs = "/v1/topics/demo/orders/subscriptions/alice", "/v1/topics/demo/orders/subscriptions/bob"
+
+    assert (await alice.delete(mine)).status == 204
+    assert (await alice.post("/v1/topics/demo/orders/subscriptions", {})).status == 201
+    assert (await alice.delete(bobs)).status == 403
+    assert (await alice.post("/v1/topics/demo/orders/subscriptions", {"member": "bob"})).status == 403
+    assert (await alice.post("/v1/members/demo/bob/token")).status == 403
+    assert (await alice.post("/v1/members/demo/alice/token")).status == 200
+
+
+async def test_the_administrator_posts_nothing(broker: Any, message: Message) -> None:
+    answer = await broker.admin.post("/v1/accept", {"messages": [message("id-1")]})
+
+    assert (answer.status, answer.code) == (403, "not_a_member")
+
+
+async def test_destinations_of_another_mesh_do_not_exist(broker: Any, message: Message) -> None:
+    await broker.add_mesh("other", {"oscar": "member"})
+    await broker.admin.post("/v1/topics", {"mesh": "other", "name": "theirs"})
+    answers = await broker.member("alice").send(message("id-1", "dm:oscar"), message("id-2", "topic:theirs"))
+
+    assert [answer.problem.code for answer in answers] == ["member_not_found", "topic_not_found"]
+
+
+async def test_a_member_reads_what_it_sent_what_was_sent_to_it_and_its_topics(broker: Any, message: Message) -> None:
+    alice, bob = broker.member("alice"), broker.member("bob")
+    await broker.admin.delete("/v1/topics/demo/orders/subscriptions/bob")
+    sent = await alice.send(message("topic"), message("to-bob", "dm:bob"), message("to-ada", "dm:ada"))
+
+    async def visible(caller: Any) -> list[str]:
+        page = (await caller.get("/v1/history", mesh="demo")).body
+        return [entry["client_message_id"] for entry in page["messages"]]
+
+    assert await visible(alice) == ["topic", "to-bob", "to-ada"]
+    assert await visible(bob) == ["to-bob"]
+    assert await visible(broker.member("ada")) == ["topic", "to-bob", "to-ada"]
+    assert await visible(broker.admin) == ["topic", "to-bob", "to-ada"]
+    seen = [(await bob.get(f"/v1/messages/{answer.broker_message_id}")).status for answer in sent]
+    assert seen == [404, 200, 404]
+
+
+async def test_a_message_of_another_mesh_is_nowhere_to_be_found(broker: Any, message: Message) -> None:
+    await broker.add_mesh("other", {"oscar": "admin"})
+    sent = await broker.member("alice").send_one(message("id-1"))
+    oscar = broker.member("oscar", "other")
+
+    assert (await oscar.get(f"/v1/messages/{sent.broker_message_id}")).status == 404
+    assert (await oscar.get("/v1/history")).body["messages"] == []
+
+
+async def test_a_revoked_token_is_worth_nothing_at_once(broker: Any, message: Message) -> None:
+    alice = broker.member("alice")
+    assert (await alice.send_one(message("id-1"))).status == 201
+    await broker.admin.delete("/v1/members/demo/alice")
+
+    assert (await alice.post("/v1/accept", {"messages": [message("id-1")]})).status == 401
+    assert (await alice.get("/v1/history")).status == 401
+
+
+async def test_a_revoked_token_writes_nothing_at_an_instance_that_remembers_it(
+    broker: Any, message: Message, start_broker: Any
+) -> None:
+    async with start_broker(broker.services.config) as other:
+        elsewhere = broker.member("alice").at(other.url)
+        assert (await elsewhere.get("/v1/features")).status == 200
+        await broker.admin.delete("/v1/members/demo/alice")
+
+        assert (await elsewhere.post("/v1/accept", {"messages": [message("id-1")]})).status == 401
+
+
+async def test_a_rotated_token_replaces_the_old_one(broker: Any) -> None:
+    old = broker.member("alice")
+    rotated = await broker.admin.post("/v1/members/demo/alice/token")
+    broker.tokens["demo", "alice"] = rotated.body["token"]
+
+    assert (await old.get("/v1/features")).status == 401
+    assert (await broker.member("alice").get("/v1/features")).status == 200
+
+
+async def test_a_token_is_remembered_for_a_second_at_most(broker: Any) -> None:
+    now = time.monotonic()
+    authentication = Authentication(broker.services.database, None, monotonic=lambda: now)
+    token = digest(broker.tokens["demo", "alice"])
+    first = await authentication._remember(token)
+    assert await authentication._remember(token) is first
+    now += 1.0
+    assert await authentication._remember(token) is not first
+
+
+async def test_the_database_keeps_no_token(broker: Any, postgres: Any) -> None:
+    everything = str(await postgres.fetch("SELECT member::text FROM mesh.member"))
+
+    assert broker.tokens["demo", "alice"] not in everything

@@ -1,0 +1,121 @@
+"""Meshes, members, topics, subscriptions and queues come and go (spec accept.md, "Routes")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Message = Callable[..., dict[str, Any]]
+
+
+async def test_what_is_created_is_listed_and_what_is_deleted_is_gone(broker: Any) -> None:
+    admin = broker.admin
+    for noun, name in (("topics", "news"), ("queues", "render.fast")):
+        assert (await admin.post(f"/v1/{noun}", {"mesh": "demo", "name": name})).status == 201
+        listed = (await admin.get(f"/v1/{noun}", mesh="demo")).body[noun]
+        assert name in [entry["name"] for entry in listed]
+        assert (await admin.delete(f"/v1/{noun}/demo/{name}")).status == 204
+        assert (await admin.delete(f"/v1/{noun}/demo/{name}")).status == 404
+
+
+async def test_a_name_is_given_once(broker: Any) -> None:
+    again = [
+        await broker.admin.post("/v1/meshes", {"slug": "demo"}),
+        await broker.admin.post("/v1/members", {"mesh": "demo", "name": "alice"}),
+        await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "orders"}),
+        await broker.admin.post("/v1/queues", {"mesh": "demo", "name": "work"}),
+    ]
+
+    assert [(answer.status, answer.code) for answer in again] == [
+        (409, "mesh_exists"),
+        (409, "member_exists"),
+        (409, "topic_exists"),
+        (409, "queue_exists"),
+    ]
+
+
+async def test_a_revoked_members_name_is_never_given_again(broker: Any) -> None:
+    assert (await broker.admin.delete("/v1/members/demo/bob")).status == 204
+
+    assert (await broker.admin.delete("/v1/members/demo/bob")).status == 404
+    assert (await broker.admin.post("/v1/members", {"mesh": "demo", "name": "bob"})).status == 409
+    assert (await broker.admin.post("/v1/members/demo/bob/token")).status == 404
+    listed = (await broker.admin.get("/v1/members", mesh="demo")).body["members"]
+    assert [(entry["name"], "revoked_at" in entry) for entry in listed] == [
+        ("ada", False),
+        ("alice", False),
+        ("bob", True),
+    ]
+
+
+async def test_an_empty_mesh_goes_with_all_it_has_and_one_with_messages_stays(broker: Any, message: Message) -> None:
+    await broker.add_mesh("empty")
+    await broker.member("alice").send_one(message("id-1"))
+
+    assert (await broker.admin.delete("/v1/meshes/empty")).status == 204
+    full = await broker.admin.delete("/v1/meshes/demo")
+    assert (full.status, full.code) == (409, "mesh_holds_messages")
+    assert [mesh["slug"] for mesh in (await broker.admin.get("/v1/meshes")).body["meshes"]] == ["demo"]
+    assert (await broker.member("alice", "empty").get("/v1/features")).status == 401
+
+
+async def test_subscribing_twice_is_subscribing_once(broker: Any) -> None:
+    path = "/v1/topics/demo/orders/subscriptions"
+
+    assert (await broker.admin.post(path, {"member": "alice"})).status == 200
+    subscribed = (await broker.member("alice").get(path)).body["subscriptions"]
+    assert [entry["member"] for entry in subscribed] == ["ada", "alice", "bob"]
+    assert (await broker.admin.delete(f"{path}/alice")).status == 204
+    assert (await broker.admin.delete(f"{path}/alice")).status == 404
+    assert (await broker.admin.get("/v1/topics", mesh="demo")).body["topics"][0]["subscribers"] == 2
+
+
+NO_NAMES: list[tuple[str, Any]] = [
+    ("/v1/meshes", {"slug": "Upper"}),
+    ("/v1/meshes", {"slug": "a" * 65}),
+    ("/v1/meshes", {"slug": "with-dash"}),
+    ("/v1/meshes", {"slug": "demo2", "unknown": 1}),
+    ("/v1/meshes", []),
+    ("/v1/members", {"mesh": "demo", "name": "carol", "role": "owner"}),
+    ("/v1/members", {"mesh": "demo", "name": "dm:carol"}),
+    ("/v1/topics", {"mesh": "demo", "name": "a.b"}),
+    ("/v1/topics", {"mesh": "demo", "name": "a\n"}),
+    ("/v1/queues", {"mesh": "demo", "name": "a.b.c.d.e"}),
+    ("/v1/queues", {"mesh": "demo", "name": ""}),
+    ("/v1/topics/demo/orders/subscriptions", {"member": "*"}),
+]
+
+
+async def test_what_cannot_be_a_name_is_refused(broker: Any) -> None:
+    for path, body in NO_NAMES:
+        answer = await broker.admin.post(path, body)
+        assert (answer.status, answer.code) == (400, "invalid_request"), body
+
+
+async def test_what_is_not_there_is_not_found(broker: Any) -> None:
+    admin = broker.admin
+    answers = {
+        "mesh_not_found": [
+            await admin.post("/v1/topics", {"mesh": "nowhere", "name": "orders"}),
+            await admin.get("/v1/history", mesh="nowhere"),
+            await admin.get("/v1/topics", mesh="' or 1=1"),
+            await admin.delete("/v1/meshes/nowhere"),
+        ],
+        "topic_not_found": [await admin.post("/v1/topics/demo/nothing/subscriptions", {"member": "alice"})],
+        "member_not_found": [await admin.post("/v1/topics/demo/orders/subscriptions", {"member": "nobody"})],
+    }
+
+    for code, found in answers.items():
+        assert {(answer.status, answer.code) for answer in found} == {(404, code)}
+
+
+async def test_the_administrator_must_say_which_mesh_and_whom(broker: Any) -> None:
+    assert (await broker.admin.get("/v1/topics")).code == "mesh_required"
+    assert (await broker.admin.post("/v1/topics/demo/orders/subscriptions", {})).code == "member_required"
+
+
+async def test_a_member_need_not_name_its_mesh(broker: Any) -> None:
+    alice = broker.member("alice")
+
+    assert [topic["name"] for topic in (await alice.get("/v1/topics")).body["topics"]] == ["orders"]
+    assert len((await alice.get("/v1/members")).body["members"]) == 3

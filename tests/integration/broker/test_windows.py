@@ -1,0 +1,104 @@
+"""One suite for both windows of the limiter: in Redis, and in this process (spec accept.md, "Limiter")."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+
+from broker.config import LimiterConfig
+from broker.limiter import LocalWindow, RedisWindow, Window, open_redis
+
+LIMITS = LimiterConfig(per_mesh=5, per_member=3, window_seconds=3600, timeout_ms=5000)
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = open_redis(redis_url, LIMITS)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture(params=["redis", "local"])
+def window(request: pytest.FixtureRequest, redis: Redis) -> Window:
+    return RedisWindow(redis, LIMITS) if request.param == "redis" else LocalWindow(LIMITS)
+
+
+async def test_ids_pass_in_order_until_the_members_units_are_used_up(window: Window) -> None:
+    admission = await window.admit("demo", "alice", ["a", "b", "c", "d", "e"])
+
+    assert admission.denied == {"d", "e"}
+    assert 0 < admission.retry_after <= 3600
+
+
+async def test_an_id_that_passed_passes_again_and_takes_nothing(window: Window) -> None:
+    await window.admit("demo", "alice", ["a", "b"])
+
+    assert (await window.admit("demo", "alice", ["b", "c", "a"])).denied == set()
+    assert (await window.admit("demo", "alice", ["a", "d", "c"])).denied == {"d"}
+
+
+async def test_the_mesh_has_units_of_its_own(window: Window) -> None:
+    await window.admit("demo", "alice", ["a", "b", "c"])
+
+    assert (await window.admit("demo", "bob", ["d", "e", "f"])).denied == {"f"}
+    assert (await window.admit("other", "alice", ["a", "b", "c"])).denied == set()
+
+
+async def test_a_denied_id_leaves_no_unit_behind(window: Window) -> None:
+    await window.admit("demo", "alice", ["a", "b", "c", "d"])
+    await window.admit("demo", "alice", ["d"])
+
+    assert (await window.admit("demo", "bob", ["d", "e"])).denied == set()
+
+
+async def test_an_id_that_another_member_sent_takes_no_second_unit_of_the_mesh(window: Window) -> None:
+    await window.admit("demo", "alice", ["a", "b", "c"])
+
+    assert (await window.admit("demo", "bob", ["a", "b", "c"])).denied == set()
+    assert (await window.admit("demo", "carol", ["d", "e"])).denied == set()
+
+
+async def test_a_full_window_lets_through_what_it_holds_and_nothing_else(window: Window) -> None:
+    await window.admit("demo", "alice", ["a", "b", "c"])
+    await window.admit("demo", "bob", ["d", "e"])
+
+    assert (await window.admit("demo", "alice", ["a", "b", "c"])).denied == set()
+    assert (await window.admit("demo", "bob", ["f"])).denied == {"f"}
+
+
+async def test_a_thousand_ids_go_in_one_call(window: Window) -> None:
+    admission = await window.admit("demo", "alice", [f"id-{n}" for n in range(1000)])
+
+    assert len(admission.denied) == 997
+
+
+async def test_every_key_in_redis_lies_in_the_meshs_slot_and_ends_by_itself(redis: Redis) -> None:
+    await RedisWindow(redis, LIMITS).admit("demo", "alice", ["a"])
+
+    keys = await redis.keys()
+    assert len(keys) == 2
+    assert all(key.startswith("postroom:limit:{demo}:") for key in keys)
+    assert all([0 < await redis.pttl(key) <= 2 * 3600 * 1000 for key in keys])
+
+
+async def test_the_local_window_begins_anew_with_the_clock() -> None:
+    now = 7200.5
+    window = LocalWindow(LIMITS, clock=lambda: now)
+    first = await window.admit("demo", "alice", ["a", "b", "c", "d"])
+    now += first.retry_after
+    second = await window.admit("demo", "alice", ["d", "e", "f"])
+
+    assert (first.denied, first.retry_after, second.denied) == ({"d"}, 3599.5, set())
+
+
+async def test_the_window_in_redis_begins_anew_with_redis_clock(redis: Redis) -> None:
+    brief = LimiterConfig(per_mesh=1, per_member=1, window_seconds=1, timeout_ms=5000)
+    window = RedisWindow(redis, brief)
+    await window.admit("demo", "alice", ["a"])
+    (before,) = [key for key in await redis.keys() if not key.endswith(":alice")]
+    while (await window.admit("demo", "alice", ["b"])).denied:
+        pass
+
+    assert [key for key in await redis.keys() if not key.endswith(":alice")] != [before]
