@@ -8,11 +8,8 @@ import typer
 
 from cli.connect import with_daemon
 from cli.noun import Json, Reason, Socket, noun
-from cli.output import fields, json_line, reason_or_ask
+from cli.output import json_line, line, reason_or_ask
 from cli.quantities import rate
-
-if TYPE_CHECKING:
-    from postroom.sends import RelayStatus
 
 app = noun("Pause and resume the way to the broker.")
 
@@ -23,7 +20,8 @@ To = Annotated[str | None, typer.Argument(metavar="[TO]", help="Only this destin
 def pause(*, to: To = None, reason: Reason = None, as_json: Json = False, socket: Socket = None) -> None:
     """Stop relaying until it is resumed, over restarts too; sends are still accepted and kept."""
     why = reason_or_ask(reason)
-    show(with_daemon(socket, lambda client: client.pause_relay(to, reason=why)), as_json=as_json)
+    status = with_daemon(socket, lambda client: client.pause_relay(to, reason=why))
+    json_line(status) if as_json else line(f"paused {_what(to)}, until `postroom relay resume`; sends are kept")
 
 
 @app.command()
@@ -40,20 +38,9 @@ def resume(
     """Relay again."""
     why = reason_or_ask(reason)
     status = with_daemon(socket, lambda client: client.resume_relay(to, reason=why, rate_per_second=per_second))
-    show(status, as_json=as_json)
+    limit = f", at most {per_second:g}/s" if per_second is not None else ""
+    json_line(status) if as_json else line(f"resumed {_what(to)}{limit}")
 
 
-def show(status: RelayStatus, *, as_json: bool) -> None:
-    """Print what the relay does now."""
-    if as_json:
-        json_line(status)
-        return
-    fields(
-        (
-            ("relay", status.state),
-            ("because", status.reason),
-            ("paused for", ", ".join(status.paused_destinations) or None),
-            ("rate", None if status.rate_per_second is None else f"{status.rate_per_second:g}/s"),
-            ("last success", status.last_success_at),
-        )
-    )
+def _what(to: str | None) -> str:
+    return f"relaying to {to}" if to is not None else "relaying"

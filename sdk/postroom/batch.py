@@ -92,17 +92,13 @@ class Batch:
                 "POST", PATH, data=self._body(), media=NDJSON, silence=self._transport.timeout
             ) as response:
                 async for lines in self._transport.lines(response):
-                    results = [result for line in lines if (result := self._settle(line))]
-                    self._answered.set()
-                    if results:
-                        self._patience.restart()
-                        await self._publish(results)
+                    await self._settle_all(lines)
             if self._unanswered:
                 raise self._transport.peer.lost()
             if self._why_later:
                 raise error_for(self._why_later)
         except PostroomError as error:
-            if self._open_again():
+            if self._open_again() or not error.retryable:
                 await self._patience.pause(error)
 
     async def _body(self) -> AsyncIterator[bytes]:
@@ -123,6 +119,19 @@ class Batch:
                 return await self._backlog.filled()
         except TimeoutError:
             return False
+
+    async def _settle_all(self, answers: list[bytes]) -> None:
+        """Publish the results that came together, those before a senseless one too."""
+        results: list[BatchResult] = []
+        try:
+            for answer in answers:
+                if (result := self._settle(answer)) is not None:
+                    results.append(result)
+        finally:
+            self._answered.set()
+            if results:
+                self._patience.restart()
+                await self._publish(results)
 
     def _settle(self, answer: bytes) -> BatchResult | None:
         """Match an answer with the oldest unanswered line; None where the line has to be tried again."""

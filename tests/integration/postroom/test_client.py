@@ -1,0 +1,200 @@
+"""The clients against a real daemon, whose broker never answers: what is accepted stays pending."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lone_daemon import LoneDaemon
+
+from postroom import (
+    AsyncClient,
+    Client,
+    Conflict,
+    InvalidMessage,
+    ListQuery,
+    NotFound,
+    RowFilter,
+    SendRequest,
+)
+from postroom.sends import RelayStatus
+
+REASON = "a test wants it"
+
+
+async def test_a_send_is_kept_and_found(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        sent = await client.send("topic:orders", "hello", meta={"a": 1}, mentions=["bob"], priority="now")
+        row = await client.get(sent.client_message_id)
+    assert (sent.status, sent.duplicate) == ("queued", False)
+    assert (row.id, row.status, row.destination, row.priority) == (sent.outbox_id, "pending", "topic:orders", "now")
+
+
+async def test_a_repeated_send_is_a_duplicate_and_other_content_a_conflict(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        first = await client.send("topic:orders", "hello", client_message_id="a")
+        again = await client.send("topic:orders", "hello", client_message_id="a")
+        with pytest.raises(Conflict) as caught:
+            await client.send("topic:orders", "other", client_message_id="a")
+    assert (again.outbox_id, again.duplicate) == (first.outbox_id, True)
+    assert caught.value.problem.conflict == "outbox_pending_fingerprint_mismatch"
+
+
+async def test_a_bad_send_names_its_field(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        with pytest.raises(InvalidMessage) as caught:
+            await client.send("orders", "hello")
+    assert caught.value.problem.field == "to"
+
+
+async def test_wait_returns_when_the_row_is_settled(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        sent = await client.send("topic:orders", "hello")
+        assert (await client.wait(sent.client_message_id, 0.01)).status == "pending"
+        waiting = asyncio.create_task(client.wait(sent.client_message_id, 30))
+        await client.abort(sent.outbox_id, reason=REASON)
+        assert (await waiting).status == "aborted"
+
+
+async def test_an_unknown_id_is_not_found(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        for ask in (client.get("nobody"), client.wait("nobody", 1), client.inspect("nobody"), client.get("../x?y#z")):
+            with pytest.raises((NotFound, InvalidMessage)):
+                await ask
+
+
+async def test_an_operator_repairs_one_row(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        sent = await client.send("topic:orders", "hello")
+        assert (await client.hold(sent.outbox_id, reason=REASON)).held
+        assert not (await client.release(sent.outbox_id, reason=REASON)).held
+        assert (await client.flush(sent.outbox_id, reason=REASON)).status == "pending"
+        successor = await client.requeue(
+            sent.outbox_id,
+            reason=REASON,
+            new_client_message_id="fresh",
+            message=SendRequest(to="topic:other", body="patched"),
+        )
+        chain = await client.inspect("fresh")
+    assert (successor.client_message_id, successor.destination) == ("fresh", "topic:other")
+    assert [row.id for row in chain.chain] == [sent.outbox_id, successor.id]
+    assert [action.verb for action in chain.log] == ["hold", "release", "flush", "requeue"]
+    assert {action.reason for action in chain.log} == {REASON}
+
+
+async def test_an_operator_repairs_many_rows_and_prunes(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        async for _ in client.send_many(SendRequest(to="topic:orders") for _ in range(20)):
+            pass
+        plan = await client.bulk("abort", RowFilter(destination="topic:orders"), reason=REASON, dry_run=True)
+        assert (plan.dry_run, plan.matched) == (True, 20)
+        assert (await client.list_rows(ListQuery(status="aborted"))).rows == []
+        done = await client.bulk("abort", RowFilter(destination="topic:orders"), reason=REASON)
+        assert len(done.done) == 20
+        assert (await client.prune(0, reason=REASON)).pruned == 20
+
+
+async def test_lists_are_paged_and_exported_whole(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        async for _ in client.send_many(SendRequest(to="topic:orders") for _ in range(250)):
+            pass
+        seen, cursor = [], None
+        while True:
+            page = await client.list_rows(ListQuery(limit=100, cursor=cursor))
+            seen += page.rows
+            if (cursor := page.next_cursor) is None:
+                break
+        exported = [row async for row in client.export()]
+    assert len(seen) == 250
+    assert [row.id for row in exported] == [row.id for row in seen]
+
+
+async def test_the_relay_is_paused_and_resumed(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+
+        async def until(holds: Callable[[RelayStatus], bool]) -> None:
+            while not holds((await client.health()).relay):
+                await asyncio.sleep(0)
+
+        await client.pause_relay("topic:orders", reason=REASON)
+        await until(lambda relay: relay.paused_destinations == ["topic:orders"])
+        await client.resume_relay("topic:orders", reason=REASON)
+        await client.resume_relay(reason=REASON, rate_per_second=50)
+        await until(lambda relay: relay.paused_destinations == [] and relay.rate_per_second == 50)
+
+
+async def test_the_control_plane(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        assert (await client.ready()).ready
+        assert (await client.version()).mesh == "demo"
+        assert (await client.health()).rows["pending"] == 0
+
+
+async def test_a_stream_survives_a_daemon_that_is_killed_again_and_again(daemon: LoneDaemon) -> None:
+    total = 20_000
+    lines: list[int] = []
+    async with AsyncClient(daemon.socket, patience=60) as client:
+        async for result in client.send_many(SendRequest(to="topic:orders", body=str(n)) for n in range(total)):
+            assert result.problem is None
+            lines.append(result.line)
+            if len(lines) in {1000, 7000, 13_000}:
+                await daemon.restart()
+        rows = (await client.health()).rows
+    assert sorted(lines) == list(range(1, total + 1))
+    assert rows["pending"] == total
+
+
+async def test_single_sends_survive_a_daemon_that_is_killed(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket, patience=60) as client:
+
+        async def write(writer: int) -> list[str]:
+            ids = []
+            for number in range(100):
+                ids.append((await client.send("topic:orders", f"{writer}-{number}")).client_message_id)
+                if writer == 0 and number in {20, 60}:
+                    await daemon.restart()
+            return ids
+
+        ids = [each for written in await asyncio.gather(*map(write, range(8))) for each in written]
+        rows = (await client.health()).rows
+    assert len(set(ids)) == 800
+    assert rows["pending"] == 800
+
+
+def blocking_work(socket: Path) -> None:
+    with Client(socket) as client:
+        sent = client.send("topic:orders", "hello")
+        assert client.get(sent.client_message_id).id == sent.outbox_id
+        results = list(client.send_many(SendRequest(to="topic:orders") for _ in range(3000)))
+        assert [result.line for result in results] == list(range(1, 3001))
+        assert sum(1 for _ in client.export()) == 3001
+        with pytest.raises(NotFound):
+            client.inspect("nobody")
+        next(iter(client.send_many(SendRequest(to="topic:orders") for _ in range(10_000))))
+
+
+async def test_a_program_without_a_loop_does_the_same(daemon: LoneDaemon) -> None:
+    await asyncio.to_thread(blocking_work, daemon.socket)
+
+
+async def test_many_threads_share_one_client(daemon: LoneDaemon) -> None:
+    def share() -> set[str]:
+        ids: set[str] = set()
+        with Client(daemon.socket) as client:
+
+            def write() -> None:
+                for _ in range(50):
+                    ids.add(client.send("topic:orders", "x").client_message_id)
+
+            threads = [threading.Thread(target=write) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        client.close()  # a second time does nothing
+        return ids
+
+    assert len(await asyncio.to_thread(share)) == 400

@@ -1,0 +1,157 @@
+"""What a client says of a peer that is absent, hangs, is another program or another version."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from odd_peers import Serve, Speak
+
+from postroom import AsyncClient, BrokerClient, NotPermitted, Unavailable, transport
+
+
+def answer(body: bytes, status: str = "200 OK", media: str = "application/json", more: str = "") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {media}\r\nContent-Length: {len(body)}\r\n{more}\r\n"
+    return head.encode() + body
+
+
+PROBLEM = b'{"type":"x","title":"x","status":409,"detail":"x","code":"x","retryable":false}'
+FOREIGN = {
+    "html": answer(b"<html>hello</html>", media="text/html"),
+    "half a document": answer(b'{"client_message_id": "x", "outb'),
+    "nothing": answer(b""),
+    "null": answer(b"null"),
+    "another shape": answer(b'{"ok": true}'),
+    "a wrong type": answer(b'{"client_message_id": 1, "outbox_id": "x", "status": "queued"}'),
+    "an unknown status": answer(b'{"client_message_id": "a", "outbox_id": "x", "status": "eaten"}'),
+    "invalid UTF-8": answer(b'{"client_message_id": "\xff", "outbox_id": "x", "status": "queued"}'),
+    "a redirect": answer(b"", "302 Found", more="Location: http://169.254.169.254/\r\n"),
+    "a page for an error": answer(b"<html>no</html>", "404 Not Found", "text/html"),
+    "a problem of another status": answer(PROBLEM, "400 Bad Request", "application/problem+json"),
+    "a problem that is none": answer(b"{}", "400 Bad Request", "application/problem+json"),
+    "not HTTP": b"220 mail.example.com ESMTP\r\n",
+    "NULs": b"\0" * 1000,
+    "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}x",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+async def test_an_answer_that_is_not_ours_is_said_to_be_so(kind: str, speak: Speak) -> None:
+    path = await speak(FOREIGN[kind])
+    async with AsyncClient(path, timeout=5, patience=0) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.send("topic:orders", "hello")
+    assert caught.value.code == "not_understood"
+    assert not caught.value.retryable
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"", "connection_lost"),
+        (b"HTTP/1.1 200 OK\r\nContent-Le", "connection_lost"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", "connection_lost"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{", "connection_lost"),
+        (answer(b"<html>bad gateway</html>", "502 Bad Gateway", "text/html"), "not_understood"),
+    ],
+)
+async def test_what_may_go_better_the_next_time_is_retryable(sent: bytes, code: str, speak: Speak) -> None:
+    async with AsyncClient(await speak(sent), timeout=5, patience=0) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.health()
+    assert (caught.value.code, caught.value.retryable) == (code, True)
+
+
+async def test_an_endless_answer_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_ANSWER", 1024 * 1024)
+
+    async def pour(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 65536)
+
+    async with AsyncClient(await serve(pour), timeout=30, patience=0) as client:
+        with pytest.raises(Unavailable, match="larger than"):
+            await client.health()
+
+
+async def test_a_daemon_that_hangs_is_given_up_after_the_time_out(short_directory: Path) -> None:
+    path = short_directory / "hung.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()  # the kernel accepts, nobody answers
+        async with AsyncClient(path, timeout=0.1, patience=0) as client:
+            with pytest.raises(Unavailable, match="did not answer in time") as caught:
+                await client.send("topic:orders", "hello")
+    assert caught.value.code == "no_answer"
+
+
+async def test_an_absent_daemon_is_named_with_what_to_do(short_directory: Path) -> None:
+    path = short_directory / "nobody.sock"
+    async with AsyncClient(path, patience=0) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.send("topic:orders", "hello")
+    assert caught.value.code == "daemon_absent"
+    assert str(path) in str(caught.value)
+    assert "postroom up" in str(caught.value)
+
+
+async def test_a_stale_socket_is_an_absent_daemon(short_directory: Path) -> None:
+    path = short_directory / "stale.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+    async with AsyncClient(path, patience=0) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.health()
+    assert caught.value.code == "daemon_absent"
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text("x"), lambda path: path.mkdir()])
+async def test_what_is_no_socket_is_an_absent_daemon(short_directory: Path, make: object) -> None:
+    path = short_directory / "thing"
+    make(path)  # type: ignore[operator]
+    async with AsyncClient(path, patience=0) as client:
+        with pytest.raises((Unavailable, NotPermitted)) as caught:
+            await client.health()
+    assert str(path) in str(caught.value)
+
+
+async def test_a_path_longer_than_a_socket_may_have_is_said_at_once(short_directory: Path) -> None:
+    with pytest.raises(Unavailable, match="limit is 107"):
+        AsyncClient(short_directory / ("x" * 108))
+
+
+async def test_a_broker_that_is_absent_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    async with BrokerClient(url, "token", patience=0) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.features()
+    assert caught.value.code == "broker_absent"
+    assert url in str(caught.value)
+
+
+async def test_a_token_never_follows_a_redirect() -> None:
+    seen: list[str] = []
+
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        seen.append(request.path)
+        raise web.HTTPFound("/elsewhere")
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with BrokerClient(f"http://127.0.0.1:{runner.addresses[0][1]}", "token", patience=0) as client:
+            with pytest.raises(Unavailable):
+                await client.features()
+    finally:
+        await runner.cleanup()
+    assert seen == ["/v1/features"]
