@@ -1,0 +1,204 @@
+"""The relay and the link against the real broker, on real Postgres and Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import asyncpg
+import pytest
+from aiohttp import ClientSession, web
+
+from broker.app import build
+from broker.config import BrokerConfig, LimiterConfig
+from broker.main import open_services
+from broker.migrate import migrate
+from outbox.model import RowFilter
+from postroom import BrokerClient, NotFound
+
+ACCEPTED = "SELECT client_message_id FROM mesh.client_message_dedupe ORDER BY 1"
+HISTORY = "SELECT count(*) FROM mesh.message_history"
+
+
+class RealBroker:
+    """A broker in this process that can be stopped and started again at the same address."""
+
+    def __init__(self, config: BrokerConfig) -> None:
+        self._config = config
+        self._stack = AsyncExitStack()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        services = await self._stack.enter_async_context(open_services(self._config))
+        runner = web.AppRunner(build(services), access_log=None, auto_decompress=False)
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
+        self.port = runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+
+@pytest.fixture
+async def real_broker(
+    database_url: str, redis_url: str, tmp_path: Path, token_file: Path
+) -> AsyncIterator[Callable[..., Awaitable[RealBroker]]]:
+    """Start a broker with the mesh `demo`, the topic `orders`, and alice, whose token is in `token_file`."""
+    admin = tmp_path / "admin-token"
+    admin.touch(mode=0o600)
+    admin_token = secrets.token_urlsafe(32)
+    admin.write_text(admin_token)
+    await migrate(database_url)
+    brokers: list[RealBroker] = []
+
+    async def start(**limiter: int) -> RealBroker:
+        config = BrokerConfig(
+            database_url=database_url,
+            redis_url=redis_url,
+            admin_token_file=admin,
+            listen_port=0,
+            limiter=LimiterConfig(**limiter),
+        )
+        broker = RealBroker(config)
+        brokers.append(broker)
+        await broker.start()
+        async with BrokerClient(broker.url, admin_token) as administrator:
+            await administrator.create_mesh("demo")
+            token_file.write_text((await administrator.create_member("demo", "alice")).token)
+            await administrator.create_topic("demo", "orders")
+            await administrator.subscribe("demo", "orders", "alice")
+        return broker
+
+    yield start
+    for broker in brokers:
+        await broker.stop()
+
+
+@pytest.fixture
+async def postgres(database_url: str) -> AsyncIterator[asyncpg.Connection]:
+    connection = await asyncpg.connect(database_url)
+    yield connection
+    await connection.close()
+
+
+def ids_of(count: int) -> list[str]:
+    return [f"id-{n:04}" for n in range(count)]
+
+
+async def assert_each_is_accepted_once(postgres: asyncpg.Connection, ids: list[str]) -> None:
+    assert [row[0] for row in await postgres.fetch(ACCEPTED)] == ids
+    assert await postgres.fetchval(HISTORY) == len(ids)
+
+
+async def test_a_backlog_reaches_postgres_once_and_what_the_broker_refuses_is_dead(real_broker, station, postgres):
+    broker = await real_broker()
+    here = await station(broker.url, speed=1)
+    ids = ids_of(1500)
+    await here.send(*ids)
+    await here.send("nowhere", to="topic:absent")
+    here.run()
+    rows = await here.settled(*ids)
+    assert {(row.status, row.attempts) for row in rows} == {("done", 1)}
+    assert len({row.history_id for row in rows}) == 1500
+    (refused,) = await here.settled("nowhere")
+    assert refused.status == "dead"
+    assert refused.last_error.startswith("topic_not_found: ")
+    await assert_each_is_accepted_once(postgres, ids)
+    assert here.relay.features.member == "alice"
+    assert here.relay.max_age_hours == 648
+
+
+async def test_a_crash_after_the_brokers_commit_makes_no_second_message(
+    real_broker, station, postgres, tmp_path, token_file
+):
+    broker = await real_broker()
+    here = await station(broker.url)
+    ids = ids_of(300)
+    await here.send(*ids)
+    await here.end()
+    process: asyncio.subprocess.Process | None = None
+
+    async def pass_on(request: web.Request) -> web.Response:
+        async with (
+            ClientSession() as session,
+            session.request(
+                request.method, broker.url + request.path, data=await request.read(), headers=request.headers
+            ) as answer,
+        ):
+            body = await answer.read()
+        if request.path == "/v1/accept":
+            assert process is not None
+            process.kill()  # the broker has committed, and its answer is never heard
+            await process.wait()
+        return web.Response(status=answer.status, body=body, content_type="application/json")
+
+    app = web.Application(client_max_size=8 * 1024 * 1024)
+    app.router.add_route("*", "/{path:.*}", pass_on)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    program = [sys.executable, str(Path(__file__).with_name("relay_process.py"))]
+    process = await asyncio.create_subprocess_exec(
+        *program, f"http://127.0.0.1:{port}", str(tmp_path / "state"), str(token_file)
+    )
+    await process.wait()
+    await runner.cleanup()
+    await assert_each_is_accepted_once(postgres, ids)
+    here = await station(broker.url)
+    assert {row.status for row in [row async for row in here.outbox.export(RowFilter())]} == {"pending"}
+    here.run()
+    assert {(row.status, row.attempts) for row in await here.settled(*ids)} == {("done", 2)}
+    assert here.relay.counters.attempts["duplicate"] == 300
+    await assert_each_is_accepted_once(postgres, ids)
+
+
+async def test_a_broker_that_goes_away_in_the_middle_and_comes_back_has_every_message_once(
+    real_broker, station, postgres
+):
+    broker = await real_broker()
+    here = await station(broker.url, batch_messages=50)
+    ids = ids_of(2000)
+    await here.send(*ids)
+    here.run()
+    await here.settled(ids[0])
+    await broker.stop()
+    while here.relay.status().state != "waiting":  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert (await here.outbox.counts()).rows["dead"] == 0
+    await broker.start()
+    assert {row.status for row in await here.settled(*ids)} == {"done"}
+    await assert_each_is_accepted_once(postgres, ids)
+
+
+async def test_a_saturated_limit_delays_and_kills_nothing(real_broker, station, postgres):
+    broker = await real_broker(per_member=100, window_seconds=1)
+    here = await station(broker.url, speed=1, batch_messages=60)
+    ids = ids_of(250)
+    await here.send(*ids)
+    here.run()
+    assert {row.status for row in await here.settled(*ids)} == {"done"}
+    assert here.relay.counters.attempts["rate_limited"] > 0
+    await assert_each_is_accepted_once(postgres, ids)
+
+
+async def test_a_member_subscribes_and_unsubscribes_through_the_link(real_broker, link_to):
+    broker = await real_broker()
+    link = link_to(broker.url)
+    assert [(topic.name, topic.subscribers) for topic in (await link.topics()).topics] == [("orders", 1)]
+    await link.unsubscribe("orders")
+    assert [topic.subscribers for topic in (await link.topics()).topics] == [0]
+    assert (await link.subscribe("orders")).member == "alice"
+    assert [topic.subscribers for topic in (await link.topics()).topics] == [1]
+    with pytest.raises(NotFound):
+        await link.subscribe("absent")
