@@ -10,11 +10,10 @@ import asyncio
 from contextlib import suppress
 from typing import Final
 
-from postroom.errors import PostroomError
-
 from broker_client.relay import Relay
 from chassis.systemd import notify, watchdog_seconds
 from outbox import Outbox
+from postroom.errors import PostroomError
 
 STATUS_SECONDS: Final = 5.0
 

@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion10
+
 from postroom.errors import PROBLEM_JSON, PostroomError, Problem
 
 JSON: Final = "application/json"

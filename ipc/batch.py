@@ -15,15 +15,15 @@ import msgspec
 from aiohttp import web
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
-from postroom.errors import InvalidMessage, PostroomError
-from postroom.message import PreparedSend, prepare
-from postroom.sends import BatchResult
 
 from chassis.routes import NDJSON
 from ipc.accept_table import Answered, answer
 from ipc.request import Request, check_media, start_body
 from ipc.services import Services
 from outbox.model import AcceptedRow, Caller
+from postroom.errors import InvalidMessage, PostroomError
+from postroom.message import PreparedSend, prepare
+from postroom.sends import BatchResult
 
 CHUNK_LINES: Final = 1000
 _WAITING_CHUNKS: Final = 1

@@ -8,19 +8,22 @@ a half-close; and problem+json where the parser refuses a request (bad-input.md,
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
+from collections.abc import Iterator
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from aiohttp import web
+from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
-from postroom.errors import PostroomError
 
 from ipc.answers import problem_answer, problem_of
 from ipc.limits import Limits
 from ipc.peers import peer_of
 from outbox.model import Caller
+from postroom.errors import PostroomError
 
 if TYPE_CHECKING:
     from ipc.server import Server
@@ -33,13 +36,29 @@ _NEVER = 0.0  # "no such moment yet"; the loop's clock never reads zero here
 class Connection(RequestHandler):
     """A caller's connection; `overdue` tells the server's sweep when to drop it."""
 
-    __slots__ = ("_blocked_since", "_body_since", "_head_since", "_heard_at", "caller", "is_tcp", "streams")
+    __slots__ = (
+        "_blocked_since",
+        "_body_since",
+        "_end",
+        "_half_closed",
+        "_head_since",
+        "_heard_at",
+        "_last_body",
+        "caller",
+        "is_tcp",
+        "starting",
+        "streams",
+    )
 
     def __init__(self, server: Server, **options: Any) -> None:
         super().__init__(server, **options)
         self.caller = Caller(-1, -1)
         self.is_tcp = False
         self.streams = False  # a batch: its body may take as long as bytes keep coming
+        self.starting = False  # a request has been taken from the queue, and its task has not begun
+        self._last_body: StreamReader | None = None
+        self._end: asyncio.Future[None] | None = None
+        self._half_closed = False
         self._head_since = _NEVER
         self._body_since = _NEVER
         self._heard_at = _NEVER
@@ -63,19 +82,38 @@ class Connection(RequestHandler):
         self._heard_at = self._loop.time()
         if self._request_count != requests:
             self._head_since = _NEVER
+            self._last_body = self._messages[-1][1]
         elif not self.busy and self._head_since == _NEVER:
             self._head_since = self._heard_at
 
+    def resume_reading(self, resume_parser: bool = True) -> None:  # noqa: FBT001, FBT002 - aiohttp's signature
+        """Go on reading where reading was paused; aiohttp would parse nothing, twice a request, where it was not."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def eof_received(self) -> bool:  # type: ignore[override] # asyncio's contract: True keeps the other half open
         """Answer what has been asked in full before closing; nothing more will come."""
-        request = self._current_request
-        if request is None:
-            complete = bool(self._messages) and self._messages[-1][1].is_eof()
-        else:
-            complete = request.content.is_eof()
+        complete = self.busy and self._last_body is not None and self._last_body.is_eof()
         if complete:
+            self._half_closed = True
             self.close()
         return complete
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Let whoever waits on the caller's behalf go."""
+        super().connection_lost(exc)
+        self.end_waiting()
+
+    def until_end(self) -> asyncio.Future[None]:
+        """Return a future that is done once the caller has gone or the server stops; for answers that take long."""
+        if self._end is None:
+            self._end = self._loop.create_future()
+        return self._end
+
+    def end_waiting(self) -> None:
+        """End what waits for `until_end`."""
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
 
     def pause_writing(self) -> None:
         """Remember since when the caller has not read its answers."""
@@ -90,7 +128,7 @@ class Connection(RequestHandler):
     @property
     def busy(self) -> bool:
         """Whether a request is being answered or waits for its turn."""
-        return self._request_in_progress or bool(self._messages)
+        return self._request_in_progress or self.starting or bool(self._messages)
 
     @property
     def idle_since(self) -> float | None:
@@ -103,18 +141,24 @@ class Connection(RequestHandler):
 
     def overdue(self, now: float, limits: Limits) -> str | None:
         """Say which deadline has passed, or nothing."""
-        if self._blocked_since and now - self._blocked_since > limits.stall_seconds:
-            return "reply_not_read"
-        if self._head_since and now - self._head_since > limits.header_seconds:
-            return "head_too_slow"
+        return next((reason for reason, passed in self._deadlines(now, limits) if passed), None)
+
+    def _deadlines(self, now: float, limits: Limits) -> Iterator[tuple[str, bool]]:
+        yield "caller_gone", self._half_closed and self._has_hung_up()
+        yield "reply_not_read", _passed(self._blocked_since, now, limits.stall_seconds)
+        yield "head_too_slow", _passed(self._head_since, now, limits.header_seconds)
         request = self._current_request
-        if request is None or request.content.is_eof() or not self._body_since:
-            return None
-        if now - self._heard_at > limits.stall_seconds:
-            return "body_stalled"
-        if not self.streams and now - self._body_since > limits.body_seconds:
-            return "body_too_slow"
-        return None
+        if request is not None and not request.content.is_eof() and self._body_since != _NEVER:
+            yield "body_stalled", _passed(self._heard_at, now, limits.stall_seconds)
+            yield "body_too_slow", not self.streams and _passed(self._body_since, now, limits.body_seconds)
+
+    def _has_hung_up(self) -> bool:
+        """Tell a caller that has closed its socket from one that only has nothing more to say."""
+        if self.transport is None:
+            return False
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), 0)
+        return any(events & select.POLLHUP for _, events in poller.poll(0))
 
     def abort(self) -> None:
         """Drop the connection without waiting for anything to be read."""
@@ -137,3 +181,7 @@ class Connection(RequestHandler):
         _log.error("unforeseen_error", exc_info=exc)
         error = PostroomError.of(500, "internal_error", "an error that nobody foresaw; the log has it", retryable=True)
         return problem_answer(error.problem, close=True)
+
+
+def _passed(since: float, now: float, seconds: float) -> bool:
+    return since != _NEVER and now - since > seconds

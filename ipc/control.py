@@ -7,13 +7,13 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import web
-from postroom.errors import TryAgain
-from postroom.sends import Health
 
 from ipc.answers import Answer, json_answer
 from ipc.request import Request
 from ipc.services import Services
 from outbox.model import to_datetime
+from postroom.errors import TryAgain
+from postroom.sends import Health
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus
 WAL_WARNING_BYTES: Final = 64 * 1024 * 1024
@@ -78,7 +78,7 @@ class Control:
         return Health(
             status="degraded" if reasons else "ok",
             reasons=reasons,
-            rows={status: count for status, count in counts.rows.items()},
+            rows=dict(counts.rows.items()),
             relay=relay,
             oldest_pending_at=to_datetime(counts.oldest_pending_at),
             wal_bytes=counts.wal_bytes,

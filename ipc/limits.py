@@ -6,6 +6,7 @@ import resource
 from typing import Annotated, Final
 
 import msgspec
+
 from postroom.message import MAX_BODY_BYTES
 
 _FDS_KEPT_FREE: Final = 64  # for the database, the broker's connections, logs and whatever else the process opens

@@ -6,12 +6,12 @@ The controls lie in the outbox, so that they outlive the process; the relay is t
 from __future__ import annotations
 
 from aiohttp import web
-from postroom.message import parse_destination
-from postroom.operations import PauseRequest, ResumeRequest
 
 from ipc.answers import JSON, json_answer
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
+from postroom.message import parse_destination
+from postroom.operations import PauseRequest, ResumeRequest
 
 
 class RelayDesk:

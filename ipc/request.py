@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NoReturn, TypeVar, cast
+from typing import Final, NoReturn, TypeVar
 
 import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
-from postroom.errors import InvalidMessage, TryAgain
-from postroom.message import refuse_duplicate_keys
 
 from ipc.connection import Connection
 from ipc.limits import Limits
 from outbox.model import Caller
+from postroom.errors import InvalidMessage, TryAgain
+from postroom.message import refuse_duplicate_keys
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -28,12 +28,12 @@ class Request(web.BaseRequest):
     @property
     def connection(self) -> Connection:
         """The connection that the request came over."""
-        return cast(Connection, self.protocol)
+        return self._protocol  # type: ignore[return-value] # every protocol of the server is one
 
     @property
     def caller(self) -> Caller:
         """Who sent it: the peer of the connection."""
-        return cast(Connection, self.protocol).caller
+        return self._protocol.caller  # type: ignore[attr-defined,no-any-return]
 
 
 class BodyReader:

@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from chassis.routes import NDJSON, Route, openapi
+from ipc.control import EXPOSITION, Control, Ready, Version
+from ipc.outbox import OutboxDesk
+from ipc.relay import RelayDesk
+from ipc.sends import Sends, WaitQuery
+from ipc.services import Services
+from ipc.topics import Topics
 from postroom.administration import Subscription, TopicList
 from postroom.message import SendRequest
 from postroom.operations import (
@@ -20,14 +27,6 @@ from postroom.operations import (
     ResumeRequest,
 )
 from postroom.sends import BatchResult, BulkResult, Health, OutboxPage, OutboxRow, RelayStatus, RowChain, SendResult
-
-from chassis.routes import NDJSON, Route, openapi
-from ipc.control import EXPOSITION, Control, Ready, Version
-from ipc.outbox import OutboxDesk
-from ipc.relay import RelayDesk
-from ipc.sends import Sends, WaitQuery
-from ipc.services import Services
-from ipc.topics import Topics
 
 CALLER = "caller"
 OPERATOR = "operator"

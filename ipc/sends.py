@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from time import perf_counter
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from aiohttp import web
 from multidict import istr
-from postroom.errors import InvalidMessage, NotFound, PostroomError
-from postroom.ids import is_client_message_id
-from postroom.message import PreparedSend, prepare
-from postroom.sends import OutboxRow
 
 from chassis.routes import decode_query
 from ipc.accept_table import answer
@@ -21,6 +17,10 @@ from ipc.batch import Batch
 from ipc.request import BodyReader, Request, check_media
 from ipc.services import Services
 from outbox.model import Caller
+from postroom.errors import InvalidMessage, NotFound, PostroomError
+from postroom.ids import is_client_message_id
+from postroom.message import PreparedSend, prepare
+from postroom.sends import SETTLED, OutboxRow
 
 MAX_WAIT_SECONDS: Final = 60.0
 LARGE_BODY_BYTES: Final = 64 * 1024  # above it a body is decoded beside the loop, which goes on answering others
@@ -78,9 +78,19 @@ class Sends:
         seconds = decode_query(request, WaitQuery).wait
         client_message_id = request.params["client_message_id"]
         row = await self._visible(client_message_id, request.caller)
-        if seconds:
-            row = await self._services.outbox.wait(client_message_id, seconds) or row
+        if seconds and row.status not in SETTLED:
+            row = await self._settled(request, client_message_id, seconds) or row
         return json_answer(row)
+
+    async def _settled(self, request: Request, client_message_id: str, seconds: float) -> OutboxRow | None:
+        """Wait for the row to settle, but no longer than the caller stays and the daemon runs."""
+        waiting = asyncio.ensure_future(self._services.outbox.wait(client_message_id, seconds))
+        ends: set[asyncio.Future[Any]] = {waiting, request.connection.until_end()}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            return await self._services.outbox.find(client_message_id)
+        return waiting.result()
 
     async def _visible(self, client_message_id: str, caller: Caller) -> OutboxRow:
         """Find the row; another uid's does not exist for anyone but an operator."""

@@ -17,7 +17,6 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
-from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 from chassis.routes import Route
 from ipc.answers import Answer, problem_answer, problem_of
@@ -29,6 +28,7 @@ from ipc.listener import BACKLOG
 from ipc.peers import Policy
 from ipc.request import Request
 from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query
+from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)
 
@@ -90,6 +90,8 @@ class Server(web.Server):
         self._listeners.clear()
         await asyncio.sleep(0)  # requests that have arrived begin, so that they are waited for
         self.pre_shutdown()
+        for connection in cast("list[Connection]", self.connections):
+            connection.end_waiting()
         await self.shutdown(grace_seconds)
 
     async def sweep(self) -> None:
@@ -132,10 +134,12 @@ class Server(web.Server):
         writer: AbstractStreamWriter,
         task: asyncio.Task[None],
     ) -> Request:
+        protocol.starting = True  # type: ignore[attr-defined] # every protocol of the server is a Connection
         return Request(message, payload, protocol, writer, task, self._running_loop)
 
     async def _answer(self, request: Request) -> web.StreamResponse:
         counters = self._counters
+        request.connection.starting = False
         if counters.in_flight >= self._limits.requests_in_flight:
             return problem_answer(_BUSY, close=not request.content.is_eof())
         counters.in_flight += 1
@@ -170,7 +174,7 @@ class Server(web.Server):
             return problem_answer(_NOT_ALLOWED, close=True)
         if route.access == "operator" and not self._policy.may_operate(connection.caller):
             raise NotPermitted.of(403, "not_an_operator", "your uid is not among the operators of this daemon")
-        return await route.handler(cast(Any, request))
+        return await route.handler(request)
 
     def _refused(self, request: Request, error: PostroomError, headers: dict[str, str] | None = None) -> Answer:
         """Answer with the problem; a body that has not arrived by now is not waited for."""

@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from postroom.sends import RelayStatus
-
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
 from ipc.limits import Limits
 from ipc.peers import Policy
 from outbox import Outbox
+from postroom.sends import RelayStatus
 
 
 class RelayControl(Protocol):

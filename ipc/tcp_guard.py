@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import structlog
 from aiohttp import hdrs
-from postroom.errors import InvalidMessage, NotPermitted
 
 from ipc.request import Request
 from ipc.tokens import LocalToken
+from postroom.errors import InvalidMessage, NotPermitted
 
 _log = structlog.get_logger(__name__)
 

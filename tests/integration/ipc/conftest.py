@@ -1,0 +1,218 @@
+"""A socket server in this process, over a real outbox, and a caller that speaks HTTP by hand, to break it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipc.counters import Counters
+from ipc.destinations import DestinationRule
+from ipc.limits import Limits
+from ipc.listener import loopback_listener, unix_listener
+from ipc.peers import Policy
+from ipc.routes import routes
+from ipc.server import Server
+from ipc.services import Services
+from ipc.tcp_guard import TcpGuard
+from ipc.tokens import LocalToken
+from outbox import Outbox, OutboxSettings
+from postroom.administration import Subscription, TopicList
+from postroom.errors import NotFound
+from postroom.sends import RelayStatus
+
+
+@dataclass
+class Reply:
+    """An answer, taken apart; `json` is its body decoded."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.body.splitlines()]
+
+
+class StillRelay:
+    """A relay that stands still: tests move rows with the outbox's own operations."""
+
+    def __init__(self) -> None:
+        self.now = RelayStatus(state="relaying")
+        self.changes = 0
+
+    def status(self) -> RelayStatus:
+        return self.now
+
+    def controls_changed(self) -> None:
+        self.changes += 1
+
+
+class OneTopic:
+    """A broker's desk that knows one topic."""
+
+    async def topics(self) -> TopicList:
+        return TopicList(topics=[])
+
+    async def subscribe(self, topic: str) -> Subscription:
+        self._check(topic)
+        return Subscription(mesh="demo", topic=topic, member="alice")
+
+    async def unsubscribe(self, topic: str) -> None:
+        self._check(topic)
+
+    def _check(self, topic: str) -> None:
+        if topic != "orders":
+            raise NotFound.of(404, "topic_not_found", f"there is no topic {topic!r}")
+
+
+@dataclass
+class Room:
+    """A running server and what it runs on."""
+
+    path: Path
+    server: Server
+    services: Services
+    outbox: Outbox
+    relay: StillRelay = field(default_factory=StillRelay)
+    port: int | None = None
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(str(self.path), limit=2**24)
+
+    async def raw(self, request: bytes, *, half_close: bool = True) -> bytes:
+        """Send bytes, and return whatever comes back until the server closes."""
+        reader, writer = await self.connect()
+        try:
+            writer.write(request)
+            await writer.drain()
+            if half_close:
+                writer.write_eof()
+            return await asyncio.wait_for(reader.read(), 20)
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+    async def request(self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+        """Make one request on a connection of its own."""
+        return parse(await self.raw(encode(method, target, body, headers)))
+
+    async def send(self, body: Any, **headers: str) -> Reply:
+        """Make one send; keyword `idempotency_key=…` becomes the header `Idempotency-Key`."""
+        return await self.request(
+            "POST", "/v1/send", body, {name.replace("_", "-"): value for name, value in headers.items()}
+        )
+
+    async def batch(self, *lines: Any) -> Reply:
+        """Send the lines as one batch; bytes go as they are."""
+        body = b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+        return await self.request("POST", "/v1/send/batch", body, {"Content-Type": "application/x-ndjson"})
+
+    async def rows(self) -> int:
+        """Count all rows of the outbox."""
+        return sum((await self.outbox.counts()).rows.values())
+
+
+def encode(method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
+    """Write a request down; a body that is not bytes goes as JSON."""
+    data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    fields = {"Host": "localhost", "Content-Length": str(len(data)), "Connection": "close"}
+    if body is not None:
+        fields["Content-Type"] = "application/json"
+    fields.update(headers or {})
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"{method} {target} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + data
+
+
+def parse(answer: bytes) -> Reply:
+    """Take the first answer apart, chunked or not."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *fields = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in fields)}
+    if headers.get("transfer-encoding") == "chunked":
+        body = _unchunk(body)
+    elif "content-length" in headers:
+        body = body[: int(headers["content-length"])]
+    return Reply(int(status.split(" ")[1]), headers, body)
+
+
+def _unchunk(data: bytes) -> bytes:
+    body = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        body, data = body + data[: int(size, 16)], data[int(size, 16) + 2 :]
+    return body
+
+
+OpenRoom = Callable[..., Awaitable[Room]]
+
+
+@pytest.fixture
+async def open_room(short_directory: Path) -> AsyncIterator[OpenRoom]:
+    """Open servers with the limits, policy and settings that a test wants."""
+    async with AsyncExitStack() as closing:
+
+        async def open_one(
+            *,
+            limits: Limits | None = None,
+            policy: Policy | None = None,
+            destinations: tuple[str, ...] = (),
+            settings: OutboxSettings | None = None,
+            token_file: Path | None = None,
+            name: str = "s",
+        ) -> Room:
+            outbox = await closing.enter_async_context(await Outbox.open(short_directory / name, settings))
+            relay, counters = StillRelay(), Counters()
+
+            async def expose() -> bytes:
+                return b""
+
+            services = Services(
+                outbox=outbox,
+                relay=relay,
+                topics=OneTopic(),
+                mesh="demo",
+                version="0.0.0",
+                expose=expose,
+                limits=limits or Limits(),
+                policy=policy or Policy(),
+                counters=counters,
+                destinations=DestinationRule(destinations),
+                outbox_max_bytes=(settings or OutboxSettings()).max_bytes,
+            )
+            guard = None if token_file is None else TcpGuard(LocalToken(token_file))
+            server = Server(
+                routes(services),
+                limits=services.limits,
+                policy=services.policy,
+                counters=counters,
+                tcp_guard=guard,
+            )
+            path = short_directory / f"{name}.sock"
+            sockets = [unix_listener(path)]
+            if token_file is not None:
+                sockets.append(loopback_listener(0))
+            await server.start(sockets)
+            closing.push_async_callback(server.stop, 5.0)
+            port = sockets[1].getsockname()[1] if token_file is not None else None
+            return Room(path, server, services, outbox, relay, port)
+
+        yield open_one
+
+
+@pytest.fixture
+async def room(open_room: OpenRoom) -> Room:
+    """Open a server as it is without a config."""
+    return await open_room()

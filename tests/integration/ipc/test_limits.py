@@ -1,0 +1,253 @@
+"""Limits on size, count and time at the socket (spec send.md, "The socket"; bad-input.md, "Before HTTP")."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from ipc.limits import Limits
+from outbox.model import Caller
+
+READY = b"GET /v1/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
+SEND = b'{"to":"topic:orders","body":"hi"}'
+
+
+async def test_one_request_too_many_is_a_429_that_says_when(open_room: Any) -> None:
+    room = await open_room(limits=Limits(requests_in_flight=1))
+    await room.send({"to": "topic:a", "client_message_id": "k"})
+    waiting = asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60"))
+    await _until(lambda: room.services.counters.in_flight > 0)
+    refused = await room.request("GET", "/v1/ready")
+    assert refused.status == 429
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json["retryable"] is True
+    waiting.cancel()
+
+
+async def test_a_wait_ends_when_its_caller_hangs_up(room: Any) -> None:
+    await room.send({"to": "topic:a", "client_message_id": "k"})
+    reader, writer = await room.connect()
+    writer.write(b"GET /v1/sends/k?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n")
+    await _until(lambda: room.services.counters.in_flight > 0)
+    writer.close()
+    await _until(lambda: not room.server.connections or bool(_drop(room)))
+    await _until(lambda: room.services.counters.in_flight == 0)
+    assert await reader.read() == b""
+
+
+def _drop(room: Any) -> int:
+    room.server.drop_overdue(asyncio.get_running_loop().time())
+    dropped: int = room.services.counters.dropped["caller_gone"]
+    return dropped
+
+
+async def test_a_wait_outlasts_a_half_close(room: Any) -> None:
+    await room.send({"to": "topic:a", "client_message_id": "k"})
+    waiting = asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60"))
+    await _until(lambda: room.services.counters.in_flight > 0)
+    await drop_after(room, 5)
+    await room.outbox.abort("k", caller=Caller(0, 0), reason="test")
+    assert (await waiting).json["status"] == "aborted"
+
+
+async def test_more_bytes_than_may_be_held_are_a_429(open_room: Any) -> None:
+    room = await open_room(limits=Limits(body_bytes=2048, request_bytes=4096, buffered_bytes=4096))
+    head = b"POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 3000\r\n\r\n"
+    _, first = await room.connect()
+    first.write(head)
+    await _until(lambda: room.services.counters.in_flight > 0)
+    second, writer = await room.connect()
+    writer.write(head)
+    assert (await second.readline()).startswith(b"HTTP/1.1 429")
+    first.close()
+    writer.close()
+
+
+async def drop_after(room: Any, seconds: float) -> None:
+    """Sweep as if `seconds` had passed: the clock is handed in."""
+    room.server.drop_overdue(asyncio.get_running_loop().time() + seconds)
+
+
+async def test_a_head_that_does_not_come_to_an_end_is_dropped(room: Any) -> None:
+    reader, writer = await room.connect()
+    writer.write(b"GET /v1/re")
+    await _until(lambda: any(connection.idle_since for connection in room.server.connections))
+    assert (await room.request("GET", "/v1/ready")).status == 200
+    await drop_after(room, Limits().header_seconds - 1)
+    writer.write(b"a")
+    assert (await room.request("GET", "/v1/ready")).status == 200
+    await drop_after(room, Limits().header_seconds + 1)
+    assert await reader.read() == b""
+    assert room.services.counters.dropped == {"head_too_slow": 1}
+    writer.close()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until `condition` holds."""
+    while not condition():  # noqa: ASYNC110 - what is waited for lies in the server, which has no event for it
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(31, "body_stalled")])
+async def test_a_body_that_stalls_is_dropped(room: Any, seconds: float, reason: str) -> None:
+    reader, writer = await room.connect()
+    writer.write(b"POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+    await _until(lambda: room.services.counters.in_flight > 0)
+    await drop_after(room, seconds)
+    assert await reader.read() == b""
+    assert room.services.counters.dropped == {reason: 1}
+    assert await room.rows() == 0
+    writer.close()
+
+
+async def test_a_body_that_drips_is_dropped_although_it_never_stalls(open_room: Any) -> None:
+    room = await open_room(limits=Limits(stall_seconds=1000, body_seconds=30))
+    reader, writer = await room.connect()
+    writer.write(b"POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
+    await _until(lambda: room.services.counters.in_flight > 0)
+    await drop_after(room, 31)
+    assert await reader.read() == b""
+    assert room.services.counters.dropped == {"body_too_slow": 1}
+    writer.close()
+
+
+async def test_a_batch_may_take_its_time_as_long_as_lines_come(room: Any) -> None:
+    reader, writer = await room.connect()
+    writer.write(
+        b"POST /v1/send/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\nContent-Length: 9999\r\n\r\n"
+        + SEND
+        + b"\n"
+    )
+    await reader.readuntil(b"queued")
+    await drop_after(room, 29)
+    writer.write(SEND + b"\n")
+    await reader.readuntil(b"queued")
+    writer.close()
+
+
+async def test_an_idle_connection_is_closed_in_the_end(open_room: Any) -> None:
+    room = await open_room(limits=Limits(idle_seconds=0.05))
+    reader, writer = await room.connect()
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+
+
+async def test_answers_that_nobody_reads_do_not_pile_up(room: Any) -> None:
+    """A caller pipelines 100,000 requests and reads nothing: the server stops reading, then drops the connection."""
+    _, writer = await asyncio.open_unix_connection(str(room.path), limit=1024)
+    flood = asyncio.create_task(_flood(writer, 100_000))
+    await _until(lambda: _blocked(room))
+    (connection,) = room.server.connections
+    assert connection.transport.get_write_buffer_size() < 1024 * 1024
+    assert (await room.request("GET", "/v1/ready")).status == 200
+    await drop_after(room, Limits().stall_seconds + 1)
+    with pytest.raises(ConnectionError):
+        await flood
+    assert room.services.counters.dropped == {"reply_not_read": 1}
+
+
+async def test_100_000_pipelined_requests_are_all_answered_in_order(room: Any) -> None:
+    reader, writer = await room.connect()
+    count = 100_000
+    flood = asyncio.create_task(_flood(writer, count))
+    answered = 0
+    while answered < count:
+        answered += (await reader.read(1 << 20)).count(b"HTTP/1.1 200 OK")
+    await flood
+    writer.close()
+    assert answered == count
+
+
+def _blocked(room: Any) -> bool:
+    return any(connection.writing_paused for connection in room.server.connections)
+
+
+async def _flood(writer: asyncio.StreamWriter, count: int) -> None:
+    for _ in range(count // 1000):
+        writer.write(READY * 1000)
+        await writer.drain()
+
+
+async def test_one_connection_too_many_takes_the_place_of_the_idlest(open_room: Any) -> None:
+    room = await open_room(limits=Limits(connections=2))
+    oldest, first = await room.connect()
+    first.write(READY)
+    await oldest.readuntil(b'{"ready":true}')
+    newer, second = await room.connect()
+    second.write(READY)
+    await newer.readuntil(b'{"ready":true}')
+    assert (await room.request("GET", "/v1/ready")).status == 200
+    assert await oldest.read() == b""
+    assert room.services.counters.dropped == {"too_many_connections": 1}
+    second.write(READY)
+    assert await newer.readuntil(b'{"ready":true}')
+    first.close()
+    second.close()
+
+
+@contextmanager
+def _few_descriptors(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_cap_on_connections_leaves_descriptors_for_everything_else() -> None:
+    with _few_descriptors(256):
+        assert Limits().connection_cap() < 200
+    assert Limits(connections=10).connection_cap() == 10
+
+
+async def test_a_healthy_caller_is_served_beside_500_slow_ones(room: Any) -> None:
+    """Five hundred callers that drip a byte at a time; a healthy one gets a thousand answers before any is dropped."""
+    async with AsyncExitStack() as closing:
+        slow = [await _slow(room, closing) for _ in range(500)]
+        reader, writer = await room.connect()
+        for turn in range(1000):
+            slow[turn % 500].send(b"a")
+            writer.write(READY)
+            await reader.readuntil(b'{"ready":true}')
+        assert len(room.server.connections) == 501
+        await drop_after(room, Limits().header_seconds + 1)
+        assert room.services.counters.dropped == {"head_too_slow": 500}
+        writer.write(READY)
+        await reader.readuntil(b'{"ready":true}')
+        writer.close()
+
+
+async def test_a_healthy_callers_wait_hardly_depends_on_500_slow_ones(room: Any) -> None:
+    async with AsyncExitStack() as closing:
+        reader, writer = await room.connect()
+        alone = await _median_wait(reader, writer)
+        slow = [await _slow(room, closing) for _ in range(500)]
+        for sock in slow:
+            sock.send(b"a")
+        crowded = await _median_wait(reader, writer)
+        writer.close()
+    assert crowded < 20 * alone
+
+
+async def _slow(room: Any, closing: AsyncExitStack) -> socket.socket:
+    sock = closing.enter_context(socket.socket(socket.AF_UNIX))
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, str(room.path))
+    sock.send(b"GET /v1/ready HTTP/1.1\r\nX: ")
+    return sock
+
+
+async def _median_wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
+    waits = []
+    for _ in range(200):
+        began = time.perf_counter()
+        writer.write(READY)
+        await reader.readuntil(b'{"ready":true}')
+        waits.append(time.perf_counter() - began)
+    return sorted(waits)[100]
