@@ -14,15 +14,15 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 import msgspec
-from postroom.errors import PostroomError
-from postroom.message import PreparedSend, Priority
-from postroom.sends import RowStatus
 
 from chassis.sql import load_queries
 from outbox.errors import outbox_full
 from outbox.lanes import lane_for
 from outbox.model import AcceptedRow, Caller
 from outbox.transaction import Transaction
+from postroom.errors import PostroomError
+from postroom.message import PreparedSend, Priority
+from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
 _PLACES: Final = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"

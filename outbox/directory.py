@@ -15,6 +15,7 @@ from chassis.exits import Exit, Fatal
 
 DATABASE: Final = "outbox.db"
 LOCK: Final = "outbox.lock"
+_PID_WIDTH: Final = 20  # characters: always the same, so that one write replaces another
 
 
 class StateDirectory:
@@ -22,7 +23,7 @@ class StateDirectory:
 
     def __init__(self, path: Path) -> None:
         """Create the directory (0700) if need be and lock it; raises `Fatal` where somebody else holds it."""
-        self.path = path
+        self._ended = False
         self.database = path.resolve() / DATABASE
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,18 +42,18 @@ class StateDirectory:
 
     def begin(self) -> None:
         """Note on disk that the files are open."""
-        self._write(str(os.getpid()))
+        os.pwrite(self._lock, f"{os.getpid():<{_PID_WIDTH}}".encode(), 0)
+        os.fsync(self._lock)
 
     def end(self, *, clean: bool) -> None:
-        """Unlock; a `clean` end says that the files need no check."""
+        """Unlock; a `clean` end says that the files need no check. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
         if clean:
-            self._write("")
+            os.ftruncate(self._lock, 0)
+            os.fsync(self._lock)
         os.close(self._lock)
 
     def _read(self) -> str:
-        return os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
-
-    def _write(self, text: str) -> None:
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, text.encode(), 0)
-        os.fsync(self._lock)
+        return os.pread(self._lock, _PID_WIDTH, 0).decode("ascii", "replace").strip()

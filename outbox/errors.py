@@ -6,9 +6,8 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, TryAgain
-
 from chassis.exits import Exit, Fatal
+from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, TryAgain
 
 _PRIMARY: Final = 0xFF  # the primary result code within an extended one
 _BROKEN: Final = frozenset(
@@ -47,18 +46,18 @@ def from_sqlite(error: Exception) -> Exception:
 
 
 def outcome_unknown() -> TryAgain:
-    """The answer to everybody who waits for a commit that failed with an I/O error."""
+    """Answer everybody who waits for a commit that failed with an I/O error."""
     detail = "the disk failed while the outbox wrote: whether the request took effect is unknown; repeat it, same id"
     return TryAgain.of(503, "outcome_unknown", detail, retryable=True)
 
 
 def stopped() -> TryAgain:
-    """The answer once the outbox no longer takes anything."""
+    """Answer once the outbox no longer takes anything."""
     return TryAgain.of(503, "stopping", "the daemon is stopping: repeat the request, same id", retryable=True)
 
 
 def outbox_full(max_bytes: int) -> TryAgain:
-    """The answer to a new message at 95 % of `max_bytes`."""
+    """Answer a new message at 95 % of `max_bytes`."""
     detail = f"the outbox has reached 95 % of outbox.max_bytes ({max_bytes}): wait for the relay, or prune, or raise it"
     return TryAgain.of(507, "outbox_full", detail, retryable=True)
 
@@ -69,28 +68,28 @@ def write_failed(path: Path, error: BaseException) -> Fatal:
 
 
 def row_not_found(row_id: str) -> NotFound:
-    """No row has this id."""
+    """Say that no row has this id."""
     return NotFound.of(404, "row_not_found", f"there is no outbox row {row_id!r}: see `postroom outbox list`")
 
 
 def wrong_state(verb: str, row_id: str, why: str) -> Conflict:
-    """The row's state forbids the verb."""
+    """Say why the row's state forbids the verb."""
     return Conflict.of(409, "wrong_state", f"cannot {verb} row {row_id}: {why}")
 
 
 def id_taken(client_message_id: str) -> Conflict:
-    """A new id that was ever used."""
+    """Refuse a new id that was ever used."""
     detail = f"the id {client_message_id} was used before, and an id is never released: choose another, or --auto"
     return Conflict.of(409, "client_message_id_taken", detail)
 
 
 def payload_pruned(row_id: str, status: str) -> Conflict:
-    """A row whose payload is gone."""
+    """Refuse to requeue a row whose payload is gone."""
     detail = f"cannot requeue row {row_id}: it is {status}, and its payload was pruned; send the message anew"
     return Conflict.of(409, "payload_pruned", detail)
 
 
 def reason_missing() -> InvalidMessage:
-    """A verb without a reason."""
+    """Refuse a verb without a reason."""
     detail = "an operator's verb needs a reason, which the log keeps: say why"
     return InvalidMessage.of(400, "reason_required", detail, field="reason")

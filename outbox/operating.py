@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 import msgspec
-from postroom.message import PreparedSend, Priority
-from postroom.sends import RowStatus
 
 from chassis.sql import load_queries
 from outbox.accepting import to_milliseconds
@@ -19,6 +17,8 @@ from outbox.lanes import HELD, lane_for
 from outbox.model import Caller
 from outbox.relaying import WalkedPast
 from outbox.transaction import Transaction
+from postroom.message import PreparedSend, Priority
+from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
 

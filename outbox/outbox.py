@@ -12,10 +12,6 @@ from pathlib import Path
 from typing import Final, Self
 
 import structlog
-from postroom.errors import PostroomError
-from postroom.ids import new_id
-from postroom.message import PreparedSend
-from postroom.sends import SETTLED, BulkFailure, BulkResult, OutboxPage, OutboxRow, RowChain
 
 from chassis.exits import Exit, Fatal
 from outbox.accepting import Accept
@@ -39,12 +35,15 @@ from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
 from outbox.watchers import Watchers
 from outbox.writer import Writer
+from postroom.errors import PostroomError
+from postroom.ids import new_id
+from postroom.message import PreparedSend, check_client_message_id
+from postroom.sends import SETTLED, BulkFailure, BulkResult, OutboxPage, OutboxRow, RowChain
 
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
 PAGE_ROWS: Final = 100
 _CHUNK: Final = 500  # rows that one transaction of a long job may touch
-WARN_AT: Final = 0.8  # of max_bytes
 
 _log = structlog.get_logger(__name__)
 
@@ -96,6 +95,7 @@ class Outbox:
         transactor = Transactor(clock=clock, new_id=new_id, max_bytes=settings.max_bytes, walked=walked)
         try:
             connection = await _open_file(state)
+            await connection.run(transactor.measure)
             writer = Writer(connection, state.database, transactor, settings)
             await writer.submit(Reclaim())
             reader = Reader(await open_reader(state.database), state.database)
@@ -180,7 +180,7 @@ class Outbox:
         return total
 
     async def wait_for_work(self, timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
-        """Return when a row may be due: something was written, or its time came; after `timeout` seconds at the latest."""
+        """Return when a row may be due, as it was written or its time came; after `timeout` seconds at the latest."""
         if self._next_due is not None:
             timeout = min(timeout, max(0.0, (self._next_due - self._clock()) / 1000))
         with contextlib.suppress(TimeoutError):
@@ -245,6 +245,8 @@ class Outbox:
         row's state forbids it, the id was ever used, or the payload was pruned; 404 for an unknown row.
         """
         order = Order(caller, reason).checked()
+        if new_client_message_id is not None:
+            check_client_message_id(new_client_message_id, "new_client_message_id")
         old = await self._reader.row(row_id)
         successor = await self._writer.submit(Requeue(old.id, order, new_client_message_id, patch))
         self._changed(old.id)
@@ -357,7 +359,7 @@ class Outbox:
                 self._changed(row.id)
 
     def _changed(self, row_id: str) -> None:
-        """A row may be due now, or settled."""
+        """Wake whoever waits for work or for this row: it may be due now, or settled."""
         self._work.set()
         self._watchers.settled([row_id])
 

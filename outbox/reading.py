@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
-from postroom.errors import InvalidMessage
-from postroom.message import Priority
-from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 
 from chassis.sql import load_queries
 from outbox.connection import QUERIES as CONNECTION
 from outbox.connection import Connection
 from outbox.errors import row_not_found
 from outbox.model import OutboxCounts, RelayControl, RowFilter, to_datetime
+from postroom.errors import InvalidMessage
+from postroom.message import Priority
+from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 
 T = TypeVar("T")
 
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")
+_CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
 _SCAN: Final = 2000  # rows that one short read transaction looks at
 _SCANS_PER_PAGE: Final = 50  # after which a page is returned as full as it is, with a cursor
 
@@ -228,7 +229,7 @@ def _counts(db: sqlite3.Connection) -> tuple[tuple[int, ...], int | None]:
 def _seq(cursor: str | None) -> int:
     if cursor is None:
         return 0
-    if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= 18):
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= _CURSOR_DIGITS):
         raise InvalidMessage.of(400, "invalid_cursor", "the cursor is not one that a list returned", field="cursor")
     return int(cursor)
 

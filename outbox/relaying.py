@@ -1,4 +1,4 @@
-"""What the relay does with rows: claim them, settle them, give up the ones that are too old (spec send.md, "Relaying")."""
+"""What the relay does with rows: claim them, settle them, give up what is too old (spec send.md, "Relaying")."""
 
 from __future__ import annotations
 

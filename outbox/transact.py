@@ -1,4 +1,4 @@
-"""Running a group of operations in one transaction, so that each fares as if it had its own (spec send.md, "Accepting").
+"""Running a group of operations in one transaction, each as if it had its own (spec send.md, "Accepting").
 
 The group runs without savepoints, which would cost two steps an operation. Where anything but a `PostroomError` goes
 wrong before the commit, the whole transaction is undone and every operation, every send, runs again in a transaction
@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from postroom.errors import PostroomError
-
 from outbox.accepting import Accept, accept_group
 from outbox.connection import QUERIES
 from outbox.errors import from_sqlite, is_broken
 from outbox.relaying import WalkedPast
 from outbox.transaction import Operation, Transaction
+from postroom.errors import PostroomError
 
 Outcome = Any  # what the operation returns, or the exception it raises
 

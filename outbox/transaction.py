@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from postroom.sends import RowStatus
-
 from outbox.connection import QUERIES
+from postroom.sends import RowStatus
 
 FULL_AT: Final = 0.95  # of max_bytes: new messages are refused
 _PAGE_BYTES: Final = 4096

@@ -27,6 +27,7 @@ from outbox.transaction import Operation
 T = TypeVar("T")
 
 WAL_LIMIT: Final = 64 * 1024 * 1024  # bytes; spec send.md, "Accepting"
+WARN_AT: Final = 0.8  # of max_bytes
 _RESTART_AT: Final = WAL_LIMIT // 4  # bytes; beyond it the readers are waited for
 _STALLED_AFTER: Final = 30.0  # seconds that one transaction may take before the writer counts as stuck
 
@@ -49,6 +50,8 @@ class Writer:
         self._waiting: deque[_Waiting] = deque()
         self._wake = asyncio.Event()
         self._stopping = False
+        self._closed = False
+        self._warned = False
         self._busy_since: float | None = None
         self._wal = Path(f"{path}-wal")
         self.failed = asyncio.Event()
@@ -89,12 +92,14 @@ class Writer:
 
     async def close(self) -> None:
         """Finish what is queued, checkpoint and close the connection. A second call does nothing."""
-        self._stopping = True
+        first = not self._closed
+        self._closed = self._stopping = True
         self._wake.set()
         await self._task
-        if self.failure is None:
-            await self._connection.run(_truncate)
-        await self._connection.close()
+        if first:
+            if self.failure is None:
+                await self._connection.run(_truncate)
+            await self._connection.close()
 
     async def _run(self) -> None:
         while not (self._stopping and not self._waiting):
@@ -125,7 +130,18 @@ class Writer:
         self.operations += len(group)
         for waiting, outcome in zip(group, outcomes, strict=True):
             _answer(waiting.future, outcome)
+        self._watch_size()
         await self._checkpoint()
+
+    def _watch_size(self) -> None:
+        """Warn once when the file passes 80 % of its limit, and again only after it was below."""
+        used, limit = self._transactor.used_bytes, self._settings.max_bytes
+        beyond = used > limit * WARN_AT
+        if beyond and not self._warned:
+            _log.warning(
+                "outbox_filling_up", used_bytes=used, max_bytes=limit, advice="drain, prune, or raise the limit"
+            )
+        self._warned = beyond
 
     def _fail(self, group: list[_Waiting], error: Exception) -> None:
         """Give everybody who waits the same answer, and take nothing any more."""

@@ -36,12 +36,13 @@ UPDATE outbox SET status = 'inflight', lane = NULL
 WHERE seq IN (SELECT value FROM json_each(?1));
 
 -- name: taken
--- The chosen rows as one JSON array, each payload (itself JSON) spliced in as it lies, without a step per row.
+-- The chosen rows as one JSON array, without a step per row. Each payload is JSON and spliced in as it lies; ids and
+-- destinations were checked before they were written, and hold nothing that JSON would escape.
 SELECT CAST('[' || coalesce(group_concat(
-           '[' || json_quote(id) || ',' || json_quote(client_message_id) || ',"' || hex(request_fingerprint) || '",'
-           || CAST(payload AS TEXT) || ',' || json_quote(destination) || ',' || attempts || ',' || enqueued_at || ']'
+           '["' || outbox.id || '","' || client_message_id || '","' || hex(request_fingerprint) || '",'
+           || CAST(payload AS TEXT) || ',"' || destination || '",' || attempts || ',' || enqueued_at || ']'
        ), '') || ']' AS BLOB)
-FROM (SELECT outbox.* FROM json_each(?1) AS chosen CROSS JOIN outbox ON outbox.seq = chosen.value ORDER BY chosen.key);
+FROM json_each(?1) AS chosen CROSS JOIN outbox ON outbox.seq = chosen.value;
 
 -- name: settle_done
 -- The broker has them: [[id, broker_message_id, history_id], …].

@@ -1,0 +1,173 @@
+"""Save what can be read of a damaged outbox into a new file: `postroom outbox recover`, on a stopped daemon.
+
+The damaged files are renamed, never overwritten, never changed. Rows are read in stretches; a stretch that fails is
+halved until only the rows that cannot be read are left out. The index of the client_message_ids is read on its own:
+an id whose row is lost is buried as an aborted row, so that it stays used (seed §4.1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from chassis.exits import Exit, Fatal
+from chassis.sql import load_queries
+from outbox.connection import QUERIES as CONNECTION
+from outbox.directory import StateDirectory
+from outbox.migrate import migrate
+from outbox.outbox import now_ms
+from postroom.ids import new_id
+from postroom.message import Envelope
+
+_QUERIES: Final = load_queries("outbox", "sql/recover.sql")
+_STRETCH: Final = 64  # rows read at once; each may have a payload of more than a megabyte
+_ROW_BYTES: Final = 100  # fewer than any row takes in the file
+_PARTS: Final = ("", "-wal", "-shm")  # of an SQLite file
+
+
+class Recovery(NamedTuple):
+    """What was saved, and where the damaged file lies now."""
+
+    damaged: Path
+    rows: int
+    buried: int  # ids whose rows could not be read
+    log_lines: int
+    lost_log_lines: int
+
+
+def recover(directory: Path, *, clock: Callable[[], int] = now_ms, new_id: Callable[[], str] = new_id) -> Recovery:
+    """Set the outbox of `directory` aside as `outbox.db.damaged-<ms>` and save its rows into a new `outbox.db`.
+
+    Raises `Fatal`: 69 while a daemon runs there, 78 where there is no outbox.
+    """
+    state = StateDirectory(directory)
+    saved = False
+    try:
+        if not state.database.exists():
+            raise Fatal(Exit.CONFIG, f"there is no outbox in {directory}")
+        now = clock()
+        damaged = _set_aside(state.database, now)
+        recovery = _salvage(damaged, state.database, now, new_id)
+        saved = True
+    finally:
+        state.end(clean=saved)
+    return recovery
+
+
+def _set_aside(database: Path, now: int) -> Path:
+    """Rename the file with its WAL; the name is new, so nothing is ever overwritten."""
+    damaged = database.with_name(f"{database.name}.damaged-{now}")
+    while damaged.exists():
+        now += 1
+        damaged = database.with_name(f"{database.name}.damaged-{now}")
+    for part in reversed(_PARTS):  # the database last: until then, a second try finds it where it was
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"{database}{part}").rename(f"{damaged}{part}")
+    return damaged
+
+
+def _salvage(damaged: Path, database: Path, now: int, new_id: Callable[[], str]) -> Recovery:
+    """Fill a new file beside the database and rename it into place when it is whole."""
+    fresh = database.with_name(f"{database.name}.recovering")
+    for part in _PARTS:
+        Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
+    os.close(os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    with (
+        contextlib.closing(sqlite3.connect(f"{damaged.as_uri()}?mode=ro", uri=True, isolation_level=None)) as old,
+        contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
+    ):
+        new.executescript(_QUERIES["pragmas"])
+        migrate(new, fresh)
+        recovery = _copy(old, new, damaged, now, new_id)
+        new.execute(CONNECTION["checkpoint_truncate"]).fetchall()
+    _sync(fresh)
+    fresh.rename(database)
+    _sync(database.parent)
+    return recovery
+
+
+def _copy(
+    old: sqlite3.Connection, new: sqlite3.Connection, damaged: Path, now: int, new_id: Callable[[], str]
+) -> Recovery:
+    new.execute(CONNECTION["begin"])
+    most = damaged.stat().st_size // _ROW_BYTES
+    rows = sum(_keep(new, row) for row in _read(old, "rows", _last(old, ("last_seq", "last_seq_in_index"), most)))
+    buried = sum(_bury(new, client_message_id, now, new_id) for client_message_id in _ids(old))
+    last_line = _last(old, ("last_log_line",), 0)
+    lines = 0
+    for line in _read(old, "log_lines", last_line):
+        new.execute(_QUERIES["keep_log_line"], line)
+        lines += 1
+    with contextlib.suppress(sqlite3.DatabaseError):
+        new.executemany(_QUERIES["keep_control"], old.execute(_QUERIES["controls"]))
+    new.execute(_QUERIES["recount"])
+    new.execute(CONNECTION["commit"])
+    return Recovery(damaged, rows, buried, lines, max(0, last_line - lines))
+
+
+def _last(old: sqlite3.Connection, queries: tuple[str, ...], otherwise: int) -> int:
+    """Return the first answer that one of the queries gives; a damaged file may not answer."""
+    for query in queries:
+        with contextlib.suppress(sqlite3.DatabaseError):
+            return old.execute(_QUERIES[query]).fetchone()[0] or 0
+    return otherwise
+
+
+def _read(old: sqlite3.Connection, query: str, last: int) -> Iterator[tuple[Any, ...]]:
+    for first in range(1, last + 1, _STRETCH):
+        yield from _stretch(old, query, first, first + _STRETCH - 1)
+
+
+def _stretch(old: sqlite3.Connection, query: str, first: int, last: int) -> Iterator[tuple[Any, ...]]:
+    """Yield what can be read from `first` to `last`."""
+    try:
+        yield from old.execute(_QUERIES[query], (first, last)).fetchall()
+    except sqlite3.DatabaseError:
+        if first < last:
+            middle = (first + last) // 2
+            yield from _stretch(old, query, first, middle)
+            yield from _stretch(old, query, middle + 1, last)
+
+
+def _keep(new: sqlite3.Connection, row: tuple[Any, ...]) -> bool:
+    """Write a row that was read, unless it is garbage: the new file's own rules and the payload's form tell."""
+    *_, pruned_at, payload = row
+    try:
+        if pruned_at is None:
+            msgspec.json.decode(payload, type=Envelope)
+        new.execute(_QUERIES["keep"], row)
+    except (msgspec.MsgspecError, sqlite3.IntegrityError, TypeError):
+        return False
+    return True
+
+
+def _ids(old: sqlite3.Connection) -> Iterator[str]:
+    """Yield the ids of the index from both of its ends, up to what cannot be read."""
+    for query in ("ids", "ids_backwards"):
+        try:
+            yield from (client_message_id for (client_message_id,) in old.execute(_QUERIES[query]))
+        except sqlite3.DatabaseError:
+            continue
+        return
+
+
+def _bury(new: sqlite3.Connection, client_message_id: str, now: int, new_id: Callable[[], str]) -> bool:
+    """Keep an id used whose row is lost; says whether it was."""
+    if new.execute(_QUERIES["is_kept"], (client_message_id,)).fetchone()[0]:
+        return False
+    new.execute(_QUERIES["bury"], {"id": new_id(), "client_message_id": client_message_id, "now": now})
+    return True
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

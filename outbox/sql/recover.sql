@@ -1,0 +1,75 @@
+-- name: pragmas
+-- The new file is nobody's yet: one sync at the end is enough.
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = OFF;
+
+-- name: last_seq
+-- The largest seq that any sound part of the damaged file knows.
+SELECT max(seq) FROM outbox;
+
+-- name: last_seq_in_index
+-- The same from the index of the ids, where the table does not answer.
+SELECT max(seq) FROM outbox INDEXED BY sqlite_autoindex_outbox_2;
+
+-- name: rows
+-- The rows of a stretch of the damaged file.
+SELECT seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status, lane, priority,
+       destination, submitted_by, not_before, last_error, delivered_at, broker_message_id, history_id, aborted_at,
+       aborted_by, superseded_by, payload_pruned_at, payload
+FROM outbox WHERE seq BETWEEN ? AND ?;
+
+-- name: ids
+-- The client_message_ids that the damaged file's index still knows, also of rows that cannot be read.
+SELECT client_message_id FROM outbox INDEXED BY sqlite_autoindex_outbox_2 ORDER BY client_message_id;
+
+-- name: ids_backwards
+-- The same from the other end.
+SELECT client_message_id FROM outbox INDEXED BY sqlite_autoindex_outbox_2 ORDER BY client_message_id DESC;
+
+-- name: keep
+-- Write a row into the new file.
+INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status,
+                    lane, priority, destination, submitted_by, not_before, last_error, delivered_at, broker_message_id,
+                    history_id, aborted_at, aborted_by, superseded_by, payload_pruned_at, payload)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+
+-- name: is_kept
+-- Whether the new file has a client_message_id.
+SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
+
+-- name: bury
+-- An id whose row cannot be read stays used: an aborted row without its message, which no send can match.
+INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, status, priority,
+                    destination, submitted_by, last_error, aborted_at, aborted_by, payload_pruned_at, payload)
+VALUES (:id, :client_message_id, zeroblob(32), :now, :now, 'aborted', 'next', '', '', 'unreadable: the row was damaged',
+        :now, 'auto', :now, x'');
+
+-- name: log_lines
+-- A stretch of the damaged file's operator log.
+SELECT seq, at, verb, actor, reason, row_id, detail FROM operator_log WHERE seq BETWEEN ? AND ?;
+
+-- name: last_log_line
+-- The largest seq of the operator log.
+SELECT max(seq) FROM operator_log;
+
+-- name: keep_log_line
+-- Write a line of the operator log into the new file.
+INSERT INTO operator_log (seq, at, verb, actor, reason, row_id, detail) VALUES (?, ?, ?, ?, ?, ?, ?);
+
+-- name: controls
+-- What operators told the relay.
+SELECT destination, paused, rate_per_second FROM relay_control;
+
+-- name: keep_control
+-- Write it into the new file.
+INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?);
+
+-- name: recount
+-- Count the rows of the new file, once.
+UPDATE tally SET
+    pending       = (SELECT count(*) FROM outbox WHERE status = 'pending'),
+    inflight      = (SELECT count(*) FROM outbox WHERE status = 'inflight'),
+    done          = (SELECT count(*) FROM outbox WHERE status = 'done'),
+    dead          = (SELECT count(*) FROM outbox WHERE status = 'dead'),
+    aborted       = (SELECT count(*) FROM outbox WHERE status = 'aborted'),
+    payload_bytes = (SELECT coalesce(sum(length(payload)), 0) FROM outbox);
