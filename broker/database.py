@@ -8,8 +8,8 @@ nested loops, so these are off there. Readers look rows up by key and need them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, Self, TypeAlias
 
 import asyncpg
@@ -92,17 +92,13 @@ def _unavailable() -> TryAgain:
 
 
 async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
-    """Open one connection outside the pools; raises `Fatal` (69) where Postgres can't be reached."""
-    try:
+    """Open one connection outside the pools; raises `Fatal` as `Database.open` does."""
+    with _fatal_when_closed():
         return await asyncpg.connect(url, timeout=_CONNECT_SECONDS)
-    except (*UNREACHABLE, asyncpg.PostgresError) as error:
-        raise _unreachable(error) from error
-    except ValueError as error:
-        raise Fatal(Exit.CONFIG, "database_url is not a Postgres URL (postgresql://user@host/database)") from error
 
 
 async def _pool(url: str, size: int, settings: dict[str, str]) -> asyncpg.Pool[asyncpg.Record]:
-    try:
+    with _fatal_when_closed():
         return await asyncpg.create_pool(
             url,
             min_size=1,
@@ -111,14 +107,17 @@ async def _pool(url: str, size: int, settings: dict[str, str]) -> asyncpg.Pool[a
             command_timeout=_COMMAND_SECONDS,
             server_settings={**_SERVER_SETTINGS, **settings},
         )
-    except (*UNREACHABLE, asyncpg.PostgresError) as error:
-        raise _unreachable(error) from error
-    except ValueError as error:
+
+
+@contextmanager
+def _fatal_when_closed() -> Iterator[None]:
+    try:
+        yield
+    except (asyncpg.ClientConfigurationError, ValueError) as error:
         raise Fatal(Exit.CONFIG, "database_url is not a Postgres URL (postgresql://user@host/database)") from error
-
-
-def _unreachable(error: Exception) -> Fatal:
-    return Fatal(Exit.UNAVAILABLE, f"cannot open the database (database_url): {type(error).__name__}: {error}")
+    except (*UNREACHABLE, asyncpg.PostgresError) as error:
+        sentence = f"cannot open the database (database_url): {type(error).__name__}: {error}"
+        raise Fatal(Exit.UNAVAILABLE, sentence) from error
 
 
 async def check_version(connection: Connection) -> None:

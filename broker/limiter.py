@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from broker.config import LimiterConfig
 from broker.metrics import Metrics
+from chassis.exits import Exit, Fatal
 from postroom.errors import TryAgain
 
 _log = structlog.get_logger(__name__)
@@ -203,8 +204,16 @@ class Limiter:
 
 
 def open_redis(url: str, config: LimiterConfig) -> Redis:
-    """Open a client that neither retries nor waits beyond the limiter's deadline; it connects when first used."""
+    """Open a client that neither retries nor waits beyond the limiter's deadline; it connects when first used.
+
+    Raises `Fatal` (78) for what is no Redis URL.
+    """
     seconds = config.timeout_ms / 1000
-    return Redis.from_url(
-        url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=Retry(NoBackoff(), 0), decode_responses=True
-    )
+    retry = Retry(NoBackoff(), 0)
+    try:
+        return Redis.from_url(
+            url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry, decode_responses=True
+        )
+    except ValueError as error:
+        sentence = "redis_url is not a Redis URL (redis://host:port/0, rediss://… or unix://path)"
+        raise Fatal(Exit.CONFIG, sentence) from error

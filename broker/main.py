@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import structlog
-from aiohttp import web
 
 from broker.accept import Accepting
-from broker.app import Services, build
+from broker.app import Services
 from broker.authentication import Authentication, read_admin_token
 from broker.config import BrokerConfig
 from broker.database import Database
@@ -20,15 +18,12 @@ from broker.identifiers import MessageIds
 from broker.limiter import Breaker, Limiter, LocalWindow, RedisWindow, open_redis
 from broker.metrics import Metrics
 from broker.retention import Sweeper
+from broker.server import serving
 from broker.store import AcceptStore
-from chassis.exits import Exit, Fatal
 from chassis.runtime import run_until_stopped, stop_on_signals
 from chassis.systemd import notify
 
 _log = structlog.get_logger(__name__)
-
-_SHUTDOWN_SECONDS = 20.0  # how long the batches at work may take to finish
-_IDLE_SECONDS = 75.0  # how long an idle connection is kept
 
 
 async def run(config: BrokerConfig) -> None:
@@ -40,9 +35,9 @@ async def run(config: BrokerConfig) -> None:
     stop_on_signals(stop)
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(open_services(config))
-        address = await stack.enter_async_context(_serving(services))
-        _log.info("listening", address=address)
-        notify(f"READY=1\nSTATUS=accepting on {address}")
+        url = await stack.enter_async_context(serving(services))
+        _log.info("listening", url=url)
+        notify(f"READY=1\nSTATUS=accepting on {url}")
         await run_until_stopped(_tasks(services), stop)
         notify("STOPPING=1")
 
@@ -72,44 +67,6 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
             await database.close()
     finally:
         await redis.aclose()
-
-
-@asynccontextmanager
-async def _serving(services: Services) -> AsyncIterator[str]:
-    config = services.config
-    runner = web.AppRunner(
-        build(services),
-        access_log=None,
-        handle_signals=False,
-        auto_decompress=False,
-        keepalive_timeout=_IDLE_SECONDS,
-        shutdown_timeout=_SHUTDOWN_SECONDS,
-    )
-    await runner.setup()
-    try:
-        await _site(runner, config).start()
-        yield str(runner.addresses[0])
-    except OSError as error:
-        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {_where(config)}: {error.strerror}") from error
-    finally:
-        await runner.cleanup()
-
-
-def _site(runner: web.AppRunner, config: BrokerConfig) -> web.BaseSite:
-    tls = None
-    if config.tls_cert is not None:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            tls.load_cert_chain(config.tls_cert, config.tls_key)
-        except (OSError, ssl.SSLError) as error:
-            raise Fatal(Exit.CONFIG, f"cannot load tls_cert {config.tls_cert} with tls_key: {error}") from error
-    if config.socket_path is not None:
-        return web.UnixSite(runner, str(config.socket_path), ssl_context=tls)
-    return web.TCPSite(runner, config.listen_host, config.listen_port, ssl_context=tls)
-
-
-def _where(config: BrokerConfig) -> str:
-    return str(config.socket_path or f"{config.listen_host}:{config.listen_port}")
 
 
 def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:

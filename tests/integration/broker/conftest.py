@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from broker.config import BrokerConfig
 from broker.main import open_services
 from broker.migrate import migrate
 from embedded import EmbeddedPostgres
+from embedded.processes import tethered
 from postroom.accept import AcceptAnswer, AcceptResponse
 from postroom.message import Envelope, check_envelope, prepare
 
@@ -208,6 +211,22 @@ async def broker(migrated: BrokerConfig) -> AsyncIterator[Broker]:
 
 
 @pytest.fixture
+def tamper(postgres: asyncpg.Connection[asyncpg.Record]) -> Callable[[str], Awaitable[None]]:
+    """How to change what the triggers protect, as damage or time would."""
+
+    async def execute(statement: str) -> None:
+        guarded = ["mesh.client_message_dedupe", "mesh.message_history"]
+        async with postgres.transaction():
+            for table in guarded:
+                await postgres.execute(f"ALTER TABLE {table} DISABLE TRIGGER USER")
+            await postgres.execute(statement)
+            for table in guarded:
+                await postgres.execute(f"ALTER TABLE {table} ENABLE TRIGGER USER")
+
+    return execute
+
+
+@pytest.fixture
 def message() -> Callable[..., dict[str, Any]]:
     """How to build an item of a batch, as the daemon does: checked, fingerprinted, encoded."""
 
@@ -263,3 +282,55 @@ def waiting_for_lock(postgres: asyncpg.Connection[asyncpg.Record]) -> Callable[[
             await postgres.execute("SELECT pg_stat_clear_snapshot()")
 
     return wait
+
+
+@dataclass
+class BrokerProcess:
+    """A broker as a process of its own, at `url`."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self) -> int:
+        self.process.terminate()
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def config_file(migrated: BrokerConfig, tmp_path: Path) -> Path:
+    """The same config as a file."""
+    file = tmp_path / "broker.toml"
+    file.write_text(
+        f'database_url = "{migrated.database_url}"\nredis_url = "{migrated.redis_url}"\n'
+        f'admin_token_file = "{migrated.admin_token_file}"\nlisten_port = 0\n'
+    )
+    return file
+
+
+@pytest.fixture
+async def broker_process(config_file: Path) -> AsyncIterator[BrokerProcess]:
+    command = tethered([sys.executable, "-m", "broker", "--config", str(config_file)])
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)  # noqa: ASYNC220 - starting takes no time
+    assert process.stderr is not None
+    started = json.loads(await asyncio.to_thread(process.stderr.readline))
+    yield BrokerProcess(process, started["url"])
+    process.kill()
+    process.wait()
+    process.stderr.close()
+
+
+@pytest.fixture
+async def own_postgres(short_directory: Path) -> AsyncIterator[EmbeddedPostgres]:
+    """A Postgres that a test may stop, with the migrated database `own`."""
+    server = EmbeddedPostgres(short_directory / "postgres", durable=False)
+    server.start()
+    connection = await asyncpg.connect(server.url)
+    await connection.execute("CREATE DATABASE own")
+    await connection.close()
+    await migrate(server.url_of("own"))
+    yield server
+    server.stop()

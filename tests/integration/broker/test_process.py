@@ -1,0 +1,200 @@
+"""The broker as a process: start, notify, stop, and every reason not to start (spec operate.md; house.md, habit 1)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import msgspec
+import pytest
+
+from broker.config import BrokerConfig
+from broker.migrate import migrate
+
+Message = Callable[..., dict[str, Any]]
+
+
+async def run(command: str, file: Path, **environ: str) -> tuple[int | None, str]:
+    """Run one command of the broker to its end; its exit code and what it said."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "broker", command, "--config", str(file)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environ,
+    )
+    output, _ = await process.communicate()
+    return process.returncode, output.decode()
+
+
+@pytest.fixture
+def rewrite(config_file: Path) -> Callable[[str], Path]:
+    """How to write the config file anew, with this line instead of the one (or beside those) that it had."""
+    good = config_file.read_text().splitlines()
+
+    def write(line: str) -> Path:
+        kept = [old for old in good if not old.startswith(line.partition("=")[0])]
+        config_file.write_text("\n".join([*kept, line] if line.startswith("[") else [line, *kept]))
+        return config_file
+
+    return write
+
+
+@pytest.fixture
+def bad_tokens(tmp_path: Path) -> dict[str, Path]:
+    short, open_to_all = tmp_path / "short", tmp_path / "open"
+    short.write_text("short")
+    short.chmod(0o600)
+    open_to_all.write_text("a token that everybody can read")
+    open_to_all.chmod(0o644)
+    return {"short": short, "open": open_to_all}
+
+
+async def test_it_stops_on_sigterm_and_finishes_the_batch_at_work(
+    broker: Any, broker_process: Any, message: Message, postgres: Any, waiting_for_lock: Any
+) -> None:
+    async with postgres.transaction():
+        await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
+        alice = broker.member("alice").at(broker_process.url)
+        post = asyncio.create_task(alice.send_one(message("id-1")))
+        await waiting_for_lock(1)
+        broker_process.process.terminate()
+
+    assert (await post).status == 201
+    assert await asyncio.to_thread(broker_process.process.wait, 30) == 0
+
+
+async def test_it_tells_the_service_manager_when_it_is_ready_and_when_it_stops(
+    config_file: Path, short_directory: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(short_directory / "notify"))
+        manager.setblocking(False)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "broker", "--config", str(config_file)),
+            stderr=asyncio.subprocess.DEVNULL,
+            env={"NOTIFY_SOCKET": str(short_directory / "notify")},
+        )
+        loop = asyncio.get_running_loop()
+        ready = await loop.sock_recv(manager, 4096)
+        process.terminate()
+        stopping = await loop.sock_recv(manager, 4096)
+
+    assert ready.startswith(b"READY=1\nSTATUS=accepting on http://127.0.0.1:")
+    assert (stopping, await process.wait()) == (b"STOPPING=1", 0)
+
+
+async def test_it_does_not_start_on_a_schema_that_is_older_or_newer(rewrite: Any, database_url: str) -> None:
+    file = rewrite(f'database_url = "{database_url}"')
+    code, said = await run("run", file)
+    assert (code, "postroom broker migrate" in said) == (78, True)
+
+    code, said = await run("migrate", file)
+    assert (code, "applied 0001_accept" in said) == (0, True)
+    connection = await asyncpg.connect(database_url)
+    await connection.execute("INSERT INTO mesh.schema_migration (version, name) VALUES (9999, 'from the future')")
+    await connection.close()
+    for command in ("run", "migrate", "orphan-check"):
+        code, said = await run(command, file)
+        assert (code, "9999" in said, "Traceback" in said) == (78, True, False)
+
+
+async def test_any_number_of_processes_may_migrate_at_once(database_url: str) -> None:
+    applied = await asyncio.gather(*(migrate(database_url) for _ in range(5)))
+
+    assert sorted(map(len, applied))[:4] == [0, 0, 0, 0]
+    assert len(max(applied, key=len)) >= 1
+
+
+async def test_what_is_wrong_with_the_config_ends_it_with_78_and_a_sentence(
+    rewrite: Any, config: BrokerConfig, bad_tokens: dict[str, Path]
+) -> None:
+    wrong = {
+        "unknown_key = 1": "unknown_key",
+        "listen_port = 70000": "listen_port",
+        "[limiter]\nper_mesh = 0": "limiter.per_mesh",
+        "[retention]\ndedupe_days = 6": "retention.dedupe_days",
+        "[retention]\nmessage_days = 31": "retention.message_days",
+        'tls_cert = "/nowhere"': "tls_key",
+        'tls_cert = "/nowhere"\ntls_key = "/nowhere"': "/nowhere",
+        f'admin_token_file = "{bad_tokens["short"]}"': "fewer than 20",
+        f'admin_token_file = "{bad_tokens["open"]}"': "readable for everybody",
+        'admin_token_file = "/nowhere"': "/nowhere",
+        'database_url = "nonsense"': "database_url",
+        'redis_url = "nonsense"': "redis_url",
+    }
+    for line, expected in wrong.items():
+        code, said = await run("run", rewrite(line))
+        assert (code, expected in said, "Traceback" in said) == (78, True, False), (line, said)
+        assert config.database_url not in said
+
+
+async def test_a_postgres_that_cannot_be_reached_is_69_and_its_password_stays_secret(rewrite: Any) -> None:
+    code, said = await run("run", rewrite('database_url = "postgresql://user:secret@127.0.0.1:1/x"'))
+
+    assert (code, "secret" in said, "Traceback" in said) == (69, False, False)
+
+
+async def test_an_address_that_is_taken_is_69(rewrite: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, said = await run("run", rewrite(f"listen_port = {taken.getsockname()[1]}"))
+
+    assert (code, "cannot listen on 127.0.0.1:" in said) == (69, True)
+
+
+async def test_the_openapi_document_has_every_route_and_the_health_routes_answer(broker: Any) -> None:
+    document = (await broker.nobody.get("/openapi.json")).body
+
+    assert document["openapi"] == "3.1.0"
+    assert "AcceptBatch" in json.dumps(document["paths"]["/v1/accept"])
+    assert (await broker.nobody.get("/health")).body == {"status": "ok", "reasons": []}
+    assert (await broker.nobody.get("/ready")).body == {"status": "ok", "reasons": []}
+
+
+async def test_metrics_count_every_phase_and_name_nobody(broker: Any, message: Message) -> None:
+    alice = broker.member("alice")
+    await alice.send(message("id-1"), message("id-1"), message("id-2", "topic:nothing"), {})
+    text = (await broker.nobody.get("/metrics")).body
+
+    for phase, status in (("b3", 201), ("b0", 200), ("b2", 404), ("b1", 400)):
+        assert f'postroom_broker_messages_total{{phase="{phase}",status="{status}"}} 1.0' in text
+    assert "postroom_broker_rate_limit_consumed_then_rejected_total 1.0" in text
+    assert not any(secret in text for secret in ("alice", "demo", "id-1", alice.token))
+
+
+async def test_a_crowd_is_asked_to_come_again_before_its_bodies_are_read(
+    broker: Any, message: Message, start_broker: Any, postgres: Any, waiting_for_lock: Any
+) -> None:
+    tight = msgspec.structs.replace(broker.services.config, max_in_flight=1)
+    async with start_broker(tight) as other:
+        alice = broker.member("alice").at(other.url)
+        async with postgres.transaction():
+            await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
+            post = asyncio.create_task(alice.send_one(message("id-1")))
+            await waiting_for_lock(1)
+            turned_away = await alice.post("/v1/accept", {"messages": [message("id-2")]})
+
+        assert (turned_away.status, turned_away.code) == (503, "overloaded")
+        assert turned_away.headers["Retry-After"] == "1"
+        assert (await post).status == 201
+        assert (await alice.send_one(message("id-2"))).status == 201
+
+
+async def test_a_body_that_never_comes_ends_in_408(broker: Any, start_broker: Any) -> None:
+    hasty = msgspec.structs.replace(broker.services.config, body_seconds=0.01)
+    async with start_broker(hasty) as other:
+        host, port = other.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        token = broker.tokens["demo", "alice"]
+        head = f"POST /v1/accept HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 10\r\n\r\n"
+        writer.write(head.encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
