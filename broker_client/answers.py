@@ -57,21 +57,19 @@ class Timing(NamedTuple):
         return self.after(full_jitter(failures, self.rng, first=first, most=most))
 
 
+_OUTCOMES: Final = {
+    201: Outcome.ACCEPTED,
+    200: Outcome.DUPLICATE,
+    409: Outcome.CONFLICT,
+    429: Outcome.RATE_LIMITED,
+}
+_SERVER_ERRORS: Final = 500  # and above; the link has refused what is below 400 and no success
+
+
 def outcome_of(answer: AcceptAnswer) -> Outcome:
-    """Sort an answer by its status; the link has already refused statuses outside this table."""
-    match answer.status:
-        case 201:
-            return Outcome.ACCEPTED
-        case 200:
-            return Outcome.DUPLICATE
-        case 409:
-            return Outcome.CONFLICT
-        case 429:
-            return Outcome.RATE_LIMITED
-        case status if 400 <= status < 500:  # noqa: PLR2004 - the 4xx
-            return Outcome.REJECTED
-        case _:
-            return Outcome.FAILED
+    """Sort an answer by its status."""
+    other = Outcome.FAILED if answer.status >= _SERVER_ERRORS else Outcome.REJECTED
+    return _OUTCOMES.get(answer.status, other)
 
 
 def settlement_for(row: ClaimedRow, answer: AcceptAnswer, timing: Timing) -> Settlement:

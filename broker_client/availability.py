@@ -25,6 +25,7 @@ class Availability:
         self.failures = 0  # in a row
         self.flight = 0
         self.resume_at = 0
+        self._paused_at = 0
         self.reason: str | None = None
         self.degraded = False
         self.features_due = True  # ask for them before the next post
@@ -35,6 +36,10 @@ class Availability:
     def probing(self) -> bool:
         """Whether one small batch has to find out how the broker is."""
         return self.failures > 0
+
+    def pause_left(self, now_ms: int) -> float:
+        """Return how many seconds of the pause are left; none where the clock was set back since it began."""
+        return max(0, self.resume_at - now_ms) / 1000 if now_ms >= self._paused_at else 0.0
 
     def failed(self, error: RequestFailed, flight: int, now_ms: int) -> None:
         """Pause with backoff after a whole request failed, unless a post of the same flight has said so already."""
@@ -74,6 +79,7 @@ class Availability:
     def _pause(self, error: RequestFailed, now_ms: int) -> None:
         reaction = REACTIONS[error.failure]
         seconds = pause_seconds(error, self.failures, self._rng, self._settings)
+        self._paused_at = now_ms
         self.resume_at = now_ms + round(seconds * 1000)
         self.reason = error.problem.detail
         self.degraded = reaction.degraded

@@ -61,7 +61,9 @@ class Channel:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             sentence = f"{self.base} broke the connection off: {clean(str(error))}"
             raise RequestFailed.because(Failure.BROKEN_OFF, sentence) from error
-        except aiohttp.ClientError as error:
+        except RequestFailed:
+            raise
+        except Exception as error:  # whatever a peer can make an HTTP library raise must not end the daemon
             sentence = f"{self.base} did not answer in HTTP ({type(error).__name__})"
             raise RequestFailed.because(Failure.GARBAGE, sentence) from error
 

@@ -27,6 +27,6 @@ class RelayCounters:
     def batch(self, result: str, outcomes: Iterable[Outcome], seconds: float) -> None:
         """Count one post: what came of it as a whole and of each message, and how long it took."""
         self.batches[result] += 1
-        self.attempts.update(outcome.value for outcome in outcomes)
+        self.attempts.update(outcomes)
         self.latency_seconds += seconds
         self.latency[next((n for n, bound in enumerate(LATENCY_BOUNDS) if seconds <= bound), -1)] += 1

@@ -160,7 +160,7 @@ class Relay:
     async def _act(self) -> None:
         if self._controls_stale:
             await self._read_controls()
-        if self._clock() >= self._expire_at:
+        if not 0 < self._seconds_until_expiry() <= self._settings.expiry_seconds:  # or the clock was set back
             await self._expire()
         self._give_back_stale()
         if (seconds := self._hold_seconds()) > 0:
@@ -178,8 +178,8 @@ class Relay:
         now = self._clock()
         if self._controls.paused or len(self._posts) >= self._slots():
             return math.inf
-        if now < self._availability.resume_at:
-            return (self._availability.resume_at - now) / 1000
+        if (pause := self._availability.pause_left(now)) > 0:
+            return pause
         if not self._ready and not self._controls.allowance(1, now):
             return self._controls.wait_seconds(now)
         return 0.0
@@ -195,8 +195,12 @@ class Relay:
             limit=self._claim_limit(now), max_bytes=self._settings.batch_bytes, excluded=self._controls.excluded(now)
         )
         self._claim = asyncio.ensure_future(claim)
-        rows = await asyncio.shield(self._claim)  # a cancelled `run` leaves it to `stop` to give the rows back
-        self._claim = None
+        try:
+            rows = await asyncio.shield(self._claim)
+        except PostroomError:
+            self._claim = None
+            raise
+        self._claim = None  # where `run` was cancelled it stays, and `stop` gives its rows back
         self._admit(rows)
         return bool(rows)
 
@@ -259,6 +263,9 @@ class Relay:
         if count:
             _log.warning("messages_expired", rows=count, max_age_hours=self.max_age_hours)
 
+    def _seconds_until_expiry(self) -> float:
+        return (self._expire_at - self._clock()) / 1000
+
     def _must_check_features(self) -> bool:
         """Tell whether nothing may be posted before the broker has shown its features, perhaps again."""
         try:
@@ -294,8 +301,7 @@ class Relay:
 
     async def _wait(self, seconds: float, *, for_work: bool = False) -> None:
         """Wait to be woken, for `seconds` at most, and no longer than until the next look for expired rows."""
-        until_expiry = (self._expire_at - self._clock()) / 1000
-        seconds = max(0.0, min(seconds, until_expiry, IDLE_SECONDS))
+        seconds = max(0.0, min(seconds, self._seconds_until_expiry(), IDLE_SECONDS))
         waits: list[Awaitable[Any]] = [self._wake.wait(), self._sleep(seconds)]
         if for_work:
             waits.append(self._outbox.wait_for_work(seconds))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
@@ -304,6 +305,35 @@ async def test_a_poison_message_does_not_hold_up_those_that_come_later(scripted_
     assert [row.status for row in await here.settled("poison")] == ["done"]
 
 
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+async def test_answers_that_a_full_disk_does_not_take_are_stored_once_there_is_space_and_not_asked_for_again(
+    scripted_broker, station, answers
+):
+    accepted, _ = answers
+    here = await station(scripted_broker.url)
+
+    async def limit(pages: str) -> None:
+        query = f"PRAGMA max_page_count = {pages}"
+        await here.outbox._writer._connection.run(lambda db: db.execute(query).fetchone())
+
+    scripted_broker.judge = lambda items: [accepted(item) | {"broker_message_id": "b" * 128} for item in items]
+    scripted_broker.gate.clear()
+    ids = ids_of(500)
+    await here.send(*ids)
+    here.run()
+    await scripted_broker.until(lambda: len(scripted_broker.batches) == 1)
+    await limit("1")  # SQLite takes the file's present size where that is more
+    with structlog.testing.capture_logs() as logs:
+        scripted_broker.gate.set()
+        await until(lambda: any(line["event"] == "settlement_not_stored" for line in logs))
+    assert (await here.outbox.counts()).rows["inflight"] == 500
+    await limit("1000000")
+    assert {(row.status, row.attempts) for row in await here.settled(*ids)} == {("done", 1)}
+    assert len(scripted_broker.batches) == 1
+
+
 # -- crash and stop ------------------------------------------------------------------------------------------------
 
 
@@ -394,7 +424,7 @@ async def test_a_relay_that_never_ran_can_be_stopped(scripted_broker, station):
 
 
 async def test_a_paused_relay_posts_nothing_until_it_is_resumed(scripted_broker, station):
-    here = await station(scripted_broker.url)
+    here = await station(scripted_broker.url, speed=100_000)
     await here.outbox.set_relay_control(None, paused=True, caller=ME, reason="the receiver is down")
     await here.send("a")
     here.run()

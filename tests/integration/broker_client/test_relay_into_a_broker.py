@@ -56,7 +56,7 @@ async def real_broker(
     admin = tmp_path / "admin-token"
     admin.touch(mode=0o600)
     admin_token = secrets.token_urlsafe(32)
-    admin.write_text(admin_token)
+    await asyncio.to_thread(admin.write_text, admin_token)
     await migrate(database_url)
     brokers: list[RealBroker] = []
 
@@ -73,9 +73,10 @@ async def real_broker(
         await broker.start()
         async with BrokerClient(broker.url, admin_token) as administrator:
             await administrator.create_mesh("demo")
-            token_file.write_text((await administrator.create_member("demo", "alice")).token)
+            member = await administrator.create_member("demo", "alice")
             await administrator.create_topic("demo", "orders")
             await administrator.subscribe("demo", "orders", "alice")
+        await asyncio.to_thread(token_file.write_text, member.token)
         return broker
 
     yield start

@@ -87,3 +87,10 @@ def test_an_exhausted_limit_pauses_without_a_failure():
     state = availability()
     state.rest(20, 1000)
     assert (state.failures, state.resume_at, state.degraded) == (0, 21_000, False)
+
+
+def test_a_clock_that_is_set_back_ends_the_pause_instead_of_making_it_longer():
+    state = availability()
+    state.rest(20, 1_000_000)
+    assert state.pause_left(1_005_000) == 15
+    assert state.pause_left(1_000_000 - 3_600_000) == 0
