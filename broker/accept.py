@@ -96,7 +96,8 @@ class Accepting:
     async def _resolve_unknown(self, sender: Member, batch: _Batch, error: Exception) -> None:
         """After an error the batch is committed or it isn't: the dedupe rows know. What has none may be tried again."""
         self._metrics.unknown_outcomes.inc()
-        _log.warning("accept_outcome_unknown", messages=len(batch.waiting), error=type(error).__name__)
+        kind, sqlstate = type(error).__name__, getattr(error, "sqlstate", None)  # its text may quote a row
+        _log.warning("accept_outcome_unknown", messages=len(batch.waiting), error=kind, sqlstate=sqlstate)
         async with unavailable_as_503():
             batch.settle_taken(await self._store.find(sender.mesh_id, batch.waiting_ids()))
         batch.fail_waiting(

@@ -16,7 +16,7 @@ from postroom.accept import AcceptRequest, RawAcceptItem
 from postroom.administration import MemberName
 from postroom.errors import InvalidMessage, Problem
 from postroom.fingerprint import canonical_json, prefix
-from postroom.ids import is_client_message_id
+from postroom.ids import MAX_ID_LENGTH, is_client_message_id
 from postroom.message import MAX_MENTIONS, DestinationKind, Envelope, Priority, check_envelope, refuse
 
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
@@ -84,7 +84,7 @@ def _read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
         return _malformed(position, "", "invalid_item", f"message {position} of the batch: {error}")
     if not is_client_message_id(item.client_message_id):
         sentence = "client_message_id is not an id: 1 to 128 characters of A-Za-z0-9._:~-"
-        return _malformed(position, item.client_message_id, "invalid_client_message_id", sentence)
+        return _malformed(position, item.client_message_id[:MAX_ID_LENGTH], "invalid_client_message_id", sentence)
     if _FINGERPRINT.fullmatch(item.request_fingerprint) is None:
         sentence = "request_fingerprint is not a sha-256 in 64 lower-case hex digits"
         return _malformed(position, item.client_message_id, "invalid_fingerprint", sentence)

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import asyncpg
 import msgspec
 import pytest
 
 from broker.config import BrokerConfig
+from broker.main import open_services
 from broker.migrate import migrate
+from broker.server import serving
+from chassis.exits import Exit, Fatal
 
 Message = Callable[..., dict[str, Any]]
+
+LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1
 
 
 async def run(command: str, file: Path, **environ: str) -> tuple[int | None, str]:
@@ -89,19 +96,25 @@ async def test_it_tells_the_service_manager_when_it_is_ready_and_when_it_stops(
     assert (stopping, await process.wait()) == (b"STOPPING=1", 0)
 
 
-async def test_it_does_not_start_on_a_schema_that_is_older_or_newer(rewrite: Any, database_url: str) -> None:
-    file = rewrite(f'database_url = "{database_url}"')
-    code, said = await run("run", file)
-    assert (code, "postroom broker migrate" in said) == (78, True)
+async def test_it_does_not_start_on_a_schema_that_is_older(rewrite: Any, database_url: str) -> None:
+    code, said = await run("run", rewrite(f'database_url = "{database_url}"'))
 
+    assert (code, "postroom broker migrate" in said, "Traceback" in said) == (78, True, False)
+
+
+async def test_nothing_starts_on_a_schema_that_is_newer(rewrite: Any, database_url: str) -> None:
+    file = rewrite(f'database_url = "{database_url}"')
     code, said = await run("migrate", file)
     assert (code, "applied 0001_accept" in said) == (0, True)
     connection = await asyncpg.connect(database_url)
     await connection.execute("INSERT INTO mesh.schema_migration (version, name) VALUES (9999, 'from the future')")
     await connection.close()
-    for command in ("run", "migrate", "orphan-check"):
-        code, said = await run(command, file)
-        assert (code, "9999" in said, "Traceback" in said) == (78, True, False)
+
+    code, said = await run("run", file)
+    assert (code, "9999" in said, "Traceback" in said) == (78, True, False)
+    with pytest.raises(Fatal, match="9999") as refused:
+        await migrate(database_url)
+    assert refused.value.exit_code == Exit.CONFIG
 
 
 async def test_any_number_of_processes_may_migrate_at_once(database_url: str) -> None:
@@ -111,27 +124,55 @@ async def test_any_number_of_processes_may_migrate_at_once(database_url: str) ->
     assert len(max(applied, key=len)) >= 1
 
 
-async def test_what_is_wrong_with_the_config_ends_it_with_78_and_a_sentence(
-    rewrite: Any, config: BrokerConfig, bad_tokens: dict[str, Path]
+async def test_a_wrong_config_ends_it_with_78_and_a_sentence(rewrite: Any, config: BrokerConfig) -> None:
+    code, said = await run("run", rewrite("[limiter]\nper_mesh = 0"))
+
+    assert (code, "limiter.per_mesh" in said, "Traceback" in said) == (78, True, False)
+    assert config.database_url not in said
+
+
+async def test_what_cannot_be_opened_is_named(migrated: BrokerConfig, bad_tokens: dict[str, Path]) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"admin_token_file": bad_tokens["short"]}, "fewer than 20"),
+        ({"admin_token_file": bad_tokens["open"]}, "readable for everybody"),
+        ({"admin_token_file": Path("/nowhere")}, "/nowhere"),
+        ({"database_url": "nonsense"}, "database_url is not a Postgres URL"),
+        ({"redis_url": "nonsense"}, "redis_url is not a Redis URL"),
+        ({"tls_cert": Path("/nowhere"), "tls_key": Path("/nowhere")}, "tls_cert /nowhere"),
+    ]
+    for changes, sentence in wrong:
+        with pytest.raises(Fatal, match=sentence) as refused:
+            async with open_services(msgspec.structs.replace(migrated, **changes)) as services, serving(services):
+                pass
+        assert refused.value.exit_code == Exit.CONFIG
+
+
+async def test_it_speaks_tls_with_the_certificate_it_is_given(migrated: BrokerConfig) -> None:
+    tls = msgspec.structs.replace(migrated, tls_cert=LOOPBACK / "certificate.pem", tls_key=LOOPBACK / "key.pem")
+    trust = ssl.create_default_context(cafile=str(LOOPBACK / "certificate.pem"))
+    async with (
+        open_services(tls) as services,
+        serving(services) as url,
+        aiohttp.ClientSession() as session,
+        session.get(f"{url}/ready", ssl=trust) as answer,
+    ):
+        assert (url.partition(":")[0], answer.status) == ("https", 200)
+
+
+async def test_it_listens_on_a_unix_socket_and_replaces_a_stale_one(
+    migrated: BrokerConfig, short_directory: Path
 ) -> None:
-    wrong = {
-        "unknown_key = 1": "unknown_key",
-        "listen_port = 70000": "listen_port",
-        "[limiter]\nper_mesh = 0": "limiter.per_mesh",
-        "[retention]\ndedupe_days = 6": "retention.dedupe_days",
-        "[retention]\nmessage_days = 31": "retention.message_days",
-        'tls_cert = "/nowhere"': "tls_key",
-        'tls_cert = "/nowhere"\ntls_key = "/nowhere"': "/nowhere",
-        f'admin_token_file = "{bad_tokens["short"]}"': "fewer than 20",
-        f'admin_token_file = "{bad_tokens["open"]}"': "readable for everybody",
-        'admin_token_file = "/nowhere"': "/nowhere",
-        'database_url = "nonsense"': "database_url",
-        'redis_url = "nonsense"': "redis_url",
-    }
-    for line, expected in wrong.items():
-        code, said = await run("run", rewrite(line))
-        assert (code, expected in said, "Traceback" in said) == (78, True, False), (line, said)
-        assert config.database_url not in said
+    path = short_directory / "broker.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    connector = aiohttp.UnixConnector(str(path))
+    async with (
+        open_services(msgspec.structs.replace(migrated, socket_path=path)) as services,
+        serving(services),
+        aiohttp.ClientSession(connector=connector) as session,
+        session.get("http://broker/ready") as answer,
+    ):
+        assert answer.status == 200
 
 
 async def test_a_postgres_that_cannot_be_reached_is_69_and_its_password_stays_secret(rewrite: Any) -> None:
