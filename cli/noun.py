@@ -10,7 +10,11 @@ import typer
 Socket = Annotated[
     Path | None,
     typer.Option(
-        "--socket", envvar="POSTROOM_SOCKET", help="The daemon's socket [default: the only one]", metavar="PATH"
+        "--socket",
+        envvar="POSTROOM_SOCKET",
+        help="The daemon's socket [default: the only one]",
+        metavar="PATH",
+        readable=False,  # connecting says better what is wrong, and a socket is not read
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")]
@@ -20,7 +24,13 @@ Reason = Annotated[
     str | None, typer.Option("--reason", help="Why; kept in the operator log. Asked for on a terminal.", metavar="TEXT")
 ]
 Config = Annotated[
-    Path | None, typer.Option("--config", help="The TOML file [default: the environment alone].", metavar="FILE")
+    Path | None,
+    typer.Option(
+        "--config",
+        help="The TOML file [default: the environment alone].",
+        metavar="FILE",
+        readable=False,  # reading it says better what is wrong
+    ),
 ]
 Url = Annotated[
     str | None, typer.Option("--url", envvar="POSTROOM_BROKER_URL", help="The broker's address.", metavar="URL")
@@ -31,6 +41,7 @@ TokenFile = Annotated[
         "--token-file",
         envvar=["POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE"],
         help="The file with the token to use.",
+        readable=False,
         metavar="FILE",
     ),
 ]

@@ -97,7 +97,8 @@ def booted(root: Path, settings: Settings, binds: Mapping[Path, str], log: Path)
     """
     options = ["--boot", "--console=passive", "--link-journal=no", "--notify-ready=yes", "--volatile=overlay"]
     options += [f"--bind-ro={outside}:{inside}" for outside, inside in binds.items()]
-    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+    with tempfile.TemporaryDirectory() as directory:
+        notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         notified.bind(f"{directory}/notify")
         notified.settimeout(_BOOT_SECONDS)
         environment = {"NOTIFY_SOCKET": f"{directory}/notify", "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1"}
@@ -112,14 +113,16 @@ def booted(root: Path, settings: Settings, binds: Mapping[Path, str], log: Path)
             ) as nspawn,
         ):
             try:
-                yield Machine(_leader(notified, log))
+                with notified:  # closed once it has spoken: a full socket that nobody reads would block the container
+                    leader = _leader(notified, log)
+                yield Machine(leader)
             finally:
                 nspawn.terminate()
                 nspawn.wait(_HALT_SECONDS)
 
 
 def _leader(notified: socket.socket, log: Path) -> int:
-    """Wait until the container is up and return the pid of its init."""
+    """Wait until the container is up and return the pid of its init; raises `AssertionError`."""
     messages = ""
     try:
         while "READY=1" not in messages:
