@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 
 from broker_client.answers import Outcome, expired, returned
 from broker_client.availability import Availability
 from broker_client.counters import RelayCounters
-from broker_client.failures import Failure, RequestFailed
+from broker_client.failures import RequestFailed
+from broker_client.feature_check import FeatureCheck
 from broker_client.link import BrokerLink, now_ms
 from broker_client.pace import Controls
 from broker_client.posting import STORAGE_SECONDS, Posting
 from broker_client.settings import RelaySettings
-from broker_client.window import KeptFeatures, assumed_max_age_hours, max_age_hours
 from outbox import Outbox
 from outbox.model import ClaimedRow, to_datetime
 from postroom.accept import Features
@@ -41,6 +41,7 @@ PROBE_MESSAGES: Final = 10  # claimed for a probe; what is least suspicious of t
 IDLE_SECONDS: Final = 60.0  # longest wait for work, should nobody wake the relay
 
 Batch = Sequence[ClaimedRow]
+State = Literal["starting", "relaying", "paused", "waiting", "stopped"]
 
 
 class Relay:
@@ -62,16 +63,12 @@ class Relay:
         self._outbox = outbox
         self._link = link
         self._settings = settings
-        self._mesh = mesh
         self._clock = clock
         self._sleep = sleep
         rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
         self._availability = Availability(settings, rng)
         self._posting = Posting(outbox, link, settings, self._availability, clock=clock, rng=rng, sleep=sleep)
-        self._kept = KeptFeatures(state_directory)
-        self.features: Features | None = self._kept.load()
-        self.max_age_hours = assumed_max_age_hours(self.features, settings.max_age_hours)
-        self._checked_identity: int | None = None
+        self._check = FeatureCheck(link, settings, state_directory, mesh)
         self._controls = Controls()
         self._controls_stale = True
         self._expire_at = 0
@@ -122,6 +119,16 @@ class Relay:
         )
 
     @property
+    def features(self) -> Features | None:
+        """The broker's features as it showed them last, perhaps before the last start."""
+        return self._check.features
+
+    @property
+    def max_age_hours(self) -> int:
+        """The age in hours at which a row goes dead."""
+        return self._check.max_age_hours
+
+    @property
     def counters(self) -> RelayCounters:
         """What was counted since the process started."""
         return self._posting.counters
@@ -136,14 +143,14 @@ class Relay:
         self._availability.try_now()
         self._wake.set()
 
-    def _state(self) -> Any:
+    def _state(self) -> State:
         if self._stopping.is_set():
             return "stopped"
         if self._controls.paused:
             return "paused"
         if self._availability.reason is not None:
             return "waiting"
-        return "starting" if self._checked_identity is None else "relaying"
+        return "relaying" if self._check.passed else "starting"
 
     async def _step(self) -> None:
         """Do the next thing there is to do, or wait until there may be one."""
@@ -165,7 +172,7 @@ class Relay:
         self._give_back_stale()
         if (seconds := self._hold_seconds()) > 0:
             await self._wait(seconds)
-        elif self._must_check_features():
+        elif self._availability.features_due or self._check.is_due():
             await self._check_features()
         elif self._ready:
             batch = self._ready.popleft()
@@ -208,8 +215,8 @@ class Relay:
         if self._availability.probing:
             return PROBE_MESSAGES
         most = self._settings.batch_messages
-        if self.features is not None:
-            most = max(1, min(most, self.features.max_batch))
+        if self._check.features is not None:
+            most = max(1, min(most, self._check.features.max_batch))
         return self._controls.allowance(most, now)
 
     def _admit(self, rows: Batch) -> None:
@@ -266,38 +273,20 @@ class Relay:
     def _seconds_until_expiry(self) -> float:
         return (self._expire_at - self._clock()) / 1000
 
-    def _must_check_features(self) -> bool:
-        """Tell whether nothing may be posted before the broker has shown its features, perhaps again."""
-        try:
-            return self._availability.features_due or self._link.identity() != self._checked_identity
-        except RequestFailed:  # no token to show: asking says so
-            return True
-
     async def _check_features(self) -> None:
-        """Ask for the features; raises `Fatal` (78) where they do not do."""
+        """Ask for the features, unless a stop comes first; raises `Fatal` (78) where they do not do."""
         flight = self._availability.flight
+        asking = asyncio.ensure_future(self._check.ask())
         try:
-            identity = self._link.identity()
-            asking = asyncio.ensure_future(self._link.features())
-            await _first_of(_settled(asking), self._stopping.wait())
+            await _first_of(asyncio.shield(asking), self._stopping.wait())
             if asking.done():
-                self._take_features(asking.result(), identity)
-            else:
-                asking.cancel()
+                asking.result()
+                self._availability.reachable()
+                self._expire_at = 0  # by the age that now holds
         except RequestFailed as error:
             self._availability.failed(error, flight, self._clock())
-
-    def _take_features(self, features: Features, identity: int) -> None:
-        if self._mesh is not None and features.mesh != self._mesh:
-            sentence = f"the token speaks for the mesh {features.mesh!r}, this daemon serves {self._mesh!r}"
-            raise RequestFailed.because(Failure.NOT_PERMITTED, f"{sentence}: put another token into broker.token_file")
-        self.max_age_hours = max_age_hours(features, self._settings.max_age_hours)
-        if features != self.features:
-            self._kept.save(features)
-        self.features = features
-        self._checked_identity = identity
-        self._expire_at = 0
-        self._availability.reachable()
+        finally:
+            asking.cancel()
 
     async def _wait(self, seconds: float, *, for_work: bool = False) -> None:
         """Wait to be woken, for `seconds` at most, and no longer than until the next look for expired rows."""
@@ -326,10 +315,6 @@ class Relay:
                 await self._outbox.settle([returned(row, self._clock()) for row in rows])
         except PostroomError as error:
             _log.warning("rows_left_inflight", rows=len(rows), code=error.code, advice="the next start takes them back")
-
-
-async def _settled(future: asyncio.Future[Any]) -> None:
-    await asyncio.wait({future})
 
 
 async def _first_of(*waits: Awaitable[Any]) -> None:

@@ -81,13 +81,16 @@ class KeptFeatures:
         return features
 
     def save(self, features: Features) -> None:
-        """Replace what was kept, whole or not at all."""
+        """Replace what was kept, whole or not at all; a disk that does not take it is logged and no reason to stop."""
         draft = self._file.with_suffix(".new")
-        with draft.open("wb") as file:
-            file.write(msgspec.json.encode(features))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._file)
+        try:
+            with draft.open("wb") as file:
+                file.write(msgspec.json.encode(features))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._file)
+        except OSError as error:
+            _log.warning("features_not_kept", file=str(self._file), error=str(error))
 
 
 def _checked(dedupe: DedupeFeature | None) -> DedupeFeature:

@@ -87,3 +87,9 @@ def test_a_damaged_file_of_features_counts_as_none(tmp_path, content):
     (file,) = tmp_path.iterdir()
     file.write_bytes(content)
     assert KeptFeatures(tmp_path).load() is None
+
+
+def test_features_that_cannot_be_kept_stop_nothing(tmp_path):
+    kept = KeptFeatures(tmp_path / "absent")
+    kept.save(features(30))
+    assert kept.load() is None
