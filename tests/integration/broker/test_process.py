@@ -76,7 +76,7 @@ async def test_it_stops_on_sigterm_and_finishes_the_batch_at_work(
     assert await asyncio.to_thread(broker_process.process.wait, 30) == 0
 
 
-async def test_it_tells_the_service_manager_when_it_is_ready_and_when_it_stops(
+async def test_it_tells_the_service_manager_that_it_is_ready_that_it_lives_and_that_it_stops(
     config_file: Path, short_directory: Path
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
@@ -85,13 +85,16 @@ async def test_it_tells_the_service_manager_when_it_is_ready_and_when_it_stops(
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "broker", "--config", str(config_file)),
             stderr=asyncio.subprocess.DEVNULL,
-            env={"NOTIFY_SOCKET": str(short_directory / "notify")},
+            env={"NOTIFY_SOCKET": str(short_directory / "notify"), "WATCHDOG_USEC": "20000"},
         )
         loop = asyncio.get_running_loop()
         ready = await loop.sock_recv(manager, 4096)
+        answers = [await loop.sock_recv(manager, 4096) for _ in range(3)]
         process.terminate()
-        stopping = await loop.sock_recv(manager, 4096)
+        while (stopping := await loop.sock_recv(manager, 4096)) == b"WATCHDOG=1":
+            pass
 
+    assert answers == [b"WATCHDOG=1"] * 3
     assert ready.startswith(b"READY=1\nSTATUS=accepting on http://127.0.0.1:")
     assert (stopping, await process.wait()) == (b"STOPPING=1", 0)
 
