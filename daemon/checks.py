@@ -18,7 +18,7 @@ from chassis.exits import Fatal
 from chassis.findings import Finding
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from ipc.listener import refuse_path
-from ipc.tokens import LocalToken, rotate
+from ipc.tokens import LocalToken
 from postroom.accept import Features
 
 
@@ -28,13 +28,6 @@ async def check(config: DaemonConfig) -> AsyncIterator[Finding]:
         yield finding
     async for finding in _broker(config):
         yield finding
-
-
-def rotate_token(config: DaemonConfig) -> Path:
-    """Write a new local token and return its file; the old one is good for another 60 s in a running daemon."""
-    file = token_file(config)
-    rotate(file)
-    return file
 
 
 def _state(config: DaemonConfig) -> Iterator[Finding]:

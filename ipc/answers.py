@@ -34,10 +34,10 @@ class Answer(web.StreamResponse):
         # The base's constructor makes the dictionaries that this class exists to avoid.
         self._status = status
         self._body_bytes = body
-        self._head = (
-            f"{_START[status]}Content-Type: {media}\r\nContent-Length: {len(body)}\r\n"
-            f"Date: {_date(int(time.time()))}\r\n{headers}"
+        about_body = (
+            "" if status == HTTPStatus.NO_CONTENT else f"Content-Type: {media}\r\nContent-Length: {len(body)}\r\n"
         )
+        self._head = f"{_START[status]}{about_body}Date: {_date(int(time.time()))}\r\n{headers}"
         self._keep_alive = None
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:

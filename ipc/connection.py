@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from ipc.answers import problem_answer, problem_of
 from ipc.limits import Limits
@@ -82,9 +83,15 @@ class Connection(RequestHandler):
         self._heard_at = self._loop.time()
         if self._request_count != requests:
             self._head_since = _NEVER
-            self._last_body = self._messages[-1][1]
+            self._notice(*self._messages[-1])
         elif not self.busy and self._head_since == _NEVER:
             self._head_since = self._heard_at
+
+    def _notice(self, message: object, body: StreamReader) -> None:
+        """Remember the newest request's body; where the parser gave up within one, tell whoever reads it."""
+        if not isinstance(message, RawRequestMessage) and self._last_body is not None and not self._last_body.is_eof():
+            self._last_body.set_exception(RequestPayloadError("it is not what its head promised"))
+        self._last_body = body
 
     def resume_reading(self, resume_parser: bool = True) -> None:  # noqa: FBT001, FBT002 - aiohttp's signature
         """Go on reading where reading was paused; aiohttp would parse nothing, twice a request, where it was not."""

@@ -25,7 +25,7 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
     )
     request_bytes: Annotated[
         Bytes, msgspec.Meta(description="Largest request, or line of a batch: the JSON around a body, in bytes (413).")
-    ] = 2 * MIB
+    ] = 4 * MIB  # text that JSON writes as \uXXXX grows up to threefold
     buffered_bytes: Annotated[
         Bytes, msgspec.Meta(description="Bytes of requests held in memory at once, all callers together (429).")
     ] = 64 * MIB

@@ -7,10 +7,12 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from wire import Reply, encode, parse
 
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
@@ -26,23 +28,6 @@ from outbox import Outbox, OutboxSettings
 from postroom.administration import Subscription, TopicList
 from postroom.errors import NotFound
 from postroom.sends import RelayStatus
-
-
-@dataclass
-class Reply:
-    """An answer, taken apart; `json` is its body decoded."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-    @property
-    def lines(self) -> list[Any]:
-        return [json.loads(line) for line in self.body.splitlines()]
 
 
 class StillRelay:
@@ -67,7 +52,7 @@ class OneTopic:
 
     async def subscribe(self, topic: str) -> Subscription:
         self._check(topic)
-        return Subscription(mesh="demo", topic=topic, member="alice")
+        return Subscription(mesh="demo", topic=topic, member="alice", created_at=datetime.now(UTC))
 
     async def unsubscribe(self, topic: str) -> None:
         self._check(topic)
@@ -123,37 +108,6 @@ class Room:
     async def rows(self) -> int:
         """Count all rows of the outbox."""
         return sum((await self.outbox.counts()).rows.values())
-
-
-def encode(method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
-    """Write a request down; a body that is not bytes goes as JSON."""
-    data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields = {"Host": "localhost", "Content-Length": str(len(data)), "Connection": "close"}
-    if body is not None:
-        fields["Content-Type"] = "application/json"
-    fields.update(headers or {})
-    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"{method} {target} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + data
-
-
-def parse(answer: bytes) -> Reply:
-    """Take the first answer apart, chunked or not."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    status, *fields = head.decode("latin-1").split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in fields)}
-    if headers.get("transfer-encoding") == "chunked":
-        body = _unchunk(body)
-    elif "content-length" in headers:
-        body = body[: int(headers["content-length"])]
-    return Reply(int(status.split(" ")[1]), headers, body)
-
-
-def _unchunk(data: bytes) -> bytes:
-    body = b""
-    while data:
-        size, _, data = data.partition(b"\r\n")
-        body, data = body + data[: int(size, 16)], data[int(size, 16) + 2 :]
-    return body
 
 
 OpenRoom = Callable[..., Awaitable[Room]]

@@ -1,0 +1,217 @@
+"""The daemon as a process: its socket, its start and stop, its exit codes (spec send.md, operate.md)."""
+
+from __future__ import annotations
+
+import grp
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_it_accepts_while_the_broker_is_away_and_stops_in_order(daemon: Any) -> None:
+    daemon.start().ready()
+    assert daemon.send("a") == 202
+    assert daemon.ask("GET", "/v1/sends/a")[1]["status"] in ("pending", "inflight")
+    assert daemon.stop() == 0
+    assert not daemon.socket.exists()
+
+
+def test_what_was_acknowledged_outlives_a_kill(daemon: Any) -> None:
+    daemon.start().ready()
+    for number in range(20):
+        assert daemon.send(f"k{number}") == 202
+    daemon.stop(signal.SIGKILL)
+    assert daemon.socket.exists()
+    daemon.start().ready()
+    for number in range(20):
+        assert daemon.ask("GET", f"/v1/sends/k{number}")[0] == 200
+    assert daemon.ask("GET", "/v1/health")[1]["rows"]["pending"] == 20
+
+
+def test_a_stale_socket_is_replaced(daemon: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(daemon.socket))
+    daemon.start().ready()
+    assert daemon.stop() == 0
+
+
+def test_a_second_daemon_says_that_one_is_already_running(daemon: Any, second: Any) -> None:
+    daemon.start().ready()
+    assert second.start().ended() == 69
+    assert "already running" in second.said()
+    assert daemon.send("a") == 202
+
+
+def test_a_state_directory_has_one_daemon_whatever_their_sockets(daemon: Any, second: Any) -> None:
+    daemon.start().ready()
+    second.socket = daemon.directory / "other.sock"
+    second.lines["socket"] = [f'path = "{second.socket}"']
+    assert second.start().ended() == 69
+    assert "in use" in second.said()
+    assert not second.socket.exists()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
+def test_the_socket_is_private_whatever_the_umask(daemon: Any, umask: int) -> None:
+    daemon.start(umask=umask)
+    daemon.ready()
+    assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o600
+    assert stat.S_IMODE(daemon.state.stat().st_mode) == 0o700
+    for file in daemon.state.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
+
+
+def test_a_group_may_be_let_in(daemon: Any) -> None:
+    group = os.getgid()
+    daemon.lines["socket"].append(f'group = "{grp.getgrgid(group).gr_name}"')
+    daemon.start().ready()
+    assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o660
+    assert daemon.socket.stat().st_gid == group
+
+
+@pytest.mark.parametrize("obstacle", ["a plain file", "a directory", "a symbolic link", "a dangling link"])
+def test_whatever_else_lies_in_the_way_is_left_alone(daemon: Any, obstacle: str) -> None:
+    if obstacle == "a plain file":
+        daemon.socket.write_text("mine")
+    elif obstacle == "a directory":
+        daemon.socket.mkdir()
+    else:
+        target = daemon.directory / "target"
+        if obstacle == "a symbolic link":
+            target.write_text("mine")
+        daemon.socket.symlink_to(target)
+    before = daemon.socket.lstat()
+    assert daemon.start().ended() == 78
+    assert str(daemon.socket) in daemon.said()
+    assert "Traceback" not in daemon.said()
+    assert daemon.socket.lstat().st_ino == before.st_ino
+
+
+def test_a_socket_path_of_108_bytes_is_a_clear_error(daemon: Any) -> None:
+    daemon.socket = daemon.directory / ("s" * (107 - len(os.fsencode(daemon.directory))))
+    daemon.lines["socket"] = [f'path = "{daemon.socket}"']
+    assert len(os.fsencode(daemon.socket)) == 108
+    assert daemon.start().ended() == 78
+    assert "108 bytes" in daemon.said()
+
+
+def test_a_socket_passed_in_is_used_as_it_is(daemon: Any) -> None:
+    """As under systemd: the socket was there before the daemon, and a send that came too early is answered."""
+    with socket.socket(socket.AF_UNIX) as sock, socket.socket(socket.AF_UNIX) as early:
+        sock.bind(str(daemon.socket))
+        sock.listen(16)
+        early.settimeout(30)
+        early.connect(str(daemon.socket))
+        early.sendall(b"GET /v1/version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        mode = daemon.socket.stat().st_mode
+        daemon.inherit.append(sock)
+        daemon.start()
+        assert early.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert daemon.stop() == 0
+        assert daemon.socket.stat().st_mode == mode
+    assert daemon.socket.exists()
+
+
+def test_it_tells_the_service_manager_what_it_does(daemon: Any, service_manager: Callable[[str], str]) -> None:
+    daemon.environ["WATCHDOG_USEC"] = "200000"
+    daemon.start()
+    assert service_manager("READY=1") == "READY=1"
+    assert daemon.send("a") == 202
+    assert "waiting" in service_manager("STATUS=")
+    for _ in range(3):
+        assert service_manager("WATCHDOG=1") == "WATCHDOG=1"
+    assert daemon.process is not None
+    daemon.process.terminate()
+    service_manager("STOPPING=1")
+    assert daemon.ended() == 0
+
+
+def test_a_request_in_hand_is_answered_at_a_stop(daemon: Any) -> None:
+    daemon.start().ready()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(30)
+        sock.connect(str(daemon.socket))
+        body = b'{"to":"topic:orders","client_message_id":"late"}'
+        sock.sendall(
+            b"POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nExpect: 100-continue\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body)
+        )
+        assert sock.recv(100).startswith(b"HTTP/1.1 100 ")
+        daemon.process.terminate()
+        sock.sendall(body)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 202 ")
+    assert daemon.ended() == 0
+    daemon.start().ready()
+    assert daemon.ask("GET", "/v1/sends/late")[0] == 200
+
+
+def test_a_wait_does_not_hold_up_a_stop(daemon: Any) -> None:
+    daemon.start().ready()
+    daemon.send("a")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(30)
+        sock.connect(str(daemon.socket))
+        sock.sendall(b"GET /v1/sends/a?wait=60 HTTP/1.1\r\nHost: x\r\n\r\n")
+        while daemon.ask("GET", "/v1/metrics")[1].find(b"postroom_daemon_requests_in_flight 2.0") < 0:
+            pass
+        daemon.process.terminate()
+        assert b'"status":"' in sock.recv(65536)
+    assert daemon.ended() == 0
+
+
+BAD_CONFIGS = {
+    "an unknown key": ("", "colour = 1", "colour"),
+    "a wrong type": ("limits", "requests_in_flight = 'many'", "limits.requests_in_flight"),
+    "a value out of range": ("limits", "requests_in_flight = 0", "limits.requests_in_flight"),
+    "an unknown table": ("paint", "x = 1", "paint"),
+    "a key twice": ("", 'mesh = "other"', "daemon.toml"),
+    "an unknown group": ("socket", 'group = "no-such-group"', "no-such-group"),
+    "a TCP port without a token": ("tcp", "port = 12345", "rotate-token"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONFIGS)
+def test_a_wrong_config_ends_with_78_and_names_what_is_wrong(daemon: Any, name: str) -> None:
+    table, line, named = BAD_CONFIGS[name]
+    daemon.lines.setdefault(table, []).append(line)
+    assert daemon.start().ended() == 78
+    assert named in daemon.said()
+    assert "Traceback" not in daemon.said()
+
+
+def test_a_token_that_others_can_read_is_refused(daemon: Any) -> None:
+    token = daemon.directory / "local.token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    token.chmod(0o644)
+    daemon.lines["tcp"] = ["port = 12345", f'token_file = "{token}"']
+    assert daemon.start().ended() == 78
+    assert "can be read by others" in daemon.said()
+
+
+def test_without_a_home_or_a_runtime_directory_the_config_has_to_say(daemon: Any) -> None:
+    daemon.lines["socket"].clear()
+    daemon.environ["XDG_RUNTIME_DIR"] = str(daemon.directory / "run")
+    daemon.socket = daemon.directory / "run" / "postroom" / "demo.sock"
+    daemon.start().ready()
+    assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("content", [None, "", "[", "directory"])
+def test_a_config_that_cannot_be_read_is_a_sentence(daemon: Any, content: str | None) -> None:
+    daemon.write = lambda: _put(daemon.file, content)
+    assert daemon.start().ended() == 78
+    assert str(daemon.file) in daemon.said() or "mesh" in daemon.said()
+    assert "Traceback" not in daemon.said()
+
+
+def _put(file: Path, content: str | None) -> None:
+    if content == "directory":
+        file.mkdir()
+    elif content is not None:
+        file.write_text(content)

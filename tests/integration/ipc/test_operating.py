@@ -1,0 +1,185 @@
+"""The operator's routes, the relay's, the topics' and the control plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outbox.model import Settlement, Verdict
+from postroom.sends import RelayStatus
+
+WHY = {"reason": "the receiver was down"}
+
+
+async def send(room: Any, *ids: str) -> None:
+    for identifier in ids:
+        assert (await room.send({"to": "topic:orders", "body": identifier}, idempotency_key=identifier)).status == 202
+
+
+async def kill(room: Any, *ids: str) -> None:
+    """Let the broker refuse the sends for good."""
+    await send(room, *ids)
+    rows = await room.outbox.claim()
+    await room.outbox.settle([Settlement(row.row_id, Verdict.DEAD, last_error="topic_not_found: no") for row in rows])
+
+
+async def test_rows_are_listed_page_by_page_without_payloads(room: Any) -> None:
+    await send(room, *"abcde")
+    first = (await room.request("GET", "/v1/outbox?limit=3")).json
+    second = (await room.request("GET", f"/v1/outbox?limit=3&cursor={first['next_cursor']}")).json
+    assert [row["client_message_id"] for row in first["rows"] + second["rows"]] == list("abcde")
+    assert not {"payload", "body"} & set(first["rows"][0])
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=1001", "status=x", "cursor=x", "older_than_seconds=-1", "held=x", "colour=red"]
+)
+async def test_a_query_out_of_its_rule_is_a_400(room: Any, query: str) -> None:
+    assert (await room.request("GET", f"/v1/outbox?{query}")).status == 400
+
+
+async def test_an_export_streams_every_row(room: Any) -> None:
+    await send(room, *"abc")
+    reply = await room.request("GET", "/v1/outbox/export?status=pending")
+    assert [row["client_message_id"] for row in reply.lines] == list("abc")
+
+
+async def test_a_dead_row_is_requeued_patched_and_its_chain_is_shown(room: Any) -> None:
+    await kill(room, "k")
+    message = {"to": "topic:orders_eu", "body": "better"}
+    reply = await room.request(
+        "POST", "/v1/outbox/k/requeue", {**WHY, "new_client_message_id": "k2", "message": message}
+    )
+    assert reply.status == 200
+    assert (reply.json["client_message_id"], reply.json["status"]) == ("k2", "pending")
+    chain = (await room.request("GET", "/v1/outbox/k")).json
+    assert [row["status"] for row in chain["chain"]] == ["aborted", "pending"]
+    assert chain["row"]["superseded_by"] == reply.json["id"]
+    assert chain["log"][0]["reason"] == WHY["reason"]
+    assert chain["log"][0]["actor"].startswith("uid ")
+    (row,) = await room.outbox.claim()
+    assert row.destination == "topic:orders_eu"
+
+
+async def test_a_patch_brings_no_id_of_its_own(room: Any) -> None:
+    await kill(room, "k")
+    message = {"to": "topic:orders", "client_message_id": "mine"}
+    reply = await room.request("POST", "/v1/outbox/k/requeue", {**WHY, "message": message})
+    assert (reply.status, reply.json["field"]) == (400, "message.client_message_id")
+
+
+@pytest.mark.parametrize("verb", ["abort", "hold", "flush"])
+async def test_a_verb_on_one_row_answers_the_row(room: Any, verb: str) -> None:
+    await send(room, "k")
+    reply = await room.request("POST", f"/v1/outbox/k/{verb}", WHY)
+    assert reply.status == 200
+    assert reply.json["status"] == ("aborted" if verb == "abort" else "pending")
+    assert reply.json.get("held", False) is (verb == "hold")
+
+
+async def test_a_held_row_waits_for_its_release(room: Any) -> None:
+    await send(room, "k")
+    await room.request("POST", "/v1/outbox/k/hold", WHY)
+    assert await room.outbox.claim() == []
+    await room.request("POST", "/v1/outbox/k/release", WHY)
+    assert len(await room.outbox.claim()) == 1
+
+
+@pytest.mark.parametrize("verb", ["requeue", "abort", "hold", "release", "flush"])
+async def test_an_inflight_row_is_left_alone(room: Any, verb: str) -> None:
+    await send(room, "k")
+    await room.outbox.claim()
+    reply = await room.request("POST", f"/v1/outbox/k/{verb}", WHY)
+    assert (reply.status, reply.json["code"]) == (409, "wrong_state")
+
+
+@pytest.mark.parametrize("body", [{}, {"reason": ""}, {"reason": "  "}, {"reason": 7}, {"reason": "x", "more": 1}])
+async def test_a_verb_needs_a_reason(room: Any, body: dict[str, Any]) -> None:
+    await send(room, "k")
+    assert (await room.request("POST", "/v1/outbox/k/abort", body)).status == 400
+    assert (await room.outbox.find("k")).status == "pending"
+
+
+async def test_a_key_twice_in_a_verb_is_a_400(room: Any) -> None:
+    await send(room, "k")
+    reply = await room.request("POST", "/v1/outbox/k/abort", b'{"reason":"a","reason":"b"}')
+    assert (reply.status, reply.json["code"]) == (400, "duplicate_key")
+
+
+@pytest.mark.parametrize("identifier", ["unknown", "%", "'%20or%201=1", "a%00b", "*"])
+async def test_a_row_that_is_not_there_is_a_404_or_no_id(room: Any, identifier: str) -> None:
+    assert (await room.request("GET", f"/v1/outbox/{identifier}")).status in (400, 404)
+
+
+async def test_many_are_requeued_at_once_after_a_dry_run(room: Any) -> None:
+    await kill(room, *"abc")
+    await send(room, "d")
+    wanted = {"filter": {"status": "dead", "code": "topic_not_found"}, **WHY}
+    dry = (await room.request("POST", "/v1/outbox/requeue", {**wanted, "dry_run": True})).json
+    assert (dry["matched"], len(dry["done"]), dry["dry_run"]) == (3, 3, True)
+    assert (await room.outbox.counts()).rows["dead"] == 3
+    wet = (await room.request("POST", "/v1/outbox/requeue", wanted)).json
+    assert len(wet["done"]) == 3
+    counts = (await room.outbox.counts()).rows
+    assert (counts["dead"], counts["aborted"], counts["pending"]) == (0, 3, 4)
+
+
+async def test_many_by_id_tell_done_from_skipped_and_failed(room: Any) -> None:
+    await send(room, "a", "b")
+    await room.request("POST", "/v1/outbox/a/abort", WHY)
+    reply = (await room.request("POST", "/v1/outbox/abort", {"filter": {"ids": ["a", "b", "nope"]}, **WHY})).json
+    assert len(reply["done"]) == 1
+    assert len(reply["skipped"]) == 1
+    assert [failure["id"] for failure in reply["failed"]] == ["nope"]
+
+
+async def test_a_prune_empties_old_payloads_and_keeps_the_rows(room: Any) -> None:
+    await send(room, "a")
+    await room.request("POST", "/v1/outbox/a/abort", WHY)
+    reply = await room.request("POST", "/v1/outbox/prune", {"older_than_seconds": 3600, **WHY})
+    assert reply.json == {"pruned": 0}
+    assert (await room.send({"to": "topic:orders", "body": "a"}, idempotency_key="a")).status == 409
+
+
+async def test_the_relay_is_paused_and_resumed_and_told_so(room: Any) -> None:
+    assert (await room.request("POST", "/v1/relay/pause", WHY)).json["state"] == "relaying"
+    assert (await room.outbox.relay_controls())[""].paused
+    body = {**WHY, "destination": "topic:orders", "rate_per_second": 50}
+    assert (await room.request("POST", "/v1/relay/resume", body)).status == 200
+    assert (await room.outbox.relay_controls())["topic:orders"].rate_per_second == 50
+    assert room.relay.changes == 2
+    assert (await room.request("POST", "/v1/relay/pause", {**WHY, "destination": "*"})).status == 400
+
+
+async def test_topics_are_passed_on(room: Any) -> None:
+    assert (await room.request("GET", "/v1/topics")).json == {"topics": []}
+    assert (await room.request("POST", "/v1/topics/orders/subscription")).status == 201
+    assert (await room.request("DELETE", "/v1/topics/orders/subscription")).status == 204
+    unknown = await room.request("POST", "/v1/topics/nope/subscription")
+    assert (unknown.status, unknown.json["code"]) == (404, "topic_not_found")
+
+
+async def test_health_says_what_is_wrong(room: Any) -> None:
+    assert (await room.request("GET", "/v1/health")).json["status"] == "ok"
+    room.relay.now = RelayStatus(state="waiting", degraded=True, reason="the broker refused the token")
+    await send(room, "a")
+    health = (await room.request("GET", "/v1/health")).json
+    assert health["status"] == "degraded"
+    assert "refused the token" in health["reasons"][0]
+    assert health["rows"]["pending"] == 1
+    assert health["oldest_pending_at"]
+
+
+async def test_ready_does_not_depend_on_the_broker_but_on_the_outbox(room: Any) -> None:
+    room.relay.now = RelayStatus(state="waiting", degraded=True, reason="away")
+    assert (await room.request("GET", "/v1/ready")).status == 200
+    await room.outbox.close()
+    reply = await room.request("GET", "/v1/ready")
+    assert (reply.status, reply.json["code"]) == (503, "not_ready")
+    refused = await room.send({"to": "topic:a"})
+    assert (refused.status, refused.json["retryable"]) == (503, True)
+
+
+async def test_version_names_the_program_and_its_mesh(room: Any) -> None:
+    assert (await room.request("GET", "/v1/version")).json == {"name": "postroomd", "version": "0.0.0", "mesh": "demo"}

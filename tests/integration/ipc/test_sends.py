@@ -1,0 +1,205 @@
+"""Sending one message and many, and asking after them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from wire import encode
+
+from ipc.limits import Limits
+from ipc.peers import Policy
+from outbox import OutboxSettings
+from outbox.model import Caller, Settlement, Verdict
+from postroom.ids import is_client_message_id
+from postroom.message import Envelope, prepare
+
+NDJSON = {"Content-Type": "application/x-ndjson"}
+LINE = {"to": "topic:orders", "body": "hi"}
+
+
+async def test_a_send_without_an_id_gets_one(room: Any) -> None:
+    first, second = (await room.send(LINE)).json, (await room.send(LINE)).json
+    assert is_client_message_id(first["client_message_id"])
+    assert first["client_message_id"] < second["client_message_id"] or len(first["client_message_id"]) == 26
+    assert await room.rows() == 2
+
+
+async def test_what_is_kept_is_what_was_sent(room: Any) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    message = {
+        "to": "dm:bob", "body_base64": "AAEC", "meta": {"a": [1, "ü"]}, "priority": "now", "reply_to": "r1",
+        "mentions": ["carol", "bob", "bob"],
+    }  # fmt: skip
+    assert (await room.send(message, traceparent=trace, idempotency_key="k")).status == 202
+    (row,) = await room.outbox.claim()
+    envelope = msgspec.json.decode(row.payload, type=Envelope)
+    assert envelope.body_bytes() == b"\0\1\2"
+    assert envelope.meta == {"a": [1, "ü"], "mentions": ["bob", "carol"]}
+    assert (envelope.to, envelope.priority, envelope.reply_to, envelope.traceparent) == ("dm:bob", "now", "r1", trace)
+    assert row.fingerprint == prepare(json.dumps(message).encode()).fingerprint
+
+
+async def test_a_large_body_is_taken_whole(room: Any) -> None:
+    body = "é" * 400_000
+    assert (await room.send({"to": "topic:a", "body": body}, idempotency_key="k")).status == 202
+    (row,) = await room.outbox.claim()
+    assert json.loads(row.payload)["body"] == body
+
+
+async def test_a_destination_that_the_config_does_not_allow_is_a_403(open_room: Any) -> None:
+    room = await open_room(destinations=("topic:orders*",))
+    assert (await room.send({"to": "topic:orders_eu"})).status == 202
+    refused = await room.send({"to": "dm:bob"})
+    assert (refused.status, refused.json["code"], refused.json["field"]) == (403, "destination_not_allowed", "to")
+    accepted, line = (await room.batch(LINE, {"to": "dm:bob"})).lines
+    assert "result" in accepted
+    assert line["problem"]["code"] == "destination_not_allowed"
+
+
+async def test_a_full_outbox_is_a_507_for_what_is_new_and_answers_what_is_known(open_room: Any) -> None:
+    room = await open_room(settings=OutboxSettings(max_bytes=1024 * 1024))
+    await room.send({"to": "topic:a", "body": "first"}, idempotency_key="known")
+    statuses = [(await room.send({"to": "topic:a", "body": "x" * 100_000})).status for _ in range(12)]
+    assert statuses[0] == 202
+    assert statuses[-1] == 507
+    refused = await room.send({"to": "topic:a", "body": "x" * 100_000})
+    assert refused.json["code"] == "outbox_full"
+    assert refused.json["retryable"] is True
+    assert (await room.send({"to": "topic:a", "body": "first"}, idempotency_key="known")).status == 202
+
+
+async def test_where_a_send_is_now(room: Any) -> None:
+    await room.send(LINE, idempotency_key="k")
+    row = (await room.request("GET", "/v1/sends/k")).json
+    assert (row["status"], row["destination"], row["attempts"]) == ("pending", "topic:orders", 0)
+    assert "payload" not in row
+    assert (await room.request("GET", "/v1/sends/unknown")).status == 404
+
+
+async def test_the_send_of_another_uid_is_not_there(open_room: Any) -> None:
+    room = await open_room(policy=Policy(operators=[4_000_000]))
+    await room.outbox.accept([prepare(b'{"to":"topic:a","client_message_id":"k"}')], Caller(54321, 54321))
+    assert (await room.request("GET", "/v1/sends/k")).json["code"] == "send_not_found"
+
+
+async def test_a_wait_ends_when_the_send_is_done(room: Any) -> None:
+    await room.send(LINE, idempotency_key="k")
+    waiting = asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60"))
+    (row,) = await room.outbox.claim()
+    await room.outbox.settle([Settlement(row.row_id, Verdict.DONE, broker_message_id="B", history_id=1)])
+    reply = (await waiting).json
+    assert (reply["status"], reply["broker_message_id"], reply["history_id"]) == ("done", "B", 1)
+
+
+async def test_a_wait_whose_time_is_up_says_where_the_send_is(room: Any) -> None:
+    await room.send(LINE, idempotency_key="k")
+    assert (await room.request("GET", "/v1/sends/k?wait=0.01")).json["status"] == "pending"
+
+
+async def test_a_batch_answers_every_line_in_order_and_a_bad_line_fails_alone(room: Any) -> None:
+    reply = await room.batch(LINE, b"nonsense\n", {"to": "nowhere"}, b"\n", LINE)
+    assert reply.status == 200
+    assert [line["line"] for line in reply.lines] == [1, 2, 3, 4, 5]
+    assert ["result" in line for line in reply.lines] == [True, False, False, False, True]
+    assert reply.lines[1]["problem"]["code"] == "invalid_json"
+    assert reply.lines[2]["problem"]["field"] == "to"
+    assert await room.rows() == 2
+
+
+async def test_a_line_too_long_fails_alone(open_room: Any) -> None:
+    room = await open_room(limits=Limits(body_bytes=2048, request_bytes=4096))
+    reply = await room.batch(LINE, {**LINE, "body": "x" * 1_000_000}, LINE)
+    assert [line.get("problem", {}).get("code") for line in reply.lines] == [None, "request_too_large", None]
+
+
+async def test_the_last_line_needs_no_line_end_and_an_empty_batch_no_line(room: Any) -> None:
+    assert len((await room.batch(json.dumps(LINE).encode())).lines) == 1
+    assert (await room.batch()).lines == []
+
+
+async def test_a_batch_of_another_media_type_is_a_415(room: Any) -> None:
+    assert (await room.request("POST", "/v1/send/batch", LINE)).status == 415
+
+
+async def test_results_come_while_the_request_still_goes_on(room: Any) -> None:
+    reader, writer = await room.connect()
+    writer.write(encode("POST", "/v1/send/batch", b"", NDJSON | {"Content-Length": "100000"}))
+    for number in range(1, 4):
+        writer.write(json.dumps(LINE).encode() + b"\n")
+        result = await reader.readuntil(b"\n")
+        while not result.startswith(b"{"):
+            result = await reader.readuntil(b"\n")
+        assert json.loads(result)["line"] == number
+        assert await room.rows() == number
+    writer.close()
+
+
+async def test_lines_that_arrive_together_share_a_transaction(room: Any) -> None:
+    before, _ = room.outbox.progress
+    reply = await room.batch(*[LINE] * 5000)
+    after, _ = room.outbox.progress
+    assert [line["line"] for line in reply.lines] == list(range(1, 5001))
+    assert after - before < 500
+    assert await room.rows() == 5000
+
+
+async def test_a_caller_that_reads_no_results_is_not_read_from(room: Any) -> None:
+    """It streams for ever; memory stays flat since the server stops reading once its answers are not taken."""
+    _, writer = await asyncio.open_unix_connection(str(room.path), limit=1024)
+    writer.write(encode("POST", "/v1/send/batch", b"", NDJSON | {"Content-Length": str(2**40)}))
+    line = json.dumps(LINE).encode() + b"\n"
+    streaming = asyncio.create_task(_stream_for_ever(writer, line * 1000))
+    while not any(connection.writing_paused for connection in room.server.connections):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    kept = -1
+    while kept != (kept := await room.rows()):  # noqa: ASYNC110 - until nothing more is read
+        await asyncio.sleep(0)
+    assert not streaming.done()
+    room.server.drop_overdue(asyncio.get_running_loop().time() + 31)
+    with pytest.raises(ConnectionError):
+        await streaming
+    assert await room.rows() <= kept + 1000
+
+
+async def _stream_for_ever(writer: asyncio.StreamWriter, lines: bytes) -> None:
+    while True:
+        writer.write(lines)
+        await writer.drain()
+
+
+async def test_a_batch_that_breaks_off_keeps_what_was_answered(room: Any) -> None:
+    reader, writer = await room.connect()
+    writer.write(
+        encode("POST", "/v1/send/batch", json.dumps(LINE).encode() + b"\n", NDJSON | {"Content-Length": "999"})
+    )
+    await reader.readuntil(b"queued")
+    writer.transport.abort()
+    while room.services.counters.in_flight:  # noqa: ASYNC110 - the server has no event for it
+        await asyncio.sleep(0)
+    assert await room.rows() == 1
+
+
+async def test_broken_chunks_break_a_batch_off_without_a_second_answer(room: Any) -> None:
+    head = b"POST /v1/send/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\n"
+    line = json.dumps(LINE).encode() + b"\n"
+    reader, writer = await room.connect()
+    writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(line), line))
+    await reader.readuntil(b"queued")
+    writer.write(b"zz\r\n")
+    assert b"HTTP/1.1" not in await reader.read()
+    writer.close()
+
+
+async def test_the_counters_know_every_outcome(room: Any) -> None:
+    await room.send(LINE, idempotency_key="k")
+    await room.send(LINE, idempotency_key="k")
+    await room.send({**LINE, "body": "other"}, idempotency_key="k")
+    await room.send({"to": "nowhere"})
+    counters = room.services.counters
+    assert counters.sends == {"queued": 2, "idempotency_key_reused": 1, "invalid_destination": 1}
+    assert sum(counters.accept.counts) == 2
+    assert counters.in_flight == 0

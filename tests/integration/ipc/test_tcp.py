@@ -1,0 +1,93 @@
+"""The loopback TCP port: its token, and what keeps web pages out (spec send.md, "The socket")."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wire import Reply, encode, parse
+
+from ipc.tokens import rotate
+
+
+@pytest.fixture
+def token_file(short_directory: Path) -> Path:
+    file = short_directory / "local.token"
+    rotate(file)
+    return file
+
+
+@pytest.fixture
+async def room(open_room: Any, token_file: Path) -> Any:
+    return await open_room(token_file=token_file)
+
+
+@pytest.fixture
+def token(token_file: Path) -> str:
+    return token_file.read_text().strip()
+
+
+async def ask(room: Any, target: str = "/v1/version", **headers: str) -> Reply:
+    reader, writer = await asyncio.open_connection("127.0.0.1", room.port)
+    fields = {"Host": f"127.0.0.1:{room.port}", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    writer.write(encode("GET", target, None, fields))
+    reply = parse(await reader.read())
+    writer.close()
+    return reply
+
+
+async def test_a_request_with_the_token_is_served(room: Any, token: str) -> None:
+    assert (await ask(room, Authorization=f"Bearer {token}")).status == 200
+
+
+@pytest.mark.parametrize("field", ["", "Bearer", "Bearer wrong", "Basic {token}", "{token}", "Bearer {token}x"])
+async def test_any_other_authorization_is_a_401(room: Any, token: str, field: str) -> None:
+    headers = {"Authorization": field.format(token=token)} if field else {}
+    reply = await ask(room, **headers)
+    assert (reply.status, reply.json["code"]) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1", "[::1]:8080"])
+async def test_the_host_may_name_this_machine(room: Any, token: str, host: str) -> None:
+    assert (await ask(room, Host=host, Authorization=f"Bearer {token}")).status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "", "["])
+async def test_a_foreign_host_is_a_403(room: Any, token: str, host: str) -> None:
+    assert (await ask(room, Host=host, Authorization=f"Bearer {token}")).status in (400, 403)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("Origin", "https://evil.example"),
+        ("Origin", "null"),
+        ("Referer", "https://evil.example/page"),
+        ("Sec-Fetch-Site", "cross-site"),
+        ("Sec-Fetch-Site", "same-site"),
+    ],
+)
+async def test_a_page_of_another_origin_is_a_403(room: Any, token: str, field: str, value: str) -> None:
+    reply = await ask(room, **{field: value, "Authorization": f"Bearer {token}"})
+    assert (reply.status, reply.json["code"]) == (403, "foreign_origin")
+
+
+async def test_a_token_in_the_query_is_a_400_even_where_it_is_right(room: Any, token: str) -> None:
+    reply = await ask(room, f"/v1/version?token={token}", Authorization=f"Bearer {token}")
+    assert (reply.status, reply.json["code"]) == (400, "token_in_query")
+
+
+async def test_a_rotation_refuses_neither_the_old_token_nor_the_new(
+    room: Any, token: str, short_directory: Path
+) -> None:
+    rotate(short_directory / "local.token")
+    fresh = (short_directory / "local.token").read_text().strip()
+    assert fresh != token
+    assert (await ask(room, Authorization=f"Bearer {token}")).status == 200
+    assert (await ask(room, Authorization=f"Bearer {fresh}")).status == 200
+
+
+async def test_the_unix_socket_needs_no_token(room: Any) -> None:
+    assert (await room.request("GET", "/v1/version")).status == 200

@@ -1,0 +1,166 @@
+"""The small parts of the socket: lines, ids, tokens, peers, destinations, answers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chassis.exits import Exit, Fatal
+from ipc.batch import Splitter, TooLong
+from ipc.counters import LATENCY_BOUNDS, Latency
+from ipc.destinations import DestinationRule
+from ipc.peers import Policy, peer_of, user_name
+from ipc.request import _is_media
+from ipc.sends import idempotency_key
+from ipc.tokens import GRACE_SECONDS, LocalToken, rotate
+from outbox.model import Caller
+from postroom.errors import InvalidMessage, NotPermitted
+
+LIMIT = 8
+
+
+@given(st.lists(st.binary(max_size=20)))
+def test_lines_come_out_whole_however_the_bytes_arrive(pieces: list[bytes]) -> None:
+    splitter = Splitter(LIMIT)
+    lines = [line for piece in pieces for line in splitter.feed(piece)] + splitter.rest()
+    whole = b"".join(pieces)
+    expected = whole.split(b"\n")
+    if expected[-1] == b"":
+        expected.pop()
+    assert [None if isinstance(line, TooLong) else line for line in lines] == [
+        line if len(line) <= LIMIT else None for line in expected
+    ]
+
+
+def test_a_line_too_long_is_never_held() -> None:
+    splitter = Splitter(LIMIT)
+    for _ in range(1000):
+        assert splitter.feed(b"x" * 1000) == []
+        assert len(splitter._partial) <= LIMIT
+    (line, rest) = splitter.feed(b"\nok\n")
+    assert isinstance(line, TooLong)
+    assert rest == b"ok"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], None), (["a"], "a"), (['"a"'], "a"), (['"'], '"'), ([" a "], "a"), ([""], "")]
+)
+def test_the_id_header_is_taken_bare_or_quoted(values: list[str], expected: str | None) -> None:
+    assert idempotency_key(values) == expected
+
+
+def test_two_id_headers_are_refused() -> None:
+    with pytest.raises(InvalidMessage):
+        idempotency_key(["a", "a"])
+
+
+@pytest.mark.parametrize(
+    ("header", "taken"),
+    [
+        ("application/json", True),
+        ("Application/JSON", True),
+        ("application/json; charset=utf-8", True),
+        ('application/json;charset="UTF-8"', True),
+        ("application/json; charset=utf-16", False),
+        ("application/json; version=1", False),
+        ("application/jsonx", False),
+        ("", False),
+    ],
+)
+def test_the_media_type_is_compared_without_regard_to_case(header: str, taken: bool) -> None:  # noqa: FBT001
+    assert _is_media(header, "application/json") is taken
+
+
+def test_a_rotated_token_is_taken_for_its_grace_and_no_longer(tmp_path: Path) -> None:
+    file = tmp_path / "local.token"
+    rotate(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    now = [0.0]
+    token = LocalToken(file, clock=lambda: now[0])
+    first = file.read_text().strip()
+    rotate(file)
+    second = file.read_text().strip()
+    written = file.stat().st_mtime
+    now[0] = written + GRACE_SECONDS - 1
+    assert token.matches(first)
+    assert token.matches(second)
+    assert not token.matches("")
+    assert not token.matches(first[:-1])
+    now[0] = written + GRACE_SECONDS + 1
+    assert not token.matches(first)
+    assert token.matches(second)
+
+
+@pytest.mark.parametrize(("content", "mode"), [("", 0o600), ("short", 0o600), ("x" * 40, 0o640), ("x" * 40, 0o604)])
+def test_a_token_file_that_protects_nothing_is_refused(tmp_path: Path, content: str, mode: int) -> None:
+    file = tmp_path / "local.token"
+    file.write_text(content)
+    file.chmod(mode)
+    with pytest.raises(Fatal) as refusal:
+        LocalToken(file)
+    assert refusal.value.exit_code == Exit.CONFIG
+
+
+def test_a_file_that_others_can_read_never_becomes_the_token(tmp_path: Path) -> None:
+    file = tmp_path / "local.token"
+    rotate(file)
+    token = LocalToken(file)
+    first = file.read_text().strip()
+    other = tmp_path / "other"
+    other.write_text("y" * 40)
+    other.chmod(0o644)
+    other.replace(file)
+    assert token.matches(first)
+    assert not token.matches("y" * 40)
+
+
+def test_a_policy_without_lists_lets_all_call_and_its_own_user_operate() -> None:
+    policy = Policy()
+    assert policy.may_call(Caller(4242, 4242))
+    assert not policy.may_operate(Caller(4242, 4242))
+    assert policy.may_operate(Caller(os.getuid(), 0))
+    assert policy.may_operate(Caller(0, 0))
+
+
+def test_a_policy_with_lists_lets_in_whom_they_name() -> None:
+    policy = Policy([7], [8])
+    assert policy.may_call(Caller(7, 7))
+    assert policy.may_call(Caller(8, 8))
+    assert not policy.may_call(Caller(9, 9))
+    assert not policy.may_operate(Caller(7, 7))
+    assert not policy.may_operate(Caller(0, 0))
+
+
+def test_the_peer_of_a_unix_socket_is_who_connected() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        assert peer_of(here)[:2] == (os.getuid(), os.getgid())
+
+
+def test_a_user_that_nobody_knows_has_no_name() -> None:
+    assert user_name(3_999_999_999) is None
+
+
+def test_destinations_are_allowed_by_pattern() -> None:
+    rule = DestinationRule(["topic:orders*", "dm:*"])
+    rule.check("topic:orders_eu")
+    rule.check("dm:bob")
+    with pytest.raises(NotPermitted) as refusal:
+        rule.check("queue:work")
+    assert refusal.value.problem.field == "to"
+    DestinationRule().check("queue:work")
+
+
+def test_a_latency_is_counted_under_the_bound_that_holds_it() -> None:
+    latency = Latency()
+    for seconds in (0.0, LATENCY_BOUNDS[0], LATENCY_BOUNDS[0] * 1.01, 99.0):
+        latency.observe(seconds)
+    assert latency.counts[0] == 2
+    assert latency.counts[1] == 1
+    assert latency.counts[-1] == 1
+    assert sum(latency.counts) == 4
