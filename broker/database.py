@@ -17,7 +17,7 @@ from asyncpg.pool import PoolConnectionProxy
 
 from chassis.exits import Exit, Fatal
 from chassis.sql import load_queries, migrations
-from postroom.errors import TryAgain
+from postroom.errors import InvalidMessage, TryAgain
 
 QUERIES: Final = load_queries("broker")
 
@@ -71,9 +71,15 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[Connection]:
-        """Lend a connection for reading or administration; Postgres away is a 503 that may be retried."""
-        async with unavailable_as_503(), self.reading.acquire(timeout=_CONNECT_SECONDS) as connection:
-            yield connection
+        """Lend a connection for reading or administration.
+
+        Postgres away is a 503 that may be retried; a name that Postgres has no characters for is a 400.
+        """
+        try:
+            async with unavailable_as_503(), self.reading.acquire(timeout=_CONNECT_SECONDS) as connection:
+                yield connection
+        except asyncpg.CharacterNotInRepertoireError as error:
+            raise InvalidMessage.of(400, "nul_character", "a name in the request holds a NUL character") from error
 
 
 @asynccontextmanager

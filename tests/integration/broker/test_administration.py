@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from yarl import URL
+
 Message = Callable[..., dict[str, Any]]
 
 
@@ -107,6 +109,17 @@ async def test_what_is_not_there_is_not_found(broker: Any) -> None:
 
     for code, found in answers.items():
         assert {(answer.status, answer.code) for answer in found} == {(404, code)}
+
+
+async def test_a_name_of_strange_characters_is_refused_or_not_found(broker: Any) -> None:
+    strange = {"%00": 400, "%ED%A0%80": 404, "%FF": 404, "*": 404, "%3E": 404, "..%2F": 404, "%27%3B--": 404}
+
+    for name, status in strange.items():
+        for path in (f"/v1/topics/demo/{name}", f"/v1/queues/demo/{name}", f"/v1/members/demo/{name}"):
+            url = URL(broker.url + path, encoded=True)
+            headers = {"Authorization": f"Bearer {broker.admin.token}"}
+            async with broker.session.delete(url, headers=headers) as answer:
+                assert answer.status == status, path
 
 
 async def test_the_administrator_must_say_which_mesh_and_whom(broker: Any) -> None:
