@@ -27,8 +27,12 @@ class Connection(aiosqlite.Connection):
 
     aiosqlite has a coroutine per statement, each a hop to its thread and back. A transaction is one hop here: `run`
     hands a function over through the same queue that those coroutines use (`_execute`), for which aiosqlite has no
-    public name.
+    public name. The thread is a daemon thread, so that a process that fails ends, whatever it left open.
     """
+
+    def __init__(self, connector: Callable[[], sqlite3.Connection]) -> None:
+        super().__init__(connector, iter_chunk_size=1)
+        self._thread.daemon = True
 
     async def run(self, function: Callable[[sqlite3.Connection], T]) -> T:
         """Call `function` with the SQLite connection on its thread and return what it returns."""
@@ -51,7 +55,7 @@ async def _open(uri: str, pragmas: str) -> Connection:
     def connect() -> sqlite3.Connection:
         return sqlite3.connect(uri, uri=True, isolation_level=None, cached_statements=_STATEMENTS)
 
-    connection = Connection(connect, iter_chunk_size=1)
+    connection = Connection(connect)
     await connection
     try:
         await connection.run(lambda db: db.executescript(pragmas))

@@ -32,6 +32,11 @@ def is_broken(error: BaseException) -> bool:
     return result_code(error) in _BROKEN
 
 
+def is_damage(error: BaseException) -> bool:
+    """Tell whether `error` says that the file's content is wrong."""
+    return result_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 def from_sqlite(error: Exception) -> Exception:
     """Map an error of one operation that failed alone; what is not SQLite's stays what it is."""
     if not isinstance(error, sqlite3.Error):

@@ -17,6 +17,7 @@ from chassis.exits import Exit, Fatal
 from outbox.accepting import Accept
 from outbox.connection import QUERIES, Connection, open_reader, open_writer
 from outbox.directory import StateDirectory
+from outbox.errors import is_damage
 from outbox.migrate import migrate
 from outbox.model import (
     AcceptedRow,
@@ -108,7 +109,7 @@ class Outbox:
         """Finish what is queued and close; what was answered stays. A second call does nothing."""
         await self._reader.close()
         await self._writer.close()
-        self._directory.end(clean=self._writer.failure is None)
+        self._directory.end(clean=self._writer.clean)
 
     async def __aenter__(self) -> Self:
         return self
@@ -369,7 +370,7 @@ async def _open_file(state: StateDirectory) -> Connection:
     try:
         connection = await open_writer(state.database)
     except sqlite3.DatabaseError as error:
-        raise _damaged(state.database, str(error)) from error
+        raise _unusable(state.database, error) from error
     try:
         if state.unclean:
             await connection.run(partial(_check, state.database))
@@ -385,9 +386,15 @@ def _check(path: Path, db: sqlite3.Connection) -> None:
     try:
         (verdict,) = db.execute(QUERIES["quick_check"]).fetchone()
     except sqlite3.DatabaseError as error:
-        raise _damaged(path, str(error)) from error
+        raise _unusable(path, error) from error
     if verdict != "ok":
         raise _damaged(path, verdict)
+
+
+def _unusable(path: Path, error: sqlite3.DatabaseError) -> Fatal:
+    if is_damage(error):
+        return _damaged(path, str(error))
+    return Fatal(Exit.CONFIG, f"cannot open {path}: {error}; check its owner, its mode and the disk")
 
 
 def _damaged(path: Path, fault: str) -> Fatal:

@@ -114,7 +114,7 @@ class Claim(NamedTuple):
             return _decode_candidates(transaction.value(_QUERIES["candidates"], parameters)), False
         parameters["after"] = self.walked.after(lane, self.excluded)
         parameters |= {"scan": _SCAN, "excluded": _encode(sorted(self.excluded)).decode()}
-        found = _decode_candidates(transaction.value(_QUERIES["candidates_elsewhere"], parameters))
+        found = sorted(_decode_candidates(transaction.value(_QUERIES["candidates_elsewhere"], parameters)))
         if len(found) == limit:
             return found, True
         looked_at, last = transaction.db.execute(_QUERIES["scanned"], parameters).fetchone()

@@ -19,7 +19,7 @@ import structlog
 
 from chassis.exits import Fatal
 from outbox.connection import QUERIES, Connection
-from outbox.errors import outcome_unknown, stopped, write_failed
+from outbox.errors import is_broken, outcome_unknown, stopped, write_failed
 from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
 from outbox.transaction import Operation
@@ -51,6 +51,7 @@ class Writer:
         self._wake = asyncio.Event()
         self._stopping = False
         self._closed = False
+        self.clean = False  # after `close`: whether everything lies in the file itself
         self._warned = False
         self._busy_since: float | None = None
         self._wal = Path(f"{path}-wal")
@@ -97,8 +98,7 @@ class Writer:
         self._wake.set()
         await self._task
         if first:
-            if self.failure is None:
-                await self._connection.run(_truncate)
+            self.clean = self.failure is None and await self._empty_log()
             await self._connection.close()
 
     async def _run(self) -> None:
@@ -160,10 +160,23 @@ class Writer:
         try:
             frames, moved = await self._connection.run(self._transactor.checkpoint)
         except sqlite3.Error as error:
-            self._fail([], error)
+            if is_broken(error):
+                self._fail([], error)
+            else:  # a full disk, say: the log keeps what was committed, and the next transaction tries again
+                _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes)
             return
         if frames > moved and self.wal_bytes > _RESTART_AT:
             _log.warning("wal_not_emptied", wal_bytes=self.wal_bytes, limit=WAL_LIMIT, reason="a reader holds it")
+
+    async def _empty_log(self) -> bool:
+        try:
+            await self._connection.run(_truncate)
+        except sqlite3.Error as error:
+            _log.warning(
+                "checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes, advice="the next start goes on"
+            )
+            return False
+        return True
 
 
 def _answer(future: asyncio.Future[Any], outcome: Any) -> None:

@@ -2,11 +2,14 @@
 -- Make the rows due whose time has come, the longest due first.
 UPDATE outbox
 SET lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END
-WHERE seq IN (SELECT seq FROM outbox WHERE lane = 3 AND next_attempt_at <= :now ORDER BY next_attempt_at LIMIT :limit);
+WHERE seq IN (
+    SELECT seq FROM outbox INDEXED BY outbox_waiting
+    WHERE lane = 3 AND next_attempt_at <= :now ORDER BY next_attempt_at LIMIT :limit
+);
 
 -- name: next_due
 -- When the first of the waiting rows becomes due.
-SELECT min(next_attempt_at) FROM outbox WHERE lane = 3;
+SELECT min(next_attempt_at) FROM outbox INDEXED BY outbox_waiting WHERE lane = 3;
 
 -- name: candidates
 -- The first rows of a lane after `after`, as a JSON array of [seq, payload bytes].

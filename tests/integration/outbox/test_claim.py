@@ -1,0 +1,136 @@
+"""What a claim takes, in which order, and what it leaves alone."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from outboxes import START, WHY, Clock, accepted, opened, retry, send
+
+from outbox import Outbox, relaying
+
+
+async def ids(outbox: Outbox, **limits: object) -> list[str]:
+    return [row.client_message_id for row in await outbox.claim(**limits)]  # type: ignore[arg-type]
+
+
+async def test_rows_come_by_priority_then_age(outbox: Outbox) -> None:
+    for number, priority in enumerate(["low", "next", "now", "next", "low", "now"]):
+        await accepted(outbox, send(f"{priority}-{number}", priority=priority))
+    assert await ids(outbox) == ["now-2", "now-5", "next-1", "next-3", "low-0", "low-4"]
+
+
+async def test_a_claimed_row_carries_what_the_broker_needs(outbox: Outbox) -> None:
+    asked = send("id-1", 'naïve "quotes" \\ \u2028 \U0001f4ee', to="dm:bob")
+    (row,) = await accepted(outbox, asked)
+    (claimed,) = await outbox.claim()
+    assert claimed.row_id == row.row_id
+    assert claimed.client_message_id == "id-1"
+    assert claimed.fingerprint == asked.fingerprint
+    assert claimed.payload == asked.payload
+    assert (claimed.destination, claimed.attempts, claimed.enqueued_at) == ("dm:bob", 0, START)
+
+
+async def test_a_claimed_row_is_inflight_and_not_claimed_again(outbox: Outbox) -> None:
+    await accepted(outbox, send())
+    await outbox.claim()
+    assert await outbox.claim() == []
+    found = await outbox.find("id-1")
+    assert found is not None
+    assert found.status == "inflight"
+
+
+async def test_the_limits_count_rows_and_bytes(outbox: Outbox) -> None:
+    await accepted(outbox, *(send(f"id-{number}", "x" * 1000) for number in range(10)))
+    size = len(send("id-0", "x" * 1000).payload)
+    assert await ids(outbox, limit=2) == ["id-0", "id-1"]
+    assert await ids(outbox, max_bytes=3 * size) == ["id-2", "id-3", "id-4"]
+    assert await ids(outbox, max_bytes=3 * size - 1) == ["id-5", "id-6"]
+
+
+async def test_a_row_beyond_the_bytes_is_claimed_alone(outbox: Outbox) -> None:
+    await accepted(outbox, send("large", "x" * 5000), send("small"))
+    assert await ids(outbox, max_bytes=100) == ["large"]
+
+
+async def test_excluded_destinations_are_left_alone(outbox: Outbox) -> None:
+    await accepted(outbox, send("a", to="dm:a"), send("b", to="dm:b"), send("c", to="dm:c"))
+    assert await ids(outbox, excluded={"dm:a", "dm:c"}) == ["b"]
+    assert await ids(outbox, excluded={"dm:a", "dm:c"}) == []
+    assert await ids(outbox) == ["a", "c"]
+
+
+async def test_a_claim_walks_past_many_excluded_rows_a_stretch_at_a_time(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relaying, "_SCAN", 10)
+    await accepted(outbox, *(send(f"paused-{number}", to="dm:paused") for number in range(25)), send("open"))
+    assert [await ids(outbox, excluded={"dm:paused"}) for _ in range(3)] == [[], [], ["open"]]
+    await asyncio.wait_for(outbox.wait_for_work(60), 30)
+
+
+async def test_a_row_that_comes_back_behind_the_walk_is_found(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, send("first"))
+    (first,) = await outbox.claim()
+    await accepted(outbox, *(send(f"paused-{number}", to="dm:paused") for number in range(5)))
+    assert await ids(outbox, excluded={"dm:paused"}) == []
+    await outbox.settle([retry(first.row_id, clock.now)])
+    assert await ids(outbox, excluded={"dm:paused"}) == ["first"]
+    await outbox.settle([retry(first.row_id, clock.now + 1000)])
+    assert await ids(outbox, excluded={"dm:paused"}) == []
+    clock.forward(1)
+    assert await ids(outbox, excluded={"dm:paused"}) == ["first"]
+
+
+async def test_held_rows_are_left_alone_until_released(outbox: Outbox) -> None:
+    (row,) = await accepted(outbox, send())
+    await outbox.hold(row.row_id, **WHY)
+    assert await ids(outbox) == []
+    await outbox.release(row.row_id, **WHY)
+    assert await ids(outbox) == ["id-1"]
+
+
+async def test_a_row_that_waited_takes_its_place_by_age(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, send("oldest", not_before=START + 5_000), send("older"), send("urgent", priority="now"))
+    clock.forward(5)
+    await accepted(outbox, send("young"))
+    assert await ids(outbox) == ["urgent", "oldest", "older", "young"]
+
+
+async def test_a_clock_that_is_set_back_does_not_hide_due_rows(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, send())
+    clock.forward(-3600)
+    assert await ids(outbox) == ["id-1"]
+
+
+async def test_nobody_waits_for_work_that_is_there(outbox: Outbox, clock: Clock) -> None:
+    await outbox.claim()
+    await outbox.wait_for_work(0)
+    waiting = asyncio.ensure_future(outbox.wait_for_work(600))
+    await accepted(outbox, send())
+    await asyncio.wait_for(waiting, 30)
+    (row,) = await outbox.claim()
+    waiting = asyncio.ensure_future(outbox.wait_for_work(600))
+    await asyncio.sleep(0)
+    await outbox.settle([retry(row.row_id, clock.now)])
+    await asyncio.wait_for(waiting, 30)
+
+
+async def test_a_waiting_row_ends_the_wait_when_its_time_comes(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, send(not_before=START + 3_600_000))
+    await outbox.claim()
+    await outbox.wait_for_work(0)
+    clock.forward(3600)
+    await asyncio.wait_for(outbox.wait_for_work(600), 30)
+    assert await ids(outbox) == ["id-1"]
+
+
+async def test_a_claim_reads_ranges_of_indexes_and_never_the_whole_table(outbox: Outbox, database: Path) -> None:
+    await accepted(outbox, send())
+    queries = relaying._QUERIES
+    values = {"lane": 1, "after": 0, "limit": 5, "scan": 5, "excluded": "[]", "now": 0, "before": 0}
+    with opened(database) as db:
+        for name in ("wake", "next_due", "candidates", "candidates_elsewhere", "scanned", "expired"):
+            plan = [line[3] for line in db.execute(f"EXPLAIN QUERY PLAN {queries[name]}", values)]
+            assert not [line for line in plan if line.startswith("SCAN outbox")], (name, plan)
+            if name != "candidates_elsewhere":  # which sorts what it walked past, a bounded stretch
+                assert not [line for line in plan if "TEMP B-TREE" in line], (name, plan)

@@ -1,0 +1,139 @@
+"""What the broker's answers make of rows, and what becomes of rows that are too old."""
+
+import asyncio
+
+import pytest
+from outboxes import START, WHY, Clock, accepted, dead, done, retry, row_in, send
+
+from outbox import Outbox, Settlement
+from postroom.sends import OutboxRow
+
+
+async def found(outbox: Outbox, client_message_id: str = "id-1") -> OutboxRow:
+    row = await outbox.find(client_message_id)
+    assert row is not None
+    return row
+
+
+async def watched(outbox: Outbox, row_id: str) -> asyncio.Future[OutboxRow | None]:
+    """Begin to wait for a row, and return once that has begun."""
+    waiting = asyncio.ensure_future(outbox.wait("id-1", 600))
+    while row_id not in outbox._watchers._events:  # noqa: ASYNC110 - the outbox announces nobody who waits
+        await asyncio.sleep(0)
+    return waiting
+
+
+async def test_an_accepted_message_is_done(outbox: Outbox, clock: Clock) -> None:
+    row_id = await row_in(outbox, "inflight")
+    clock.forward(2)
+    assert await outbox.settle([done(row_id)]) == 1
+    row = await found(outbox)
+    assert (row.status, row.broker_message_id, row.history_id, row.attempts) == ("done", "BROKER-1", 7, 1)
+    assert row.delivered_at is not None
+    assert row.delivered_at.timestamp() * 1000 == clock.now
+
+
+async def test_a_refused_message_is_dead_with_its_reason(outbox: Outbox) -> None:
+    row_id = await row_in(outbox, "inflight")
+    assert await outbox.settle([dead(row_id, "topic_not_found: no 'topic' \"orders\"\n")]) == 1
+    row = await found(outbox)
+    assert (row.status, row.last_error, row.attempts) == ("dead", "topic_not_found: no 'topic' \"orders\"\n", 1)
+
+
+async def test_a_delayed_message_is_due_again_later(outbox: Outbox, clock: Clock) -> None:
+    row_id = await row_in(outbox, "inflight")
+    await outbox.settle([retry(row_id, clock.now + 500)])
+    row = await found(outbox)
+    assert (row.status, row.attempts, row.last_error) == ("pending", 1, "unavailable: the broker is away")
+    assert await outbox.claim() == []
+    clock.forward(0.5)
+    assert [row.attempts for row in await outbox.claim()] == [1]
+
+
+async def test_an_outage_burns_no_attempt(outbox: Outbox, clock: Clock) -> None:
+    row_id = await row_in(outbox, "inflight")
+    await outbox.settle([retry(row_id, clock.now, burns_attempt=False)])
+    assert (await found(outbox)).attempts == 0
+
+
+async def test_one_settlement_holds_answers_of_every_kind(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, send("a"), send("b"), send("c"))
+    a, b, c = await outbox.claim()
+    assert await outbox.settle([retry(c.row_id, clock.now), done(a.row_id), dead(b.row_id)]) == 3
+    assert [(await found(outbox, each)).status for each in "abc"] == ["done", "dead", "pending"]
+    assert (await outbox.counts()).rows == {"pending": 1, "inflight": 0, "done": 1, "dead": 1, "aborted": 0}
+
+
+@pytest.mark.parametrize("status", ["pending", "done", "dead", "aborted"])
+@pytest.mark.parametrize("answer", [done, dead, lambda row_id: retry(row_id, START)], ids=["done", "dead", "retry"])
+async def test_only_an_inflight_row_is_settled(outbox: Outbox, status: str, answer: object) -> None:
+    row_id = await row_in(outbox, status)
+    before = await found(outbox)
+    settlement: Settlement = answer(row_id)  # type: ignore[operator]
+    assert await outbox.settle([settlement, done("no such row")]) == 0
+    assert await found(outbox) == before
+
+
+async def test_waiting_for_a_send_ends_when_it_settles(outbox: Outbox) -> None:
+    row_id = await row_in(outbox, "inflight")
+    waiting = await watched(outbox, row_id)
+    await outbox.settle([done(row_id)])
+    row = await asyncio.wait_for(waiting, 30)
+    assert row is not None
+    assert row.status == "done"
+
+
+@pytest.mark.parametrize("verb", ["abort", "requeue"])
+async def test_waiting_for_a_send_ends_when_an_operator_retires_it(outbox: Outbox, verb: str) -> None:
+    row_id = await row_in(outbox, "pending")
+    waiting = await watched(outbox, row_id)
+    await getattr(outbox, verb)(row_id, **WHY)
+    row = await asyncio.wait_for(waiting, 30)
+    assert row is not None
+    assert row.status == "aborted"
+
+
+async def test_waiting_ends_with_the_row_as_it_is(outbox: Outbox) -> None:
+    await row_in(outbox, "pending")
+    row = await outbox.wait("id-1", 0)
+    assert row is not None
+    assert row.status == "pending"
+    assert await outbox.wait("no such id", 600) is None
+    assert outbox._watchers._events == {}
+
+
+async def test_a_settled_send_is_not_waited_for(outbox: Outbox) -> None:
+    await row_in(outbox, "dead")
+    row = await asyncio.wait_for(outbox.wait("id-1", 600), 30)
+    assert row is not None
+    assert row.status == "dead"
+
+
+async def test_pending_rows_that_are_too_old_die(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, send("held"), send("waiting", not_before=START + 10**9), send("low", priority="low"))
+    held = await found(outbox, "held")
+    await outbox.hold(held.id, **WHY)
+    await row_in(outbox, "pending", "due")
+    clock.forward(1)
+    await accepted(outbox, send("young"))
+    assert await outbox.expire(START) == 0
+    assert await outbox.expire(START + 1) == 4
+    for name in ("held", "waiting", "low", "due"):
+        row = await found(outbox, name)
+        assert row.status == "dead"
+        assert (row.last_error or "").startswith("expired: ")
+        assert not row.held
+    assert (await found(outbox, "young")).status == "pending"
+
+
+async def test_an_inflight_row_does_not_expire(outbox: Outbox) -> None:
+    await row_in(outbox, "inflight")
+    assert await outbox.expire(START * 2) == 0
+
+
+async def test_a_backlog_expires_in_several_transactions(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, *(send(f"id-{number}") for number in range(1200)))
+    transactions, _ = outbox.progress
+    assert await outbox.expire(clock.now + 1) == 1200
+    assert outbox.progress[0] - transactions >= 3
+    assert (await outbox.counts()).rows["dead"] == 1200

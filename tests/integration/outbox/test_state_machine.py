@@ -1,0 +1,122 @@
+"""The state machine, enforced by the database: every pair of states, the forbidden ones too."""
+
+import sqlite3
+from itertools import product
+from pathlib import Path
+
+import pytest
+from outboxes import WHY, opened, row_in
+
+from outbox import Outbox
+from outbox.model import TRANSITIONS
+from outbox.operating import why_not
+from postroom.errors import Conflict
+
+STATES = ["pending", "inflight", "done", "dead", "aborted"]
+ALLOWED = {(before, after) for before, after, _ in TRANSITIONS}
+MOVE = """
+UPDATE outbox
+SET status = :status,
+    lane = CASE :status WHEN 'pending' THEN 1 END,
+    last_error = 'code: detail',
+    delivered_at = CASE :status WHEN 'done' THEN 1 END,
+    broker_message_id = CASE :status WHEN 'done' THEN 'B' END,
+    aborted_at = CASE :status WHEN 'aborted' THEN 1 END,
+    aborted_by = CASE :status WHEN 'aborted' THEN 'operator' END
+"""
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(STATES, STATES)))
+async def test_the_file_lets_a_row_go_where_the_table_says_and_nowhere_else(
+    outbox: Outbox, database: Path, before: str, after: str
+) -> None:
+    await row_in(outbox, before)
+    with opened(database) as db:
+        if (before, after) in ALLOWED:
+            db.execute(MOVE, {"status": after})
+        else:
+            with pytest.raises(sqlite3.IntegrityError, match="no such transition"):
+                db.execute(MOVE, {"status": after})
+        (status,) = db.execute("SELECT status FROM outbox").fetchone()
+    assert status == (after if (before, after) in ALLOWED else before)
+
+
+@pytest.mark.parametrize("column", ["lane", "delivered_at", "broker_message_id", "aborted_at", "superseded_by"])
+@pytest.mark.parametrize("status", STATES)
+async def test_a_row_has_what_its_state_has_and_nothing_else(
+    outbox: Outbox, database: Path, status: str, column: str
+) -> None:
+    await row_in(outbox, status)
+    with opened(database) as db:
+        (value,) = db.execute(f"SELECT {column} FROM outbox").fetchone()  # noqa: S608 - a name of this test
+        if status == "aborted" and column == "superseded_by":
+            return  # may be there or not
+        other = "NULL" if value is not None else "1"
+        with pytest.raises(sqlite3.IntegrityError, match="state"):
+            db.execute(f"UPDATE outbox SET {column} = {other}")  # noqa: S608 - the same
+
+
+@pytest.mark.parametrize("status", ["lost", "", None])
+async def test_there_is_no_sixth_state(outbox: Outbox, database: Path, status: str | None) -> None:
+    await row_in(outbox, "pending")
+    with opened(database) as db, pytest.raises(sqlite3.IntegrityError):
+        db.execute("UPDATE outbox SET status = ?", (status,))
+
+
+@pytest.mark.parametrize("status", STATES)
+async def test_a_row_is_never_deleted(outbox: Outbox, database: Path, status: str) -> None:
+    await row_in(outbox, status)
+    with opened(database) as db:
+        with pytest.raises(sqlite3.IntegrityError, match="never deleted"):
+            db.execute("DELETE FROM outbox")
+        db.execute("PRAGMA recursive_triggers = ON")  # as the writer has it
+        with pytest.raises(sqlite3.IntegrityError, match="never deleted"):
+            db.execute(
+                "INSERT OR REPLACE INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, "
+                "next_attempt_at, lane, priority, destination, submitted_by, payload) "
+                "SELECT 'new', client_message_id, request_fingerprint, 1, 1, 1, 'next', 'dm:x', '', x'' FROM outbox"
+            )
+
+
+@pytest.mark.parametrize(
+    "column", ["id", "client_message_id", "request_fingerprint", "enqueued_at", "destination", "priority", "payload"]
+)
+async def test_what_was_accepted_is_frozen(outbox: Outbox, database: Path, column: str) -> None:
+    await row_in(outbox, "pending")
+    with opened(database) as db, pytest.raises(sqlite3.IntegrityError):
+        db.execute(f"UPDATE outbox SET {column} = {column} || 'x'")  # noqa: S608 - a name of this test
+
+
+async def test_the_operator_log_is_append_only(outbox: Outbox, database: Path) -> None:
+    await outbox.abort(await row_in(outbox, "pending"), **WHY)
+    with opened(database) as db:
+        for change in ("UPDATE operator_log SET reason = 'another'", "DELETE FROM operator_log"):
+            with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+                db.execute(change)
+
+
+VERBS = {"requeue": {"pending", "dead"}, "abort": {"pending", "dead"}, "hold": {"pending"}, "flush": {"pending"}}
+
+
+@pytest.mark.parametrize("status", STATES)
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_verb_is_refused_with_a_sentence_where_the_state_forbids_it(
+    outbox: Outbox, verb: str, status: str
+) -> None:
+    row_id = await row_in(outbox, status)
+    assert (why_not(verb, status, held=False) is None) == (status in VERBS[verb])  # type: ignore[arg-type]
+    if status in VERBS[verb]:
+        await getattr(outbox, verb)(row_id, **WHY)
+        return
+    before = await outbox.inspect(row_id)
+    with pytest.raises(Conflict, match=f"cannot {verb} row {row_id}: it is {status}") as refusal:
+        await getattr(outbox, verb)(row_id, **WHY)
+    assert refusal.value.code == "wrong_state"
+    assert await outbox.inspect(row_id) == before
+
+
+@pytest.mark.parametrize("status", STATES)
+async def test_only_a_held_row_is_released(outbox: Outbox, status: str) -> None:
+    row_id = await row_in(outbox, status)
+    with pytest.raises(Conflict, match=f"cannot release row {row_id}"):
+        await outbox.release(row_id, **WHY)
