@@ -5,7 +5,6 @@ import os
 import random
 from pathlib import Path
 
-import asyncpg
 import pytest
 from mailroom import TOPIC, Mailroom
 
@@ -14,14 +13,6 @@ from postroom import AsyncClient, new_id
 KILLS = 200
 WRITERS = 8
 ACKNOWLEDGED = 20_000
-
-
-@pytest.fixture
-async def mailroom(short_directory: Path, database_url: str, redis_url: str):
-    room = Mailroom(short_directory, database_url, redis_url)
-    await room.open()
-    yield room
-    room.close()
 
 
 class Writers:
@@ -73,37 +64,24 @@ async def everything_done(room: Mailroom) -> None:
             assert (await client.wait(message_id, 300)).status == "done"
 
 
-async def accepted(database_url: str) -> dict[str, bytes]:
-    """What Postgres holds, by id; each id once."""
-    database = await asyncpg.connect(database_url)
-    rows = await database.fetch(
-        "SELECT client_message_id, body FROM mesh.topic_message "
-        "JOIN mesh.client_message_dedupe USING (broker_message_id, client_message_id)"
-    )
-    await database.close()
-    held = {row["client_message_id"]: row["body"] for row in rows}
-    assert len(held) == len(rows)
-    return held
-
-
 @pytest.mark.timeout(1800)
-async def test_every_acknowledged_send_is_accepted_once_byte_for_byte_after_200_kills(mailroom, database_url):
+async def test_every_acknowledged_send_is_accepted_once_byte_for_byte_after_200_kills(mailroom, accepted):
     acknowledged = await crash_again_and_again(mailroom, kills=KILLS, acknowledged=ACKNOWLEDGED, seed=20)
     await mailroom.daemon_ready()
     await everything_done(mailroom)
-    held = await accepted(database_url)
+    held = await accepted()
     assert len(acknowledged) >= ACKNOWLEDGED
     assert {key: held.get(key) for key in acknowledged} == acknowledged
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-async def test_the_same_for_as_long_as_it_is_let(mailroom, database_url):
+async def test_the_same_for_as_long_as_it_is_let(mailroom, accepted):
     kills = int(os.environ.get("POSTROOM_SOAK_KILLS", "2000"))
     acknowledged = await crash_again_and_again(
         mailroom, kills=kills, acknowledged=100 * kills, seed=random.randrange(10**6)
     )
     await mailroom.daemon_ready()
     await everything_done(mailroom)
-    held = await accepted(database_url)
+    held = await accepted()
     assert {key: held.get(key) for key in acknowledged} == acknowledged

@@ -1,0 +1,35 @@
+"""What the acceptance tests share: a whole mail room on the session's servers."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import asyncpg
+import pytest
+from mailroom import Mailroom
+
+
+@pytest.fixture
+async def mailroom(short_directory: Path, database_url: str, redis_url: str) -> AsyncIterator[Mailroom]:
+    room = Mailroom(short_directory, database_url, redis_url)
+    await room.open()
+    yield room
+    room.close()
+
+
+@pytest.fixture
+def accepted(database_url: str) -> Callable[[], Awaitable[dict[str, bytes]]]:
+    """Read the bodies that Postgres holds, by id; fails where an id stands twice."""
+
+    async def read() -> dict[str, bytes]:
+        database = await asyncpg.connect(database_url)
+        rows = await database.fetch(
+            "SELECT client_message_id, body FROM mesh.topic_message "
+            "JOIN mesh.client_message_dedupe USING (broker_message_id, client_message_id)"
+        )
+        messages = await database.fetchval("SELECT count(*) FROM mesh.topic_message")
+        await database.close()
+        held = {row["client_message_id"]: row["body"] for row in rows}
+        assert len(held) == len(rows) == messages
+        return held
+
+    return read
