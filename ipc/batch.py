@@ -26,6 +26,7 @@ from postroom.message import PreparedSend, prepare
 from postroom.sends import BatchResult
 
 CHUNK_LINES: Final = 1000
+FAIR_LINES: Final = 100  # checked in one go, a millisecond or two
 _WAITING_CHUNKS: Final = 1
 
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
@@ -80,10 +81,18 @@ class Batch:
         first = 1
         try:
             async for lines in arrived_lines(self._request.content, self._limits.request_bytes):
-                await chunks.put(Chunk(first, [self._prepare(line) for line in lines]))
+                await chunks.put(Chunk(first, await self._prepared(lines)))
                 first += len(lines)
         finally:
             await chunks.put(None)
+
+    async def _prepared(self, lines: Sequence[bytes | TooLong]) -> list[PreparedSend | PostroomError]:
+        """Check the lines, a few at a time, so that a large batch does not hold up everybody else."""
+        prepared: list[PreparedSend | PostroomError] = []
+        for start in range(0, len(lines), FAIR_LINES):
+            prepared += [self._prepare(line) for line in lines[start : start + FAIR_LINES]]
+            await asyncio.sleep(0)
+        return prepared
 
     def _prepare(self, line: bytes | TooLong) -> PreparedSend | PostroomError:
         try:

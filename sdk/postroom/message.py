@@ -304,8 +304,8 @@ def _quotes_in(data: bytes) -> int:
 def _quotes_of(request: SendRequest) -> int:
     """Count the quotes of the shortest JSON that decodes into `request`.
 
-    A key that stands twice, or one with its default spelt out, leaves more of them in the text than here, never fewer: so
-    where the two counts agree no key stood twice, and the text need not be read again to be sure.
+    A key that stands twice, or one with its default spelt out, leaves more of them in the text than here, never
+    fewer: so where the two counts agree no key stood twice, and the text need not be read again to be sure.
     """
     texts = (request.to, request.body, request.body_base64, request.reply_to, request.client_message_id)
     quotes = 4 * (len(texts) - texts.count(None))
