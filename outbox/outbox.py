@@ -88,21 +88,22 @@ class Outbox:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
         `clock` gives ms since the epoch. Raises `Fatal`: 69 where another process owns the directory, 78 for a file
-        that is damaged (it names `postroom outbox recover`) or newer than the program.
+        that is damaged (it names `postroom outbox recover`) or newer than the program, 75 while the disk is full.
         """
         settings = settings or OutboxSettings()
-        state = StateDirectory(directory)
         walked = WalkedPast()
         transactor = Transactor(clock=clock, new_id=new_id, max_bytes=settings.max_bytes, walked=walked)
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            state = StateDirectory(directory)
+            undo.callback(state.end, clean=False)
             connection = await _open_file(state)
+            undo.push_async_callback(connection.close)
             await connection.run(transactor.measure)
             writer = Writer(connection, state.database, transactor, settings)
-            await writer.submit(Reclaim())
+            undo.push_async_callback(writer.close)
+            await _reclaim(writer)
             reader = Reader(await open_reader(state.database), state.database)
-        except BaseException:
-            state.end(clean=False)
-            raise
+            undo.pop_all()
         return cls(state, writer, reader, walked, clock)
 
     async def close(self) -> None:
@@ -380,6 +381,13 @@ async def _open_file(state: StateDirectory) -> Connection:
         raise
     state.begin()
     return connection
+
+
+async def _reclaim(writer: Writer) -> None:
+    try:
+        await writer.submit(Reclaim())
+    except PostroomError as error:
+        raise Fatal(Exit.TRY_AGAIN, f"cannot take back the rows that were inflight: {error}") from error
 
 
 def _check(path: Path, db: sqlite3.Connection) -> None:

@@ -64,7 +64,7 @@ class Transaction:
 
     def write_counters(self) -> None:
         """Add what was counted to the kept counters, in one statement."""
-        if self._changes:
+        if any(self._changes.values()):
             names = ("pending", "inflight", "done", "dead", "aborted", "payload_bytes")
             self.db.execute(QUERIES["count"], {name: self._changes[name] for name in names})
 

@@ -38,10 +38,10 @@ VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
 
 -- name: bury
--- An id whose row cannot be read stays used: an aborted row without its message, which no send can match.
+-- An id whose row cannot be read stays used: an aborted row without its message, of nobody's.
 INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, status, priority,
                     destination, submitted_by, last_error, aborted_at, aborted_by, payload_pruned_at, payload)
-VALUES (:id, :client_message_id, zeroblob(32), :now, :now, 'aborted', 'next', '', '', 'unreadable: the row was damaged',
+VALUES (:id, :client_message_id, zeroblob(32), :now, :now, 'aborted', 'next', '', '-1:-1', 'unreadable: the row was damaged',
         :now, 'auto', :now, x'');
 
 -- name: log_lines

@@ -1,0 +1,127 @@
+"""Recovery: what can be read is saved, what cannot stays used, and the damaged file stays as it is."""
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from outboxes import START, WHY, accepted, counted, opened, row_in, send
+
+from chassis.exits import Exit, Fatal
+from outbox import Outbox
+from outbox.recover import recover
+
+OpenOutbox = Callable[..., Awaitable[Outbox]]
+PAGE = 4096
+
+
+@pytest.fixture
+async def filled(open_outbox: OpenOutbox) -> None:
+    """A stopped outbox with a row in each state, three hundred pending ones, and a log."""
+    outbox = await open_outbox()
+    for status in ("done", "dead", "aborted", "inflight"):
+        await row_in(outbox, status, status)
+    await accepted(outbox, *(send(f"id-{number:03d}", "x" * 1000) for number in range(300)))
+    await outbox.set_relay_control("dm:bob", paused=True, **WHY)
+    await outbox.close()
+
+
+def page_of(database: Path, text: bytes, *, without: bytes = b"\0never\0") -> int:
+    """Number the page, from 0, that holds `text`."""
+    content = database.read_bytes()
+    pages = [content[start : start + PAGE] for start in range(0, len(content), PAGE)]
+    return next(number for number, page in enumerate(pages) if text in page and without not in page)
+
+
+def overwrite(database: Path, page: int) -> None:
+    with database.open("r+b") as file:
+        file.seek(page * PAGE)
+        file.write(b"\xa5" * PAGE)
+
+
+@pytest.mark.usefixtures("filled")
+async def test_a_sound_outbox_is_recovered_whole(state: Path, database: Path, open_outbox: OpenOutbox) -> None:
+    before = counted(database)
+    recovery = recover(state, clock=lambda: START)
+    assert (recovery.rows, recovery.buried, recovery.log_lines, recovery.lost_log_lines) == (304, 0, 2, 0)
+    assert counted(database) == before
+    outbox = await open_outbox()
+    assert (await outbox.counts()).rows == {"pending": 301, "inflight": 0, "done": 1, "dead": 1, "aborted": 1}
+    assert (await outbox.relay_controls())["dm:bob"].paused
+    assert [line.verb for line in (await outbox.inspect("aborted")).log] == ["abort"]
+    await outbox.close()
+
+
+@pytest.mark.usefixtures("filled")
+async def test_rows_of_a_broken_page_stay_used(state: Path, database: Path, open_outbox: OpenOutbox) -> None:
+    overwrite(database, page_of(database, b'x"', without=b"CREATE TABLE") + 20)
+    damaged_sum = hashlib.sha256(database.read_bytes()).digest()
+    recovery = recover(state, clock=lambda: START)
+    assert recovery.buried > 0
+    assert recovery.rows + recovery.buried == 304
+    assert hashlib.sha256(recovery.damaged.read_bytes()).digest() == damaged_sum
+    outbox = await open_outbox()
+    rows = await accepted(outbox, *(send(f"id-{number:03d}", "x" * 1000) for number in range(300)))
+    assert not any(row.inserted for row in rows)
+    lost = [row for row in rows if row.status == "aborted"]
+    assert len(lost) == recovery.buried
+    assert {row.last_error for row in lost} == {"unreadable: the row was damaged"}
+    assert await outbox.prune(START * 2, **WHY) == 2
+    await outbox.close()
+
+
+@pytest.mark.usefixtures("filled")
+async def test_a_broken_index_loses_no_row(state: Path, database: Path) -> None:
+    with opened(database) as db:
+        (root,) = db.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'sqlite_autoindex_outbox_2'").fetchone()
+    overwrite(database, root - 1)
+    recovery = recover(state)
+    assert (recovery.rows, recovery.buried) == (304, 0)
+
+
+@pytest.mark.usefixtures("filled")
+async def test_a_file_without_its_head_is_set_aside_and_an_empty_outbox_begins(
+    state: Path, database: Path, open_outbox: OpenOutbox
+) -> None:
+    overwrite(database, 0)
+    recovery = recover(state)
+    assert recovery.rows == 0
+    outbox = await open_outbox()
+    await accepted(outbox, send())
+    await outbox.close()
+
+
+@pytest.mark.usefixtures("filled")
+async def test_two_recoveries_overwrite_nothing(state: Path) -> None:
+    first = recover(state, clock=lambda: START)
+    second = recover(state, clock=lambda: START)
+    assert first.damaged != second.damaged
+    assert first.damaged.exists()
+    assert second.damaged.exists()
+
+
+async def test_an_outbox_in_use_is_not_recovered(outbox: Outbox, state: Path) -> None:
+    with pytest.raises(Fatal, match="is in use") as refusal:
+        recover(state)
+    assert refusal.value.exit_code == Exit.UNAVAILABLE
+    await accepted(outbox, send())
+
+
+def test_nothing_is_recovered_from_nothing(state: Path) -> None:
+    with pytest.raises(Fatal, match="there is no outbox"):
+        recover(state)
+
+
+@pytest.mark.usefixtures("filled")
+async def test_rows_that_only_the_write_ahead_log_holds_are_saved(
+    state: Path, database: Path, open_outbox: OpenOutbox
+) -> None:
+    outbox = await open_outbox()
+    await accepted(outbox, send("in-the-log"))
+    copies = {file.name: file.read_bytes() for file in state.iterdir() if file.name.startswith("outbox.db")}
+    await outbox.close()
+    for name, content in copies.items():
+        (state / name).write_bytes(content)
+    recovery = recover(state)
+    assert recovery.rows == 305
+    assert counted(database)["pending"] == 302

@@ -1,0 +1,137 @@
+"""Opening an outbox: one owner, a check after an unclean stop, rows taken back, files of others."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from outboxes import Clock, accepted, opened, row_in, send
+
+from chassis.exits import Exit, Fatal
+from outbox import Outbox
+
+OpenOutbox = Callable[..., Awaitable[Outbox]]
+
+
+def damage(database: Path) -> None:
+    """Overwrite a page in the middle of the file."""
+    with database.open("r+b") as file:
+        file.seek(database.stat().st_size // 4096 // 2 * 4096)
+        file.write(b"\xff" * 4096)
+
+
+def modes(directory: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_mode & 0o777 for file in (directory, *directory.iterdir())}
+
+
+def killed(state: Path) -> None:
+    """Leave the lock file as a killed daemon does."""
+    (state / "outbox.lock").write_text("4711")
+
+
+async def test_a_state_directory_has_one_owner(outbox: Outbox, state: Path, open_outbox: OpenOutbox) -> None:
+    with pytest.raises(Fatal, match="is in use by process") as refusal:
+        await open_outbox()
+    assert refusal.value.exit_code == Exit.UNAVAILABLE
+    assert str(state) in str(refusal.value)
+    await accepted(outbox, send())
+
+
+async def test_the_files_are_their_owners_alone(outbox: Outbox, state: Path) -> None:
+    await accepted(outbox, send())
+    private = ["outbox.db", "outbox.db-wal", "outbox.db-shm", "outbox.lock"]
+    assert modes(state) == {"state": 0o700, **dict.fromkeys(private, 0o600)}
+
+
+async def test_what_was_accepted_is_there_after_a_restart(outbox: Outbox, open_outbox: OpenOutbox) -> None:
+    await accepted(outbox, send())
+    await outbox.close()
+    again = await open_outbox()
+    (row,) = await accepted(again, send())
+    assert not row.inserted
+    await again.close()
+
+
+async def test_inflight_rows_go_back_with_one_attempt_more(
+    outbox: Outbox, clock: Clock, open_outbox: OpenOutbox
+) -> None:
+    await row_in(outbox, "inflight", "a")
+    await row_in(outbox, "inflight", "b")
+    await row_in(outbox, "done", "c")
+    await outbox.close()
+    clock.forward(1)
+    again = await open_outbox()
+    assert (await again.counts()).rows == {"pending": 2, "inflight": 0, "done": 1, "dead": 0, "aborted": 0}
+    assert [(row.client_message_id, row.attempts) for row in await again.claim()] == [("a", 1), ("b", 1)]
+    await again.close()
+
+
+async def test_a_damaged_file_is_refused_after_an_unclean_stop(
+    outbox: Outbox, database: Path, state: Path, open_outbox: OpenOutbox
+) -> None:
+    await accepted(outbox, *(send(f"id-{number}", "x" * 1000) for number in range(100)))
+    await outbox.close()
+    damage(database)
+    killed(state)
+    for _ in range(2):
+        with pytest.raises(Fatal, match="postroom outbox recover") as refusal:
+            await open_outbox()
+        assert refusal.value.exit_code == Exit.CONFIG
+        assert str(database) in str(refusal.value)
+
+
+async def test_a_file_that_is_no_database_is_refused(outbox: Outbox, database: Path, open_outbox: OpenOutbox) -> None:
+    await outbox.close()
+    database.write_bytes(b"this is not an outbox" * 500)
+    with pytest.raises(Fatal, match="postroom outbox recover"):
+        await open_outbox()
+
+
+async def test_a_sound_file_is_opened_after_an_unclean_stop(
+    outbox: Outbox, state: Path, open_outbox: OpenOutbox
+) -> None:
+    await accepted(outbox, send())
+    await outbox.close()
+    killed(state)
+    again = await open_outbox()
+    assert await again.find("id-1") is not None
+    await again.close()
+    assert (state / "outbox.lock").read_text() == ""
+
+
+async def test_a_file_newer_than_the_program_is_refused_and_left_alone(
+    outbox: Outbox, database: Path, open_outbox: OpenOutbox
+) -> None:
+    await outbox.close()
+    with opened(database) as db:
+        db.execute("PRAGMA user_version = 99")
+    before = database.read_bytes()
+    with pytest.raises(Fatal, match="has schema version 99") as refusal:
+        await open_outbox()
+    assert refusal.value.exit_code == Exit.CONFIG
+    assert database.read_bytes() == before
+
+
+async def test_the_file_of_another_program_is_refused(state: Path, database: Path, open_outbox: OpenOutbox) -> None:
+    state.mkdir()
+    with opened(database) as db:
+        db.execute("PRAGMA application_id = 1")
+        db.execute("CREATE TABLE theirs (x)")
+    with pytest.raises(Fatal, match="another program"):
+        await open_outbox()
+
+
+async def test_a_state_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Fatal, match="cannot use the state directory") as refusal:
+        await Outbox.open(tmp_path / "file")
+    assert refusal.value.exit_code == Exit.CONFIG
+
+
+async def test_a_file_that_cannot_be_opened_is_not_called_damaged(
+    state: Path, database: Path, open_outbox: OpenOutbox
+) -> None:
+    state.mkdir()
+    database.touch()
+    Path(f"{database}-wal").mkdir()
+    with pytest.raises(Fatal, match="cannot open"):
+        await open_outbox()
