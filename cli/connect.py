@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE: Final = 3.0  # seconds that a person waits for a daemon that is just being restarted
+PATIENCE: Final = 2.0  # seconds that a person waits for a daemon that is just being restarted
+TIMEOUT: Final = 10.0  # seconds that one exchange may take
 
 
 def with_daemon(
     socket: Path | None,
     work: Callable[[AsyncClient], Awaitable[T]],
     *,
-    patience: float = PATIENCE,
-    timeout: float = 10.0,
+    patience: float | None = None,
+    timeout: float | None = None,
 ) -> T:
-    """Run `work` with a client of the daemon and return what it returns."""
+    """Run `work` with a client of the daemon and return what it returns; `patience` and `timeout` are in seconds."""
     from postroom import AsyncClient  # noqa: PLC0415
 
     async def run() -> T:
-        async with AsyncClient(socket, patience=patience, timeout=timeout) as client:
+        async with AsyncClient(socket, patience=patience or PATIENCE, timeout=timeout or TIMEOUT) as client:
             return await work(client)
 
     return asyncio.run(run())

@@ -23,8 +23,8 @@ def run(*, config: Config = None) -> None:
 @app.command()
 def rotate_token(*, config: Config = None) -> None:
     """Write a new local token for the TCP port; the old one is good for another 60 s."""
-    from daemon.checks import rotate_token as rotate  # noqa: PLC0415
     from daemon.config import load_config  # noqa: PLC0415
+    from daemon.maintenance import rotate_token as rotate  # noqa: PLC0415
 
     line(f"the new token is in {rotate(load_config(config))}")
 

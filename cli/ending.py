@@ -57,6 +57,13 @@ def of_usage(error: Any) -> Ending:
     return Ending(error.exit_code, f"{message} (`{context.command_path} --help` helps)")
 
 
+def of_exit(error: Any) -> Ending:
+    """Take over the code of a command that ended itself; where its reader went away Typer says 1, shells expect 141."""
+    if isinstance(error.__context__, BrokenPipeError):
+        return Ending(READER_GONE)
+    return Ending(error.code if isinstance(error.code, int) else Exit.FAILED)
+
+
 def of_the_system(error: Any) -> Ending:
     """Say which file, or which end of the pipe, could not be read or written."""
     return Ending(Exit.IO_ERROR, f"{error.filename or 'standard input or output'}: {error.strerror}")
@@ -75,7 +82,7 @@ def say(end: Ending) -> int:
 
 
 _ENDINGS: Final[tuple[tuple[type[BaseException], Callable[[Any], Ending]], ...]] = (
-    (SystemExit, lambda error: Ending(error.code if isinstance(error.code, int) else Exit.FAILED)),
+    (SystemExit, of_exit),
     (typer.Exit, lambda error: Ending(error.exit_code)),
     (typer.Abort, lambda _: Ending(Exit.FAILED, "nothing was done")),
     (KeyboardInterrupt, lambda _: Ending(INTERRUPTED, "interrupted")),

@@ -18,10 +18,13 @@ def read_plain_file(file: Path) -> bytes:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise Fatal(Exit.USAGE, f"cannot read {file}: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as stream:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise Fatal(Exit.USAGE, f"{file} is no plain file")
         if status.st_size > MAX_BYTES:
             raise Fatal(Exit.USAGE, f"{file} has {status.st_size} bytes, the limit is {MAX_BYTES}")
-        return stream.read(MAX_BYTES + 1)
+        with open(descriptor, "rb", closefd=False) as stream:
+            return stream.read(MAX_BYTES + 1)
+    finally:
+        os.close(descriptor)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from typing import Annotated, NoReturn
 
 import typer
 
-from cli.ending import ending, say, stand_in_for_closed_streams
+from cli.ending import INTERRUPTED, ending, say, stand_in_for_closed_streams
 from cli.verbs import LazyGroup
 
 app = typer.Typer(
@@ -55,10 +56,17 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; an error is said on standard error."""
     stand_in_for_closed_streams()
     try:
-        code = typer.main.get_command(app).main(arguments, "postroom", standalone_mode=False)
-        sys.stdout.flush()
-    except BaseException as error:  # the one place where an error becomes an exit code
+        return call(arguments)
+    except BaseException as error:  # noqa: BLE001 - the one place where an error becomes an exit code
         if os.environ.get("POSTROOM_DEBUG") == "1":
-            raise
+            traceback.print_exception(error)
         return say(ending(error))
+
+
+def call(arguments: list[str]) -> int:
+    """Run one command and return the exit code that it chose; raises whatever else ended it."""
+    code = typer.main.get_command(app).main(arguments, "postroom", standalone_mode=False)
+    if code == INTERRUPTED:  # Typer has turned Ctrl-C into a code
+        raise KeyboardInterrupt
+    sys.stdout.flush()
     return code if isinstance(code, int) else 0

@@ -209,12 +209,20 @@ def export(
 
 
 @app.command()
-def recover(*, config: Config = None, yes: Yes = False) -> None:
-    """Set the damaged files of a stopped daemon aside, and carry what can be read into a new outbox."""
-    from daemon.recover import recover as recover_outbox  # noqa: PLC0415
+def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -> None:
+    """Set the damaged files of a stopped daemon aside, and save what can be read into a new outbox."""
+    from daemon.config import load_config  # noqa: PLC0415
+    from daemon.maintenance import recover as recover_outbox  # noqa: PLC0415
 
-    confirm("Set the outbox's files aside and rebuild it from what can be read?", yes=yes)
-    line(recover_outbox(config))
+    loaded = load_config(config)
+    confirm("Set the outbox's files aside and save what can be read into a new one?", yes=yes)
+    recovery = recover_outbox(loaded)
+    if as_json:
+        json_line(recovery._asdict())
+        return
+    line(f"saved {recovery.rows} rows and {recovery.log_lines} lines of the operator log")
+    line(f"lost {recovery.buried} rows, whose ids stay used, and {recovery.lost_log_lines} lines of the log")
+    line(f"the damaged files are kept as {recovery.damaged}")
 
 
 def _filter_of(everything: bool, **filters: Any) -> RowFilter | None:  # noqa: FBT001 - an option handed through

@@ -57,6 +57,7 @@ class Sending:
         async for results in client.send_many_in_chunks(self._source):
             for result in results:
                 self._settle(result)
+            sys.stdout.flush()  # whoever reads the results may be waiting for them
             show(self._source.bytes_read, self.count)
 
     def _settle(self, result: BatchResult) -> None:

@@ -124,9 +124,7 @@ class Batch:
         """Publish the results that came together, those before a senseless one too."""
         results: list[BatchResult] = []
         try:
-            for answer in answers:
-                if (result := self._settle(answer)) is not None:
-                    results.append(result)
+            results.extend(filter(None, map(self._settle, answers)))
         finally:
             self._answered.set()
             if results:

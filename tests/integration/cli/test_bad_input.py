@@ -1,0 +1,259 @@
+"""Bad input, "CLI and config": what a user can get wrong, and the one sentence that comes back."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+from lone_daemon import LoneDaemon
+from terminal import Terminal
+
+WHY = ("--reason", "test", "--yes")
+
+
+def test_no_arguments_show_the_help() -> None:
+    ended = Terminal().run()
+    assert ended.code == 2
+    assert "Commands:" in ended.err
+
+
+def test_every_noun_without_a_verb_shows_its_help() -> None:
+    for noun in ("outbox", "relay", "mesh", "member", "topic", "queue", "daemon", "broker"):
+        ended = Terminal().run(noun)
+        assert (ended.code, ended.out) == (2, "")
+        assert "Commands:" in ended.err
+
+
+@pytest.mark.parametrize("words", [("nonsense",), ("outbox", "nonsense"), ("--nonsense",), ("send", "--nonsense")])
+def test_an_unknown_verb_or_option_is_a_usage_error(words: tuple[str, ...]) -> None:
+    ended = Terminal().run(*words)
+    assert ended.code == 2
+    assert "--help" in ended.sentence()
+
+
+def test_a_misspelt_verb_is_guessed() -> None:
+    assert "'outbox'" in Terminal().run("outbux").sentence()
+
+
+def special_files(directory: Path) -> dict[str, Path]:
+    """One of each thing that is no patch."""
+    directory.joinpath("utf8").write_bytes(b'{"to": "topic:t", "body": "\xff"}')
+    directory.joinpath("text").write_text("hello")
+    directory.joinpath("empty").touch()
+    directory.joinpath("misspelt").write_text('{"to": "topic:t", "boddy": 1}')
+    directory.joinpath("twice").write_text('{"to": "topic:t", "meta": {"a": 1, "a": 2}}')
+    directory.joinpath("elsewhere").write_text('{"to": "nowhere"}')
+    directory.joinpath("with-id").write_text('{"to": "topic:t", "client_message_id": "x"}')
+    os.mkfifo(directory / "fifo")
+    with directory.joinpath("gigabyte").open("wb") as stream:
+        stream.truncate(1024**3)
+    names = ("missing", "utf8", "text", "empty", "misspelt", "twice", "elsewhere", "with-id", "fifo", "gigabyte")
+    return {**{name: directory / name for name in names}, "directory": directory, "zero": Path("/dev/zero")}
+
+
+def test_a_patch_that_is_none_changes_nothing(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.run("send", "topic:orders", "hello", "--id", "a")
+    for name, file in special_files(tmp_path).items():
+        refused = terminal.run("outbox", "requeue", "a", "--patch-payload", file, *WHY)
+        assert refused.code == 2, name
+        assert refused.sentence()
+    assert terminal.run("outbox", "inspect", "a", "--json").json[0]["row"]["status"] == "pending"
+
+
+READING = ("outbox list", "outbox list --json", "outbox inspect a", "outbox export", "doctor", "--help", "--version")
+
+
+@pytest.mark.parametrize("command", READING)
+def test_output_that_cannot_be_written_is_an_error(command: str, terminal: Terminal) -> None:
+    terminal.run("send", "topic:orders", "hello", "--id", "a")
+    for redirection in (">/dev/full", ">&-"):
+        ended = terminal.shell(f"postroom {command} {redirection}")
+        assert ended.code == 74, redirection
+        assert "Traceback" not in ended.err
+        assert "Exception ignored" not in ended.err
+
+
+def test_a_message_is_kept_even_where_its_receipt_cannot_be_written(terminal: Terminal) -> None:
+    for number, redirection in enumerate((">/dev/full", ">&-", "2>&-", ">&- 2>&- <&-")):
+        terminal.shell(f"postroom send topic:orders hello --id s{number} {redirection}")
+        assert terminal.run("outbox", "inspect", f"s{number}").code == 0
+
+
+def test_a_reader_that_goes_away_is_no_error_worth_a_word(terminal: Terminal) -> None:
+    terminal.run("send", "topic:orders", "-", stdin="x\n" * 3000)
+    ended = terminal.shell("set -o pipefail; postroom outbox list --all --json | head -n 1 | wc -l")
+    assert (ended.out.strip(), ended.err) == ("1", "")
+    assert ended.code == 141
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["send topic:orders -", "send topic:orders --file -", "outbox hold - --reason x --yes", "outbox inspect -"],
+)
+def test_a_closed_standard_input_is_an_error(command: str, terminal: Terminal) -> None:
+    ended = terminal.shell(f"postroom {command} <&-")
+    assert ended.code in {2, 74}
+    assert ended.sentence()
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX", "en_US.ISO-8859-1", "nonsense"])
+def test_any_locale_will_do(locale: str, daemon: LoneDaemon) -> None:
+    user = Terminal(daemon.socket, LC_ALL=locale, LANG=locale)
+    assert user.run("send", "topic:orders", "ü€", "--id", "a", "--meta", "ß=ü").code == 0
+    assert user.run("outbox", "hold", "a", "--reason", "wegen Überfüllung").code == 0
+    shown = user.run("outbox", "inspect", "a")
+    assert shown.code == 0, shown.err
+    assert user.run("outbox", "inspect", "ü").code in {2, 3}
+
+
+def test_no_home_and_no_runtime_directory(daemon: LoneDaemon) -> None:
+    bare = Terminal()
+    bare.environment = {"PATH": os.environ["PATH"]}
+    ended = bare.run("outbox", "list")
+    assert ended.code == 69
+    assert "POSTROOM_SOCKET" in ended.sentence()
+    assert bare.run("--help").code == 0
+    assert bare.run("doctor", "--socket", daemon.socket).code == 0
+    assert bare.run("outbox", "list", "--socket", daemon.socket).code == 0
+
+
+def test_an_absent_daemon_is_said_in_one_sentence(nobody: Terminal) -> None:
+    for command in (("outbox", "list"), ("send", "topic:orders", "hello"), ("send", "topic:orders", "-")):
+        ended = nobody.run(*command, stdin="line\n")
+        assert ended.code == 69
+        assert "postroom up" in ended.err
+        assert "Traceback" not in ended.err
+
+
+def test_a_hung_daemon_is_given_up(short_directory: Path) -> None:
+    path = short_directory / "hung.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        ended = Terminal(path).run("outbox", "list", "--timeout", "0.2s")
+    assert ended.code == 69
+    assert "did not answer in time" in ended.sentence()
+
+
+async def test_a_daemon_of_another_version_is_said_to_be_one(short_directory: Path) -> None:
+    import asyncio
+
+    path = short_directory / "old.sock"
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        old = {"name": "postroomd", "version": "9.9.9", "mesh": "demo"}
+        if request.path == "/v1/version":
+            return web.Response(body=msgspec.json.encode(old), content_type="application/json")
+        if request.path == "/v1/health":
+            return web.Response(body=b'{"status": "splendid"}', content_type="application/json")
+        return web.Response(status=404, text="no such page")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(path)).start()
+        listed = await asyncio.to_thread(Terminal(path).run, "outbox", "list")
+        doctor = await asyncio.to_thread(Terminal(path).run, "doctor", "--json")
+    finally:
+        await runner.cleanup()
+    assert listed.code == 69
+    assert "another version" in listed.sentence()
+    assert doctor.code == 1
+
+
+@pytest.mark.parametrize("kind", ["a path of 108 bytes", "a symlink to nothing", "a plain file", "a directory"])
+def test_a_socket_that_is_none(kind: str, short_directory: Path) -> None:
+    path = short_directory / "s"
+    if kind == "a path of 108 bytes":
+        path = short_directory / ("s" * (107 - len(str(short_directory))))
+        assert len(str(path)) == 108
+    elif kind == "a symlink to nothing":
+        path.symlink_to(short_directory / "nothing")
+    elif kind == "a plain file":
+        path.touch()
+    else:
+        path.mkdir()
+    ended = Terminal(path).run("send", "topic:orders", "hello")
+    assert ended.code in {69, 77}
+    assert str(path) in ended.sentence()
+
+
+def test_a_socket_that_is_a_link_to_the_daemons_works(daemon: LoneDaemon, short_directory: Path) -> None:
+    link = short_directory / "link"
+    link.symlink_to(daemon.socket)
+    assert Terminal(link).run("outbox", "list").code == 0
+
+
+CONFIGS = {
+    "missing": None,
+    "empty": "",
+    "unknown key": 'mesh = "demo"\ncolour = "red"\n',
+    "wrong type": 'mesh = 7\n[broker]\nurl = "http://127.0.0.1:9"\ntoken_file = "t"\n',
+    "out of range": 'mesh = "demo"\n[broker]\nurl = "http://127.0.0.1:9"\ntoken_file = "t"\n[relay]\nposts_at_once = 0\n',
+    "duplicate table": "[broker]\n[broker]\n",
+    "no TOML": "{",
+}
+NAMED = {"unknown key": "colour", "wrong type": "mesh", "out of range": "relay.posts_at_once", "empty": "mesh"}
+
+
+@pytest.mark.parametrize("kind", [*CONFIGS, "directory"])
+@pytest.mark.parametrize("verb", ["run", "check", "rotate-token"])
+def test_a_config_that_is_none_is_said_with_its_path(kind: str, verb: str, tmp_path: Path) -> None:
+    file = tmp_path / "daemon.toml"
+    if kind == "directory":
+        file = tmp_path
+    elif (text := CONFIGS[kind]) is not None:
+        file.write_text(text)
+    ended = Terminal().run("daemon", verb, "--config", file)
+    assert ended.code == 78
+    assert NAMED.get(kind, str(file)) in ended.sentence()
+
+
+def test_a_secret_that_others_can_read_is_found(daemon: LoneDaemon) -> None:
+    token = Path(daemon.environment["POSTROOM_DAEMON_BROKER_TOKEN_FILE"])
+    token.chmod(0o644)
+    user = Terminal(daemon.socket, **daemon.environment)
+    found = [each for each in user.run("daemon", "check", "--json").json if each.get("subject") == "broker.token_file"]
+    assert found[0]["verdict"] == "warning"
+    assert "chmod 600" in found[0]["remedy"]
+
+
+def test_umask_000_makes_nothing_readable_for_others(daemon: LoneDaemon, tmp_path: Path) -> None:
+    user = Terminal(daemon.socket, **daemon.environment)
+    ended = user.run("daemon", "rotate-token", preexec_fn=lambda: os.umask(0))
+    assert ended.code == 0
+    token = daemon.state / "local.token"
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+def test_debug_shows_the_traceback(nobody: Terminal) -> None:
+    assert "Traceback" in nobody.run("--debug", "outbox", "list").err
+
+
+def test_help_imports_no_server_code_and_no_http() -> None:
+    program = "import sys; from cli.main import run; run(['--help']); print(*sys.modules, sep='\\n', file=sys.stderr)"
+    done = subprocess.run(
+        ["python3" if False else __import__("sys").executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {name.split(".")[0] for name in done.stderr.split()}
+    assert not loaded & {"aiohttp", "asyncpg", "broker", "daemon", "ipc", "outbox", "postroom", "redis", "rich"}
+
+
+def test_the_version_is_told() -> None:
+    assert Terminal().run("--version").out == f"postroom {version('postroom-server')}\n"
+
+
+def test_completion_names_the_verbs() -> None:
+    user = Terminal(_POSTROOM_COMPLETE="complete_bash", COMP_WORDS="postroom outbox in", COMP_CWORD="2")
+    assert "inspect" in user.run().out

@@ -1,0 +1,243 @@
+"""`postroom outbox …` and `postroom relay …`, against a real daemon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lone_daemon import LoneDaemon
+from terminal import Terminal
+
+from postroom import Client
+
+WHY = ("--reason", "a test wants it")
+FORGED = "dead\x1b[31m"
+
+
+@pytest.fixture
+def sent(terminal: Terminal) -> Terminal:
+    """A user who has sent three messages, under the ids a, b and c."""
+    lines = (json.dumps({"to": "topic:orders", "body": "secret", "client_message_id": each}) for each in "abc")
+    assert terminal.run("send", "--ndjson", stdin="\n".join(lines)).code == 0
+    return terminal
+
+
+def status(user: Terminal, row_id: str) -> str:
+    return str(user.run("outbox", "inspect", row_id, "--json").json[0]["row"]["status"])
+
+
+def test_a_list_for_people_shows_no_payload(sent: Terminal) -> None:
+    listed = sent.run("outbox", "list")
+    assert listed.code == 0
+    head, *lines = listed.out.splitlines()
+    assert head.split()[:4] == ["ROW", "CLIENT", "MESSAGE", "ID"]
+    assert [line.split()[1:4] for line in lines] == [[each, "pending", "topic:orders"] for each in "abc"]
+    assert "secret" not in listed.out
+
+
+def test_a_list_for_programs_is_a_line_a_row(sent: Terminal) -> None:
+    rows = sent.run("outbox", "list", "--json").json
+    assert [row["client_message_id"] for row in rows] == ["a", "b", "c"]
+    assert "payload" not in rows[0]
+    assert "body" not in rows[0]
+
+
+def test_a_long_list_says_how_to_go_on(sent: Terminal) -> None:
+    first = sent.run("outbox", "list", "--json", "--limit", "2")
+    cursor = first.err.split()[-1]
+    rest = sent.run("outbox", "list", "--json", "--cursor", cursor)
+    assert [row["client_message_id"] for row in first.json + rest.json] == ["a", "b", "c"]
+    assert len(sent.run("outbox", "list", "--json", "--limit", "1", "--all").json) == 3
+
+
+def test_filters_narrow_a_list(sent: Terminal) -> None:
+    sent.run("outbox", "abort", "a", *WHY, "--yes")
+    sent.run("outbox", "hold", "b", *WHY)
+    listed = {
+        name: [row["client_message_id"] for row in sent.run("outbox", "list", "--json", *options).json]
+        for name, options in {
+            "aborted": ("--status", "aborted"),
+            "held": ("--held",),
+            "elsewhere": ("--destination", "dm:bob"),
+            "old": ("--older-than", "1h"),
+            "code": ("--code", "expired"),
+        }.items()
+    }
+    assert listed == {"aborted": ["a"], "held": ["b"], "elsewhere": [], "old": [], "code": []}
+
+
+def test_inspect_draws_the_chain_and_shows_why(sent: Terminal) -> None:
+    assert sent.run("outbox", "requeue", "--id", "a", "--auto", *WHY, "--yes").code == 0
+    middle = sent.run("outbox", "inspect", "a", "--json").json[0]["row"]["superseded_by"]
+    assert sent.run("outbox", "requeue", middle, "--new-client-id", "last", *WHY, "--yes").code == 0
+    shown = sent.run("outbox", "inspect", "a")
+    chain = [line for line in shown.out.splitlines() if "topic:orders" in line and not line.startswith("to ")]
+    assert len(chain) == 3
+    assert "← this one" in chain[0]
+    assert "last" in chain[2]
+    assert chain[2].index("0") > chain[1].index("0") > chain[0].index("0")  # each deeper than the one before
+    assert shown.out.count("a test wants it") == 2
+
+
+def test_requeue_with_a_patched_payload(sent: Terminal, tmp_path: Path) -> None:
+    patch = tmp_path / "patch.json"
+    patch.write_text('{"to": "dm:bob", "body": "patched"}')
+    done = sent.run("outbox", "requeue", "a", "--patch-payload", patch, *WHY, "--yes", "--json")
+    assert done.json[0]["destination"] == "dm:bob"
+    assert status(sent, "a") == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("verb", "before", "after"),
+    [("abort", (), "aborted"), ("hold", (), "held"), ("release", ("hold",), "released"), ("flush", (), "due now")],
+)
+def test_a_verb_on_one_row(verb: str, before: tuple[str, ...], after: str, sent: Terminal) -> None:
+    for each in before:
+        assert sent.run("outbox", each, "a", *WHY).code == 0
+    done = sent.run("outbox", verb, "a", *WHY, "--yes")
+    assert done.code == 0
+    assert done.out.strip().endswith(after)
+
+
+def test_many_rows_by_ids_from_standard_input(sent: Terminal) -> None:
+    listed = sent.run("outbox", "list", "--json").out
+    done = sent.run("outbox", "hold", "-", *WHY, "--yes", stdin=listed)
+    assert (done.code, done.out) == (0, "3 held, 0 skipped, 0 failed\n")
+    done = sent.run("outbox", "release", "-", *WHY, "--yes", stdin="a\nb\n\n")
+    assert (done.code, done.out) == (0, "2 released, 0 skipped, 0 failed\n")
+
+
+def test_many_rows_by_a_filter_after_a_dry_run(sent: Terminal) -> None:
+    plan = sent.run("outbox", "requeue", "--all", "--status", "pending", *WHY, "--dry-run")
+    assert (plan.code, plan.out) == (0, "3 would be requeued, 0 skipped, 0 failed\n")
+    assert status(sent, "a") == "pending"
+    refused = sent.run("outbox", "requeue", "--all", "--status", "pending", *WHY)
+    assert refused.code == 2
+    assert "3 of 3 rows" in refused.sentence()
+    assert status(sent, "a") == "pending"
+    done = sent.run("outbox", "requeue", "--all", "--status", "pending", *WHY, "--yes", "--json")
+    assert len(done.json[0]["done"]) == 3
+    assert status(sent, "a") == "aborted"
+
+
+def test_ids_that_do_not_exist_are_said_and_the_others_done(sent: Terminal) -> None:
+    done = sent.run("outbox", "abort", "a", "nobody", *WHY, "--yes")
+    assert "nobody" in done.err
+    assert done.out.startswith("1 aborted")
+    assert done.code == 1
+
+
+def test_a_question_is_asked_on_a_terminal(sent: Terminal) -> None:
+    refused = sent.at_a_terminal("outbox", "abort", "a", *WHY, answer="n\n")
+    assert refused.code == 1
+    assert "Abort a?" in refused.out
+    assert status(sent, "a") == "pending"
+    done = sent.at_a_terminal("outbox", "abort", "a", answer="because\ny\n")
+    assert done.code == 0
+    assert "because" in sent.run("outbox", "inspect", "a").out
+
+
+def test_prune_empties_payloads_and_keeps_rows(sent: Terminal) -> None:
+    sent.run("outbox", "abort", "a", *WHY, "--yes")
+    pruned = sent.run("outbox", "prune", "--older-than", "0s", *WHY, "--yes")
+    assert (pruned.code, pruned.out) == (0, "1 payloads emptied\n")
+    assert len(sent.run("outbox", "list", "--json").json) == 3
+
+
+def test_export_writes_every_row(sent: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "rows"
+    assert "3 rows exported" in sent.run("outbox", "export", "--output", file).err
+    assert [json.loads(line)["client_message_id"] for line in file.read_text().splitlines()] == ["a", "b", "c"]
+    assert sent.run("outbox", "export", "--status", "dead").out == ""
+    refused = sent.run("outbox", "export", "--output", file)
+    assert refused.code == 74
+    assert "exists" in refused.sentence()
+
+
+def test_recover_is_for_a_stopped_daemon(sent: Terminal, daemon: LoneDaemon) -> None:
+    user = Terminal(daemon.socket, **daemon.environment)
+    assert user.run("outbox", "recover", "--yes").code == 69
+    daemon.process.kill()
+    database = daemon.state / "outbox.db"
+    before = database.read_bytes()
+    done = user.run("outbox", "recover", "--yes", "--json")
+    assert done.code == 0, done.err
+    assert done.json[0]["rows"] == 3
+    assert Path(done.json[0]["damaged"]).read_bytes() == before
+
+
+def test_the_relay_is_paused_and_resumed(sent: Terminal, daemon: LoneDaemon) -> None:
+    assert sent.run("relay", "pause", "topic:orders", *WHY).out.startswith("paused relaying to topic:orders")
+    with Client(daemon.socket) as client:
+        while client.health().relay.paused_destinations != ["topic:orders"]:
+            pass
+        assert sent.run("relay", "resume", "topic:orders", "--rate", "50/s", *WHY).code == 0
+        while client.health().relay.paused_destinations:
+            pass
+    assert sent.run("relay", "pause", *WHY, "--json").json[0]["state"]
+
+
+def test_a_reason_is_required_off_a_terminal(sent: Terminal) -> None:
+    commands = (
+        ("outbox", "abort", "a", "--yes"),
+        ("outbox", "requeue", "a", "--yes"),
+        ("outbox", "hold", "a", "--reason", " "),
+        ("outbox", "prune", "--older-than", "1d", "--yes"),
+        ("relay", "pause"),
+        ("relay", "resume"),
+    )
+    for command in commands:
+        refused = sent.run(*command)
+        assert refused.code == 2
+        assert "--reason" in refused.sentence()
+    assert status(sent, "a") == "pending"
+
+
+@pytest.mark.parametrize("row_id", ["nobody", "%", "' or 1=1", "' or 1=1 --", "*", "../a", "a b", "é", "", "0" * 500])
+def test_an_id_that_is_none_finds_nothing(row_id: str, sent: Terminal) -> None:
+    for verb in ("inspect", "abort", "requeue"):
+        options = () if verb == "inspect" else (*WHY, "--yes")
+        ended = (
+            sent.run("outbox", verb, "--", row_id)
+            if verb == "inspect"
+            else sent.run("outbox", verb, *options, "--", row_id)
+        )
+        assert ended.code in {2, 3}
+        assert ended.sentence()
+    assert {status(sent, each) for each in "abc"} == {"pending"}
+
+
+def test_a_prefix_of_two_rows_is_neither(sent: Terminal) -> None:
+    row_id = sent.run("outbox", "list", "--json").json[0]["id"]
+    assert sent.run("outbox", "inspect", row_id[:10]).code == 3
+
+
+def test_rows_that_may_not_be_requeued(sent: Terminal) -> None:
+    assert sent.run("outbox", "abort", "a", *WHY, "--yes").code == 0
+    assert sent.run("outbox", "requeue", "b", *WHY, "--yes").code == 0
+    for row_id in ("a", "b"):  # aborted, superseded
+        refused = sent.run("outbox", "requeue", row_id, *WHY, "--yes")
+        assert refused.code == 4
+        assert "aborted" in refused.sentence()
+    taken = sent.run("outbox", "requeue", "c", "--new-client-id", "a", *WHY, "--yes")
+    assert taken.code == 4
+    assert status(sent, "c") == "pending"
+
+
+def test_two_requeues_at_once_make_one_successor(sent: Terminal) -> None:
+    running = [sent.start("outbox", "requeue", "a", *WHY, "--yes") for _ in range(4)]
+    codes = sorted(each.wait(60) for each in running)
+    for each in running:
+        each.communicate()
+    assert codes == [0, 4, 4, 4]
+    assert len(sent.run("outbox", "inspect", "a", "--json").json[0]["chain"]) == 2
+
+
+def test_what_a_row_says_cannot_steer_the_terminal(sent: Terminal) -> None:
+    """A reason is free text, and comes back from the log."""
+    sent.run("outbox", "hold", "a", "--reason", "\x1b]0;owned\x07 \x1b[2J")
+    shown = sent.run("outbox", "inspect", "a").out
+    assert "owned" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown

@@ -1,0 +1,225 @@
+"""`postroom send`, against a real daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from lone_daemon import LoneDaemon
+from terminal import Terminal
+
+from postroom import Client
+
+
+def rows(daemon: LoneDaemon) -> int:
+    with Client(daemon.socket) as client:
+        return sum(client.health().rows.values())
+
+
+async def test_one_message_is_sent_and_its_id_printed(terminal: Terminal) -> None:
+    sent = terminal.run("send", "topic:orders", "hello", "--meta", "a=1", "--meta", "b=x=y", "--mention", "bob")
+    assert (sent.code, sent.err) == (0, "")
+    row_id, status = sent.out.split()
+    assert status == "queued"
+    assert terminal.run("outbox", "inspect", row_id, "--json").json[0]["row"]["destination"] == "topic:orders"
+
+
+async def test_the_receipt_as_json(terminal: Terminal) -> None:
+    sent = terminal.run("send", "dm:bob", "hello", "--id", "a", "--json", "--priority", "now", "--reply-to", "m")
+    assert sent.json == [{"client_message_id": "a", "outbox_id": sent.json[0]["outbox_id"], "status": "queued"}]
+
+
+async def test_the_same_id_again_is_a_duplicate_and_other_content_a_conflict(terminal: Terminal) -> None:
+    assert terminal.run("send", "topic:orders", "hello", "--id", "a").code == 0
+    assert "duplicate" in terminal.run("send", "topic:orders", "hello", "--id", "a").out
+    other = terminal.run("send", "topic:orders", "other", "--id", "a")
+    assert other.code == 4
+    assert "use a new id" in other.sentence()
+
+
+async def test_a_line_of_standard_input_is_a_message(terminal: Terminal, daemon: LoneDaemon) -> None:
+    sent = terminal.run("send", "topic:orders", "-", stdin="one\ntwo\r\n\nthree")
+    assert (sent.code, sent.out) == (0, "3 queued, 0 duplicates, 0 failed, 1 blank lines skipped\n")
+    assert rows(daemon) == 3
+
+
+async def test_a_run_with_an_id_prefix_can_be_repeated(terminal: Terminal, daemon: LoneDaemon, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    file.write_text("".join(f"line {n}\n" for n in range(5000)))
+    first = terminal.run("send", "topic:orders", "--file", file, "--id-prefix", "run-1")
+    again = terminal.run("send", "topic:orders", "--file", file, "--id-prefix", "run-1")
+    assert first.out == "5000 queued, 0 duplicates, 0 failed\n"
+    assert again.out == "0 queued, 5000 duplicates, 0 failed\n"
+    assert rows(daemon) == 5000
+    assert terminal.run("outbox", "inspect", "run-1-000005000").code == 0
+
+
+async def test_ndjson_lines_say_everything_themselves(terminal: Terminal) -> None:
+    lines = [
+        {"to": "topic:orders", "body": "a", "client_message_id": "own", "meta": {"n": 1}},
+        {"to": "dm:bob", "body_base64": "AAE="},
+    ]
+    sent = terminal.run("send", "--ndjson", "--id-prefix", "p", stdin="\n".join(map(json.dumps, lines)))
+    assert (sent.code, sent.out) == (0, "2 queued, 0 duplicates, 0 failed\n")
+    assert terminal.run("outbox", "inspect", "own").code == 0
+    assert terminal.run("outbox", "inspect", "p-000000002").code == 0
+
+
+async def test_failed_lines_are_named_and_the_others_sent(terminal: Terminal, daemon: LoneDaemon) -> None:
+    lines = [
+        b'{"to":"topic:orders"}',
+        b"{",
+        b'{"to":"nowhere"}',
+        b'{"to":"topic:orders","boddy":1}',
+        b'{"to":"dm:bob"}',
+    ]
+    sent = terminal.run("send", "--ndjson", stdin=b"\n".join(lines))
+    assert (sent.code, sent.out) == (1, "2 queued, 0 duplicates, 3 failed\n")
+    assert sorted(line.split(":")[0] for line in sent.err.splitlines()) == ["line 2", "line 3", "line 4"]
+    assert rows(daemon) == 2
+
+
+async def test_failed_lines_go_to_a_file_where_one_is_named(terminal: Terminal, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    sent = terminal.run("send", "--ndjson", "--errors", errors, stdin=b'{"to":"nowhere"}\n{"to":"dm:bob"}\n')
+    assert (sent.code, sent.err) == (1, "")
+    (failure,) = [json.loads(line) for line in errors.read_text().splitlines()]
+    assert (failure["line"], failure["code"]) == (1, "invalid_destination")
+
+
+async def test_results_of_many_lines_as_json(terminal: Terminal) -> None:
+    sent = terminal.run("send", "--ndjson", "--json", stdin=b'{"to":"dm:bob","client_message_id":"a"}\n{"to":"x"}\n')
+    assert sent.code == 1
+    by_line = {each["line"]: each for each in sent.json}
+    assert by_line[1]["result"]["client_message_id"] == "a"
+    assert by_line[2]["problem"]["code"] == "invalid_destination"
+    assert "1 queued, 0 duplicates, 1 failed" in sent.err
+
+
+async def test_bytes_that_are_no_text_are_sent_as_they_are(terminal: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "picture"
+    file.write_bytes(b"\x00\xff" * 10)
+    assert terminal.run("send", "topic:orders", "--body-file", file, "--id", "a").code == 0
+    assert terminal.run("send", "topic:orders", "-", stdin=b"\xff\xfe\n").code == 0
+    assert terminal.run("outbox", "inspect", "a", "--json").json[0]["row"]["payload_bytes"] > 0
+
+
+async def test_waiting_ends_with_the_rows_state(terminal: Terminal) -> None:
+    sent = terminal.run("send", "topic:orders", "hello", "--id", "a", "--wait", "--timeout", "1s")
+    assert sent.code == 75
+    assert "is kept" in sent.sentence()
+
+
+async def test_waiting_for_a_row_that_an_operator_retires_fails(terminal: Terminal) -> None:
+    terminal.run("send", "topic:orders", "hello", "--id", "a")
+    waiting = terminal.start("send", "topic:orders", "hello", "--id", "a", "--wait")
+    terminal.run("outbox", "abort", "a", "--reason", "test", "--yes")
+    _, err = waiting.communicate(timeout=60)
+    assert waiting.returncode in {1, 4}, err  # 4: it was retired before the second send arrived
+
+
+async def test_a_body_that_is_too_large_is_a_usage_error(terminal: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    file.write_bytes(b"x" * (1024 * 1024 + 1))
+    sent = terminal.run("send", "topic:orders", "--body-file", file)
+    assert sent.code == 2
+    assert "limit" in sent.sentence()
+
+
+async def test_a_line_beyond_every_limit_fails_alone(terminal: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    with file.open("wb") as stream:
+        stream.write(b"first\n")
+        stream.seek(64 * 1024 * 1024, os.SEEK_CUR)  # 64 MiB of NUL, sparse
+        stream.write(b"\nlast\n")
+    sent = terminal.run("send", "topic:orders", "--file", file)
+    assert (sent.code, sent.out) == (1, "2 queued, 0 duplicates, 1 failed\n")
+    assert sent.err.startswith("line 2: ")
+
+
+async def test_ctrl_c_half_way_says_how_far_it_was(terminal: Terminal, daemon: LoneDaemon) -> None:
+    running = terminal.start("send", "topic:orders", "-", "--json", "--id-prefix", "p", stdin=subprocess.PIPE)
+    assert running.stdin is not None
+    assert running.stdout is not None
+    running.stdin.write(b"one\ntwo\n")
+    running.stdin.flush()
+    first = running.stdout.readline()
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert b"Traceback" not in err
+    assert b"interrupted" in err
+    answered = [json.loads(line) for line in (first + out).splitlines()]
+    assert f"{len(answered)} queued" in err.decode()
+    assert rows(daemon) >= len(answered)
+    again = terminal.run("send", "topic:orders", "-", "--id-prefix", "p", stdin="one\ntwo\n")
+    assert again.code == 0
+    assert rows(daemon) == 2
+
+
+async def test_a_progress_bar_is_drawn_on_a_terminal_only(terminal: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    file.write_text("x\n" * 2000)
+    drawn = terminal.at_a_terminal("send", "topic:orders", "--file", str(file))
+    assert drawn.code == 0
+    assert "\x1b[" in drawn.out
+    assert "2000 queued, 0 duplicates, 0 failed" in drawn.out
+    plain = terminal.run("send", "topic:orders", "--file", file)
+    assert plain.err == ""
+
+
+def test_a_million_lines_do_not_lie_in_memory(terminal: Terminal, tmp_path: Path) -> None:
+    """A tenth of a million here, as lines that fail at once: what would pile up is then the greatest."""
+    file = tmp_path / "lines"
+    file.write_text("{\n" * 100_000)
+    errors = tmp_path / "errors"
+    running = terminal.start("send", "--ndjson", "--file", file, "--errors", errors)
+    _, status, usage = os.wait4(running.pid, 0)
+    running.returncode = os.waitstatus_to_exitcode(status)
+    assert running.returncode == 1
+    assert usage.ru_maxrss < 120 * 1024  # KiB
+    assert errors.read_text().count("\n") == 100_000
+    running.communicate()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("send",),
+        ("send", "topic:orders"),
+        ("send", "nowhere", "x"),
+        ("send", "topic:*", "x"),
+        ("send", "topic:orders", "x", "--file", "/dev/null"),
+        ("send", "topic:orders", "x", "--id", ""),
+        ("send", "topic:orders", "x", "--id", "a b"),
+        ("send", "topic:orders", "x", "--meta", "novalue"),
+        ("send", "topic:orders", "x", "--meta", "a=1", "--meta", "a=2"),
+        ("send", "topic:orders", "x", "--meta", "mentions=bob"),
+        ("send", "topic:orders", "x", "--priority", "urgent"),
+        ("send", "topic:orders", "x", "--not-before", "tomorrow"),
+        ("send", "topic:orders", "x", "--not-before", "2026-11-21T09:00:00"),
+        ("send", "topic:orders", "x", "--id-prefix", "p"),
+        ("send", "topic:orders", "x", "--errors", "/dev/null"),
+        ("send", "topic:orders", "-", "--id", "a"),
+        ("send", "topic:orders", "-", "--wait"),
+        ("send", "topic:orders", "--ndjson", "-"),
+        ("send", "--ndjson", "--meta", "a=1"),
+        ("send", "topic:orders", "--file", "/nonexistent"),
+        ("send", "topic:orders", "--file", "/"),
+        ("send", "topic:orders", "--body-file", "/dev/zero"),
+        ("send", "topic:orders", "-", "--errors", "/nonexistent/x"),
+        ("send", "topic:orders", "x", "--wait", "--timeout", "soon"),
+    ],
+    ids=" ".join,
+)
+async def test_a_command_line_that_makes_no_sense_sends_nothing(
+    arguments: tuple[str, ...], terminal: Terminal, daemon: LoneDaemon
+) -> None:
+    ended = terminal.run(*arguments)
+    assert ended.code == 2
+    assert ended.sentence()
+    assert rows(daemon) == 0
