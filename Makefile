@@ -55,7 +55,7 @@ soak: setup ## the crash tests, for longer
 	$(BIN)/pytest -m soak
 
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)
-	$(BIN)/pytest -m systemd
+	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian
 
 test-bare: setup ## `make demo` and `make test` of a fresh clone on a bare Debian (root, debootstrap, systemd-container)
 	$(BIN)/python tests/bare_machine/run

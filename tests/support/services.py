@@ -51,16 +51,26 @@ class Service:
         """Send a signal to the main process."""
         self.machine.run("kill", f"-{name}", self.pid)
 
-    def journal(self) -> list[str]:
-        """Return what the processes of the unit have logged, line by line."""
+    def journal(self, *, of_this_run: bool = False) -> list[str]:
+        """Return the lines that the unit has logged, in all its runs or in its last one."""
         self.machine.run("journalctl", "--sync")
-        return self.machine.run("journalctl", "--output=cat", f"_SYSTEMD_UNIT={self.unit}").splitlines()
+        match = [f"_SYSTEMD_UNIT={self.unit}"]
+        if of_this_run:
+            match.append(f"_SYSTEMD_INVOCATION_ID={self.show('InvocationID')}")
+        return self.machine.run("journalctl", "--output=cat", *match).splitlines()
 
-    def drop_in(self, *lines: str) -> None:
-        """Change the unit until the machine is gone."""
-        text = "[Service]\n" + "\n".join(lines) + "\n"
-        self.machine.write(f"/run/systemd/system/{self.unit}.d/test.conf", text)
+    @contextmanager
+    def setting(self, line: str) -> Iterator[None]:
+        """Run the unit with one setting changed, for the length of the block."""
+        file = f"/run/systemd/system/{self.unit}.d/test.conf"
+        self.machine.write(file, f"[Service]\n{line}\n")
         self.machine.run("systemctl", "daemon-reload")
+        self.machine.run("systemctl", "restart", self.unit)
+        try:
+            yield
+        finally:
+            self.machine.path(file).unlink()
+            self.machine.run("systemctl", "daemon-reload")
 
 
 class Daemon(Service):
