@@ -162,7 +162,7 @@ class EmbeddedPostgres(EmbeddedServer):
         with self.log_file.open("ab") as log:
             log.write(done.stdout + done.stderr)
         if done.returncode != 0:
-            raise self._failed()
+            raise self.failure()
 
     def _clear_stale_lock(self) -> None:
         """Remove the lock file of a Postgres that was killed, once the last of its children has ended.

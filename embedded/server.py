@@ -110,7 +110,7 @@ class EmbeddedServer(ABC):
             )
         process = ProcessIdentity.of(self._child.pid)
         if process is None:  # somebody else reaped it
-            raise self._failed()
+            raise self.failure()
         process.write(self.pid_file)
         return process
 
@@ -118,16 +118,17 @@ class EmbeddedServer(ABC):
         deadline = time.monotonic() + START_SECONDS
         while not self._ready(process):
             if not process.alive:
-                raise self._failed()
+                raise self.failure()
             if time.monotonic() > deadline:
                 raise EmbeddedError(f"{self.name} does not answer after {START_SECONDS:.0f} s; see {self.log_file}")
             time.sleep(_POLL_SECONDS)
 
-    def _failed(self) -> EmbeddedError:
+    def failure(self) -> EmbeddedError:
+        """Return the error that says how the log of a process that has ended ends."""
         with self.log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             tail = log.read().decode(errors="replace").strip()
-        return EmbeddedError(f"{self.name} ended while it started; {self.log_file} ends with:\n{tail}")
+        return EmbeddedError(f"{self.name} ended by itself; {self.log_file} ends with:\n{tail}")
 
     @contextmanager
     def _lock(self) -> Iterator[None]:

@@ -1,0 +1,77 @@
+"""`postroom demo`: a whole run on real parts, with everything that may go wrong on the way (spec operate.md, "CLI").
+
+It works on a temporary directory of its own unless told otherwise. However it ends, nothing keeps running: every
+process ends with this one, and the files of a run that was killed are removed by the next.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from cli.noun import noun
+
+app = noun()
+
+_PREFIX: Final = "postroom-demo-"
+
+
+@app.command()
+def demo(
+    *,
+    state: Annotated[
+        Path | None,
+        typer.Option("--state", metavar="DIR", help="Keep everything in DIR, a new one [default: removed at the end]."),
+    ] = None,
+) -> None:
+    """Send a file of events through broker stops and a killed daemon, and count that nothing is lost or doubled."""
+    from chassis.exits import Exit, Fatal  # noqa: PLC0415
+    from cli.demo.acts import Demo  # noqa: PLC0415
+    from cli.demo.stage import Stage  # noqa: PLC0415
+    from cli.stack import Layout, Stack, fatal_failures  # noqa: PLC0415
+    from cli.stack.interruption import interruptible  # noqa: PLC0415
+    from cli.stack.supervisor import supervising  # noqa: PLC0415
+
+    with interruptible(), fatal_failures(), _directory(state) as directory:
+        layout = Layout(directory)
+        if layout.outbox_file.exists():
+            raise Fatal(Exit.CONFLICT, f"{directory} holds an outbox already: a demo counts in a new one")
+        with supervising(layout):
+            stack = Stack(directory)
+            try:
+                holds = Demo(stack, Stage()).run()
+            finally:
+                stack.stop()
+    if not holds:
+        raise Fatal(Exit.FAILED, "a number does not hold: see the table")
+
+
+@contextmanager
+def _directory(state: Path | None) -> Iterator[Path]:
+    """Yield where the run keeps its files; a temporary place is removed at the end."""
+    if state is not None:
+        yield state.absolute()
+        return
+    _sweep()
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def _sweep() -> None:
+    """Remove the files of runs that were killed."""
+    from cli.stack import Layout  # noqa: PLC0415
+    from embedded import ProcessIdentity  # noqa: PLC0415
+
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        owner = ProcessIdentity.read(Layout(directory).pid_file)
+        if owner is not None and not owner.alive:
+            shutil.rmtree(directory, ignore_errors=True)

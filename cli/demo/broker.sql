@@ -1,0 +1,13 @@
+-- What the broker's database holds: mesh.client_message_dedupe, mesh.message_history.
+
+-- name: accepted
+-- What was accepted: id and fingerprint.
+SELECT client_message_id, request_fingerprint FROM mesh.client_message_dedupe;
+
+-- name: history
+-- Messages in the history.
+SELECT count(*) FROM mesh.message_history;
+
+-- name: history_of_ids
+-- Messages in the history under these ids ($1); one that was accepted twice would count twice.
+SELECT count(*) FROM mesh.message_history WHERE client_message_id = ANY ($1::text[]);

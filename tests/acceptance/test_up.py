@@ -1,0 +1,182 @@
+"""`postroom up`, `status` and `down`: everything on this machine with one verb, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.stack import Layout, Stack
+from cli.stack.supervisor import supervisor_of
+from embedded import ProcessIdentity
+from embedded.processes import tethered
+from embedded.server import wait_until
+
+SECONDS = 60.0  # a bound for what happens at once on an idle machine
+VARIABLES = {
+    "POSTROOM_SOCKET",
+    "POSTROOM_BROKER_URL",
+    "POSTROOM_BROKER_TOKEN_FILE",
+    "POSTROOM_ADMIN_TOKEN_FILE",
+    "POSTROOM_DATABASE_URL",
+    "POSTROOM_REDIS_URL",
+    "POSTROOM_NATS_URL",
+}
+
+
+def run(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli", *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **(environ or {})},
+        check=False,
+    )
+
+
+def environment(layout: Layout) -> dict[str, str]:
+    """Read the env file as a shell does."""
+    pairs = (shlex.split(line)[0].split("=", 1) for line in layout.env_file.read_text().splitlines())
+    return dict(pairs)
+
+
+def pids(stack: Stack) -> dict[str, ProcessIdentity | None]:
+    return {program.name: program.process for program in stack.programs}
+
+
+@pytest.fixture(scope="module")
+def stack(session_directory: Path) -> Iterator[Stack]:
+    state = session_directory / "up"
+    done = run("up", "--state", str(state), "--detach")
+    assert done.returncode == 0, done.stderr
+    yield Stack(state)
+    done = run("down", "--state", str(state), "--wipe")
+    assert done.returncode == 0, done.stderr
+    assert not state.exists()
+
+
+def test_the_env_file_is_for_this_user_alone_and_names_what_runs(stack: Stack) -> None:
+    variables = environment(stack.layout)
+    assert variables.keys() == VARIABLES
+    assert variables == stack.environment()
+    assert stack.layout.env_file.stat().st_mode & 0o777 == 0o600
+    assert stack.layout.admin_token_file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_message_goes_all_the_way_with_the_environment_alone(stack: Stack) -> None:
+    done = run("send", "topic:orders", "hello", "--id", "up-hello", "--wait", environ=environment(stack.layout))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "up-hello done\n"
+
+
+@pytest.mark.parametrize("destination", ["dm:bob", "dm:alice", "queue:work"])
+def test_the_members_and_the_queue_are_there(stack: Stack, destination: str) -> None:
+    done = run("send", destination, "hello", "--wait", environ=environment(stack.layout))
+    assert done.returncode == 0, done.stderr
+
+
+def test_status_shows_every_process_and_the_backlog(stack: Stack) -> None:
+    done = run("status", "--state", str(stack.layout.state), "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["process"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert list(rows) == ["up", "postgres", "redis", "nats", "broker", "daemon"]
+    assert {row["state"] for row in rows.values()} == {"running"}
+    assert all(rows[name]["pid"] == process.pid for name, process in pids(stack).items() if process)
+    assert rows["daemon"]["backlog"] == {"pending": 0, "inflight": 0, "dead": 0}
+    assert "@" not in rows["nats"]["address"]  # no password
+
+
+def test_status_for_people_is_a_table(stack: Stack) -> None:
+    done = run("status", "--state", str(stack.layout.state))
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "PROCESS",
+        "up",
+        "postgres",
+        "redis",
+        "nats",
+        "broker",
+        "daemon",
+    ]
+
+
+def test_up_twice_is_up_once(stack: Stack) -> None:
+    before = pids(stack)
+    done = run("up", "--state", str(stack.layout.state))
+    assert done.returncode == 0
+    assert "runs already" in done.stderr
+    assert pids(stack) == before
+
+
+@pytest.mark.parametrize("name", ["daemon", "broker", "redis", "postgres"])
+def test_a_killed_process_is_started_again(stack: Stack, name: str) -> None:
+    program = next(program for program in stack.programs if program.name == name)
+    killed = program.process
+    assert killed is not None
+    assert killed.end((signal.SIGKILL, SECONDS))
+    assert wait_until(lambda: program.process not in {None, killed}, SECONDS)
+    done = run("send", "topic:orders", f"after {name}", "--wait", environ=environment(stack.layout))
+    assert done.returncode == 0, done.stderr
+
+
+def test_killed_with_9_nothing_keeps_running_and_started_again_it_carries_on(stack: Stack) -> None:
+    run("send", "topic:orders", "before", "--id", "up-before", "--wait", environ=environment(stack.layout))
+    supervisor = supervisor_of(stack.layout)
+    assert supervisor is not None
+    before = [process for process in pids(stack).values() if process is not None]
+    assert supervisor.end((signal.SIGKILL, SECONDS))
+    assert all(process.wait(SECONDS) for process in before)
+    assert run("status", "--state", str(stack.layout.state)).returncode == 69
+
+    done = run("up", "--state", str(stack.layout.state), "--detach")
+    assert done.returncode == 0, done.stderr
+    again = run("send", "topic:orders", "before", "--id", "up-before", environ=environment(stack.layout))
+    assert again.stdout == "up-before done (duplicate)\n"
+
+
+def test_in_the_foreground_ctrl_c_stops_everything(short_directory: Path) -> None:
+    stack = Stack(short_directory / "up")
+    command = tethered([sys.executable, "-m", "cli", "up", "--state", str(stack.layout.state)])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as foreground:
+        assert foreground.stdout is not None
+        assert any("Postroom is up" in line for line in foreground.stdout)
+        running = [process for process in pids(stack).values() if process is not None]
+        assert len(running) == 5
+        foreground.send_signal(signal.SIGINT)
+        foreground.communicate()
+        assert foreground.returncode == 0
+    assert not any(process.alive for process in running)
+    assert run("down", "--state", str(stack.layout.state)).stdout == "nothing was running\n"
+
+
+@pytest.mark.parametrize("verb", ["down", "status"])
+def test_a_directory_that_no_stack_made_is_left_alone(short_directory: Path, verb: str) -> None:
+    (short_directory / "precious").touch()
+    done = run(verb, "--state", str(short_directory))
+    assert done.returncode == 3
+    assert str(short_directory) in done.stderr
+
+
+def test_up_does_not_spread_over_somebody_elses_files(short_directory: Path) -> None:
+    (short_directory / "precious").touch()
+    done = run("up", "--state", str(short_directory), "--detach")
+    assert done.returncode == 2
+    assert "holds other files" in done.stderr
+    assert [file.name for file in short_directory.iterdir()] == ["precious"]
+
+
+def test_a_failure_to_start_in_the_background_is_said_in_the_foreground(short_directory: Path) -> None:
+    state = short_directory / "up"
+    Layout(state).create()
+    (state / "redis" / "redis.sock").mkdir(parents=True)  # where its socket belongs
+    done = run("up", "--state", str(state), "--detach")
+    assert done.returncode == 1
+    assert "redis ended by itself" in done.stderr
+    assert not any(pids(Stack(state)).values())
