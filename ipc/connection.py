@@ -51,14 +51,14 @@ class Connection(RequestHandler):
         "streams",
     )
 
-    def __init__(self, server: Server, **options: Any) -> None:
-        super().__init__(server, **options)
+    def __init__(self, server: Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+        super().__init__(server, loop=loop, **options)
         self.caller = Caller(-1, -1)
         self.is_tcp = False
         self.streams = False  # a batch: its body may take as long as bytes keep coming
         self.starting = False  # a request has been taken from the queue, and its task has not begun
         self._last_body: StreamReader | None = None
-        self._end: asyncio.Future[None] | None = None
+        self._end: asyncio.Future[None] = loop.create_future()
         self._half_closed = False
         self._head_since = _NEVER
         self._body_since = _NEVER
@@ -113,24 +113,12 @@ class Connection(RequestHandler):
 
     def until_end(self) -> asyncio.Future[None]:
         """Return a future that is done once the caller has gone or the server stops; for answers that take long."""
-        if self._end is None:
-            self._end = self._loop.create_future()
         return self._end
 
     def end_waiting(self) -> None:
-        """End what waits for `until_end`."""
-        if self._end is not None and not self._end.done():
+        """End what waits for `until_end`, now and from here on."""
+        if not self._end.done():
             self._end.set_result(None)
-
-    def pause_writing(self) -> None:
-        """Remember since when the caller has not read its answers."""
-        super().pause_writing()
-        self._blocked_since = self._loop.time()
-
-    def resume_writing(self) -> None:
-        """Forget it: the caller reads again."""
-        super().resume_writing()
-        self._blocked_since = _NEVER
 
     @property
     def busy(self) -> bool:

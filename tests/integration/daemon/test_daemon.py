@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import os
+import resource
 import signal
 import socket
 import stat
@@ -215,3 +216,19 @@ def _put(file: Path, content: str | None) -> None:
         file.mkdir()
     elif content is not None:
         file.write_text(content)
+
+
+def test_a_disk_that_fails_under_a_commit_ends_the_daemon_with_74(daemon: Any) -> None:
+    """No file may grow any more: the write-ahead log cannot be written, and whether the commit took is not known."""
+    daemon.log = Path("/dev/null")  # the one file that may still be written
+    daemon.start().ready()
+    assert daemon.send("kept") == 202
+    assert daemon.process is not None
+    _, hard = resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (0, hard))
+    status, problem = daemon.ask("POST", "/v1/send", {"to": "topic:orders", "client_message_id": "lost"})
+    assert (status, problem["code"], problem["retryable"]) == (503, "outcome_unknown", True)
+    assert daemon.ended() == 74
+    daemon.start().ready()
+    assert daemon.ask("GET", "/v1/sends/kept")[0] == 200
+    assert daemon.send("lost") == 202
