@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import hand_over
 
 GRACE_SECONDS: Final = 60.0
 _TOKEN_BYTES: Final = 32  # of randomness
@@ -53,11 +54,15 @@ class LocalToken:
 
 
 def rotate(file: Path) -> None:
-    """Write a fresh token into `file`, 0600, in one step; raises `Fatal` where the directory is not writable."""
+    """Write a fresh token into `file`, 0600, in one step; raises `Fatal` where the directory is not writable.
+
+    The file belongs to the owner of its directory, so that root may rotate the token of a daemon.
+    """
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=".token-", dir=file.parent)  # 0600 from the start
         with os.fdopen(fd, "w", encoding="ascii") as stream:
+            hand_over(stream.fileno(), file.parent)
             stream.write(secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
             stream.flush()
             os.fsync(stream.fileno())

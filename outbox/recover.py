@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import hand_over
 from chassis.sql import load_queries
 from outbox.connection import QUERIES as CONNECTION
 from outbox.directory import StateDirectory
@@ -77,7 +78,7 @@ def _salvage(damaged: Path, database: Path, now: int, new_id: Callable[[], str])
     fresh = database.with_name(f"{database.name}.recovering")
     for part in _PARTS:
         Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
-    os.close(os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    _create(fresh)
     with (
         contextlib.closing(sqlite3.connect(f"{damaged.as_uri()}?mode=ro", uri=True, isolation_level=None)) as old,
         contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
@@ -90,6 +91,15 @@ def _salvage(damaged: Path, database: Path, now: int, new_id: Callable[[], str])
     fresh.rename(database)
     _sync(database.parent)
     return recovery
+
+
+def _create(file: Path) -> None:
+    """Create the file, 0600 from the start, as its directory's owner's: root may recover the outbox of a daemon."""
+    created = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        hand_over(created, file.parent)
+    finally:
+        os.close(created)
 
 
 def _copy(

@@ -177,10 +177,18 @@ async def test_the_journal_holds_json_lines_without_a_secret(orders: Daemon, cli
 
 async def test_its_files_belong_to_it_alone(orders: Daemon, client: AsyncClient) -> None:
     await client.send(TO, "a letter")
-    files = list(orders.machine.path(f"/var/lib/private/postroomd/{orders.mesh}").rglob("*"))
+    files = list(orders.machine.path(f"/var/lib/private/postroom/{orders.mesh}").rglob("*"))
     assert {file.stat().st_mode & 0o077 for file in files} == {0}
     assert {str(file.stat().st_uid) for file in files} == {orders.show("UID")}
     assert orders.show("UID") != "0"
+
+
+async def test_an_outbox_that_root_recovered_is_the_daemons_again(orders: Daemon, client: AsyncClient) -> None:
+    sent = await client.send(TO, "a letter")
+    orders.stop()
+    orders.machine.run(PROGRAM, "outbox", "recover", "--config", f"/etc/postroom/mesh/{orders.mesh}.toml", "--yes")
+    orders.machine.run("systemctl", "start", orders.unit)
+    assert (await client.get(sent.client_message_id)).id == sent.outbox_id
 
 
 async def _refused(daemon: Daemon) -> None:
