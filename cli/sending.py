@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from postroom import AsyncClient, BatchResult, SendRequest
     from postroom.errors import Problem
 
-PATIENCE: Final = 30.0  # seconds without any answer, after the daemon was there once
+PATIENCE: Final = 30.0  # seconds without any answer from a daemon that was there before
 
 
 class Count(NamedTuple):
@@ -53,7 +53,6 @@ class Sending:
 
     async def run(self, client: AsyncClient, show: Callable[[int, Count], None]) -> None:
         """Send everything, calling `show` with the bytes read so far; raises what stops the whole."""
-        await client.version()  # an absent daemon is said at once, before a line is read
         async for results in client.send_many_in_chunks(self._source):
             for result in results:
                 self._settle(result)
@@ -95,6 +94,7 @@ def send_lines(
     as_json: bool,
 ) -> None:
     """Send every line of `stream` and say how many ended how; exit code 1 where any failed."""
+    with_daemon(socket, lambda client: client.version())  # an absent daemon is said soon, before a line is read
     sending = Sending(stream, parse, errors, as_json=as_json)
     try:
         with progress(size_of(stream)) as show:

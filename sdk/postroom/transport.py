@@ -5,6 +5,7 @@ An answer is read up to a limit, redirects are never followed, and what is no an
 
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -18,6 +19,7 @@ from postroom.peer import Peer
 
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
+LARGE_BODY: Final = 256 * 1024  # bytes
 MAX_ANSWER: Final = 32 * 1024 * 1024  # bytes
 MAX_LINE: Final = 64 * 1024  # bytes of one line of an NDJSON answer
 
@@ -52,7 +54,9 @@ class Transport:
 
         Raises the problem that the peer answered with, or `Unavailable`.
         """
-        data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        data: Any = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        if data is not None and len(data) > LARGE_BODY:
+            data = io.BytesIO(data)  # aiohttp then sends it in pieces
         async with self.open(
             method, path, data=data, query=query, headers=headers, seconds=self.timeout + waiting
         ) as response:

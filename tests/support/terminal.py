@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import select
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+from unittest.mock import patch
+
+import cli.main
 
 COMMAND = [sys.executable, "-m", "cli"]
 SECONDS = 60.0  # after which a command counts as hung
@@ -38,25 +45,38 @@ class Outcome:
 
 
 class Terminal:
-    """Runs commands against one daemon's socket."""
+    """Runs commands against one daemon's socket: in this process, or (`process`, `shell`, `start`) in their own."""
 
     def __init__(self, socket: Path | None = None, **environment: str) -> None:
         self.environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", **environment}
         if socket is not None:
             self.environment["POSTROOM_SOCKET"] = str(socket)
 
-    def run(self, *arguments: str | Path, stdin: bytes | str = b"", **options: Any) -> Outcome:
-        """Run a command to its end, without a terminal."""
+    def run(self, *arguments: str | Path, stdin: bytes | str = b"") -> Outcome:
+        """Run a command to its end in this process, with streams and an environment of its own: quick."""
+        with (
+            io.TextIOWrapper(tempfile.TemporaryFile()) as typed,
+            io.TextIOWrapper(io.BytesIO(), "utf-8") as out,
+            io.TextIOWrapper(io.BytesIO(), "utf-8") as err,
+        ):
+            typed.buffer.write(stdin.encode() if isinstance(stdin, str) else stdin)
+            typed.buffer.seek(0)
+            with _as_its_own(self.environment, typed, out, err):
+                code = cli.main.run([str(each) for each in arguments])
+            return Outcome(code, _text(out), _text(err))
+
+    def process(self, *arguments: str | Path, stdin: bytes | str = b"", **options: Any) -> Outcome:
+        """Run a command to its end as a process, without a terminal."""
         done = subprocess.run(
             [*COMMAND, *map(str, arguments)],
             input=stdin.encode() if isinstance(stdin, str) else stdin,
-            capture_output="stdout" not in options,
-            env={**self.environment, **options.pop("environment", {})},
+            capture_output=True,
+            env=self.environment,
             timeout=SECONDS,
             check=False,
             **options,
         )
-        return Outcome(done.returncode, (done.stdout or b"").decode(), (done.stderr or b"").decode())
+        return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     def shell(self, script: str) -> Outcome:
         """Run a line of shell in which `postroom` stands for the command."""
@@ -103,3 +123,20 @@ class Terminal:
             output += piece
         os.close(master)
         return Outcome(running.wait(SECONDS), output.decode(), "")
+
+
+@contextmanager
+def _as_its_own(environment: dict[str, str], stdin: TextIO, stdout: TextIO, stderr: TextIO) -> Iterator[None]:
+    streams = sys.stdin, sys.stdout, sys.stderr
+    sys.stdin, sys.stdout, sys.stderr = stdin, stdout, stderr
+    try:
+        with patch.dict(os.environ, environment, clear=True):
+            yield
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = streams
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    stream.seek(0)
+    return stream.read()

@@ -1,20 +1,38 @@
+"""A user at a terminal, with and without a real daemon, whose broker never answers."""
+
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from lone_daemon import LoneDaemon
 from terminal import Terminal
 
+from cli import connect
+
 
 @pytest.fixture
 async def daemon(short_directory: Path) -> AsyncIterator[LoneDaemon]:
-    """A real daemon whose broker never answers."""
+    """A daemon of this test's own."""
     running = LoneDaemon(short_directory)
     await running.start()
     yield running
     running.stop()
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(session_directory: Path) -> Iterator[LoneDaemon]:
+    """A daemon that the tests of a module share, each under ids of its own."""
+    directory = session_directory / "shared"
+    directory.mkdir()
+    running = LoneDaemon(directory)
+    asyncio.run(running.start())
+    yield running
+    running.stop()
+    shutil.rmtree(directory)
 
 
 @pytest.fixture
@@ -24,6 +42,7 @@ def terminal(daemon: LoneDaemon) -> Terminal:
 
 
 @pytest.fixture
-def nobody(short_directory: Path) -> Terminal:
-    """A user without a daemon."""
+def nobody(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A user without a daemon, and without patience."""
+    monkeypatch.setattr(connect, "PATIENCE", 0.1)
     return Terminal(short_directory / "nobody.sock")

@@ -12,7 +12,6 @@ from terminal import Terminal
 from postroom import Client
 
 WHY = ("--reason", "a test wants it")
-FORGED = "dead\x1b[31m"
 
 
 @pytest.fixture
@@ -155,7 +154,8 @@ def test_export_writes_every_row(sent: Terminal, tmp_path: Path) -> None:
     assert "exists" in refused.sentence()
 
 
-def test_recover_is_for_a_stopped_daemon(sent: Terminal, daemon: LoneDaemon) -> None:
+@pytest.mark.usefixtures("sent")
+def test_recover_is_for_a_stopped_daemon(daemon: LoneDaemon) -> None:
     user = Terminal(daemon.socket, **daemon.environment)
     assert user.run("outbox", "recover", "--yes").code == 69
     daemon.process.kill()
@@ -167,15 +167,15 @@ def test_recover_is_for_a_stopped_daemon(sent: Terminal, daemon: LoneDaemon) -> 
     assert Path(done.json[0]["damaged"]).read_bytes() == before
 
 
-def test_the_relay_is_paused_and_resumed(sent: Terminal, daemon: LoneDaemon) -> None:
-    assert sent.run("relay", "pause", "topic:orders", *WHY).out.startswith("paused relaying to topic:orders")
+def test_the_relay_is_paused_and_resumed(terminal: Terminal, daemon: LoneDaemon) -> None:
+    assert terminal.run("relay", "pause", "topic:orders", *WHY).out.startswith("paused relaying to topic:orders")
     with Client(daemon.socket) as client:
         while client.health().relay.paused_destinations != ["topic:orders"]:
             pass
-        assert sent.run("relay", "resume", "topic:orders", "--rate", "50/s", *WHY).code == 0
+        assert terminal.run("relay", "resume", "topic:orders", "--rate", "50/s", *WHY).code == 0
         while client.health().relay.paused_destinations:
             pass
-    assert sent.run("relay", "pause", *WHY, "--json").json[0]["state"]
+    assert terminal.run("relay", "pause", *WHY, "--json").json[0]["state"]
 
 
 def test_a_reason_is_required_off_a_terminal(sent: Terminal) -> None:
@@ -195,17 +195,14 @@ def test_a_reason_is_required_off_a_terminal(sent: Terminal) -> None:
 
 
 @pytest.mark.parametrize("row_id", ["nobody", "%", "' or 1=1", "' or 1=1 --", "*", "../a", "a b", "é", "", "0" * 500])
-def test_an_id_that_is_none_finds_nothing(row_id: str, sent: Terminal) -> None:
-    for verb in ("inspect", "abort", "requeue"):
-        options = () if verb == "inspect" else (*WHY, "--yes")
-        ended = (
-            sent.run("outbox", verb, "--", row_id)
-            if verb == "inspect"
-            else sent.run("outbox", verb, *options, "--", row_id)
-        )
+def test_an_id_that_is_none_finds_nothing(row_id: str, shared_daemon: LoneDaemon) -> None:
+    user = Terminal(shared_daemon.socket)
+    user.run("send", "topic:orders", "hello", "--id", "real")
+    for command in (("inspect",), ("abort", *WHY, "--yes"), ("requeue", *WHY, "--yes")):
+        ended = user.run("outbox", *command, "--", row_id)
         assert ended.code in {2, 3}
         assert ended.sentence()
-    assert {status(sent, each) for each in "abc"} == {"pending"}
+    assert status(user, "real") == "pending"
 
 
 def test_a_prefix_of_two_rows_is_neither(sent: Terminal) -> None:
