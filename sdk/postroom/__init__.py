@@ -1,5 +1,6 @@
 """Postroom, for programs: hand a message to the daemon of this machine and walk away."""
 
+from postroom.administration import HistoryQuery
 from postroom.blocking import Client
 from postroom.broker import BrokerClient
 from postroom.client import AsyncClient
@@ -15,6 +16,7 @@ __all__ = [
     "BrokerClient",
     "Client",
     "Conflict",
+    "HistoryQuery",
     "InvalidMessage",
     "ListQuery",
     "NotFound",

@@ -104,6 +104,29 @@ async def test_a_broken_connection_is_resumed_with_the_same_ids(serve: Serve) ->
     assert any(count > 1 for count in peer.kept.values())
 
 
+async def test_a_request_that_broke_off_takes_no_more_messages(serve: Serve) -> None:
+    broke = asyncio.Event()
+
+    def break_off_once(line: int, request: web.Request) -> None:
+        if line == 2 and request.transport is not None:
+            request.transport.abort()
+            broke.set()
+
+    async def with_a_rest() -> AsyncIterator[SendRequest]:
+        for message in messages(2):
+            yield message
+        await broke.wait()
+        for message in messages(200):
+            yield message
+            await asyncio.sleep(0)  # one by one, so that a stale request could snatch some
+
+    peer = Peer(break_off_once)
+    async with asyncio.timeout(20):
+        results = await run(await serve(peer.handle), with_a_rest(), seconds=5)
+    assert [result.line for result in results] == list(range(1, 203))
+    assert peer.requests == 2
+
+
 async def test_a_line_that_is_told_to_wait_is_sent_again(serve: Serve) -> None:
     def refuse_some(line: int, _request: web.Request) -> PostroomError | None:
         busy = TryAgain.of(507, "disk_full", "later", retryable=True, retry_after=0.01)

@@ -1,0 +1,215 @@
+"""`postroom mesh|member|topic|queue|broker …`, against a real broker on a real Postgres and Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+from mailroom import Mailroom
+from terminal import Outcome, Terminal
+
+from embedded import EmbeddedPostgres, EmbeddedRedis
+from postroom import BrokerClient, Conflict, HistoryQuery, NotFound, NotPermitted
+
+
+@pytest.fixture(scope="module")
+def mailroom(
+    session_directory: Path, postgres_server: EmbeddedPostgres, redis_server: EmbeddedRedis
+) -> Iterator[Mailroom]:
+    """One mail room for the whole module: each test uses names of its own."""
+    directory = session_directory / "mailroom"
+    directory.mkdir()
+    with asyncio.Runner() as runner:
+        runner.run(create_database(postgres_server.url, "administration"))
+        room = Mailroom(directory, postgres_server.url_of("administration"), redis_server.url)
+        runner.run(room.open())
+    yield room
+    room.close()
+    shutil.rmtree(directory)
+
+
+async def create_database(url: str, name: str) -> None:
+    connection = await asyncpg.connect(url)
+    await connection.execute(f"CREATE DATABASE {name}")
+    await connection.close()
+
+
+class Administrator:
+    """A user with the administrator's token; `as_member` has alice's."""
+
+    def __init__(self, room: Mailroom) -> None:
+        common = {"POSTROOM_BROKER_URL": room.broker_urls[0]}
+        self.admin = Terminal(room.socket, POSTROOM_ADMIN_TOKEN_FILE=str(room.directory / "admin.token"), **common)
+        self.member = Terminal(room.socket, POSTROOM_BROKER_TOKEN_FILE=str(room.directory / "alice.token"), **common)
+
+    async def run(self, *arguments: str) -> Outcome:
+        return await asyncio.to_thread(self.admin.run, *arguments)
+
+    async def as_member(self, *arguments: str) -> Outcome:
+        return await asyncio.to_thread(self.member.run, *arguments)
+
+
+async def test_a_mesh_is_set_up_and_taken_down(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    token_file = mailroom.directory / "carol.token"
+    assert (await user.run("mesh", "create", "plant")).code == 0
+    made = await user.run("member", "create", "carol", "--mesh", "plant", "--token-out", str(token_file))
+    assert made.code == 0
+    assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+    assert token_file.read_text().strip() not in made.out
+    assert (await user.run("topic", "create", "orders", "--mesh", "plant")).code == 0
+    assert (await user.run("queue", "create", "work.fast", "--mesh", "plant")).code == 0
+    assert (await user.run("topic", "subscribe", "orders", "carol", "--mesh", "plant")).code == 0
+    subscribers = await user.run("topic", "subscribers", "orders", "--mesh", "plant", "--json")
+    assert [each["member"] for each in subscribers.json] == ["carol"]
+    assert {each["slug"] for each in (await user.run("mesh", "list", "--json")).json} == {"demo", "plant"}
+    assert [each["name"] for each in (await user.run("queue", "list", "--mesh", "plant", "--json")).json] == [
+        "work.fast"
+    ]
+    for command in (
+        ("topic", "unsubscribe", "orders", "carol", "--mesh", "plant"),
+        ("topic", "delete", "orders", "--mesh", "plant", "--yes"),
+        ("queue", "delete", "work.fast", "--mesh", "plant", "--yes"),
+        ("member", "revoke", "carol", "--mesh", "plant", "--yes"),
+        ("mesh", "delete", "plant", "--yes"),
+    ):
+        assert (await user.run(*command)).code == 0, command
+
+
+async def test_lists_for_people_are_tables(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    for command, expected in {
+        ("mesh", "list"): "demo",
+        ("member", "list", "--mesh", "demo"): "alice",
+        ("topic", "list", "--mesh", "demo"): "orders",
+        ("topic", "subscribers", "orders", "--mesh", "demo"): "alice",
+    }.items():
+        shown = await user.run(*command)
+        assert shown.code == 0
+        assert any(expected in line.split() for line in shown.out.splitlines()[1:])
+
+
+async def test_a_members_token_implies_its_mesh(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    assert "orders" in {each["name"] for each in (await user.as_member("topic", "list", "--json")).json}
+    features = await user.as_member("broker", "features")
+    assert "alice" in features.out
+    assert (await user.as_member("broker", "features", "--json")).json[0]["mesh"] == "demo"
+    asked = await user.run("topic", "list")
+    assert asked.code == 2
+    assert "--mesh" in asked.sentence()
+
+
+async def test_a_member_may_not_administer(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    for command in (("mesh", "create", "mine"), ("topic", "create", "mine"), ("member", "create", "mallory")):
+        refused = await user.as_member(*command)
+        assert refused.code == 77
+        assert refused.sentence()
+
+
+async def test_the_daemons_own_member_subscribes_through_the_daemon(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    await user.run("topic", "create", "news", "--mesh", "demo")
+    assert (await user.as_member("topic", "subscribe", "news")).code == 0
+    shown = await user.run("topic", "subscribers", "news", "--mesh", "demo", "--json")
+    assert [each["member"] for each in shown.json] == ["alice"]
+    assert (await user.as_member("topic", "unsubscribe", "news")).code == 0
+    assert (await user.as_member("topic", "subscribe", "nonsense")).code == 3
+
+
+async def test_what_exists_twice_or_not_at_all_is_said(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    assert (await user.run("mesh", "create", "demo")).code == 4
+    assert (await user.run("topic", "create", "orders", "--mesh", "demo")).code == 4
+    assert (await user.run("topic", "delete", "nonsense", "--mesh", "demo", "--yes")).code == 3
+    assert (await user.run("mesh", "create", "Not A Slug")).code == 2
+
+
+async def test_a_rotated_token_replaces_the_old_one(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    first = (await user.run("member", "create", "zoe", "--mesh", "demo")).out.strip()
+    issued = await user.run("member", "rotate-token", "zoe", "--mesh", "demo", "--yes", "--json")
+    async with BrokerClient(mailroom.broker_urls[0], issued.json[0]["token"], patience=0) as client:
+        assert (await client.features()).member == "zoe"
+    async with BrokerClient(mailroom.broker_urls[0], first, patience=0) as client:
+        with pytest.raises(NotPermitted):
+            await client.features()
+
+
+async def test_no_token_is_issued_where_it_could_not_be_kept(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    taken = str(mailroom.directory / "admin.token")
+    refused = await user.run("member", "create", "dave", "--mesh", "demo", "--token-out", taken)
+    assert refused.code == 2
+    assert Path(taken).read_text() == mailroom.admin_token
+    names = [each["name"] for each in (await user.run("member", "list", "--mesh", "demo", "--json")).json]
+    assert "dave" not in names
+
+
+@pytest.mark.parametrize("verb", [("mesh", "delete", "demo"), ("topic", "delete", "orders", "--mesh", "demo")])
+async def test_what_destroys_asks_first(verb: tuple[str, ...], mailroom: Mailroom) -> None:
+    refused = await Administrator(mailroom).run(*verb)
+    assert refused.code == 2
+    assert "--yes" in refused.sentence()
+
+
+async def test_a_send_is_waited_for_until_the_broker_has_it(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    sent = await user.as_member("send", "topic:orders", "hello", "--wait", "--json")
+    assert (sent.code, sent.json[0]["status"]) == (0, "done")
+    lost = await user.as_member("send", "topic:nonsense", "hello", "--wait")
+    assert lost.code == 1
+    assert "topic_not_found" in lost.sentence()
+    listed = await user.as_member("outbox", "list", "--status", "dead", "--code", "topic_not_found", "--json")
+    assert len(listed.json) == 1
+
+
+async def test_the_history_is_read_page_by_page(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    for number in range(5):
+        await user.as_member("send", "topic:orders", f"page {number}", "--wait")
+    async with BrokerClient(mailroom.broker_urls[0], mailroom.token) as client:
+        every = [each async for each in client.history(HistoryQuery(limit=2))]
+        history = [each for each in every if (each.body or "").startswith("page")]
+        assert [each.body for each in history] == [f"page {number}" for number in range(5)]
+        assert (await client.message(history[0].broker_message_id)).body == "page 0"
+        with pytest.raises(NotFound):
+            await client.message("00000000-0000-0000-0000-000000000000")
+        with pytest.raises((NotPermitted, Conflict)):
+            await client.delete_mesh("demo")
+
+
+async def test_the_orphan_check_finds_none(mailroom: Mailroom) -> None:
+    broker = mailroom.brokers[0]
+    user = Terminal(**{name: str(value) for name, value in broker._environment.items()})
+    checked = await asyncio.to_thread(user.process, "broker", "orphan-check")
+    assert checked.code == 0, checked.err
+    migrated = await asyncio.to_thread(user.process, "broker", "migrate")
+    assert "up to date" in migrated.out
+
+
+async def test_a_doctor_finds_everything_well(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    found = await user.as_member("doctor", "--json")
+    verdicts = {each["subject"]: each["verdict"] for each in found.json}
+    assert (found.code, verdicts["daemon"], verdicts["broker"]) == (0, "ok", "ok")
+    daemon = Terminal(**{name: str(value) for name, value in mailroom.daemon._environment.items()})
+    checked = await asyncio.to_thread(daemon.run, "daemon", "check", "--json")
+    assert {each["verdict"] for each in checked.json[1:]} == {"ok"}
+    assert mailroom.token not in checked.out
+
+
+async def test_a_token_file_that_is_none_is_named(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    empty = mailroom.directory / "empty"
+    empty.touch()
+    for file in ("/nonexistent", "/", "/dev/zero", str(empty)):
+        refused = await user.run("mesh", "list", "--token-file", file)
+        assert refused.code in {2, 78}
+        assert file in refused.sentence()
