@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
+from chassis.exits import Exit
 from cli.connect import with_broker
 from cli.noun import Config, Json, TokenFile, Url, noun
 from cli.output import fields, json_line
+
+if TYPE_CHECKING:
+    from broker.orphans import Violation
 
 app = noun("Run and check the broker.")
 
@@ -24,9 +30,17 @@ def migrate(*, config: Config = None) -> None:
 
 
 @app.command()
-def orphan_check(*, config: Config = None) -> None:
+def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
     """Check that every accept has all its rows; exit code 1 where one has not."""
-    _command("orphan-check", config)
+    if not as_json:
+        _command("orphan-check", config)
+    from broker.config import load_config  # noqa: PLC0415
+
+    violations = asyncio.run(_orphans(load_config(config).database_url))
+    for violation in violations:
+        json_line(violation._asdict())
+    if violations:
+        raise SystemExit(Exit.FAILED)
 
 
 @app.command()
@@ -51,7 +65,18 @@ def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = 
     )
 
 
-def _command(name: str, config: Path | None) -> None:
+async def _orphans(database_url: str) -> list[Violation]:
+    from broker.database import connect  # noqa: PLC0415
+    from broker.orphans import find_orphans  # noqa: PLC0415
+
+    connection = await connect(database_url)
+    try:
+        return await find_orphans(connection)
+    finally:
+        await connection.close()
+
+
+def _command(name: str, config: Path | None) -> NoReturn:
     from broker.commands import main  # noqa: PLC0415
 
     raise SystemExit(main(name, config))

@@ -15,12 +15,18 @@ import typer
 from cli.ending import INTERRUPTED, ending, say, stand_in_for_closed_streams
 from cli.verbs import LazyGroup
 
+EXIT_CODES = (
+    "Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict, 69 unavailable, 74 input or output failed, "
+    "75 try again, 77 not permitted, 78 config, 130 interrupted, 141 the reader of the output went away."
+)
+
 app = typer.Typer(
     cls=LazyGroup,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
 )
 
 

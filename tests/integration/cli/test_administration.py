@@ -190,6 +190,8 @@ async def test_the_orphan_check_finds_none(mailroom: Mailroom) -> None:
     user = Terminal(**{name: str(value) for name, value in broker._environment.items()})
     checked = await asyncio.to_thread(user.process, "broker", "orphan-check")
     assert checked.code == 0, checked.err
+    as_json = await asyncio.to_thread(user.process, "broker", "orphan-check", "--json")
+    assert (as_json.code, as_json.out) == (0, "")
     migrated = await asyncio.to_thread(user.process, "broker", "migrate")
     assert "up to date" in migrated.out
 

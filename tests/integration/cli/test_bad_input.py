@@ -259,3 +259,12 @@ def test_the_version_is_told() -> None:
 def test_completion_names_the_verbs() -> None:
     user = Terminal(_POSTROOM_COMPLETE="complete_bash", COMP_WORDS="postroom outbox in", COMP_CWORD="2")
     assert "inspect" in user.shell("postroom").out
+
+
+def test_no_color_is_obeyed(terminal: Terminal) -> None:
+    terminal.run("send", "topic:orders", "hello")
+    coloured = terminal.at_a_terminal("outbox", "list")
+    plain = terminal.at_a_terminal("outbox", "list", NO_COLOR="1")
+    assert "\x1b[33mpending" in coloured.out
+    assert "\x1b[33m" not in plain.out
+    assert "pending" in plain.out

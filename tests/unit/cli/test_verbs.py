@@ -1,0 +1,78 @@
+"""The table of verbs is the whole of it: each verb has its module, its help, and options that everybody knows."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+
+from cli.verbs import VERBS
+
+READING = {"list", "inspect", "subscribers", "features", "check", "orphan-check", "doctor", "status"}
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command that can be run, by its words."""
+    for noun, verb in VERBS.items():
+        command = typer.main.get_command(importlib.import_module(verb.module).app)
+        for name, each in getattr(command, "commands", {}).items():
+            yield f"{noun} {name}", each
+        if not hasattr(command, "commands"):
+            yield noun, command
+
+
+COMMANDS = dict(commands())
+
+
+def options(words: str) -> set[str]:
+    return {option for parameter in COMMANDS[words].params for option in parameter.opts}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_command_says_what_it_does_and_every_option_too(words: str) -> None:
+    assert COMMANDS[words].help
+    for parameter in COMMANDS[words].params:
+        assert getattr(parameter, "help", "help"), parameter.name
+
+
+@pytest.mark.parametrize("words", [words for words in COMMANDS if words.split()[-1] in READING])
+def test_every_reading_verb_has_json(words: str) -> None:
+    assert "--json" in options(words)
+
+
+@pytest.mark.parametrize("verb", ["requeue", "abort", "hold", "release", "flush"])
+def test_every_operator_verb_takes_ids_filters_a_reason_and_a_dry_run(verb: str) -> None:
+    assert {
+        "ids",
+        "--all",
+        "--status",
+        "--code",
+        "--older-than",
+        "--reason",
+        "--dry-run",
+        "--yes",
+        "--json",
+    } <= options(f"outbox {verb}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mesh delete",
+        "topic delete",
+        "queue delete",
+        "member revoke",
+        "member rotate-token",
+        "outbox prune",
+        "outbox recover",
+    ],
+)
+def test_every_destructive_verb_can_be_told_not_to_ask(words: str) -> None:
+    assert "--yes" in options(words)
+
+
+def test_verbs_of_later_changes_are_absent() -> None:
+    assert not {"inbox", "dlq", "consumer", "agent", "worker", "jobs", "pipeline"} & set(VERBS)

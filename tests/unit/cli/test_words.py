@@ -1,0 +1,72 @@
+"""What people write on a command line, read: durations, rates, meta data, times, bodies."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli.composing import body_of, meta_of, moment_of
+from cli.ending import printable
+from cli.quantities import duration, rate
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("15m", 900), ("1h30m", 5400), ("7d", 604800), ("2w", 1209600), ("0.5s", 0.5), ("0s", 0)],
+)
+def test_a_duration_is_read_in_seconds(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1", "h", "1x", "-1h", "1 h", "1h ", "1e3s", "infd", "1h,2m"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        duration(text)
+
+
+@pytest.mark.parametrize(("text", "per_second"), [("50/s", 50), ("50", 50), ("0.5/s", 0.5)])
+def test_a_rate_is_read_per_second(text: str, per_second: float) -> None:
+    assert rate(text) == per_second
+
+
+@pytest.mark.parametrize("text", ["", "0", "0/s", "-1/s", "1/m", "fast", "inf", "nan"])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        rate(text)
+
+
+def test_meta_is_text_by_key() -> None:
+    assert meta_of(["a=1", "b=x=y", "c="]) == {"a": "1", "b": "x=y", "c": ""}
+    assert meta_of(None) is None
+
+
+@pytest.mark.parametrize("pairs", [["a"], ["=1"], ["a=1", "a=2"], [""]])
+def test_meta_that_is_none_is_refused(pairs: list[str]) -> None:
+    with pytest.raises(typer.BadParameter):
+        meta_of(pairs)
+
+
+def test_a_moment_needs_an_offset() -> None:
+    assert moment_of("2026-11-21T09:00:00Z") == datetime(2026, 11, 21, 9, tzinfo=UTC)
+    for text in ("2026-11-21T09:00:00", "2026-11-21", "soon", ""):
+        with pytest.raises(typer.BadParameter):
+            moment_of(text)
+
+
+@given(st.binary())
+def test_a_body_is_kept_byte_for_byte(data: bytes) -> None:
+    body = body_of(data)
+    assert (body.encode() if isinstance(body, str) else body) == data
+    assert isinstance(body, bytes) or "\0" not in body
+
+
+@given(st.text())
+def test_nothing_printable_changes_and_nothing_else_gets_through(text: str) -> None:
+    shown = printable(text)
+    assert all(character.isprintable() or character in "\n\t" for character in shown)
+    if text.isprintable():
+        assert shown == text
