@@ -8,7 +8,7 @@ wrote among them: each send gets the answer that it would have got alone, in its
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from itertools import chain
 from typing import Final, NamedTuple
@@ -25,7 +25,9 @@ from postroom.message import PreparedSend, Priority
 from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
+_ORDINARY_BYTES: Final = 8192  # of a payload: what a row counts as one for, so that no transaction floods the WAL
 _PLACES: Final = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _ROWS_PER_INSERT: Final = 64  # each count up to this is a statement of its own in the connection's cache
 
 AcceptOutcome = list[AcceptedRow | PostroomError]
@@ -39,8 +41,20 @@ class Accept(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows it may write."""
-        return len(self.sends)
+        """How many rows of ordinary size it may write."""
+        return sum(_ordinary_rows(send) for send in self.sends)
+
+    def parts(self, most: int) -> Iterator[Accept]:
+        """Split it, so that no part writes more than `most` rows of ordinary size, one large message alone excepted."""
+        part: list[PreparedSend] = []
+        rows = 0
+        for send in self.sends:
+            if part and rows + _ordinary_rows(send) > most:
+                yield Accept(part, self.caller)
+                part, rows = [], 0
+            part.append(send)
+            rows += _ordinary_rows(send)
+        yield Accept(part, self.caller)
 
     def run(self, transaction: Transaction) -> AcceptOutcome:
         """Accept them."""
@@ -82,6 +96,10 @@ _decode_existing: Final = msgspec.json.Decoder(list[_Existing]).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
+def _ordinary_rows(send: PreparedSend) -> int:
+    return 1 + len(send.payload) // _ORDINARY_BYTES
+
+
 def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[AcceptOutcome]:
     """Accept the sends of all of `group` in order; the outcomes are per member of the group, per send."""
     rows = [_new_row(transaction, send, accept.caller) for accept in group for send in accept.sends]
@@ -110,7 +128,7 @@ def _new_row(transaction: Transaction, send: PreparedSend, caller: Caller) -> _N
 
 def to_milliseconds(moment: datetime) -> int:
     """Turn a time with an offset into ms since the epoch, never early."""
-    return -int(-moment.timestamp() * 1000 // 1)
+    return -((_EPOCH - moment) // timedelta(milliseconds=1))
 
 
 def _accept(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:

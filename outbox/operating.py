@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
-import msgspec
-
 from chassis.sql import load_queries
 from outbox.accepting import to_milliseconds
 from outbox.errors import id_taken, payload_pruned, reason_missing, row_not_found, wrong_state
@@ -23,8 +21,6 @@ from postroom.sends import RowStatus
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
 
 Verb = Literal["requeue", "abort", "hold", "release", "flush"]
-
-_decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
 
 
 class _Row(NamedTuple):

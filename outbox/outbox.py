@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
-import structlog
-
 from chassis.exits import Exit, Fatal
 from outbox.accepting import Accept
-from outbox.connection import QUERIES, Connection, open_reader, open_writer
+from outbox.connection import open_reader
 from outbox.directory import StateDirectory
-from outbox.errors import is_damage
-from outbox.migrate import migrate
 from outbox.model import (
     AcceptedRow,
     Caller,
@@ -29,8 +23,9 @@ from outbox.model import (
     Settlement,
     Verdict,
 )
+from outbox.opening import open_file
 from outbox.operating import Control, Log, Order, Prune, Requeue, Verb, verbs, why_not
-from outbox.reading import Reader
+from outbox.reading import MAX_SEQ, Reader
 from outbox.relaying import Claim, Expire, Reclaim, Settle, WalkedPast
 from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
@@ -45,8 +40,6 @@ CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
 PAGE_ROWS: Final = 100
 _CHUNK: Final = 500  # rows that one transaction of a long job may touch
-
-_log = structlog.get_logger(__name__)
 
 
 def now_ms() -> int:
@@ -63,9 +56,17 @@ class Outbox:
     """
 
     def __init__(
-        self, directory: StateDirectory, writer: Writer, reader: Reader, walked: WalkedPast, clock: Callable[[], int]
+        self,
+        directory: StateDirectory,
+        *,
+        settings: OutboxSettings,
+        writer: Writer,
+        reader: Reader,
+        walked: WalkedPast,
+        clock: Callable[[], int],
     ) -> None:
         self._directory = directory
+        self._settings = settings
         self._writer = writer
         self._reader = reader
         self._walked = walked
@@ -96,7 +97,7 @@ class Outbox:
         async with contextlib.AsyncExitStack() as undo:
             state = StateDirectory(directory)
             undo.callback(state.end, clean=False)
-            connection = await _open_file(state)
+            connection = await open_file(state)
             undo.push_async_callback(connection.close)
             await connection.run(transactor.measure)
             writer = Writer(connection, state.database, transactor, settings)
@@ -104,7 +105,7 @@ class Outbox:
             await _reclaim(writer)
             reader = Reader(await open_reader(state.database), state.database)
             undo.pop_all()
-        return cls(state, writer, reader, walked, clock)
+        return cls(state, settings=settings, writer=writer, reader=reader, walked=walked, clock=clock)
 
     async def close(self) -> None:
         """Finish what is queued and close; what was answered stays. A second call does nothing."""
@@ -123,9 +124,15 @@ class Outbox:
     async def accept(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | PostroomError]:
         """Write the sends that are new, in order; an outcome per send, once it is on disk (seed §4.5.1).
 
-        A send that fails alone (507) has its error in its place. Concurrent calls share a transaction.
+        A send that fails alone (507) has its error in its place. Concurrent calls share a transaction; a call with more
+        than a transaction may hold takes several.
         """
-        outcomes = await self._writer.submit(Accept(sends, caller))
+        accept = Accept(sends, caller)
+        if accept.rows <= self._settings.max_group_rows:
+            outcomes = await self._writer.submit(accept)
+        else:
+            parts = [self._writer.submit(part) for part in accept.parts(self._settings.max_group_rows)]
+            outcomes = [outcome for part in await asyncio.gather(*parts) for outcome in part]
         if any(isinstance(outcome, AcceptedRow) and outcome.inserted for outcome in outcomes):
             self._work.set()
         return outcomes
@@ -219,13 +226,9 @@ class Outbox:
 
     async def export(self, row_filter: RowFilter) -> AsyncIterator[OutboxRow]:
         """Yield every matching row in age order, reading a page at a time."""
-        cursor: str | None = None
-        while True:
-            page = await self.list_rows(row_filter, cursor, _CHUNK)
-            for row in page.rows:
+        async for rows in self._pages(row_filter):
+            for row in rows:
                 yield row
-            if (cursor := page.next_cursor) is None:
-                return
 
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row (by its id, else by its client_message_id) with its requeue chain and its log; 404."""
@@ -281,21 +284,16 @@ class Outbox:
         order = Order(caller, reason).checked()
         result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
         unseen = set(row_filter.ids or ())
-        rows: list[OutboxRow] = []
-        async for row in self.export(row_filter):
-            unseen -= {row.id, row.client_message_id}
-            rows.append(row)
-        result.matched = len(rows)
-        able = [row for row in rows if why_not(verb, row.status, held=row.held) is None]
-        result.skipped = [row.id for row in rows if why_not(verb, row.status, held=row.held) is not None]
-        if dry_run:
-            result.done = [row.id for row in able]
-        else:
-            for start in range(0, len(able), _CHUNK):
-                await self._bulk_chunk(verb, able[start : start + _CHUNK], order, result)
-        result.failed += [
-            BulkFailure(id=row_id, code="row_not_found", detail="no such row") for row_id in sorted(unseen)
-        ]
+        async for rows in self._pages(row_filter, until=await self._reader.last_seq()):  # not its own successors
+            unseen.difference_update(*((row.id, row.client_message_id) for row in rows))
+            result.matched += len(rows)
+            able = [row.id for row in rows if why_not(verb, row.status, held=row.held) is None]
+            result.skipped += [row.id for row in rows if why_not(verb, row.status, held=row.held) is not None]
+            if dry_run:
+                result.done += able
+            else:
+                await self._bulk_chunk(verb, able, order, result)
+        result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
         return result
 
     async def prune(self, settled_before_ms: int, *, caller: Caller, reason: str) -> int:
@@ -346,19 +344,28 @@ class Outbox:
         self._changed(row_id)
         return await self._reader.row(row_id)
 
-    async def _bulk_chunk(self, verb: Verb, rows: Sequence[OutboxRow], order: Order, result: BulkResult) -> None:
-        futures = [self._writer.submit(self._verbs[verb](row.id, order)) for row in rows]
+    async def _pages(self, row_filter: RowFilter, until: int = MAX_SEQ) -> AsyncIterator[list[OutboxRow]]:
+        now = self._clock()
+        cursor: str | None = None
+        while True:
+            page = await self._reader.page(row_filter, cursor, _CHUNK, now, until)
+            yield page.rows
+            if (cursor := page.next_cursor) is None:
+                return
+
+    async def _bulk_chunk(self, verb: Verb, row_ids: Sequence[str], order: Order, result: BulkResult) -> None:
+        futures = [self._writer.submit(self._verbs[verb](row_id, order)) for row_id in row_ids]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
-        for row, outcome in zip(rows, outcomes, strict=True):
+        for row_id, outcome in zip(row_ids, outcomes, strict=True):
             if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":
-                result.skipped.append(row.id)  # it changed since it was listed
+                result.skipped.append(row_id)  # it changed since it was listed
             elif isinstance(outcome, PostroomError):
-                result.failed.append(BulkFailure(id=row.id, code=outcome.code, detail=str(outcome)))
+                result.failed.append(BulkFailure(id=row_id, code=outcome.code, detail=str(outcome)))
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                result.done.append(row.id)
-                self._changed(row.id)
+                result.done.append(row_id)
+                self._changed(row_id)
 
     def _changed(self, row_id: str) -> None:
         """Wake whoever waits for work or for this row: it may be due now, or settled."""
@@ -366,47 +373,8 @@ class Outbox:
         self._watchers.settled([row_id])
 
 
-async def _open_file(state: StateDirectory) -> Connection:
-    """Open, check and migrate the file; from here on the directory counts as in use."""
-    try:
-        connection = await open_writer(state.database)
-    except sqlite3.DatabaseError as error:
-        raise _unusable(state.database, error) from error
-    try:
-        if state.unclean:
-            await connection.run(partial(_check, state.database))
-        await connection.run(partial(migrate, path=state.database))
-    except BaseException:
-        await connection.close()
-        raise
-    state.begin()
-    return connection
-
-
 async def _reclaim(writer: Writer) -> None:
     try:
         await writer.submit(Reclaim())
     except PostroomError as error:
         raise Fatal(Exit.TRY_AGAIN, f"cannot take back the rows that were inflight: {error}") from error
-
-
-def _check(path: Path, db: sqlite3.Connection) -> None:
-    try:
-        (verdict,) = db.execute(QUERIES["quick_check"]).fetchone()
-    except sqlite3.DatabaseError as error:
-        raise _unusable(path, error) from error
-    if verdict != "ok":
-        raise _damaged(path, verdict)
-
-
-def _unusable(path: Path, error: sqlite3.DatabaseError) -> Fatal:
-    if is_damage(error):
-        return _damaged(path, str(error))
-    return Fatal(Exit.CONFIG, f"cannot open {path}: {error}; check its owner, its mode and the disk")
-
-
-def _damaged(path: Path, fault: str) -> Fatal:
-    return Fatal(
-        Exit.CONFIG,
-        f"{path} is damaged ({fault}): run `postroom outbox recover`, which sets it aside and saves the rows",
-    )

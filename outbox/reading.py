@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")
 _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
+MAX_SEQ: Final = 2**63 - 1
 _SCAN: Final = 2000  # rows that one short read transaction looks at
 _SCANS_PER_PAGE: Final = 50  # after which a page is returned as full as it is, with a cursor
 
@@ -118,12 +119,21 @@ class Reader:
         """Return a row with its requeue chain and what operators did to any of it; raises `NotFound`."""
         return await self._connection.run(lambda db: _in_snapshot(db, lambda: _inspect(db, row_id)))
 
-    async def page(self, row_filter: RowFilter, cursor: str | None, limit: int, now: int) -> OutboxPage:
-        """Return up to `limit` rows in age order; fewer, with a cursor, where the filter finds little for long."""
+    async def last_seq(self) -> int:
+        """Return the `seq` of the youngest row, 0 where there is none."""
+        return await self._connection.run(lambda db: int(_value(db, "last_seq", ())))
+
+    async def page(
+        self, row_filter: RowFilter, cursor: str | None, limit: int, now: int, until: int = MAX_SEQ
+    ) -> OutboxPage:
+        """Return up to `limit` rows in age order, up to the row `until`.
+
+        Fewer, with a cursor, where the filter finds little for long.
+        """
         after: int | None = _seq(cursor)
         rows: list[OutboxRow] = []
         for _ in range(_SCANS_PER_PAGE):
-            walk = _Walk(row_filter, after or 0, limit - len(rows), now)
+            walk = _Walk(row_filter, after or 0, until, limit - len(rows), now)
             found, after = await self._connection.run(walk.step)
             rows += found
             if after is None or len(rows) == limit:
@@ -152,6 +162,7 @@ class _Walk(NamedTuple):
 
     filter: RowFilter
     after: int
+    until: int
     limit: int
     now: int  # ms since the epoch
 
@@ -183,6 +194,7 @@ class _Walk(NamedTuple):
         age = wanted.older_than_seconds
         return {
             "after": self.after,
+            "until": self.until,
             "limit": self.limit,
             "scan": _SCAN,
             "ids": _encode(wanted.ids or []).decode(),

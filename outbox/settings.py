@@ -20,7 +20,9 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     ] = 2 * 1024 * 1024 * 1024
     max_group_rows: Annotated[
         int,
-        msgspec.Meta(ge=1, le=10_000, description="Messages that may share one transaction."),
+        msgspec.Meta(
+            ge=1, le=10_000, description="Messages that may share a transaction; a large one counts as several."
+        ),
     ] = 1000
     checkpoint_bytes: Annotated[
         int,
@@ -30,4 +32,4 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
             description="About how much the write-ahead log gathers, in bytes, before it is moved into the file: less "
             "makes shorter and more frequent pauses.",
         ),
-    ] = 4 * 1024 * 1024
+    ] = 1024 * 1024

@@ -82,9 +82,16 @@ class Transactor:
         self.logged_bytes += transaction.logged_bytes
         return outcomes
 
-    def checkpoint(self, db: sqlite3.Connection) -> tuple[int, int]:
-        """Move the WAL into the file as far as readers allow; returns its frames, and how many of them were moved."""
-        _, frames, moved = db.execute(QUERIES["checkpoint"]).fetchone()
+    def checkpoint(self, db: sqlite3.Connection, *, restart: bool) -> tuple[int, int]:
+        """Move the WAL into the file as far as readers allow; returns its frames, and how many of them were moved.
+
+        With `restart` it waits for the readers, briefly, so that the WAL starts anew although they never cease.
+        """
+        if restart:
+            db.execute(QUERIES["wait_briefly"])
+        _, frames, moved = db.execute(QUERIES["checkpoint_restart" if restart else "checkpoint"]).fetchone()
+        if restart:
+            db.execute(QUERIES["wait"])
         self.logged_bytes = 0
         self.measure(db)
         return frames, moved

@@ -11,7 +11,7 @@ from outbox.connection import QUERIES
 from postroom.sends import RowStatus
 
 FULL_AT: Final = 0.95  # of max_bytes: new messages are refused
-_PAGE_BYTES: Final = 4096
+_PAGE_BYTES: Final = 4096  # rows that move lie side by side: about two of 1 KiB share a page and its index entries
 _PAGES_PER_COMMIT: Final = 6  # one in the table, one in each index, the counters
 T_co = TypeVar("T_co", covariant=True)
 
@@ -53,7 +53,7 @@ class Transaction:
         """Count `rows` that went from one state to another; None for new ones."""
         if before is not None:
             self._changes[before] -= rows
-            self.logged_bytes += rows * _PAGE_BYTES
+            self.logged_bytes += rows * _PAGE_BYTES // 2
         self._changes[after] += rows
 
     def payload_grew(self, size: int) -> None:
@@ -77,7 +77,7 @@ class Operation(Protocol[T_co]):
 
     @property
     def rows(self) -> int:
-        """How many rows it may write, at most."""
+        """How many rows it may write, at most; a large payload counts as several."""
 
     def run(self, transaction: Transaction) -> T_co:
         """Do it; runs on the connection's thread."""

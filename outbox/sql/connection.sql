@@ -20,7 +20,7 @@ PRAGMA busy_timeout = 5000;             -- ms
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;              -- an fsync per commit: what was answered is on disk
 PRAGMA wal_autocheckpoint = 0;          -- the writer checkpoints after it has answered, see outbox/writer.py
-PRAGMA journal_size_limit = 33554432;   -- bytes the WAL file shrinks to when it starts anew
+PRAGMA journal_size_limit = 8388608;    -- bytes the WAL file shrinks to when it starts anew
 PRAGMA cache_size = -16384;             -- KiB
 PRAGMA recursive_triggers = ON;         -- REPLACE is a DELETE, and fires its trigger
 PRAGMA temp_store = MEMORY;
@@ -56,6 +56,14 @@ PRAGMA wal_checkpoint(PASSIVE);
 -- name: checkpoint_restart
 -- The same, and wait for the readers, so that the WAL starts anew.
 PRAGMA wal_checkpoint(RESTART);
+
+-- name: wait_briefly
+-- How long a restart may wait for readers, in ms: everybody waits with it.
+PRAGMA busy_timeout = 100;
+
+-- name: wait
+-- How long anything else may wait for a lock, in ms.
+PRAGMA busy_timeout = 5000;
 
 -- name: checkpoint_truncate
 -- The same, and leave an empty WAL.

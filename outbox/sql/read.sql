@@ -23,17 +23,17 @@ FROM (SELECT * FROM operator_log WHERE row_id IN (SELECT value FROM json_each(?1
 
 -- name: walk_all
 -- The next rows in age order: candidates for a page.
-SELECT json_group_array(seq) FROM (SELECT seq FROM outbox WHERE seq > :after ORDER BY seq LIMIT :scan);
+SELECT json_group_array(seq) FROM (SELECT seq FROM outbox WHERE seq > :after AND seq <= :until ORDER BY seq LIMIT :scan);
 
 -- name: walk_pending
 -- The next pending rows in age order: candidates for a page. Each lane is in age order; the lanes are merged.
 SELECT json_group_array(seq) FROM (
     SELECT seq FROM (
-        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 0 AND seq > :after ORDER BY seq LIMIT :scan) UNION ALL
-        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 1 AND seq > :after ORDER BY seq LIMIT :scan) UNION ALL
-        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 2 AND seq > :after ORDER BY seq LIMIT :scan) UNION ALL
-        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 3 AND seq > :after ORDER BY seq LIMIT :scan) UNION ALL
-        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 4 AND seq > :after ORDER BY seq LIMIT :scan)
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 0 AND seq > :after AND seq <= :until ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 1 AND seq > :after AND seq <= :until ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 2 AND seq > :after AND seq <= :until ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 3 AND seq > :after AND seq <= :until ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox WHERE lane = 4 AND seq > :after AND seq <= :until ORDER BY seq LIMIT :scan)
     ) ORDER BY seq LIMIT :scan
 );
 
@@ -41,7 +41,7 @@ SELECT json_group_array(seq) FROM (
 -- The next rows that are inflight, dead or aborted, in age order: candidates for a page.
 SELECT json_group_array(seq)
 FROM (SELECT seq FROM outbox
-      WHERE status = :status AND status IN ('inflight', 'dead', 'aborted') AND seq > :after ORDER BY seq LIMIT :scan);
+      WHERE status = :status AND status IN ('inflight', 'dead', 'aborted') AND seq > :after AND seq <= :until ORDER BY seq LIMIT :scan);
 
 -- name: walk_ids
 -- The next rows with one of these ids or client_message_ids, in age order: candidates for a page.
@@ -50,7 +50,11 @@ FROM (SELECT seq FROM (
           SELECT seq FROM outbox WHERE id IN (SELECT value FROM json_each(:ids))
           UNION
           SELECT seq FROM outbox WHERE client_message_id IN (SELECT value FROM json_each(:ids))
-      ) WHERE seq > :after ORDER BY seq LIMIT :scan);
+      ) WHERE seq > :after AND seq <= :until ORDER BY seq LIMIT :scan);
+
+-- name: last_seq
+-- The youngest row there is: where a job ends that writes rows itself.
+SELECT coalesce(max(seq), 0) FROM outbox;
 
 -- name: page
 -- Those of the candidates that match every part of the filter that is set, as a JSON array of [seq, row].

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from outboxes import ALICE, WHY, accepted, counted, done, opened, row_in, send
 
-from outbox import AcceptedRow, Outbox
+from outbox import AcceptedRow, Outbox, RowFilter
 from postroom.errors import PostroomError, TryAgain
 
 OpenOutbox = Callable[..., Awaitable[Outbox]]
@@ -92,7 +92,7 @@ import asyncio, sys
 from pathlib import Path
 from outboxes import ALICE, WHY, send
 from chassis import logs
-from outbox import AcceptedRow, Outbox
+from outbox import AcceptedRow, Outbox, RowFilter
 
 async def main(directory):
     ballast = directory / "ballast"
@@ -286,6 +286,40 @@ async def test_the_log_stays_small_under_load(open_outbox: OpenOutbox) -> None:
         await accepted(outbox, *(send(f"{number}-{each}", "x" * 1000) for each in range(100)))
         await outbox.claim(limit=100)
         most = max(most, (await outbox.counts()).wal_bytes)
+    await outbox.close()
+    assert most < 4 * 1024 * 1024
+
+
+async def test_large_messages_do_not_flood_the_log(open_outbox: OpenOutbox) -> None:
+    outbox = await open_outbox(max_group_rows=100)
+    transactions, _ = outbox.progress
+    sends = [send(f"id-{number}", "x" * 200_000) for number in range(60)]
+    rows = await accepted(outbox, *sends, sends[0])
+    assert [row.inserted for row in rows] == [True] * 60 + [False]
+    assert outbox.progress[0] - transactions >= 15
+    assert (await outbox.counts()).wal_bytes < 8 * 1024 * 1024
+    (single,) = await accepted(outbox, send("larger than any group", "x" * 1_000_000))
+    assert single.inserted
+    await outbox.close()
+
+
+async def test_readers_that_never_cease_do_not_make_the_log_grow(
+    open_outbox: OpenOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.writer._RESTART_AT", 1024 * 1024)
+    outbox = await open_outbox(checkpoint_bytes=128 * 1024)
+
+    async def read() -> None:
+        while True:
+            await outbox.list_rows(RowFilter(), limit=500)
+
+    readers = [asyncio.create_task(read()) for _ in range(4)]
+    for number in range(60):
+        await accepted(outbox, *(send(f"{number}-{each}", "x" * 1000) for each in range(100)))
+    most = outbox._writer.wal_bytes
+    for reader in readers:
+        reader.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
     await outbox.close()
     assert most < 4 * 1024 * 1024
 

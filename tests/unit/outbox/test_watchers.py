@@ -1,0 +1,17 @@
+from outbox.watchers import Watchers
+
+
+def test_only_who_waits_for_the_row_is_woken() -> None:
+    watchers = Watchers()
+    with watchers.watch("a") as first, watchers.watch("a") as second, watchers.watch("b") as other:
+        watchers.settled(["a", "c"])
+        assert first.is_set()
+        assert second.is_set()
+        assert not other.is_set()
+
+
+def test_who_no_longer_waits_leaves_nothing_behind() -> None:
+    watchers = Watchers()
+    with watchers.watch("a"), watchers.watch("a"):
+        pass
+    assert watchers._events == {}
