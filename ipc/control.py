@@ -5,7 +5,6 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any, Final
 
-import msgspec
 from aiohttp import web
 
 from ipc.answers import Answer, json_answer
@@ -13,25 +12,11 @@ from ipc.request import Request
 from ipc.services import Services
 from outbox.model import to_datetime
 from postroom.errors import TryAgain
-from postroom.sends import Health
+from postroom.sends import Health, Ready, Version
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus
 WAL_WARNING_BYTES: Final = 64 * 1024 * 1024
 FULL_WARNING: Final = 0.8  # of outbox.max_bytes
-
-
-class Ready(msgspec.Struct, kw_only=True):
-    """The body of a 200 to `GET /v1/ready`."""
-
-    ready: bool
-
-
-class Version(msgspec.Struct, kw_only=True):
-    """The body of `GET /v1/version`."""
-
-    name: str
-    version: str
-    mesh: str
 
 
 class Control:

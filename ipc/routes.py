@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from chassis.routes import NDJSON, Route, openapi
-from ipc.control import EXPOSITION, Control, Ready, Version
+from ipc.control import EXPOSITION, Control
 from ipc.outbox import OutboxDesk
 from ipc.relay import RelayDesk
-from ipc.sends import Sends, WaitQuery
+from ipc.sends import Sends
 from ipc.services import Services
 from ipc.topics import Topics
 from postroom.administration import Subscription, TopicList
@@ -25,8 +25,20 @@ from postroom.operations import (
     ReasonRequest,
     RequeueRequest,
     ResumeRequest,
+    WaitQuery,
 )
-from postroom.sends import BatchResult, BulkResult, Health, OutboxPage, OutboxRow, RelayStatus, RowChain, SendResult
+from postroom.sends import (
+    BatchResult,
+    BulkResult,
+    Health,
+    OutboxPage,
+    OutboxRow,
+    Ready,
+    RelayStatus,
+    RowChain,
+    SendResult,
+    Version,
+)
 
 CALLER = "caller"
 OPERATOR = "operator"

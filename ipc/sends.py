@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from time import perf_counter
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -20,21 +20,15 @@ from outbox.model import Caller
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 from postroom.ids import is_client_message_id
 from postroom.message import PreparedSend, prepare
+from postroom.operations import WaitQuery
 from postroom.sends import SETTLED, OutboxRow
 
-MAX_WAIT_SECONDS: Final = 60.0
 LARGE_BODY_BYTES: Final = 64 * 1024  # above it a body is decoded beside the loop, which goes on answering others
 _IDEMPOTENCY_KEY: Final = istr("Idempotency-Key")
 _TRACEPARENT: Final = istr("traceparent")
 _REPLAYED: Final = "Idempotent-Replayed: true\r\n"
 
 _encode: Final = msgspec.json.Encoder().encode
-
-
-class WaitQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The query string of `GET /v1/sends/{client_message_id}`: how long to wait for the end, in seconds."""
-
-    wait: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_SECONDS)] = 0
 
 
 class Sends:
