@@ -97,6 +97,7 @@ class Terminal:
             [*COMMAND, *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,  # a line that is read takes nothing of the next with it
             env=self.environment,
             **options,
         )

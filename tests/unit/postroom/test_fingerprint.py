@@ -6,7 +6,7 @@ import math
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postroom.fingerprint import NotCanonical, canonical_json, fingerprint, prefix
@@ -152,17 +152,20 @@ documents = st.dictionaries(
 )
 
 
+@settings(max_examples=40)
 @given(documents)
 def test_the_order_of_keys_never_matters(meta: dict[str, object]) -> None:
     assert canonical_json(meta) == canonical_json(dict(reversed(list(meta.items()))))
 
 
+@settings(max_examples=40)
 @given(documents)
 def test_the_canonical_form_says_the_same(meta: dict[str, object]) -> None:
     canonical = canonical_json(meta)
     assert (json.loads(canonical) if canonical else {}) == meta
 
 
+@settings(max_examples=40)
 @given(documents, documents, st.text(alphabet="abc", max_size=3), st.text(alphabet="abc", max_size=3))
 def test_different_content_has_different_fingerprints(
     one: dict[str, object], two: dict[str, object], body: str, other: str
