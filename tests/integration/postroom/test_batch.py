@@ -75,6 +75,12 @@ async def test_no_messages_need_no_daemon(short_directory: Path) -> None:
     assert await run(short_directory / "nobody.sock", [], patience=0) == []
 
 
+async def test_an_absent_daemon_ends_it(short_directory: Path) -> None:
+    with pytest.raises(Unavailable) as caught:
+        await run(short_directory / "nobody.sock", messages(3), patience=0.1)
+    assert caught.value.code == "daemon_absent"
+
+
 async def test_answers_come_while_the_messages_still_go(serve: Serve) -> None:
     answered: asyncio.Queue[int] = asyncio.Queue()
 
