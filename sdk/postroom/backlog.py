@@ -34,6 +34,11 @@ class Backlog:
         self._closed = False
 
     @property
+    def waits(self) -> bool:
+        """Whether a line waits."""
+        return bool(self._waiting)
+
+    @property
     def finished(self) -> bool:
         """Whether no line waits and none will come."""
         return self._closed and not self._waiting

@@ -87,9 +87,10 @@ class Batch:
 
     async def _one_request(self) -> None:
         """Send what waits through one request, for as long as it lasts; what it left open waits again."""
+        over = asyncio.Event()
         try:
             async with self._transport.open(
-                "POST", PATH, data=self._body(), media=NDJSON, silence=self._transport.timeout
+                "POST", PATH, data=self._body(over), media=NDJSON, silence=self._transport.timeout
             ) as response:
                 async for lines in self._transport.lines(response):
                     await self._settle_all(lines)
@@ -98,13 +99,22 @@ class Batch:
             if self._why_later:
                 raise error_for(self._why_later)
         except PostroomError as error:
-            if self._open_again() or not error.retryable:
+            over.set()
+            self._open_again()
+            if self._backlog.waits or not error.retryable:
                 await self._patience.pause(error)
+        finally:
+            over.set()
 
-    async def _body(self) -> AsyncIterator[bytes]:
-        """Yield chunks of lines; the request ends when none come for a while, and the next line opens another."""
-        while not self._why_later:
-            if len(self._unanswered) >= WINDOW:
+    async def _body(self, over: asyncio.Event) -> AsyncIterator[bytes]:
+        """Yield chunks of lines; the request ends when none come for a while, and the next line opens another.
+
+        A request that broke off may still be writing in the background: once it is `over` it must not take a line,
+        which nobody would ever answer. The request ends only when every line is answered: aiohttp may overlook that a
+        connection breaks at the moment when a request ends.
+        """
+        while not self._why_later and not over.is_set():
+            if len(self._unanswered) >= WINDOW or (self._backlog.finished and self._unanswered):
                 self._answered.clear()
                 await self._answered.wait()
             elif lines := self._backlog.take():
@@ -144,11 +154,10 @@ class Batch:
         result.line = line.number
         return result
 
-    def _open_again(self) -> bool:
-        """Let every line without a final answer wait again, in the caller's order; False where there is none."""
+    def _open_again(self) -> None:
+        """Let every line without a final answer wait again, in the caller's order."""
         lines = sorted([*self._later, *self._unanswered])
         self._later.clear()
         self._unanswered.clear()
         self._why_later = None
         self._backlog.give_back(lines)
-        return bool(lines)

@@ -5,6 +5,7 @@ An answer is read up to a limit, redirects are never followed, and what is no an
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -104,14 +105,25 @@ class Transport:
             raise self.peer.foreign(f"its answer can't be read: {error}") from error
 
     async def lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
-        """Yield the complete lines of each piece of an NDJSON answer, as it comes."""
+        """Yield the complete lines of each piece of an NDJSON answer, as it comes; raises where none comes in time.
+
+        The time is kept here as well: aiohttp keeps none while a request still goes, and may drop the end of a
+        connection that breaks at the very moment when the request ends.
+        """
         rest = b""
-        async for piece in response.content.iter_any():
+        while piece := await self._piece(response):
             *lines, rest = (rest + piece).split(b"\n")
             if len(rest) > MAX_LINE:
                 raise self.peer.foreign(f"a line of its answer is longer than {MAX_LINE} bytes")
             if lines:
                 yield lines
+
+    async def _piece(self, response: aiohttp.ClientResponse) -> bytes:
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.peer.failure(error) from error
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         data = bytearray()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -145,6 +145,27 @@ async def test_a_stream_survives_a_daemon_that_is_killed_again_and_again(daemon:
         rows = (await client.health()).rows
     assert sorted(lines) == list(range(1, total + 1))
     assert rows["pending"] == total
+
+
+@pytest.mark.parametrize("_round", range(5))
+async def test_a_stream_whose_last_messages_meet_a_kill_is_finished(daemon: LoneDaemon, _round: int) -> None:
+    half_answered = asyncio.Event()
+
+    async def messages() -> AsyncIterator[SendRequest]:
+        for number in range(1, 1001):
+            yield SendRequest(to="topic:orders", client_message_id=f"kill-{number}")
+            if number == 500:
+                await half_answered.wait()
+
+    answers: dict[int, str | None] = {}
+    async with AsyncClient(daemon.socket, patience=60) as client, asyncio.timeout(60):
+        async for result in client.send_many(messages()):
+            answers[result.line] = result.result and result.result.client_message_id
+            if len(answers) == 500 and not half_answered.is_set():
+                half_answered.set()
+                await asyncio.sleep(0)  # the rest goes out while the daemon dies
+                await daemon.restart()
+    assert answers == {number: f"kill-{number}" for number in range(1, 1001)}
 
 
 async def test_single_sends_survive_a_daemon_that_is_killed(daemon: LoneDaemon) -> None:
