@@ -1,4 +1,4 @@
-"""A baseline: how fast this disk and this SQLite commit rows of the outbox's own schema, with nothing around them."""
+"""A baseline: how fast this disk and this SQLite commit rows of the seed's table, with nothing around them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows_per_second(directory: Path, *, rows_a_commit: int, seconds: float) -> f
     database = sqlite3.connect(directory / f"raw-{rows_a_commit}.db", isolation_level=None)
     database.execute("PRAGMA journal_mode=WAL")
     database.execute("PRAGMA synchronous=FULL")
-    database.executescript(read_sql("outbox", "schema.sql"))
+    database.executescript(read_sql("bench", "raw_schema.sql"))
     numbers = count()
     began, rows = time.perf_counter(), 0
     while (took := time.perf_counter() - began) < seconds:
