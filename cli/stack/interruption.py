@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -33,4 +34,5 @@ def interruptible() -> Iterator[None]:
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
+    sys.unraisablehook = lambda _: None  # what was interrupted while it was being built complains of that
     raise Interrupted(number)

@@ -12,11 +12,13 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from postroom.client import AsyncClient
 from postroom.message import SendRequest
 from postroom.sends import BatchResult
+
+_CANCEL_SECONDS: Final = 10.0  # for what is interrupted to wind up
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,11 +125,19 @@ class Client:
             yield from results
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        ended = threading.Event()
+
+        async def watched() -> R:
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(lambda _: ended.set())
+            return await task
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         try:
             return future.result()
         except BaseException:
-            future.cancel()
+            if future.cancel():  # interrupted, as by Ctrl-C: wait until the work has really ended
+                ended.wait(_CANCEL_SECONDS)
             raise
 
     def _stop(self) -> None:
