@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 import re
+from collections import Counter
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, NoReturn
@@ -25,6 +26,7 @@ DestinationKind = Literal["topic", "dm", "queue"]
 
 MAX_BODY_BYTES: Final = 1024 * 1024
 MAX_DEPTH: Final = 64  # nested objects and arrays in meta
+MAX_META_VALUES: Final = 10_000  # in all of meta: what a fingerprint sorts and a reader walks
 MAX_MENTIONS: Final = 256
 MAX_NAME: Final = 64  # characters of a mesh, member, topic or segment of a queue
 
@@ -217,7 +219,7 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
         refuse("payload_too_large", f"the body has {len(body)} bytes, the limit is {max_body_bytes}", "body", 413)
     meta = b""
     if envelope.meta:
-        _check_depth(envelope.meta)
+        _check_size(envelope.meta)
         try:
             meta = canonical_json(envelope.meta)
         except NotCanonical as error:
@@ -331,15 +333,19 @@ def _quotes_of_value(value: Any) -> int:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     decoded = dict(pairs)
     if len(decoded) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         refuse("duplicate_key", f"the key {twice[:MAX_NAME]!r} stands twice in one object", twice[:MAX_NAME])
     return decoded
 
 
-def _check_depth(value: Any) -> None:
-    level = [value]
+def _check_size(meta: dict[str, Any]) -> None:
+    """Refuse a meta that is nested too deep or holds too many values, before anything walks it for good."""
+    level: list[Any] = [meta]
+    values = 0
     for _ in range(MAX_DEPTH):
+        values += sum(map(len, level))
+        if values > MAX_META_VALUES:
+            refuse("meta_too_large", f"meta holds more than {MAX_META_VALUES} values", "meta")
         level = [
             child
             for node in level

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from postroom.errors import InvalidMessage
 from postroom.message import (
+    MAX_META_VALUES,
     Envelope,
     SendRequest,
     check_envelope,
@@ -79,9 +80,18 @@ def test_minus_zero_is_zero() -> None:
     )
 
 
-def test_a_hundred_thousand_keys_are_read_and_kept() -> None:
-    meta = {f"k{n}": 0 for n in range(100_000)}
-    assert prepare(json.dumps({"to": "topic:t", "meta": meta}).encode()).client_message_id
+def test_meta_with_more_values_than_anybody_needs_is_refused() -> None:
+    most = {f"k{n}": 0 for n in range(MAX_META_VALUES)}
+    assert prepare(msgspec.json.encode({"to": "topic:t", "meta": most})).payload
+    assert refused({"meta": {**most, "one": 1}}).code == "meta_too_large"
+    assert refused({"meta": {"list": [[0]] * MAX_META_VALUES}}).code == "meta_too_large"
+
+
+@pytest.mark.timeout(60)  # comparing each key with each would take hours
+def test_a_duplicate_among_a_million_keys_is_named_in_one_pass() -> None:
+    keys = ",".join(f'"k{n}":0' for n in range(1_000_000))
+    with pytest.raises(InvalidMessage, match="'k999999' stands twice"):
+        prepare(b'{"to":"topic:t","meta":{' + keys.encode() + b',"k999999":1}}')
 
 
 def test_depth_64_is_allowed() -> None:
