@@ -32,7 +32,7 @@ async def test_a_committed_row_survives_a_kill_of_every_process(short_directory:
     await connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
     process = server.process
     assert process is not None
-    process.send(signal.SIGKILL)
+    assert process.end((signal.SIGKILL, 20))
     server.start()
     connection.terminate()
     connection = await asyncpg.connect(server.url)
@@ -70,9 +70,10 @@ def test_a_postgres_that_lost_its_pid_file_is_not_started_twice(
     process = server.process
     assert process is not None
     server.pid_file.unlink()
+    assert server.start()  # who started it still knows
+    assert server.process == process
     with pytest.raises(EmbeddedError, match=str(process.pid)):
-        server.start()
-    process.write(server.pid_file)
+        EmbeddedPostgres(server.directory).start()
 
 
 def test_half_a_cluster_left_by_a_crash_is_made_anew(server: EmbeddedPostgres) -> None:
