@@ -120,6 +120,16 @@ class Connection(RequestHandler):
         if not self._end.done():
             self._end.set_result(None)
 
+    def pause_writing(self) -> None:
+        """Remember since when the caller has not read its answers."""
+        super().pause_writing()
+        self._blocked_since = self._loop.time()
+
+    def resume_writing(self) -> None:
+        """Forget it: the caller reads again."""
+        super().resume_writing()
+        self._blocked_since = _NEVER
+
     @property
     def busy(self) -> bool:
         """Whether a request is being answered or waits for its turn."""

@@ -30,7 +30,7 @@ MAX_WAIT: Final = 60.0  # seconds that one look-up may wait
 MAX_IDS: Final = 10_000  # ids that one bulk request may name
 
 Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REASON, pattern=r"\S")]
-Age = Annotated[float, msgspec.Meta(ge=0)]  # seconds
+Age = Annotated[float, msgspec.Meta(ge=0, le=10_000_000_000)]  # seconds, some three centuries at most
 
 
 class RowFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
