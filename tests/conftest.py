@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
@@ -31,6 +32,13 @@ from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, ProcessIdent
 _PREFIX = "postroom-test-"
 _OWNER = "pytest.pid"
 _numbers = itertools.count(1)
+_DESCRIPTORS = 8192
+
+
+def pytest_configure() -> None:
+    """Raise the usual limit of 1024 open files: a test is often both ends of its connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
 
 
 @pytest.fixture(scope="session")
