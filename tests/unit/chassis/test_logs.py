@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 
 def logged(script: str) -> list[dict[str, object]]:
@@ -24,3 +25,12 @@ def test_tokens_and_bodies_are_dropped_whoever_logs_them():
 def test_an_exception_stays_on_its_line():
     (line,) = logged("try:\n    1 / 0\nexcept ZeroDivisionError:\n    log.exception('failed')")
     assert "ZeroDivisionError" in str(line["exception"])
+
+
+def test_a_log_that_cannot_be_written_stops_nobody():
+    script = (
+        "import structlog; from chassis import logs; logs.configure(); structlog.get_logger().info('lost'); print('on')"
+    )
+    with Path("/dev/full").open("wb") as full:
+        ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, check=False)
+    assert ran.stdout == b"on\n"
