@@ -133,10 +133,11 @@ class Relay:
         """What was counted since the process started."""
         return self._posting.counters
 
-    def controls_changed(self) -> None:
-        """Read the controls again: an operator paused, resumed or set a rate."""
+    async def controls_changed(self) -> None:
+        """Read the controls again: an operator paused, resumed or set a rate; `status` shows it from here on."""
         self._controls_stale = True
         self._wake.set()
+        await self._read_controls()
 
     def probe_now(self) -> None:
         """End a pause at once; the next post is still one small batch."""
@@ -259,8 +260,9 @@ class Relay:
         self._wake.set()
 
     async def _read_controls(self) -> None:
+        controls = await self._outbox.relay_controls()
+        self._controls = Controls(controls, self._clock())
         self._controls_stale = False
-        self._controls = Controls(await self._outbox.relay_controls(), self._clock())
 
     async def _expire(self) -> None:
         now = self._clock()

@@ -12,7 +12,7 @@ import select
 import socket
 from collections.abc import Iterator
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import structlog
 from aiohttp import web
@@ -25,9 +25,6 @@ from ipc.limits import Limits
 from ipc.peers import peer_of
 from outbox.model import Caller
 from postroom.errors import PostroomError
-
-if TYPE_CHECKING:
-    from ipc.server import Server
 
 _log = structlog.get_logger(__name__)
 
@@ -51,7 +48,7 @@ class Connection(RequestHandler):
         "streams",
     )
 
-    def __init__(self, server: Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+    def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
         self.caller = Caller(-1, -1)
         self.is_tcp = False

@@ -44,5 +44,5 @@ class RelayDesk:
         await self._outbox.set_relay_control(
             destination, paused=paused, rate_per_second=rate_per_second, caller=request.caller, reason=reason
         )
-        self._relay.controls_changed()
+        await self._relay.controls_changed()
         return json_answer(self._relay.status())

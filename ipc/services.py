@@ -21,8 +21,8 @@ class RelayControl(Protocol):
         """Say what the relay does now."""
         ...
 
-    def controls_changed(self) -> None:
-        """Tell the relay that a pause or a rate has changed on disk."""
+    async def controls_changed(self) -> None:
+        """Let the relay read the controls, which have changed on disk, before its status is told."""
         ...
 
 

@@ -432,8 +432,15 @@ async def test_a_paused_relay_posts_nothing_until_it_is_resumed(scripted_broker,
     await here.clock.sleep(HOUR)
     assert scripted_broker.batches == []
     await here.outbox.set_relay_control(None, paused=False, caller=ME, reason="it is back")
-    here.relay.controls_changed()
+    await here.relay.controls_changed()
     assert [row.status for row in await here.settled("a")] == ["done"]
+
+
+async def test_a_change_of_the_controls_shows_in_the_status_at_once(scripted_broker, station):
+    here = await station(scripted_broker.url)
+    await here.outbox.set_relay_control(None, paused=True, caller=ME, reason="the receiver is down")
+    await here.relay.controls_changed()
+    assert here.relay.status().state == "paused"
 
 
 async def test_a_paused_destination_waits_while_the_others_go(scripted_broker, station):
@@ -446,7 +453,7 @@ async def test_a_paused_destination_waits_while_the_others_go(scripted_broker, s
     assert scripted_broker.batches == [["a"]]
     assert here.relay.status().paused_destinations == ["topic:slow"]
     await here.outbox.set_relay_control("topic:slow", paused=False, caller=ME, reason="it is back")
-    here.relay.controls_changed()
+    await here.relay.controls_changed()
     assert {row.status for row in await here.settled(*ids_of(20))} == {"done"}
 
 

@@ -40,7 +40,7 @@ class StillRelay:
     def status(self) -> RelayStatus:
         return self.now
 
-    def controls_changed(self) -> None:
+    async def controls_changed(self) -> None:
         self.changes += 1
 
 
