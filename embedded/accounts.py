@@ -43,6 +43,13 @@ def may_run(program: Path, account: Account) -> bool:
     return first_barrier(real, account) is None and _may(real, account, stat.S_IROTH)
 
 
+def open_to_all(tree: Path) -> None:
+    """Let everybody read a tree of programs, enter its directories, and run what its owner may run."""
+    for path in (tree, *tree.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode | 0o555 if mode & stat.S_IXUSR else mode | 0o444)
+
+
 def _may(path: Path, account: Account, bit: int) -> bool:
     """Check one permission, given as the bit for others, for owner, group or others: whoever the account is."""
     status = path.stat()

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
-from embedded.accounts import first_barrier, may_run, unprivileged_account, user_name
+from embedded.accounts import first_barrier, may_run, open_to_all, unprivileged_account, user_name
 from embedded.errors import EmbeddedError
 from embedded.processes import Account, ProcessIdentity, processes_in, tethered
 from embedded.programs import postgres_home
@@ -118,7 +118,7 @@ class EmbeddedPostgres(EmbeddedServer):
         shutil.copytree(home, draft / home.parent.name / home.name, ignore=shutil.ignore_patterns("include", "*.a"))
         libraries = home.parent.with_name(f"{home.parent.name}.libs")
         shutil.copytree(libraries, draft / libraries.name)
-        draft.chmod(0o755)
+        open_to_all(draft)  # whatever the umask was, now or when the wheel was installed
         draft.rename(program)
 
     def _program(self, name: str) -> str:

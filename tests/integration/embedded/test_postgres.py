@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import asyncpg
@@ -20,8 +20,8 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has to give up
 
 
 @pytest.fixture
-def server(short_directory: Path) -> Iterator[EmbeddedPostgres]:
-    server = EmbeddedPostgres(short_directory / "postgres", durable=False)
+def server(short_directory: Path, postgres_in: Callable[[Path], EmbeddedPostgres]) -> Iterator[EmbeddedPostgres]:
+    server = postgres_in(short_directory / "postgres")
     yield server
     server.stop()
 
@@ -76,16 +76,20 @@ def test_a_postgres_that_lost_its_pid_file_is_not_started_twice(
         EmbeddedPostgres(server.directory).start()
 
 
-def test_half_a_cluster_left_by_a_crash_is_made_anew(server: EmbeddedPostgres) -> None:
+def test_half_a_cluster_left_by_a_crash_is_made_anew(short_directory: Path) -> None:
+    server = EmbeddedPostgres(short_directory / "postgres", durable=False)
     half = server.directory / "data.new"
     half.mkdir(parents=True)
     (half / "PG_VERSION").write_text("18")
     server.start()
     assert not half.exists()
+    server.stop()
 
 
-def test_a_directory_too_long_for_a_socket_still_works(short_directory: Path) -> None:
-    server = EmbeddedPostgres(short_directory / ("long" * 25), durable=False)
+def test_a_directory_too_long_for_a_socket_still_works(
+    short_directory: Path, postgres_in: Callable[[Path], EmbeddedPostgres]
+) -> None:
+    server = postgres_in(short_directory / ("long" * 25))
     server.start()
     assert server.directory not in server.socket_directory.parents
     server.stop()
@@ -114,15 +118,24 @@ def test_a_directory_that_the_unprivileged_user_cannot_reach_is_named(short_dire
         EmbeddedPostgres(closed / "state" / "postgres").start()
 
 
+@pytest.fixture(params=[0o022, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
 @as_root
 def test_programs_that_the_unprivileged_user_cannot_reach_are_copied(
-    server: EmbeddedPostgres, short_directory: Path, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddedPostgres, short_directory: Path, monkeypatch: pytest.MonkeyPatch, umask: int
 ) -> None:
     closed = short_directory / "closed"
     closed.mkdir(mode=0o700)
     wheel = postgres_home().parent
     for folder in (wheel, wheel.with_name(f"{wheel.name}.libs")):
         shutil.copytree(folder, closed / folder.name)
+    for installed in closed.rglob("*"):
+        installed.chmod(installed.stat().st_mode & ~umask)
     monkeypatch.setattr(postgres, "postgres_home", lambda: closed / wheel.name / "pginstall18")
     server.start()
     process = server.process
