@@ -1,8 +1,9 @@
 """Accepting sends: seed §4.5.1 steps 3 to 6, for any number of sends at once.
 
-All sends of a group go through one INSERT that leaves out the ids that exist, so the usual case needs no look-up. Where
-some were left out, one SELECT finds the rows that hold those ids, those that an earlier send of the same group just
-wrote among them: each send gets the answer that it would have got alone, in its turn.
+All sends of a group go through one INSERT that leaves out the ids that exist, so the usual case needs no look-up, and
+through one that writes their payloads: the numbers of the rows just written are consecutive. Where some were left out,
+one SELECT finds the rows that hold those ids, those that an earlier send of the same group just wrote among them: each
+send gets the answer that it would have got alone, in its turn.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
 _ORDINARY_BYTES: Final = 8192  # of a payload: what a row counts as one for, so that no transaction floods the WAL
-_PLACES: Final = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_PLACES: Final = {"insert": "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", "insert_payloads": "(?, ?)"}
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _ROWS_PER_INSERT: Final = 64  # each count up to this is a statement of its own in the connection's cache
 
@@ -62,7 +63,7 @@ class Accept(NamedTuple):
 
 
 class _NewRow(NamedTuple):
-    """What `insert` writes, in its order."""
+    """What `insert` writes, in its order, and the payload."""
 
     row_id: str
     client_message_id: str
@@ -74,12 +75,14 @@ class _NewRow(NamedTuple):
     destination: str
     submitted_by: str
     not_before: int | None
+    payload_bytes: int
     payload: bytes
 
 
 class _Existing(NamedTuple):
     """What `find` returns, in its order."""
 
+    seq: int
     client_message_id: str
     row_id: str
     status: RowStatus
@@ -102,12 +105,17 @@ def _ordinary_rows(send: PreparedSend) -> int:
 
 def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[AcceptOutcome]:
     """Accept the sends of all of `group` in order; the outcomes are per member of the group, per send."""
-    rows = [_new_row(transaction, send, accept.caller) for accept in group for send in accept.sends]
+    rows = [row for accept in group for row in _new_rows(transaction, accept)]
     answers = iter(_accept(transaction, rows))
     return [[next(answers) for _ in accept.sends] for accept in group]
 
 
-def _new_row(transaction: Transaction, send: PreparedSend, caller: Caller) -> _NewRow:
+def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:
+    submitted_by = f"{accept.caller.uid}:{accept.caller.gid}"
+    return [_new_row(transaction, send, submitted_by) for send in accept.sends]
+
+
+def _new_row(transaction: Transaction, send: PreparedSend, submitted_by: str) -> _NewRow:
     now = transaction.now
     not_before = None if send.not_before is None else to_milliseconds(send.not_before)
     due = now if not_before is None else max(now, not_before)
@@ -120,8 +128,9 @@ def _new_row(transaction: Transaction, send: PreparedSend, caller: Caller) -> _N
         lane_for(send.priority, due, now),
         send.priority,
         send.destination,
-        f"{caller.uid}:{caller.gid}",
+        submitted_by,
         not_before,
+        len(send.payload),
         send.payload,
     )
 
@@ -139,12 +148,13 @@ def _accept(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
 
 def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
     """Insert the rows whose id is free, and answer from the rows that stand there now."""
-    if sum(_insert(transaction, chunk) for chunk in _chunks(rows)) == len(rows):
-        _count(transaction, rows)
+    inserted, last = _insert(transaction, "insert", [row[:-1] for row in rows])
+    if inserted == len(rows):
+        _complete(transaction, rows, range(last - inserted + 1, last + 1))
         return [_inserted(row) for row in rows]
     existing = _find(transaction, rows)
     written = [row for row in rows if existing[row.client_message_id].row_id == row.row_id]
-    _count(transaction, written)
+    _complete(transaction, written, [existing[row.client_message_id].seq for row in written])
     return [_answer(row, existing[row.client_message_id]) for row in rows]
 
 
@@ -155,8 +165,8 @@ def _accept_what_fits(transaction: Transaction, rows: Sequence[_NewRow]) -> Acce
     headroom = transaction.headroom
     fitting = []
     for row in rows:
-        if row.client_message_id not in known and len(row.payload) <= headroom:
-            headroom -= len(row.payload)
+        if row.client_message_id not in known and row.payload_bytes <= headroom:
+            headroom -= row.payload_bytes
             known.add(row.client_message_id)
         fitting.append(row.client_message_id in known)
     accepted = [row for row, fits in zip(rows, fitting, strict=True) if fits]
@@ -164,19 +174,29 @@ def _accept_what_fits(transaction: Transaction, rows: Sequence[_NewRow]) -> Acce
     return [next(answers) if fits else outbox_full(transaction.max_bytes) for fits in fitting]
 
 
-def _chunks(rows: Sequence[_NewRow]) -> Iterator[Sequence[_NewRow]]:
+def _complete(transaction: Transaction, written: Sequence[_NewRow], seqs: Sequence[int]) -> None:
+    """Write the payloads of new rows, which have these numbers, and count them."""
+    if written:
+        _insert(transaction, "insert_payloads", [(seq, row.payload) for seq, row in zip(seqs, written, strict=True)])
+    transaction.moved(None, "pending", len(written))
+    transaction.payload_grew(_size(written))
+
+
+def _insert(transaction: Transaction, query: str, rows: Sequence[tuple[object, ...]]) -> tuple[int, int]:
+    """Insert rows, many in a statement; returns how many were inserted, and the number of the last."""
+    inserted = last = 0
     for start in range(0, len(rows), _ROWS_PER_INSERT):
-        yield rows[start : start + _ROWS_PER_INSERT]
+        chunk = rows[start : start + _ROWS_PER_INSERT]
+        cursor = transaction.db.execute(_insert_statement(query, len(chunk)), list(chain.from_iterable(chunk)))
+        inserted += cursor.rowcount
+        last = cursor.lastrowid or 0
+    return inserted, last
 
 
-def _insert(transaction: Transaction, rows: Sequence[_NewRow]) -> int:
-    return transaction.execute(_insert_statement(len(rows)), list(chain.from_iterable(rows)))
-
-
-@lru_cache(maxsize=_ROWS_PER_INSERT)
-def _insert_statement(rows: int) -> str:
-    """Return `insert` with its group of values repeated: one step of SQLite for all of them."""
-    return _QUERIES["insert"].replace(_PLACES, ", ".join([_PLACES] * rows))
+@lru_cache(maxsize=2 * _ROWS_PER_INSERT)
+def _insert_statement(query: str, rows: int) -> str:
+    """Return the query with its group of values repeated: one step of SQLite for all of them."""
+    return _QUERIES[query].replace(_PLACES[query], ", ".join([_PLACES[query]] * rows))
 
 
 def _find(transaction: Transaction, rows: Sequence[_NewRow]) -> dict[str, _Existing]:
@@ -187,13 +207,8 @@ def _find(transaction: Transaction, rows: Sequence[_NewRow]) -> dict[str, _Exist
     }
 
 
-def _count(transaction: Transaction, written: Sequence[_NewRow]) -> None:
-    transaction.moved(None, "pending", len(written))
-    transaction.payload_grew(_size(written))
-
-
 def _size(rows: Sequence[_NewRow]) -> int:
-    return sum(len(row.payload) for row in rows)
+    return sum(row.payload_bytes for row in rows)
 
 
 def _inserted(row: _NewRow) -> AcceptedRow:
@@ -204,8 +219,13 @@ def _inserted(row: _NewRow) -> AcceptedRow:
         fingerprint=row.fingerprint,
         destination=row.destination,
         enqueued_at=row.enqueued_at,
-        submitted_uid=int(row.submitted_by.partition(":")[0]),
+        submitted_uid=_uid(row.submitted_by),
     )
+
+
+@lru_cache(maxsize=64)
+def _uid(submitted_by: str) -> int:
+    return int(submitted_by.partition(":")[0])
 
 
 def _answer(row: _NewRow, existing: _Existing) -> AcceptedRow:
@@ -218,7 +238,7 @@ def _answer(row: _NewRow, existing: _Existing) -> AcceptedRow:
         fingerprint=bytes.fromhex(existing.fingerprint),
         destination=existing.destination,
         enqueued_at=existing.enqueued_at,
-        submitted_uid=int(existing.submitted_by.partition(":")[0]),
+        submitted_uid=_uid(existing.submitted_by),
         broker_message_id=existing.broker_message_id,
         history_id=existing.history_id,
         last_error=existing.last_error,

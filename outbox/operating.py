@@ -100,7 +100,9 @@ class Requeue(NamedTuple):
                 "not_before": not_before,
                 "payload": patch.payload,
             }
-        transaction.execute(_QUERIES["succeed_patched" if patch else "succeed"], values)
+        query = "succeed_patched" if patch else "succeed"
+        transaction.execute(_QUERIES[query], values)
+        transaction.execute(_QUERIES[f"{query}_payload"], values)
         transaction.moved(None, "pending", 1)
         transaction.payload_grew(len(patch.payload) if patch else row.payload_bytes)
 
@@ -192,6 +194,7 @@ class Prune(NamedTuple):
         parameters = {"after": self.after, "scan": self.scan, "before": self.settled_before}
         seqs, size = transaction.db.execute(_QUERIES["prunable"], parameters).fetchone()
         pruned = transaction.execute(_QUERIES["prune"], {"seqs": seqs, "now": transaction.now})
+        transaction.execute(_QUERIES["prune_payloads"], {"seqs": seqs})
         transaction.payload_grew(-size)
         return pruned, transaction.value(_QUERIES["walked"], parameters)
 

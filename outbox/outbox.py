@@ -40,6 +40,7 @@ CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
 PAGE_ROWS: Final = 100
 _CHUNK: Final = 500  # rows that one transaction of a long job may touch
+_EXPIRY_CHUNK: Final = 200  # of each lane
 
 
 def now_ms() -> int:
@@ -170,7 +171,7 @@ class Outbox:
         self._next_due = result.next_due
         if result.more:
             self._work.set()
-        return result.rows
+        return await self._reader.claimed(result.seqs) if result.seqs else []
 
     async def settle(self, settlements: Sequence[Settlement]) -> int:
         """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed."""
@@ -180,12 +181,18 @@ class Outbox:
             self._work.set()
         return settled
 
-    async def expire(self, enqueued_before_ms: int) -> int:
-        """Make every pending row dead (`expired`) that was enqueued before the moment; returns how many."""
+    async def expire(self, before_ms: int) -> int:
+        """Make every pending row dead (`expired`) whose age began before the moment; returns how many.
+
+        It begins when the row was enqueued, or at its `not_before` where that is later.
+        """
+        expire = Expire(before_ms, _EXPIRY_CHUNK)
         total = 0
-        while ids := await self._writer.submit(Expire(enqueued_before_ms, _CHUNK)):
+        while expire.places:
+            ids, places = await self._writer.submit(expire)
             self._watchers.settled(ids)
             total += len(ids)
+            expire = expire._replace(places=places)
         return total
 
     async def wait_for_work(self, timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here

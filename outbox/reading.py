@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -14,7 +15,8 @@ from chassis.sql import load_queries
 from outbox.connection import QUERIES as CONNECTION
 from outbox.connection import Connection
 from outbox.errors import row_not_found
-from outbox.model import OutboxCounts, RelayControl, RowFilter, to_datetime
+from outbox.model import ClaimedRow, OutboxCounts, RelayControl, RowFilter, to_datetime
+from outbox.relaying import read_claimed
 from postroom.errors import InvalidMessage
 from postroom.message import Priority
 from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
@@ -139,6 +141,10 @@ class Reader:
             if after is None or len(rows) == limit:
                 break
         return OutboxPage(rows=rows, next_cursor=None if after is None else str(after))
+
+    async def claimed(self, seqs: Sequence[int]) -> list[ClaimedRow]:
+        """Return the rows that a claim took, in its order."""
+        return await self._connection.run(partial(read_claimed, seqs))
 
     async def counts(self) -> OutboxCounts:
         """Return the kept counters and the sizes on disk."""

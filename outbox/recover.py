@@ -147,11 +147,12 @@ def _stretch(old: sqlite3.Connection, query: str, first: int, last: int) -> Iter
 
 def _keep(new: sqlite3.Connection, row: tuple[Any, ...]) -> bool:
     """Write a row that was read, unless it is garbage: the new file's own rules and the payload's form tell."""
-    *_, pruned_at, payload = row
+    *_, pruned_at, _, payload = row
     try:
         if pruned_at is None:
             msgspec.json.decode(payload, type=Envelope)
-        new.execute(_QUERIES["keep"], row)
+        new.execute(_QUERIES["keep"], row[:-1])
+        new.execute(_QUERIES["keep_payload"], (payload,))
     except (msgspec.MsgspecError, sqlite3.IntegrityError, TypeError):
         return False
     return True
@@ -172,6 +173,7 @@ def _bury(new: sqlite3.Connection, client_message_id: str, now: int, new_id: Cal
     if new.execute(_QUERIES["is_kept"], (client_message_id,)).fetchone()[0]:
         return False
     new.execute(_QUERIES["bury"], {"id": new_id(), "client_message_id": client_message_id, "now": now})
+    new.execute(_QUERIES["keep_payload"], (b"",))
     return True
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -36,9 +37,9 @@ _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 
 
 class ClaimResult(NamedTuple):
-    """The rows, whether more may be due right now, and when the next waiting row will be (ms since the epoch)."""
+    """The rows' numbers, whether more may be due right now, and when the next waiting row will be (ms)."""
 
-    rows: list[ClaimedRow]
+    seqs: Sequence[int]
     more: bool
     next_due: int | None
 
@@ -83,13 +84,18 @@ class Claim(NamedTuple):
         return self.limit
 
     def run(self, transaction: Transaction) -> ClaimResult:
-        """Claim: one transaction, seed §4.5.2's `pending` to `inflight`."""
+        """Claim: one transaction, seed §4.5.2's `pending` to `inflight`; `read_claimed` gets the rows after it.
+
+        Everybody waits while this runs, and reading takes as long as writing; what is inflight does not change.
+        """
         woken = transaction.execute(_QUERIES["wake"], {"now": transaction.now, "limit": self.limit})
         if woken:
             self.walked.forget()
         chosen, more = self._choose(transaction)
-        claimed = _take(transaction, chosen) if chosen else []
-        return ClaimResult(claimed, more or woken == self.limit, transaction.value(_QUERIES["next_due"]))
+        if chosen:
+            taken = transaction.execute(_QUERIES["take"], (_encode(chosen).decode(),))
+            transaction.moved("pending", "inflight", taken)
+        return ClaimResult(chosen, more or woken == self.limit, transaction.value(_QUERIES["next_due"]))
 
     def _choose(self, transaction: Transaction) -> tuple[list[int], bool]:
         chosen: list[int] = []
@@ -163,26 +169,35 @@ class Settle(NamedTuple):
 
 
 class Expire(NamedTuple):
-    """Give up at most `limit` pending rows that were enqueued before a moment."""
+    """Give up the rows that were due before a moment among the next `scan` rows of each lane.
 
-    enqueued_before: int  # ms since the epoch
-    limit: int
+    A row's age counts from `not_before` where that is later than `enqueued_at`. A lane is in the order of
+    `enqueued_at`, so a walk goes on past rows that were meant for later, until it meets one that was enqueued later.
+    """
+
+    before: int  # ms since the epoch
+    scan: int
+    places: Mapping[int, int] = dict.fromkeys(ALL, 0)  # the `seq` after which to look, by lane
 
     @property
     def rows(self) -> int:
         """How many rows it may write."""
-        return self.limit
+        return self.scan * len(self.places)
 
-    def run(self, transaction: Transaction) -> list[str]:
-        """Expire; returns the ids of the rows that are dead now."""
+    def run(self, transaction: Transaction) -> tuple[list[str], dict[int, int]]:
+        """Expire; returns the ids of the rows that are dead now, and the places to go on from."""
         ids: list[str] = []
-        for lane in ALL:
-            parameters = {"lane": lane, "before": self.enqueued_before, "limit": self.limit - len(ids)}
-            ids += _decode_ids(transaction.value(_QUERIES["expired"], parameters))
+        onward: dict[int, int] = {}
+        for lane, after in self.places.items():
+            parameters = {"lane": lane, "before": self.before, "after": after, "scan": self.scan}
+            expired, last = transaction.db.execute(_QUERIES["expired"], parameters).fetchone()
+            ids += _decode_ids(expired)
+            if last is not None:
+                onward[lane] = last
         last_error = "expired: the broker did not accept the message within max_age"
         changed = transaction.execute(_QUERIES["expire"], {"ids": _encode(ids).decode(), "last_error": last_error})
         transaction.moved("pending", "dead", changed)
-        return ids
+        return ids, onward
 
 
 class Reclaim(NamedTuple):
@@ -197,9 +212,9 @@ class Reclaim(NamedTuple):
         return changed
 
 
-def _take(transaction: Transaction, chosen: Sequence[int]) -> list[ClaimedRow]:
-    seqs = _encode(chosen).decode()
-    transaction.moved("pending", "inflight", transaction.execute(_QUERIES["take"], (seqs,)))
+def read_claimed(seqs: Sequence[int], db: sqlite3.Connection) -> list[ClaimedRow]:
+    """Return the rows that a claim took, in its order; runs on the thread of any connection."""
+    (found,) = db.execute(_QUERIES["taken"], (_encode(seqs).decode(),)).fetchone()
     return [
         ClaimedRow(
             row.row_id,
@@ -210,5 +225,5 @@ def _take(transaction: Transaction, chosen: Sequence[int]) -> list[ClaimedRow]:
             row.attempts,
             row.enqueued_at,
         )
-        for row in _decode_claimed(transaction.value(_QUERIES["taken"], (seqs,)))
+        for row in _decode_claimed(found)
     ]

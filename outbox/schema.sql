@@ -4,7 +4,9 @@
 --
 -- Why it looks as it does (all measured on 1 KiB messages, four bytes of index entry cost as much as a Python call):
 --   * A rowid table, its key named `seq`: rows and every index grow at their right edge, and `seq` is the age order.
---     WITHOUT ROWID on `id` would push a 1 KiB payload to an overflow page of its own.
+--   * The seed's table with one column moved: `payload` lives in `outbox_payload`, written in the same transaction and
+--     read by the claim alone. A row changes its state twice or more, its payload never: side by side, 500 rows that
+--     are claimed or settled are 175 pages to write, apart 31. It costs an accept a tenth. `outbox_whole` shows both.
 --   * `lane` says where a pending row waits, and is NULL for every other row, so that one narrow partial index,
 --     `outbox_pending`, is the claim order, the age order and the expiry order at once. The lanes:
 --       0, 1, 2   due, priority now, next, low, oldest first: what a claim takes
@@ -35,8 +37,8 @@ CREATE TABLE outbox (
     aborted_by          TEXT CHECK (aborted_by IN ('operator', 'auto')),
     superseded_by       TEXT,                            -- id of the successor
     payload_pruned_at   INTEGER,
+    payload_bytes       INTEGER NOT NULL CHECK (payload_bytes >= 0),
     held                INTEGER GENERATED ALWAYS AS (lane IS 4) VIRTUAL,
-    payload             BLOB    NOT NULL,                -- an encoded envelope; last, so that the rest is read without it
 
     -- What each state has, and has not. A status that is none of the five fails too.
     CONSTRAINT state CHECK (
@@ -55,7 +57,14 @@ CREATE TABLE outbox (
                              AND coalesce(lane, delivered_at, broker_message_id) IS NULL
         ELSE 0 END
     ),
-    CONSTRAINT pruned CHECK (payload_pruned_at IS NULL OR payload = x'')
+    CONSTRAINT pruned CHECK (payload_pruned_at IS NULL OR payload_bytes = 0),
+    -- Checked at the end of the transaction: no row without its payload.
+    FOREIGN KEY (seq) REFERENCES outbox_payload (seq) DEFERRABLE INITIALLY DEFERRED
+);
+
+CREATE TABLE outbox_payload (
+    seq     INTEGER PRIMARY KEY,
+    payload BLOB    NOT NULL                             -- an encoded envelope; empty once pruned
 );
 
 CREATE INDEX outbox_pending ON outbox (lane, seq, destination) WHERE lane IS NOT NULL;
@@ -81,9 +90,17 @@ BEFORE UPDATE OF seq, id, client_message_id, request_fingerprint, enqueued_at, p
                  not_before ON outbox
 BEGIN SELECT RAISE(ABORT, 'what was accepted is frozen'); END;
 
-CREATE TRIGGER outbox_payload_frozen BEFORE UPDATE OF payload ON outbox
+CREATE TRIGGER outbox_payload_bytes_frozen BEFORE UPDATE OF payload_bytes ON outbox
 WHEN NEW.payload_pruned_at IS NULL OR OLD.payload_pruned_at IS NOT NULL
 BEGIN SELECT RAISE(ABORT, 'a payload only changes by being pruned'); END;
+
+CREATE TRIGGER outbox_payload_frozen BEFORE UPDATE ON outbox_payload
+WHEN NEW.seq <> OLD.seq OR NEW.payload <> x''
+     OR NOT EXISTS (SELECT 1 FROM outbox WHERE seq = OLD.seq AND payload_pruned_at IS NOT NULL)
+BEGIN SELECT RAISE(ABORT, 'a payload only changes by being pruned'); END;
+
+CREATE TRIGGER outbox_keeps_payloads BEFORE DELETE ON outbox_payload
+BEGIN SELECT RAISE(ABORT, 'an outbox row is never deleted'); END;
 
 -- One row: how many rows are in each state, and the bytes of their payloads.
 CREATE TABLE tally (
@@ -122,11 +139,14 @@ CREATE TABLE relay_control (
     rate_per_second REAL    CHECK (rate_per_second > 0)
 ) WITHOUT ROWID;
 
+-- The seed's table in one piece, for a look into the file by hand.
+CREATE VIEW outbox_whole AS SELECT * FROM outbox JOIN outbox_payload USING (seq);
+
 -- A row as readers decode it (outbox/rows.py: StoredRow), never with its payload.
 CREATE VIEW outbox_row AS
 SELECT seq, id, client_message_id, status, destination, last_error, enqueued_at, held, superseded_by,
        json_array(id, client_message_id, status, destination, priority, enqueued_at, attempts, next_attempt_at,
-                  lower(hex(substr(request_fingerprint, 1, 8))), length(payload), held, not_before, last_error,
+                  lower(hex(substr(request_fingerprint, 1, 8))), payload_bytes, held, not_before, last_error,
                   delivered_at, broker_message_id, history_id, aborted_at, aborted_by, superseded_by,
                   payload_pruned_at, submitted_by) AS stored
 FROM outbox;

@@ -11,8 +11,8 @@ from outbox.connection import QUERIES
 from postroom.sends import RowStatus
 
 FULL_AT: Final = 0.95  # of max_bytes: new messages are refused
-_PAGE_BYTES: Final = 4096  # rows that move lie side by side: about two of 1 KiB share a page and its index entries
-_PAGES_PER_COMMIT: Final = 6  # one in the table, one in each index, the counters
+_MOVED_BYTES: Final = 256  # rows that change their state lie side by side, 16 to a page
+_COMMIT_BYTES: Final = 7 * 4096  # a page in each table, one in each index, the counters
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -28,7 +28,7 @@ class Transaction:
         self.now = now
         self.new_id = new_id
         self.used_bytes = used_bytes  # of the file: an estimate that `measure` corrects
-        self.logged_bytes = _PAGES_PER_COMMIT * _PAGE_BYTES  # about what the transaction adds to the WAL
+        self.logged_bytes = _COMMIT_BYTES  # about what the transaction adds to the WAL
         self.max_bytes = max_bytes
         self._changes: Counter[str] = Counter()
 
@@ -53,7 +53,7 @@ class Transaction:
         """Count `rows` that went from one state to another; None for new ones."""
         if before is not None:
             self._changes[before] -= rows
-            self.logged_bytes += rows * _PAGE_BYTES // 2
+            self.logged_bytes += rows * _MOVED_BYTES
         self._changes[after] += rows
 
     def payload_grew(self, size: int) -> None:

@@ -22,6 +22,7 @@ PRAGMA synchronous = FULL;              -- an fsync per commit: what was answere
 PRAGMA wal_autocheckpoint = 0;          -- the writer checkpoints after it has answered, see outbox/writer.py
 PRAGMA journal_size_limit = 8388608;    -- bytes the WAL file shrinks to when it starts anew
 PRAGMA cache_size = -16384;             -- KiB
+PRAGMA foreign_keys = ON;               -- no row without its payload
 PRAGMA recursive_triggers = ON;         -- REPLACE is a DELETE, and fires its trigger
 PRAGMA temp_store = MEMORY;
 

@@ -1,6 +1,6 @@
 -- name: get
 -- One row by its id, else by its client_message_id.
-SELECT seq, id, client_message_id, status, held, next_attempt_at, not_before, priority, length(payload),
+SELECT seq, id, client_message_id, status, held, next_attempt_at, not_before, priority, payload_bytes,
        payload_pruned_at
 FROM outbox
 WHERE seq = coalesce((SELECT seq FROM outbox WHERE id = ?1), (SELECT seq FROM outbox WHERE client_message_id = ?1));
@@ -16,20 +16,29 @@ SET status = 'aborted', lane = NULL, aborted_at = :now, aborted_by = 'operator',
 WHERE seq = :seq;
 
 -- name: succeed
--- Write the successor of a row with the same payload.
+-- Write the successor of a row; its payload follows.
 INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
-                    destination, submitted_by, not_before, payload)
+                    destination, submitted_by, not_before, payload_bytes)
 SELECT :id, :client_message_id, request_fingerprint, :now, :next_attempt_at, :lane, priority, destination,
-       submitted_by, not_before, payload
+       submitted_by, not_before, payload_bytes
 FROM outbox WHERE seq = :seq;
 
+-- name: succeed_payload
+-- Write the same payload for the successor just written.
+INSERT INTO outbox_payload (seq, payload)
+SELECT last_insert_rowid(), payload FROM outbox_payload WHERE seq = :seq;
+
 -- name: succeed_patched
--- Write the successor of a row with a payload that an operator patched.
+-- Write the successor of a row that an operator patched; its payload follows.
 INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
-                    destination, submitted_by, not_before, payload)
+                    destination, submitted_by, not_before, payload_bytes)
 SELECT :id, :client_message_id, :fingerprint, :now, :next_attempt_at, :lane, :priority, :destination,
-       submitted_by, :not_before, :payload
+       submitted_by, :not_before, length(:payload)
 FROM outbox WHERE seq = :seq;
+
+-- name: succeed_patched_payload
+-- Write the patched payload for the successor just written.
+INSERT INTO outbox_payload (seq, payload) VALUES (last_insert_rowid(), :payload);
 
 -- name: move
 -- Put a pending row into another lane.
@@ -42,8 +51,8 @@ VALUES (:at, :verb, :actor, :reason, :row_id, :detail);
 
 -- name: prunable
 -- Settled rows after `after` that still have their payload, oldest first; looks at no more than `scan` rows.
-SELECT json_group_array(seq), coalesce(sum(length(payload)), 0)
-FROM (SELECT seq, status, delivered_at, aborted_at, payload_pruned_at, payload
+SELECT json_group_array(seq), coalesce(sum(payload_bytes), 0)
+FROM (SELECT seq, status, delivered_at, aborted_at, payload_pruned_at, payload_bytes
       FROM outbox WHERE seq > :after ORDER BY seq LIMIT :scan)
 WHERE status IN ('done', 'aborted') AND payload_pruned_at IS NULL AND coalesce(delivered_at, aborted_at) < :before;
 
@@ -52,8 +61,13 @@ WHERE status IN ('done', 'aborted') AND payload_pruned_at IS NULL AND coalesce(d
 SELECT max(seq) FROM (SELECT seq FROM outbox WHERE seq > :after ORDER BY seq LIMIT :scan);
 
 -- name: prune
--- Empty the payloads of these rows; the rows stay.
-UPDATE outbox SET payload = x'', payload_pruned_at = :now
+-- Note that the payloads of these rows are gone; the rows stay.
+UPDATE outbox SET payload_bytes = 0, payload_pruned_at = :now
+WHERE seq IN (SELECT value FROM json_each(:seqs));
+
+-- name: prune_payloads
+-- Empty the payloads of these rows.
+UPDATE outbox_payload SET payload = x''
 WHERE seq IN (SELECT value FROM json_each(:seqs));
 
 -- name: set_control

@@ -2,6 +2,7 @@
 -- The new file is nobody's yet: one sync at the end is enough.
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
+PRAGMA foreign_keys = ON;
 
 -- name: last_seq
 -- The largest seq that any sound part of the damaged file knows.
@@ -12,11 +13,11 @@ SELECT max(seq) FROM outbox;
 SELECT max(seq) FROM outbox INDEXED BY sqlite_autoindex_outbox_2;
 
 -- name: rows
--- The rows of a stretch of the damaged file.
+-- The rows of a stretch of the damaged file, each with its payload.
 SELECT seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status, lane, priority,
        destination, submitted_by, not_before, last_error, delivered_at, broker_message_id, history_id, aborted_at,
-       aborted_by, superseded_by, payload_pruned_at, payload
-FROM outbox WHERE seq BETWEEN ? AND ?;
+       aborted_by, superseded_by, payload_pruned_at, length(payload), payload
+FROM outbox JOIN outbox_payload USING (seq) WHERE seq BETWEEN ? AND ?;
 
 -- name: ids
 -- The client_message_ids that the damaged file's index still knows, also of rows that cannot be read.
@@ -30,8 +31,12 @@ SELECT client_message_id FROM outbox INDEXED BY sqlite_autoindex_outbox_2 ORDER 
 -- Write a row into the new file.
 INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status,
                     lane, priority, destination, submitted_by, not_before, last_error, delivered_at, broker_message_id,
-                    history_id, aborted_at, aborted_by, superseded_by, payload_pruned_at, payload)
+                    history_id, aborted_at, aborted_by, superseded_by, payload_pruned_at, payload_bytes)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+
+-- name: keep_payload
+-- Write the payload of the row just written into the new file.
+INSERT INTO outbox_payload (seq, payload) VALUES (last_insert_rowid(), ?);
 
 -- name: is_kept
 -- Whether the new file has a client_message_id.
@@ -40,9 +45,9 @@ SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
 -- name: bury
 -- An id whose row cannot be read stays used: an aborted row without its message, of nobody's.
 INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, status, priority,
-                    destination, submitted_by, last_error, aborted_at, aborted_by, payload_pruned_at, payload)
+                    destination, submitted_by, last_error, aborted_at, aborted_by, payload_pruned_at, payload_bytes)
 VALUES (:id, :client_message_id, zeroblob(32), :now, :now, 'aborted', 'next', '', '-1:-1', 'unreadable: the row was damaged',
-        :now, 'auto', :now, x'');
+        :now, 'auto', :now, 0);
 
 -- name: log_lines
 -- A stretch of the damaged file's operator log.
@@ -72,4 +77,4 @@ UPDATE tally SET
     done          = (SELECT count(*) FROM outbox WHERE status = 'done'),
     dead          = (SELECT count(*) FROM outbox WHERE status = 'dead'),
     aborted       = (SELECT count(*) FROM outbox WHERE status = 'aborted'),
-    payload_bytes = (SELECT coalesce(sum(length(payload)), 0) FROM outbox);
+    payload_bytes = (SELECT coalesce(sum(payload_bytes), 0) FROM outbox);

@@ -13,12 +13,12 @@ SELECT min(next_attempt_at) FROM outbox INDEXED BY outbox_waiting WHERE lane = 3
 
 -- name: candidates
 -- The first rows of a lane after `after`, as a JSON array of [seq, payload bytes].
-SELECT json_group_array(json_array(seq, length(payload)))
-FROM (SELECT seq, payload FROM outbox WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :limit);
+SELECT json_group_array(json_array(seq, payload_bytes))
+FROM (SELECT seq, payload_bytes FROM outbox WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :limit);
 
 -- name: candidates_elsewhere
 -- The same without the destinations in `excluded`; looks at no more than `scan` rows.
-SELECT json_group_array(json_array(seq, length(payload)))
+SELECT json_group_array(json_array(seq, payload_bytes))
 FROM outbox
 WHERE seq IN (
     SELECT seq
@@ -45,7 +45,9 @@ SELECT CAST('[' || coalesce(group_concat(
            '["' || outbox.id || '","' || client_message_id || '","' || hex(request_fingerprint) || '",'
            || CAST(payload AS TEXT) || ',"' || destination || '",' || attempts || ',' || enqueued_at || ']'
        ), '') || ']' AS BLOB)
-FROM json_each(?1) AS chosen CROSS JOIN outbox ON outbox.seq = chosen.value;
+FROM json_each(?1) AS chosen
+CROSS JOIN outbox ON outbox.seq = chosen.value
+CROSS JOIN outbox_payload ON outbox_payload.seq = chosen.value;
 
 -- name: settle_done
 -- The broker has them: [[id, broker_message_id, history_id], …].
@@ -85,10 +87,11 @@ SET status = 'pending', attempts = attempts + 1,
 WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
 
 -- name: expired
--- The oldest pending rows of a lane that were enqueued before `before`, as a JSON array of ids.
-SELECT json_group_array(id)
-FROM (SELECT id, enqueued_at FROM outbox WHERE lane = :lane ORDER BY seq LIMIT :limit)
-WHERE enqueued_at < :before;
+-- Those of the next `scan` rows of a lane that were both enqueued and meant to go before `before`, as a JSON array of
+-- ids; and the last of the stretch, where older rows than that may follow it.
+SELECT json_group_array(id) FILTER (WHERE max(enqueued_at, coalesce(not_before, 0)) < :before),
+       CASE WHEN count(*) = :scan AND min(enqueued_at) < :before THEN max(seq) END
+FROM (SELECT seq, id, enqueued_at, not_before FROM outbox WHERE lane = :lane AND seq > :after ORDER BY seq LIMIT :scan);
 
 -- name: expire
 -- Give these pending rows up.

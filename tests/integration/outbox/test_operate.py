@@ -245,8 +245,8 @@ async def test_prune_empties_old_settled_payloads_and_keeps_the_rows(
     assert await outbox.prune(clock.now, **WHY) == 2
     assert await outbox.prune(clock.now, **WHY) == 0
     with opened(database) as db:
-        pruned = db.execute("SELECT client_message_id FROM outbox WHERE payload = x'' ORDER BY 1").fetchall()
-        sizes = db.execute("SELECT sum(length(payload)) FROM outbox").fetchone()[0]
+        pruned = db.execute("SELECT client_message_id FROM outbox_whole WHERE payload = x'' ORDER BY 1").fetchall()
+        sizes = db.execute("SELECT sum(length(payload)) FROM outbox_payload").fetchone()[0]
         lines = db.execute("SELECT verb, detail FROM operator_log WHERE row_id IS NULL").fetchall()
     assert pruned == [("aborted",), ("done",)]
     assert (await outbox.counts()).payload_bytes == sizes

@@ -110,7 +110,10 @@ async def test_a_settled_send_is_not_waited_for(outbox: Outbox) -> None:
 
 
 async def test_pending_rows_that_are_too_old_die(outbox: Outbox, clock: Clock) -> None:
-    await accepted(outbox, send("held"), send("waiting", not_before=START + 10**9), send("low", priority="low"))
+    await accepted(outbox, send("waiting"))
+    (waiting,) = await outbox.claim()
+    await outbox.settle([retry(waiting.row_id, START + 10**9)])
+    await accepted(outbox, send("held"), send("low", priority="low"))
     held = await found(outbox, "held")
     await outbox.hold(held.id, **WHY)
     await row_in(outbox, "pending", "due")
@@ -124,6 +127,35 @@ async def test_pending_rows_that_are_too_old_die(outbox: Outbox, clock: Clock) -
         assert (row.last_error or "").startswith("expired: ")
         assert not row.held
     assert (await found(outbox, "young")).status == "pending"
+
+
+async def test_the_age_of_a_row_counts_from_its_not_before(outbox: Outbox, clock: Clock) -> None:
+    await accepted(
+        outbox, send("later", not_before=START + 60_000), send("now"), send("past", not_before=START - 60_000)
+    )
+    assert await outbox.expire(START) == 0
+    assert await outbox.expire(START + 1) == 2
+    assert await outbox.expire(START + 60_000) == 0
+    clock.forward(60)
+    assert [row.client_message_id for row in await outbox.claim()] == ["later"]
+    await outbox.settle([retry((await found(outbox, "later")).id, clock.now)])
+    assert await outbox.expire(START + 60_001) == 1
+    assert (await found(outbox, "later")).status == "dead"
+
+
+@pytest.mark.parametrize("due", [False, True], ids=["waiting", "due"])
+async def test_rows_that_were_meant_for_later_hide_no_expired_row(outbox: Outbox, clock: Clock, *, due: bool) -> None:
+    await accepted(outbox, *(send(f"later-{number}", not_before=START + 60_000) for number in range(1200)))
+    await accepted(outbox, send("old"))
+    (old,) = await outbox.claim()
+    if due:
+        clock.forward(60)
+        for _ in range(3):  # each wakes 500
+            assert await outbox.claim(excluded={"topic:orders"}) == []
+    await outbox.settle([retry(old.row_id, clock.now + (0 if due else 120_000))])
+    assert await outbox.expire(START + 1) == 1
+    assert (await found(outbox, "old")).status == "dead"
+    assert (await outbox.counts()).rows["pending"] == 1200
 
 
 async def test_an_inflight_row_does_not_expire(outbox: Outbox) -> None:

@@ -73,18 +73,51 @@ async def test_a_row_is_never_deleted(outbox: Outbox, database: Path, status: st
         with pytest.raises(sqlite3.IntegrityError, match="never deleted"):
             db.execute(
                 "INSERT OR REPLACE INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, "
-                "next_attempt_at, lane, priority, destination, submitted_by, payload) "
-                "SELECT 'new', client_message_id, request_fingerprint, 1, 1, 1, 'next', 'dm:x', '', x'' FROM outbox"
+                "next_attempt_at, lane, priority, destination, submitted_by, payload_bytes) "
+                "SELECT 'new', client_message_id, request_fingerprint, 1, 1, 1, 'next', 'dm:x', '', 0 FROM outbox"
             )
+        for change in ("DELETE FROM outbox_payload", "REPLACE INTO outbox_payload SELECT seq, x'' FROM outbox"):
+            with pytest.raises(sqlite3.IntegrityError, match="never deleted"):
+                db.execute(change)
 
 
 @pytest.mark.parametrize(
-    "column", ["id", "client_message_id", "request_fingerprint", "enqueued_at", "destination", "priority", "payload"]
+    "column",
+    ["id", "client_message_id", "request_fingerprint", "enqueued_at", "destination", "priority", "payload_bytes"],
 )
 async def test_what_was_accepted_is_frozen(outbox: Outbox, database: Path, column: str) -> None:
     await row_in(outbox, "pending")
     with opened(database) as db, pytest.raises(sqlite3.IntegrityError):
         db.execute(f"UPDATE outbox SET {column} = {column} || 'x'")  # noqa: S608 - a name of this test
+
+
+@pytest.mark.parametrize("status", STATES)
+@pytest.mark.parametrize("change", ["payload = payload || 'x'", "payload = x''", "seq = seq + 1"])
+async def test_a_payload_is_frozen_until_it_is_pruned(outbox: Outbox, database: Path, status: str, change: str) -> None:
+    await row_in(outbox, status)
+    with opened(database) as db, pytest.raises(sqlite3.IntegrityError, match="only changes by being pruned"):
+        db.execute(f"UPDATE outbox_payload SET {change}")  # noqa: S608 - a change of this test
+
+
+async def test_a_pruned_payload_never_comes_back(outbox: Outbox, database: Path) -> None:
+    await row_in(outbox, "done")
+    assert await outbox.prune(2**62, **WHY) == 1
+    with opened(database) as db:
+        for change in ("outbox_payload SET payload = 'x'", "outbox SET payload_bytes = 1"):
+            with pytest.raises(sqlite3.IntegrityError, match="only changes by being pruned"):
+                db.execute(f"UPDATE {change}")
+
+
+async def test_no_row_is_written_without_its_payload(outbox: Outbox) -> None:
+    row_id = await row_in(outbox, "dead")
+    copy = (
+        "INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority, "
+        "destination, submitted_by, payload_bytes) "
+        "SELECT 'new', 'new', request_fingerprint, 1, 1, 1, 'next', 'dm:x', '', 0 FROM outbox WHERE id = ?"
+    )
+    with pytest.raises(sqlite3.IntegrityError, match="FOREIGN KEY"):
+        await outbox._writer._connection.run(lambda db: db.execute(copy, (row_id,)))
+    assert await outbox.find("new") is None
 
 
 async def test_the_operator_log_is_append_only(outbox: Outbox, database: Path) -> None:
