@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,15 +20,17 @@ SECONDS = 20.0  # a bound for what the kernel or a server does at once
 
 
 @pytest.fixture(params=["postgres", "redis", "nats"])
-def server(request: pytest.FixtureRequest, short_directory: Path) -> Iterator[EmbeddedServer]:
-    directory = short_directory / request.param
-    made: dict[str, EmbeddedServer] = {
-        "postgres": EmbeddedPostgres(directory, durable=False),
-        "redis": EmbeddedRedis(directory),
-        "nats": EmbeddedNats(directory),
+def server(
+    request: pytest.FixtureRequest, short_directory: Path, postgres_in: Callable[[Path], EmbeddedPostgres]
+) -> Iterator[EmbeddedServer]:
+    make: dict[str, Callable[[Path], EmbeddedServer]] = {
+        "postgres": postgres_in,
+        "redis": EmbeddedRedis,
+        "nats": EmbeddedNats,
     }
-    yield made[request.param]
-    made[request.param].stop()
+    server = make[request.param](short_directory / request.param)
+    yield server
+    server.stop()
 
 
 def running(server: EmbeddedServer) -> ProcessIdentity:
@@ -69,7 +71,7 @@ def test_a_pid_that_belongs_to_somebody_else_by_now_is_left_alone(server: Embedd
     with subprocess.Popen(tethered(["/bin/sleep", "600"])) as stranger:
         stranger_now = ProcessIdentity.of(stranger.pid)
         assert stranger_now is not None
-        server.directory.mkdir()
+        server.directory.mkdir(exist_ok=True)
         stranger_now._replace(started=stranger_now.started - 1).write(server.pid_file)
         server.stop()
         assert stranger.poll() is None
