@@ -22,7 +22,8 @@ State = Annotated[
     typer.Option(
         "--state",
         metavar="DIR",
-        help="Keep everything below DIR [default: the XDG state directory].",
+        envvar="POSTROOM_STATE",
+        help="Keep everything below DIR [default: in the XDG state directory].",
         show_default=False,
     ),
 ]
@@ -95,8 +96,8 @@ Postroom is up; it keeps everything in {layout.state}
   set -a; . {layout.env_file}; set +a      tell this shell where it is
   postroom send topic:orders 'hello' --wait
   postroom outbox list
-  postroom status --state {layout.state}
-  postroom down --state {layout.state}
+  postroom status
+  postroom down
 """
     )
     sys.stdout.flush()

@@ -102,7 +102,7 @@ class EmbeddedPostgres(EmbeddedServer):
         if barrier is not None:
             raise EmbeddedError(
                 f"root starts Postgres as {account.name}, who may not enter {barrier} on the way to {self.directory}: "
-                f"choose a directory that others may pass through (as /var/lib/postroom), or `chmod o+x {barrier}`"
+                f"choose a directory that others may pass through (as one in /var/lib), or `chmod o+x {barrier}`"
             )
         if not may_run(postgres_home() / "bin" / "postgres", account):
             self._copy_programs()

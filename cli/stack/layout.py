@@ -15,18 +15,22 @@ from embedded.sockets import socket_directory
 
 MESH: Final = "demo"
 SENDER: Final = "alice"  # as whom the daemon acts
+_NAME: Final = "postroom-up"
 _MARK: Final = "postroom-up"  # the file that says whose directory this is
 _SOCKET: Final = f"{MESH}.sock"
 
 
 def default_state_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the XDG state directory; for root, whose home Postgres may not enter, `/var/lib/postroom`."""
+    """Return the place in the XDG state directory; for root, whose home Postgres may not enter, in `/var/lib`.
+
+    It is not the one called `postroom`: that is where services of this machine keep theirs.
+    """
     if state := environ.get("XDG_STATE_HOME"):
-        return Path(state) / "postroom"
+        return Path(state) / _NAME
     if os.geteuid() == 0:
-        return Path("/var/lib/postroom")
+        return Path("/var/lib") / _NAME
     try:
-        return Path.home() / ".local" / "state" / "postroom"
+        return Path.home() / ".local" / "state" / _NAME
     except RuntimeError as error:
         raise Fatal(Exit.CONFIG, "there is no home directory: say where with --state DIR") from error
 

@@ -64,6 +64,7 @@ class Stack:
             "POSTROOM_DATABASE_URL": self.postgres.url,
             "POSTROOM_REDIS_URL": self.redis.url,
             "POSTROOM_NATS_URL": self.nats.url,
+            "POSTROOM_STATE": str(self.layout.state),
         }
 
 

@@ -28,6 +28,7 @@ VARIABLES = {
     "POSTROOM_DATABASE_URL",
     "POSTROOM_REDIS_URL",
     "POSTROOM_NATS_URL",
+    "POSTROOM_STATE",
 }
 
 
@@ -75,6 +76,11 @@ def test_a_message_goes_all_the_way_with_the_environment_alone(stack: Stack) -> 
     done = run("send", "topic:orders", "hello", "--id", "up-hello", "--wait", environ=environment(stack.layout))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "up-hello done\n"
+
+
+def test_the_environment_alone_tells_status_where_to_look(stack: Stack) -> None:
+    done = run("status", "--json", environ=environment(stack.layout))
+    assert {json.loads(row)["state"] for row in done.stdout.splitlines()} == {"running"}
 
 
 @pytest.mark.parametrize("destination", ["dm:bob", "dm:alice", "queue:work"])
