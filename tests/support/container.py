@@ -89,14 +89,16 @@ class Machine:
 
 
 @contextmanager
-def booted(root: Path, settings: Settings, binds: Mapping[Path, str], log: Path) -> Iterator[Machine]:
+def booted(
+    root: Path, settings: Settings, binds: Mapping[Path, str], log: Path, more_options: Sequence[str] = ()
+) -> Iterator[Machine]:
     """Boot `root` under its own systemd until the block ends; what is written goes to memory, and then away.
 
     `binds` are bound read-only. Raises `AssertionError` with the end of the console, which goes to `log`, when it
     does not come up.
     """
     options = ["--boot", "--console=passive", "--link-journal=no", "--notify-ready=yes", "--volatile=overlay"]
-    options += [f"--bind-ro={outside}:{inside}" for outside, inside in binds.items()]
+    options += [*more_options, *(f"--bind-ro={outside}:{inside}" for outside, inside in binds.items())]
     with tempfile.TemporaryDirectory() as directory:
         notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         notified.bind(f"{directory}/notify")

