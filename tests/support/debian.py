@@ -1,6 +1,6 @@
 """Debian roots for containers, made by debootstrap and kept between runs below `$XDG_CACHE_HOME/postroom/debian`.
 
-Whatever is missing is said in one sentence with what to install. The mirror is `$POSTROOM_DEBIAN_MIRROR`.
+Whatever is missing is said in one sentence with what to install. `$POSTROOM_DEBIAN_MIRROR` names another mirror than debootstrap's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ BOOTABLE = (*BARE, "systemd", "systemd-sysv", "dbus", "libpam-systemd")
 
 _TOOLS = {"debootstrap": "debootstrap", "systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
 _VARIABLE = "POSTROOM_DEBIAN_MIRROR"
-_MIRROR = "http://deb.debian.org/debian"
 
 
 class MachineMissing(Exception):
@@ -43,12 +42,15 @@ def debian_root(suite: str, packages: Sequence[str]) -> Path:
     check_tools()
 
     def debootstrap(root: Path) -> None:
-        mirror = os.environ.get(_VARIABLE, _MIRROR)
-        command = ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", suite, str(root), mirror]
+        mirror = os.environ.get(_VARIABLE)  # without it debootstrap takes its own
+        command = ["debootstrap", "--variant=minbase", f"--include={','.join(packages)}", suite, str(root)]
+        command += [mirror] if mirror else []
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode != 0:
             said = "\n".join(done.stdout.splitlines()[-5:])
-            raise MachineMissing(f"debootstrap of {suite} from {mirror} failed (${_VARIABLE} names another):\n{said}")
+            raise MachineMissing(
+                f"debootstrap of {suite} from {mirror or 'its default mirror'} failed (${_VARIABLE} names another):\n{said}"
+            )
 
     return cached(f"{suite}-{digest(*packages)}", debootstrap)
 
