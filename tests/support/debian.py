@@ -1,6 +1,7 @@
 """Debian roots for containers, made by debootstrap and kept between runs below `$XDG_CACHE_HOME/postroom/debian`.
 
-Whatever is missing is said in one sentence with what to install. `$POSTROOM_DEBIAN_MIRROR` names another mirror than debootstrap's own.
+Whatever is missing is said in one sentence with what to install. `$POSTROOM_DEBIAN_MIRROR` names another mirror than
+debootstrap's own.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ def debian_root(suite: str, packages: Sequence[str]) -> Path:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode != 0:
             said = "\n".join(done.stdout.splitlines()[-5:])
-            raise MachineMissing(
-                f"debootstrap of {suite} from {mirror or 'its default mirror'} failed (${_VARIABLE} names another):\n{said}"
-            )
+            source = mirror or "its own mirror"
+            raise MachineMissing(f"debootstrap of {suite} from {source} failed (${_VARIABLE} names another):\n{said}")
 
     return cached(f"{suite}-{digest(*packages)}", debootstrap)
 
