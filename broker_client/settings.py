@@ -48,7 +48,9 @@ class RelaySettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     ] = 60
     max_age_hours: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="age at which a row goes dead; unset: what the broker's dedupe window allows"),
+        Meta(
+            description="age, from not_before where one is set, at which a row goes dead; unset: what the broker allows"
+        ),
     ] = None
     expiry_seconds: Annotated[float, Meta(gt=0, le=3600, description="time between two looks for expired rows")] = 60
     stop_seconds: Annotated[
