@@ -70,6 +70,14 @@ class WalkedPast:
         self._after.clear()
 
 
+class _Stretch(NamedTuple):
+    """Rows to claim in a lane, as `seq` and payload bytes; the last row looked at, where the walk got past them all."""
+
+    found: list[tuple[int, int]]
+    last: int | None = None
+    unfinished: bool = False  # the walk ended before the lane did
+
+
 class Claim(NamedTuple):
     """Take due rows, by priority, then age: at most `limit` rows and `max_bytes` of payload, but at least one."""
 
@@ -102,31 +110,31 @@ class Claim(NamedTuple):
         size = 0
         more = False
         for lane in DUE.values():
-            candidates, unfinished = self._candidates(transaction, lane, self.limit - len(chosen))
-            more = more or unfinished
-            for seq, payload_bytes in candidates:
+            stretch = self._candidates(transaction, lane, self.limit - len(chosen))
+            more = more or stretch.unfinished
+            for seq, payload_bytes in stretch.found:
                 size += payload_bytes
                 if chosen and size > self.max_bytes:
                     return chosen, True
                 chosen.append(seq)
+            if stretch.last is not None:  # not before all that was found there is taken
+                self.walked.walked(lane, stretch.last)
             if len(chosen) == self.limit:
                 return chosen, True
         return chosen, more
 
-    def _candidates(self, transaction: Transaction, lane: int, limit: int) -> tuple[list[tuple[int, int]], bool]:
-        """Return the first rows of a lane, and whether the walk ended before the lane did."""
+    def _candidates(self, transaction: Transaction, lane: int, limit: int) -> _Stretch:
+        """Return the first rows of a lane, where some destinations are excluded of its next stretch."""
         parameters: dict[str, int | str] = {"lane": lane, "after": 0, "limit": limit}
         if not self.excluded:
-            return _decode_candidates(transaction.value(_QUERIES["candidates"], parameters)), False
+            return _Stretch(_decode_candidates(transaction.value(_QUERIES["candidates"], parameters)))
         parameters["after"] = self.walked.after(lane, self.excluded)
         parameters |= {"scan": _SCAN, "excluded": _encode(sorted(self.excluded)).decode()}
         found = sorted(_decode_candidates(transaction.value(_QUERIES["candidates_elsewhere"], parameters)))
         if len(found) == limit:
-            return found, True
+            return _Stretch(found, unfinished=True)
         looked_at, last = transaction.db.execute(_QUERIES["scanned"], parameters).fetchone()
-        if looked_at:
-            self.walked.walked(lane, last)
-        return found, looked_at == _SCAN
+        return _Stretch(found, last, unfinished=looked_at == _SCAN)
 
 
 class Settle(NamedTuple):

@@ -81,6 +81,14 @@ async def test_a_row_that_comes_back_behind_the_walk_is_found(outbox: Outbox, cl
     assert await ids(outbox, excluded={"dm:paused"}) == ["first"]
 
 
+async def test_rows_that_were_found_but_not_taken_are_taken_by_the_next_claims(outbox: Outbox) -> None:
+    await accepted(outbox, send("paused", to="topic:a"))
+    await accepted(outbox, *(send(f"open-{number}", "x" * 1000, to="topic:b") for number in range(10)))
+    size = len(send("open-0", "x" * 1000, to="topic:b").payload)
+    claims = [await ids(outbox, excluded={"topic:a"}, max_bytes=4 * size) for _ in range(4)]
+    assert [len(claim) for claim in claims] == [4, 4, 2, 0]
+
+
 async def test_held_rows_are_left_alone_until_released(outbox: Outbox) -> None:
     (row,) = await accepted(outbox, send())
     await outbox.hold(row.row_id, **WHY)
