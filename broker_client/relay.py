@@ -224,8 +224,8 @@ class Relay:
         """Make batches of what may be posted; the rest is too old, beyond a destination's rate, or not for a probe."""
         now = self._clock()
         oldest = now - self.max_age_hours * HOUR
-        old = [row for row in rows if row.enqueued_at < oldest]
-        fresh, beyond = self._controls.admit([row for row in rows if row.enqueued_at >= oldest], now)
+        old = [row for row in rows if row.age_from < oldest]
+        fresh, beyond = self._controls.admit([row for row in rows if row.age_from >= oldest], now)
         batches = self._posting.suspects.divide(fresh)
         first, others = (batches[:1], batches[1:]) if self._availability.probing else (batches, [])
         self._ready.extend(first)

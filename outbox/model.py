@@ -51,7 +51,7 @@ class ClaimedRow(NamedTuple):
     payload: bytes  # an encoded `postroom.message.Envelope`
     destination: str
     attempts: int  # before this one
-    enqueued_at: int  # ms since the epoch
+    age_from: int  # ms since the epoch: enqueued, or not_before where that is later
 
 
 class Verdict(StrEnum):

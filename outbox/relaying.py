@@ -28,7 +28,7 @@ class _Claimed(NamedTuple):
     payload: msgspec.Raw
     destination: str
     attempts: int
-    enqueued_at: int
+    age_from: int
 
 
 _decode_candidates: Final = msgspec.json.Decoder(list[tuple[int, int]]).decode
@@ -231,7 +231,7 @@ def read_claimed(seqs: Sequence[int], db: sqlite3.Connection) -> list[ClaimedRow
             bytes(row.payload),
             row.destination,
             row.attempts,
-            row.enqueued_at,
+            row.age_from,
         )
         for row in _decode_claimed(found)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from chassis.exits import Exit, Fatal
 from outbox.model import Caller, RowFilter
+from postroom.message import prepare
 
 ME = Caller(0, 0)
 HOUR = 3600  # seconds
@@ -159,6 +161,19 @@ async def test_an_exhausted_limit_is_not_hammered_with_the_whole_backlog(scripte
     assert "limit" in (here.relay.status().reason or "")
     assert not here.relay.status().degraded
     assert sum(map(len, scripted_broker.batches)) <= 1500
+
+
+async def test_what_the_broker_needs_being_away_burns_no_attempt_of_the_backlog(scripted_broker, station, answers):
+    _, refused = answers
+    scripted_broker.judge = lambda items: [refused(item, 503, "outcome_unknown") for item in items]
+    here = await station(scripted_broker.url, speed=1)
+    await here.send(*ids_of(3000))
+    here.run()
+    await until(lambda: here.relay.status().state == "waiting")
+    assert "outcome_unknown" in (here.relay.status().reason or "")
+    assert sum(map(len, scripted_broker.batches)) <= 2000
+    posted = [(await here.outbox.find(message_id)).attempts for message_id in scripted_broker.batches[0]]
+    assert set(posted) == {0}
 
 
 # -- the whole request ---------------------------------------------------------------------------------------------
@@ -586,6 +601,18 @@ async def test_a_row_older_than_max_age_is_dead_as_expired_and_never_posted(scri
         assert [row.status for row in await here.settled("young")] == ["done"]
     assert scripted_broker.batches == [["young"]]
     assert here.relay.counters.attempts["expired"] == 1
+
+
+async def test_a_row_meant_for_later_than_max_age_is_posted_when_it_is_due(scripted_broker, station):
+    here = await station(scripted_broker.url, max_age_hours=10)
+    due = datetime.fromtimestamp(here.clock.now_ms() / 1000 + 12 * HOUR, UTC)
+    message = {"to": "topic:orders", "body": "b", "client_message_id": "later", "not_before": due.isoformat()}
+    await here.outbox.accept([prepare(json.dumps(message).encode())], ME)
+    here.run()
+    await until(lambda: here.relay.status().state == "relaying")
+    here.clock.jump(hours=13)
+    (row,) = await here.settled("later")
+    assert (row.status, row.last_error) == ("done", None)
 
 
 async def test_the_features_answer_is_not_trusted_either(scripted_broker, station):

@@ -27,7 +27,16 @@ async def test_a_claimed_row_carries_what_the_broker_needs(outbox: Outbox) -> No
     assert claimed.client_message_id == "id-1"
     assert claimed.fingerprint == asked.fingerprint
     assert claimed.payload == asked.payload
-    assert (claimed.destination, claimed.attempts, claimed.enqueued_at) == ("dm:bob", 0, START)
+    assert (claimed.destination, claimed.attempts, claimed.age_from) == ("dm:bob", 0, START)
+
+
+async def test_a_claimed_row_is_as_old_as_its_not_before_where_that_is_later(outbox: Outbox, clock: Clock) -> None:
+    await accepted(outbox, send("past", not_before=START - 1000), send("later", not_before=START + 60_000))
+    clock.forward(90)
+    assert [(row.client_message_id, row.age_from) for row in await outbox.claim()] == [
+        ("past", START),
+        ("later", START + 60_000),
+    ]
 
 
 async def test_a_claimed_row_is_inflight_and_not_claimed_again(outbox: Outbox) -> None:
