@@ -37,7 +37,7 @@ class LocalToken:
     def matches(self, token: str) -> bool:
         """Tell, in constant time, whether `token` is the current one or one in its grace."""
         self._notice_rotation()
-        given = token.encode()
+        given = token.encode(errors="surrogateescape")  # as the header had it, were it no UTF-8
         current = hmac.compare_digest(given, self._token.encode())
         before = hmac.compare_digest(given, self._previous.encode()) and self._clock() < self._previous_until
         return current or before

@@ -49,6 +49,15 @@ async def test_any_other_authorization_is_a_401(room: Any, token: str, field: st
     assert (reply.status, reply.json["code"]) == (401, "unauthorized")
 
 
+async def test_an_authorization_that_is_no_text_is_a_401(room: Any) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", room.port)
+    head = encode("GET", "/v1/version", None, {"Host": "localhost", "Authorization": "Bearer ?"})
+    writer.write(head.replace(b"Bearer ?", b"Bearer \xff"))
+    reply = parse(await reader.read())
+    writer.close()
+    assert (reply.status, reply.json["code"]) == (401, "unauthorized")
+
+
 @pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1", "[::1]:8080"])
 async def test_the_host_may_name_this_machine(room: Any, token: str, host: str) -> None:
     assert (await ask(room, Host=host, Authorization=f"Bearer {token}")).status == 200
