@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -46,6 +47,11 @@ class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     sweep: Annotated[bool, Meta(description="whether this process takes part in sweeping (one leader sweeps)")] = True
     sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 60.0
     sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one step of a sweep")] = 500
+
+
+def dedupe_life(retention: RetentionConfig) -> timedelta | None:
+    """Return how long an id is recognised; None: for ever."""
+    return None if retention.mode == "permanent" else timedelta(days=retention.dedupe_days)
 
 
 class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import timedelta
 from typing import Final, NamedTuple
 
 import asyncpg
 import structlog
 
-from broker.config import RetentionConfig
+from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, UNREACHABLE, Connection, Database
 from broker.metrics import Metrics
 
@@ -59,7 +60,7 @@ class Sweeper:
 
     async def _timed_step(self, connection: Connection) -> Swept:
         started = time.monotonic()
-        swept = await step(connection, self._config.sweep_rows)
+        swept = await step(connection, self._config.sweep_rows, dedupe_life(self._config))
         self._metrics.swept_rows.labels("message").inc(swept.messages)
         self._metrics.swept_rows.labels("id").inc(swept.ids)
         if any(swept):
@@ -67,7 +68,7 @@ class Sweeper:
         return swept
 
 
-async def step(connection: Connection, rows: int) -> Swept:
-    """Delete up to `rows` expired messages, and up to `rows` ids whose time is over."""
+async def step(connection: Connection, rows: int, id_life: timedelta | None) -> Swept:
+    """Delete up to `rows` expired messages, and up to `rows` ids older than `id_life` (None: ids live for ever)."""
     messages = await connection.fetchval(QUERIES["sweep_messages"], rows)
-    return Swept(messages, await connection.fetchval(QUERIES["sweep_ids"], rows))
+    return Swept(messages, await connection.fetchval(QUERIES["sweep_ids"], rows, id_life))

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from asyncpg.pgproto.pgproto import UUID
 
 from broker.authentication import Member
-from broker.config import RetentionConfig
+from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.identifiers import MessageIds
 from broker.incoming import Checked, Item, event
@@ -63,7 +63,7 @@ class AcceptStore:
         self._pool = database.accepting
         self._ids = ids
         self._message_life = timedelta(days=retention.message_days)
-        self._dedupe_life = None if retention.mode == "permanent" else timedelta(days=retention.dedupe_days)
+        self._dedupe_life = dedupe_life(retention)
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
 
     async def find(self, mesh_id: int, client_message_ids: Iterable[str]) -> dict[str, Taken]:

@@ -120,8 +120,9 @@ CREATE TABLE mesh.message_queue (
   CONSTRAINT a_member_or_a_queue CHECK (num_nonnulls(recipient_id, queue_id) = 1)
 );
 
--- The order of a mesh. history_id has no gap and is given out under the counter's lock, so the order of the numbers is
--- the order of the commits: a reader that goes by history_id never skips a row that commits late.
+-- The order of a mesh. history_id is given out under the counter's lock, so the order of the numbers is the order of the
+-- commits: a reader that goes by history_id never skips a row that commits late. Numbers may be missing: a batch that
+-- lost its ids to another one has taken some.
 CREATE TABLE mesh.message_history (
   mesh_id integer NOT NULL,
   history_id bigint NOT NULL CHECK (history_id > 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any
 
 import asyncpg
@@ -13,6 +14,8 @@ from broker.config import RetentionConfig
 from broker.database import QUERIES
 from broker.orphans import find_orphans
 from broker.retention import Sweeper, step
+
+LIFE = timedelta(days=RetentionConfig().dedupe_days)
 
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]
@@ -38,7 +41,7 @@ def age(tamper: Callable[[str], Awaitable[None]]) -> Age:
 async def test_nothing_goes_before_its_time(broker: Any, message: Message, postgres: Any) -> None:
     await broker.member("alice").send(message("id-1"))
 
-    assert await step(postgres, 100) == (0, 0)
+    assert await step(postgres, 100, LIFE) == (0, 0)
 
 
 async def test_an_expired_message_goes_whole_and_its_id_is_still_recognised(
@@ -48,7 +51,7 @@ async def test_an_expired_message_goes_whole_and_its_id_is_still_recognised(
     first, *_ = await alice.send(message("id-1", mentions=["bob"]), message("id-2", "dm:bob"))
     await age(message_history=31)
 
-    assert await step(postgres, 100) == (2, 0)
+    assert await step(postgres, 100, LIFE) == (2, 0)
     assert {table: rows for table, rows in (await counts()).items() if table in NOTHING} == NOTHING
     again, other = await alice.send(message("id-1", mentions=["bob"]), message("id-1"))
     assert (again.status, again.history_available, again.history_id) == (200, False, first.history_id)
@@ -63,12 +66,22 @@ async def test_an_id_is_forgotten_after_its_time_and_only_when_its_message_is_go
     alice = broker.member("alice")
     await alice.send_one(message("id-1", body="one"))
     await age(client_message_dedupe=31)
-    assert await step(postgres, 100) == (0, 0)
+    assert await step(postgres, 100, LIFE) == (0, 0)
     assert (await alice.send_one(message("id-1", body="one"))).status == 200
 
     await age(message_history=31)
-    assert await step(postgres, 100) == (1, 1)
+    assert await step(postgres, 100, LIFE) == (1, 1)
     assert (await alice.send_one(message("id-1", body="two"))).status == 201
+
+
+async def test_a_longer_life_of_ids_holds_for_those_accepted_before(
+    broker: Any, message: Message, postgres: Any, age: Age
+) -> None:
+    await broker.member("alice").send_one(message("id-1"))
+    await age(message_history=31, client_message_dedupe=31)
+    assert await step(postgres, 100, 2 * LIFE) == (1, 0)
+    assert await step(postgres, 100, None) == (0, 0)
+    assert await step(postgres, 100, LIFE) == (0, 1)
 
 
 async def test_a_permanent_broker_forgets_no_id(
@@ -82,7 +95,7 @@ async def test_a_permanent_broker_forgets_no_id(
         assert (feature["mode"], feature["dedupe_retention_days"]) == ("permanent", None)
 
         await age(message_history=40_000)
-        assert await step(postgres, 100) == (1, 0)
+        assert await step(postgres, 100, None) == (1, 0)
         assert (await alice.send_one(message("id-1"))).history_available is False
 
 
