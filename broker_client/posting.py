@@ -8,11 +8,11 @@ from typing import Final
 
 import structlog
 
-from broker_client.answers import Outcome, Timing, backed_off, outcome_of, returned, settlement_for
+from broker_client.answers import Outcome, Timing, backed_off, clean, outcome_of, returned, settlement_for
 from broker_client.availability import Availability
 from broker_client.backoff import clamp_retry_after
 from broker_client.counters import RelayCounters
-from broker_client.failures import RequestFailed
+from broker_client.failures import Failure, RequestFailed
 from broker_client.link import BrokerLink
 from broker_client.reactions import REACTIONS
 from broker_client.settings import RelaySettings
@@ -25,6 +25,7 @@ from postroom.errors import PostroomError
 _log = structlog.get_logger(__name__)
 
 SUSPECTS_LATER: Final = 4  # by this part of a pause, so that the next probe takes other rows where there are any
+OUTBOX_STOPPED: Final = frozenset({"outcome_unknown", "stopping"})  # codes of an outbox that takes nothing any more
 STORAGE_SECONDS: Final = 1.0  # between two tries to store a settlement, when the disk is full
 
 
@@ -57,6 +58,7 @@ class Posting:
         flight, started = self._availability.flight, self._clock()
         try:
             answers = await self._link.accept(batch)
+            _look_behind_the_broker(answers)
         except RequestFailed as error:
             result, outcomes, settlements = error.failure.value, *self._failed(batch, error, flight)
         else:
@@ -65,11 +67,16 @@ class Posting:
         await self.settle(settlements)
 
     async def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Store the settlements in one transaction; while the disk is full, try again until it is not."""
+        """Store the settlements in one transaction; while the disk is full, try again until it is not.
+
+        An outbox that has stopped takes nothing more: the rows stay `inflight`, and the next start puts them back.
+        """
         while True:
             try:
                 await self._outbox.settle(settlements)
             except PostroomError as error:
+                if error.code in OUTBOX_STOPPED:
+                    return
                 if not error.retryable:
                     raise
                 _log.warning("settlement_not_stored", code=error.code, rows=len(settlements))
@@ -115,6 +122,20 @@ class Posting:
     def _least_retry_after(self, answers: Sequence[AcceptAnswer]) -> float:
         asked = [answer.problem.retry_after or 0 for answer in answers if answer.problem is not None]
         return min(clamp_retry_after(min(asked, default=0)), self._settings.backoff_most_seconds)
+
+
+def _look_behind_the_broker(answers: Sequence[AcceptAnswer]) -> None:
+    """Raise `RequestFailed` where each message of a batch is answered 5xx: what the broker itself needs is away."""
+    if len(answers) == 1 or any(outcome_of(answer) is not Outcome.FAILED for answer in answers):
+        return
+    problem = answers[0].problem
+    reason = f"{problem.code}: {problem.detail}" if problem is not None else f"http_{answers[0].status}"
+    seconds = problem.retry_after if problem is not None else None
+    raise RequestFailed.because(
+        Failure.SERVER_ERROR,
+        clean(f"the broker can't accept: {reason}"),
+        None if seconds is None else clamp_retry_after(seconds),
+    )
 
 
 def _report(batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer], settlements: Sequence[Settlement]) -> None:
