@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from typing import Annotated, Final
 
 import typer
@@ -30,7 +29,7 @@ def down(
 
     layout = layout_of(state)
     layout.check()
-    if wipe and sys.stdin.isatty():
+    if wipe:
         confirm(f"Remove {layout.state} and every message in it?", yes=yes)
     supervisor = supervisor_of(layout)
     if supervisor is not None:

@@ -52,7 +52,9 @@ def keep_running(stack: Stack, say: Callable[[str], None]) -> None:
     """Start again whatever ends; returns only by an exception: `Fatal`, `EmbeddedError`, or the interruption."""
     ends: deque[float] = deque(maxlen=_RESTARTS)
     while True:
-        wait_for_any([process for program in stack.programs if (process := program.process) is not None])
+        running = [process for program in stack.programs if (process := program.process) is not None]
+        if len(running) == len(stack.programs):  # else one has ended while another was started again
+            wait_for_any(running)
         for program in stack.programs:
             if program.process is None:
                 _refuse_to_restart(program, ends)

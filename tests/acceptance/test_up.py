@@ -59,7 +59,7 @@ def stack(session_directory: Path) -> Iterator[Stack]:
     done = run("up", "--state", str(state), "--detach")
     assert done.returncode == 0, done.stderr
     yield Stack(state)
-    done = run("down", "--state", str(state), "--wipe")
+    done = run("down", "--state", str(state), "--wipe", "--yes")
     assert done.returncode == 0, done.stderr
     assert not state.exists()
 
