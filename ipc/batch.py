@@ -75,16 +75,23 @@ class Batch:
             await reader
         finally:
             reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
         await response.write_eof()
 
     async def _read_chunks(self, chunks: asyncio.Queue[Chunk | None]) -> None:
-        first = 1
+        """Put what arrives into `chunks`, and None at its end; once cancelled there is nobody to tell."""
         try:
-            async for lines in arrived_lines(self._request.content, self._limits.request_bytes):
-                await chunks.put(Chunk(first, await self._prepared(lines)))
-                first += len(lines)
-        finally:
+            await self._put_chunks(chunks)
+        except Exception:
             await chunks.put(None)
+            raise
+        await chunks.put(None)
+
+    async def _put_chunks(self, chunks: asyncio.Queue[Chunk | None]) -> None:
+        first = 1
+        async for lines in arrived_lines(self._request.content, self._limits.request_bytes):
+            await chunks.put(Chunk(first, await self._prepared(lines)))
+            first += len(lines)
 
     async def _prepared(self, lines: Sequence[bytes | TooLong]) -> list[PreparedSend | PostroomError]:
         """Check the lines, a few at a time, so that a large batch does not hold up everybody else."""

@@ -1,0 +1,37 @@
+"""What a batch leaves behind when its caller goes away or takes its time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ipc.limits import Limits
+
+BATCH = b"POST /v1/send/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-ndjson\r\nContent-Length: %d\r\n\r\n"
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until `condition` holds."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for lies in the server, which has no event for it
+            await asyncio.sleep(0)
+
+
+def _batch_tasks() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("batch")]
+
+
+async def test_a_caller_that_hangs_up_leaves_no_task_behind(room: Any) -> None:
+    """Its answers pile up unread, so that chunks wait to be accepted, when the connection is dropped."""
+    _, writer = await asyncio.open_unix_connection(str(room.path), limit=1024)
+    lines = b"x\n" * 100_000
+    writer.write(BATCH % (len(lines) + 1) + lines)
+    await _until(lambda: any(connection.writing_paused for connection in room.server.connections))
+    for _ in range(100):  # the reader goes on until the chunks that may wait do
+        await asyncio.sleep(0)
+    assert _batch_tasks()
+    room.server.drop_overdue(asyncio.get_running_loop().time() + Limits().stall_seconds + 1)
+    await _until(lambda: room.services.counters.in_flight == 0)
+    assert _batch_tasks() == []
+    writer.close()
