@@ -40,6 +40,13 @@ class StateDirectory:
             ) from error
         self.unclean = bool(self._read())
 
+    @property
+    def damaged(self) -> Path | None:
+        """The file that the last recovery set aside, None where there was none."""
+        aside = {file.name.rpartition("-")[2]: file for file in self.database.parent.glob(f"{DATABASE}.damaged-*")}
+        times = [time for time in aside if time.isdigit()]  # the others are WALs
+        return aside[max(times, key=int)] if times else None
+
     def begin(self) -> None:
         """Note on disk that the files are open."""
         os.pwrite(self._lock, f"{os.getpid():<{_PID_WIDTH}}".encode(), 0)

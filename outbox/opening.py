@@ -15,6 +15,8 @@ from outbox.migrate import migrate
 
 async def open_file(state: StateDirectory) -> Connection:
     """Open, check and migrate the file; from here on the directory counts as in use."""
+    if not state.database.exists() and state.damaged is not None:
+        raise _cut_short(state.database, state.damaged)
     try:
         connection = await open_writer(state.database)
     except sqlite3.DatabaseError as error:
@@ -43,6 +45,14 @@ def _unusable(path: Path, error: sqlite3.DatabaseError) -> Fatal:
     if is_damage(error):
         return _damaged(path, str(error))
     return Fatal(Exit.CONFIG, f"cannot open {path}: {error}; check its owner, its mode and the disk")
+
+
+def _cut_short(path: Path, damaged: Path) -> Fatal:
+    return Fatal(
+        Exit.CONFIG,
+        f"there is no {path}, but {damaged.name} was set aside beside it: run `postroom outbox recover`, which saves "
+        "its rows, so that no id that was used is taken for a new one",
+    )
 
 
 def _damaged(path: Path, fault: str) -> Fatal:

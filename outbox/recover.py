@@ -1,8 +1,8 @@
 """Save what can be read of a damaged outbox into a new file: `postroom outbox recover`, on a stopped daemon.
 
-The damaged files are renamed, never overwritten, never changed. Rows are read in stretches; a stretch that fails is
-halved until only the rows that cannot be read are left out. The index of the client_message_ids is read on its own:
-an id whose row is lost is buried as an aborted row, so that it stays used (seed §4.1).
+The damaged files are renamed once the new file is whole, never overwritten, never changed. Rows are read in stretches;
+a stretch that fails is halved until only the rows that cannot be read are left out. The index of the client_message_ids
+is read on its own: an id whose row is lost is buried as an aborted row, so that it stays used (seed §4.1).
 """
 
 from __future__ import annotations
@@ -43,22 +43,37 @@ class Recovery(NamedTuple):
 
 
 def recover(directory: Path, *, clock: Callable[[], int] = now_ms, new_id: Callable[[], str] = new_id) -> Recovery:
-    """Set the outbox of `directory` aside as `outbox.db.damaged-<ms>` and save its rows into a new `outbox.db`.
+    """Save the rows of the outbox of `directory` into a new file, set the old one aside, and put the new in its place.
+
+    The old one becomes `outbox.db.damaged-<ms>` once the new one is whole; until then a failure leaves everything as it
+    was. After a kill between the two, the next call saves from what was set aside.
 
     Raises `Fatal`: 69 while a daemon runs there, 78 where there is no outbox.
     """
     state = StateDirectory(directory)
     saved = False
     try:
-        if not state.database.exists():
-            raise Fatal(Exit.CONFIG, f"there is no outbox in {directory}")
+        source = _source(state)
         now = clock()
-        damaged = _set_aside(state.database, now)
-        recovery = _salvage(damaged, state.database, now, new_id)
+        fresh, recovery = _salvage(source, state.database, now, new_id)
+        if source == state.database:
+            recovery = recovery._replace(damaged=_set_aside(source, now))
+        fresh.rename(state.database)
+        _sync(state.database.parent)
         saved = True
     finally:
         state.end(clean=saved)
     return recovery
+
+
+def _source(state: StateDirectory) -> Path:
+    """Return the outbox, or where a kill left none the file that was set aside, with what stayed behind of it."""
+    if state.database.exists():
+        return state.database
+    if state.damaged is None:
+        raise Fatal(Exit.CONFIG, f"there is no outbox in {state.database.parent}")
+    _move(state.database, state.damaged)
+    return state.damaged
 
 
 def _set_aside(database: Path, now: int) -> Path:
@@ -67,30 +82,33 @@ def _set_aside(database: Path, now: int) -> Path:
     while damaged.exists():
         now += 1
         damaged = database.with_name(f"{database.name}.damaged-{now}")
-    for part in reversed(_PARTS):  # the database last: until then, a second try finds it where it was
-        with contextlib.suppress(FileNotFoundError):
-            Path(f"{database}{part}").rename(f"{damaged}{part}")
+    _move(database, damaged)
     return damaged
 
 
-def _salvage(damaged: Path, database: Path, now: int, new_id: Callable[[], str]) -> Recovery:
-    """Fill a new file beside the database and rename it into place when it is whole."""
+def _move(database: Path, damaged: Path) -> None:
+    """Rename what there is of an SQLite file, the database first: without it nobody opens what is left."""
+    for part in _PARTS:
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"{database}{part}").rename(f"{damaged}{part}")
+
+
+def _salvage(source: Path, database: Path, now: int, new_id: Callable[[], str]) -> tuple[Path, Recovery]:
+    """Fill a new file beside the database; return it, whole and on disk."""
     fresh = database.with_name(f"{database.name}.recovering")
     for part in _PARTS:
         Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
     _create(fresh)
     with (
-        contextlib.closing(sqlite3.connect(f"{damaged.as_uri()}?mode=ro", uri=True, isolation_level=None)) as old,
+        contextlib.closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, isolation_level=None)) as old,
         contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
     ):
         new.executescript(_QUERIES["pragmas"])
         migrate(new, fresh)
-        recovery = _copy(old, new, damaged, now, new_id)
+        recovery = _copy(old, new, source, now, new_id)
         new.execute(CONNECTION["checkpoint_truncate"]).fetchall()
     _sync(fresh)
-    fresh.rename(database)
-    _sync(database.parent)
-    return recovery
+    return fresh, recovery
 
 
 def _create(file: Path) -> None:

@@ -1,6 +1,10 @@
 """Recovery: what can be read is saved, what cannot stays used, and the damaged file stays as it is."""
 
+import asyncio
+import errno
 import hashlib
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -114,16 +118,72 @@ def test_nothing_is_recovered_from_nothing(state: Path) -> None:
         recover(state)
 
 
-@pytest.mark.usefixtures("filled")
-async def test_rows_that_only_the_write_ahead_log_holds_are_saved(
-    state: Path, database: Path, open_outbox: OpenOutbox
-) -> None:
+@pytest.fixture
+async def with_a_log(filled: None, state: Path, open_outbox: OpenOutbox) -> None:  # noqa: ARG001 - it has to be there
+    """The same, killed with a row that only the write-ahead log holds."""
     outbox = await open_outbox()
     await accepted(outbox, send("in-the-log"))
     copies = {file.name: file.read_bytes() for file in state.iterdir() if file.name.startswith("outbox.db")}
     await outbox.close()
     for name, content in copies.items():
         (state / name).write_bytes(content)
+
+
+@pytest.mark.usefixtures("with_a_log")
+async def test_rows_that_only_the_write_ahead_log_holds_are_saved(state: Path, database: Path) -> None:
     recovery = recover(state)
     assert recovery.rows == 305
     assert counted(database)["pending"] == 302
+
+
+@pytest.mark.usefixtures("filled")
+async def test_a_recovery_that_fails_leaves_the_outbox_where_it_was(state: Path, database: Path) -> None:
+    def on_a_full_disk() -> str:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    overwrite(database, pages_of(database, b"1000:1000")[3])
+    before = database.read_bytes()
+    with pytest.raises(OSError, match="no space"):
+        recover(state, new_id=on_a_full_disk)
+    assert database.read_bytes() == before
+    assert not list(state.glob("*.damaged-*"))
+    recovery = recover(state)
+    assert recovery.rows + recovery.buried == 304
+    assert not list(state.glob("*.recovering*"))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from outbox.recover import recover
+
+rename, left = Path.rename, int(sys.argv[2])
+
+def rename_or_die(self, target):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return rename(self, target)
+
+Path.rename = rename_or_die
+recover(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.usefixtures("with_a_log")
+@pytest.mark.parametrize("renames", range(4))
+async def test_a_recovery_that_is_killed_is_done_again(
+    state: Path, database: Path, open_outbox: OpenOutbox, renames: int
+) -> None:
+    recovery = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, str(state), str(renames))
+    assert await recovery.wait() == -signal.SIGKILL
+    if renames:
+        with pytest.raises(Fatal, match="postroom outbox recover") as refusal:
+            await open_outbox()
+        assert refusal.value.exit_code == Exit.CONFIG
+        assert not database.exists()
+    again = recover(state)
+    assert (again.rows, again.buried) == (305, 0)
+    assert counted(database)["pending"] == 302
+    assert len([file for file in state.glob("*.damaged-*") if file.name.endswith("-wal")]) == 1
