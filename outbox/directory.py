@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
+from outbox.errors import exit_after
 
 DATABASE: Final = "outbox.db"
 LOCK: Final = "outbox.lock"
@@ -29,7 +30,7 @@ class StateDirectory:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise Fatal(Exit.CONFIG, f"cannot use the state directory {path}: {error.strerror}") from error
+            raise Fatal(exit_after(error), f"cannot use the state directory {path}: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,17 @@ def is_broken(error: BaseException) -> bool:
 def is_damage(error: BaseException) -> bool:
     """Tell whether `error` says that the file's content is wrong."""
     return result_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def exit_after(error: sqlite3.Error | OSError) -> Exit:
+    """Return how a start ends that `error` forbids: 75 for a full disk and 74 for a failing one, else 78."""
+    code = result_code(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if code == sqlite3.SQLITE_FULL or number in (errno.ENOSPC, errno.EDQUOT):
+        return Exit.TRY_AGAIN
+    if code == sqlite3.SQLITE_IOERR or number == errno.EIO:
+        return Exit.IO_ERROR
+    return Exit.CONFIG
 
 
 def from_sqlite(error: Exception) -> Exception:

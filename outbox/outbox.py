@@ -90,8 +90,8 @@ class Outbox:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
         `clock` gives ms since the epoch. Raises `Fatal`: 69 where another process owns the directory, 78 for a file
-        that is damaged or was set aside (it names `postroom outbox recover`) or newer than the program, 75 while the
-        disk is full.
+        that is damaged or was set aside (it names `postroom outbox recover`) or newer than the program, 75 or
+        74 while the disk is full or fails.
         """
         settings = settings or OutboxSettings()
         walked = WalkedPast()

@@ -112,7 +112,7 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
-async def test_a_full_file_system_refuses_and_the_outbox_goes_on_when_space_is_back(tmp_path: Path) -> None:
+async def run_on_a_small_disk(tmp_path: Path, program: str) -> list[str]:
     """A small tmpfs in a mount namespace of its own, which needs no privilege where user namespaces are allowed."""
     namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     small = f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}"'
@@ -120,8 +120,52 @@ async def test_a_full_file_system_refuses_and_the_outbox_goes_on_when_space_is_b
     if await probe.wait():
         pytest.skip("this machine lets nobody mount a tmpfs")
     command = f'{small} && exec "{sys.executable}" -c "$PROGRAM" "{tmp_path}"'
-    output = await run(*namespace, "sh", "-c", command, PROGRAM=FULL_DISK)
+    return await run(*namespace, "sh", "-c", command, PROGRAM=program)
+
+
+async def test_a_full_file_system_refuses_and_the_outbox_goes_on_when_space_is_back(tmp_path: Path) -> None:
+    output = await run_on_a_small_disk(tmp_path, FULL_DISK)
     assert output == ["disk_full 507 True", "inserted True True"]
+
+
+START_ON_A_FULL_DISK = """
+import asyncio, sys
+from pathlib import Path
+from chassis import logs
+from chassis.exits import Fatal
+from outbox import Outbox
+
+async def start(directory, ballast):
+    codes = set()
+    while True:  # a page more of space each time, so that each of the writes of a start is the one that fails
+        try:
+            outbox = await Outbox.open(directory / "state")
+        except Fatal as fatal:
+            codes.add(int(fatal.exit_code))
+        else:
+            await outbox.close()
+            return codes
+        with ballast.open("r+b") as file:
+            file.truncate(ballast.stat().st_size - 4096)
+
+async def main(directory):
+    ballast = directory / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+    codes = await start(directory, ballast)
+    print("refused", bool(codes), "tried again", codes <= {74, 75})
+
+logs.configure("critical")
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_a_start_on_a_full_disk_ends_so_that_it_is_tried_again(tmp_path: Path) -> None:
+    assert await run_on_a_small_disk(tmp_path, START_ON_A_FULL_DISK) == ["refused True tried again True"]
 
 
 async def test_at_95_percent_only_what_is_new_is_refused(open_outbox: OpenOutbox) -> None:

@@ -1,9 +1,10 @@
+import errno
 import sqlite3
 
 import pytest
 
 from chassis.exits import Exit
-from outbox.errors import from_sqlite, is_broken, is_damage, write_failed
+from outbox.errors import exit_after, from_sqlite, is_broken, is_damage, write_failed
 from postroom.errors import PostroomError, TryAgain
 
 
@@ -56,3 +57,19 @@ def test_a_failed_write_names_the_file_and_exits_74(tmp_path) -> None:
     assert fatal.exit_code == Exit.IO_ERROR == 74
     assert "outbox.db" in str(fatal)
     assert "disk on fire" in str(fatal)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (failure(sqlite3.SQLITE_FULL), Exit.TRY_AGAIN),
+        (OSError(errno.ENOSPC, "no space"), Exit.TRY_AGAIN),
+        (failure(sqlite3.SQLITE_IOERR_WRITE), Exit.IO_ERROR),
+        (OSError(errno.EIO, "on fire"), Exit.IO_ERROR),
+        (failure(sqlite3.SQLITE_CANTOPEN), Exit.CONFIG),
+        (failure(sqlite3.SQLITE_READONLY_DIRECTORY), Exit.CONFIG),
+        (PermissionError(errno.EACCES, "not yours"), Exit.CONFIG),
+    ],
+)
+def test_a_start_that_time_may_mend_is_tried_again(error: sqlite3.Error | OSError, code: Exit) -> None:
+    assert exit_after(error) == code
