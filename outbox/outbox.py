@@ -286,13 +286,14 @@ class Outbox:
     ) -> BulkResult:
         """Do `verb` to every matching row, each in a transaction's own right; a dry run only says which they are.
 
-        `done` has the ids of the rows that changed, `skipped` those whose state forbids the verb, `failed` the rest
-        with reasons, ids of the filter that name no row among them.
+        `done` has the ids of the rows that changed, `skipped` those whose state forbids the verb and those that
+        the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that name no row among them.
         """
         order = Order(caller, reason).checked()
         result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
         unseen = set(row_filter.ids or ())
-        async for rows in self._pages(row_filter, until=await self._reader.last_seq()):  # not its own successors
+        until = await self._reader.last_seq()  # not its own successors
+        async for rows in self._pages(row_filter, until):
             unseen.difference_update(*((row.id, row.client_message_id) for row in rows))
             result.matched += len(rows)
             able = [row.id for row in rows if why_not(verb, row.status, held=row.held) is None]
@@ -301,6 +302,9 @@ class Outbox:
                 result.done += able
             else:
                 await self._bulk_chunk(verb, able, order, result)
+        async for rows in self._pages(RowFilter(ids=sorted(unseen)), until):
+            unseen.difference_update(*((row.id, row.client_message_id) for row in rows))
+            result.skipped += [row.id for row in rows]
         result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
         return result
 

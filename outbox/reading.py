@@ -177,14 +177,13 @@ class _Walk(NamedTuple):
         return _in_snapshot(db, lambda: self._step(db))
 
     def _step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
-        wanted = self.filter
         candidates = _value(db, self._walk(), self._parameters())
         seqs = _decode_seqs(candidates)
         found = _decode_page(_value(db, "page", {**self._parameters(), "seqs": candidates}))
         rows = [row.view() for _, row in found]
         if len(found) == self.limit:
             return rows, found[-1][0]
-        return rows, seqs[-1] if len(seqs) == _SCAN and wanted.ids is None else None
+        return rows, seqs[-1] if len(seqs) == _SCAN else None
 
     def _walk(self) -> str:
         if self.filter.ids is not None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from outboxes import OPERATOR, START, WHY, Clock, accepted, dead, opened, retry, row_in, send
 
-from outbox import Caller, Outbox, RelayControl, RowFilter
+from outbox import Caller, Outbox, RelayControl, RowFilter, reading
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.message import Envelope, prepare
 
@@ -221,6 +221,19 @@ async def test_ids_that_name_no_row_are_failures(outbox: Outbox) -> None:
     result = await outbox.bulk("abort", RowFilter(ids=["x", row_id, "id-1", "y"]), **WHY)
     assert (result.matched, result.done) == (1, [row_id])
     assert [(failure.id, failure.code) for failure in result.failed] == [("x", "row_not_found"), ("y", "row_not_found")]
+
+
+async def test_ids_whose_rows_do_not_match_the_rest_of_the_filter_are_skipped(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_SCAN", 3)
+    rows = await accepted(outbox, *(send(f"id-{number}") for number in range(7)))
+    await outbox.abort("id-6", **WHY)
+    wanted = RowFilter(ids=[*(f"id-{number}" for number in range(7)), "x"], status="aborted")
+    result = await outbox.bulk("abort", wanted, dry_run=True, **WHY)
+    assert (result.matched, result.done) == (1, [])
+    assert result.skipped == [rows[6].row_id, *(row.row_id for row in rows[:6])]
+    assert [failure.id for failure in result.failed] == ["x"]
 
 
 async def test_bulk_needs_a_reason_even_for_a_dry_run(outbox: Outbox) -> None:
