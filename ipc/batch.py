@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from typing import Final, NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from chassis.routes import NDJSON
 from ipc.accept_table import Answered, answer
+from ipc.budget import Budget
 from ipc.request import Request, check_media, start_body
 from ipc.services import Services
 from outbox.model import AcceptedRow, Caller
@@ -37,10 +39,6 @@ class Chunk(NamedTuple):
 
     first: int
     lines: Sequence[PreparedSend | PostroomError]
-
-
-class TooLong:
-    """Stands for a line that was longer than a request may be; its bytes were dropped as they came."""
 
 
 class Batch:
@@ -89,11 +87,12 @@ class Batch:
 
     async def _put_chunks(self, chunks: asyncio.Queue[Chunk | None]) -> None:
         first = 1
-        async for lines in arrived_lines(self._request.content, self._limits.request_bytes):
-            await chunks.put(Chunk(first, await self._prepared(lines)))
-            first += len(lines)
+        with closing(Splitter(self._limits.request_bytes, self._services.budget)) as splitter:
+            async for lines in arrived_lines(self._request.content, splitter):
+                await chunks.put(Chunk(first, await self._prepared(lines)))
+                first += len(lines)
 
-    async def _prepared(self, lines: Sequence[bytes | TooLong]) -> list[PreparedSend | PostroomError]:
+    async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> list[PreparedSend | PostroomError]:
         """Check the lines, a few at a time, so that a large batch does not hold up everybody else."""
         prepared: list[PreparedSend | PostroomError] = []
         for start in range(0, len(lines), FAIR_LINES):
@@ -101,11 +100,10 @@ class Batch:
             await asyncio.sleep(0)
         return prepared
 
-    def _prepare(self, line: bytes | TooLong) -> PreparedSend | PostroomError:
+    def _prepare(self, line: bytes | PostroomError) -> PreparedSend | PostroomError:
+        if isinstance(line, PostroomError):
+            return line
         try:
-            if isinstance(line, TooLong):
-                detail = f"the line has more than {self._limits.request_bytes} bytes (limits.request_bytes)"
-                raise InvalidMessage.of(413, "request_too_large", detail)
             prepared = prepare(line, max_body_bytes=self._limits.body_bytes)
             self._services.destinations.check(prepared.destination)
         except PostroomError as error:
@@ -146,12 +144,11 @@ def _outcome(
     return row if isinstance(row, PostroomError) else answer(row, line, caller)
 
 
-async def arrived_lines(content: StreamReader, limit: int) -> AsyncIterator[list[bytes | TooLong]]:
+async def arrived_lines(content: StreamReader, splitter: Splitter) -> AsyncIterator[list[bytes | PostroomError]]:
     """Yield the complete lines that have arrived, at most `CHUNK_LINES` at a time, without their line ends.
 
-    A line of more than `limit` bytes is yielded as `TooLong` and never held in memory. The last line needs no line end.
+    The last line needs no line end.
     """
-    splitter = Splitter(limit)
     while data := await content.readany():
         lines = splitter.feed(data)
         for start in range(0, len(lines), CHUNK_LINES):
@@ -161,39 +158,62 @@ async def arrived_lines(content: StreamReader, limit: int) -> AsyncIterator[list
 
 
 class Splitter:
-    """Cuts a stream of bytes into lines, holding at most one unfinished line of `limit` bytes."""
+    """Cuts a stream of bytes into lines, holding at most one unfinished line of `limit` bytes, out of `budget`.
 
-    def __init__(self, limit: int) -> None:
+    A line that is longer (413), or for which the budget has no room (429), becomes its refusal, and its bytes are
+    dropped as they come.
+    """
+
+    def __init__(self, limit: int, budget: Budget) -> None:
         self._limit = limit
+        self._budget = budget
         self._partial = bytearray()
-        self._skipping = False
+        self._refusal: PostroomError | None = None
 
-    def feed(self, data: bytes) -> list[bytes | TooLong]:
+    def feed(self, data: bytes) -> list[bytes | PostroomError]:
         """Return the lines that `data` completes."""
         first, *others = data.split(b"\n")
         if not others:
             self._extend(first)
             return []
         tail = others.pop()
-        lines: list[bytes | TooLong] = [self._finish(first)]
-        lines += [line if len(line) <= self._limit else TooLong() for line in others]
+        lines = [self._finish(first), *map(self._whole, others)]
         self._extend(tail)
         return lines
 
-    def rest(self) -> list[bytes | TooLong]:
+    def rest(self) -> list[bytes | PostroomError]:
         """Return the last line where it had no line end."""
-        return [self._finish(b"")] if self._partial or self._skipping else []
+        return [self._finish(b"")] if self._partial or self._refusal else []
 
-    def _finish(self, piece: bytes) -> bytes | TooLong:
-        self._extend(piece)
-        line = TooLong() if self._skipping else bytes(self._partial)
+    def close(self) -> None:
+        """Drop what is unfinished, and give its room back."""
+        self._budget.give_back(len(self._partial))
         self._partial.clear()
-        self._skipping = False
+
+    def _finish(self, piece: bytes) -> bytes | PostroomError:
+        line = self._refusal or self._whole(bytes(self._partial) + piece)
+        self.close()
+        self._refusal = None
         return line
 
+    def _whole(self, line: bytes) -> bytes | PostroomError:
+        return line if len(line) <= self._limit else self._too_long()
+
     def _extend(self, piece: bytes) -> None:
-        if self._skipping or len(self._partial) + len(piece) > self._limit:
-            self._skipping = True
-            self._partial.clear()
-        else:
-            self._partial += piece
+        if self._refusal is not None:
+            return
+        try:
+            self._hold(piece)
+        except PostroomError as refusal:
+            self._refusal = refusal
+            self.close()
+
+    def _hold(self, piece: bytes) -> None:
+        if len(self._partial) + len(piece) > self._limit:
+            raise self._too_long()
+        self._budget.take(len(piece))
+        self._partial += piece
+
+    def _too_long(self) -> InvalidMessage:
+        detail = f"the line has more than {self._limit} bytes (limits.request_bytes)"
+        return InvalidMessage.of(413, "request_too_large", detail)

@@ -36,7 +36,7 @@ class OutboxDesk:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._outbox = services.outbox
-        self._reader = BodyReader(services.limits)
+        self._reader = BodyReader(services.limits, services.budget)
 
     async def list(self, request: Request) -> web.StreamResponse:
         """List rows, oldest first and page by page, never a payload."""

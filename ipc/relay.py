@@ -20,7 +20,7 @@ class RelayDesk:
     def __init__(self, services: Services) -> None:
         self._outbox = services.outbox
         self._relay = services.relay
-        self._read = BodyReader(services.limits).read
+        self._read = BodyReader(services.limits, services.budget).read
 
     async def pause(self, request: Request) -> web.StreamResponse:
         """Stop relaying until a resume; answers what the relay does now."""

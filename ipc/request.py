@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Final, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
+from ipc.budget import Budget
 from ipc.connection import Connection
 from ipc.limits import Limits
 from outbox.model import Caller
-from postroom.errors import InvalidMessage, TryAgain
+from postroom.errors import InvalidMessage
 from postroom.message import refuse_duplicate_keys
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-_BUSY_RETRY: Final = 1.0  # seconds
 
 
 class Request(web.BaseRequest):
@@ -39,9 +38,9 @@ class Request(web.BaseRequest):
 class BodyReader:
     """Reads bodies within the limits of one, and of all that are being read at once."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, budget: Budget) -> None:
         self._limit = limits.request_bytes
-        self._room = limits.buffered_bytes
+        self._budget = budget
 
     async def read(self, request: Request) -> bytes:
         """Return the whole body; raises `InvalidMessage` (413, 417) or `TryAgain` (429)."""
@@ -51,22 +50,21 @@ class BodyReader:
         length = request.content_length
         if length is not None and length > self._limit:
             self._refuse(f"{length} bytes")
-        return await self._receive(request, self._limit if length is None else length)
+        return await self._receive(request)
 
-    async def _receive(self, request: Request, room: int) -> bytes:
-        if room > self._room:
-            raise TryAgain.of(429, "too_busy", "too much is being received", retryable=True, retry_after=_BUSY_RETRY)
-        self._room -= room
+    async def _receive(self, request: Request) -> bytes:
+        """Take in the body as it comes; what has arrived, not what is promised, draws on the budget."""
+        start_body(request)
+        received = bytearray()
         try:
-            start_body(request)
-            received = bytearray()
             while chunk := await request.content.readany():
-                received += chunk
-                if len(received) > self._limit:
+                if len(received) + len(chunk) > self._limit:
                     self._refuse(f"more than {self._limit} bytes")
+                self._budget.take(len(chunk))
+                received += chunk
             return bytes(received)
         finally:
-            self._room += room
+            self._budget.give_back(len(received))
 
     def _refuse(self, size: str) -> NoReturn:
         detail = f"the request has {size}, the limit is {self._limit} (limits.request_bytes)"

@@ -38,7 +38,7 @@ class Sends:
         self._services = services
         self._accept = services.outbox.accept
         self._counters = services.counters
-        self._read = BodyReader(services.limits).read
+        self._read = BodyReader(services.limits, services.budget).read
         self._body_bytes = services.limits.body_bytes
 
     async def send(self, request: Request) -> web.StreamResponse:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
+from ipc.budget import Budget
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
 from ipc.limits import Limits
@@ -57,3 +59,8 @@ class Services:
     counters: Counters = field(default_factory=Counters)
     destinations: DestinationRule = field(default_factory=DestinationRule)
     outbox_max_bytes: int = 2**63 - 1  # size of the outbox file; `health` warns before
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The one budget of bytes that arrive, which all routes share."""
+        return Budget(self.limits.buffered_bytes)

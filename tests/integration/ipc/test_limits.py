@@ -57,17 +57,59 @@ async def test_a_wait_outlasts_a_half_close(room: Any) -> None:
     assert (await waiting).json["status"] == "aborted"
 
 
-async def test_more_bytes_than_may_be_held_are_a_429(open_room: Any) -> None:
-    room = await open_room(limits=Limits(body_bytes=2048, request_bytes=4096, buffered_bytes=4096))
-    head = b"POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 3000\r\n\r\n"
+def _head(length: int, path: str = "/v1/send", media: str = "application/json") -> bytes:
+    fields = f"Host: x\r\nContent-Type: {media}\r\nContent-Length: {length}\r\n"
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n".encode()
+
+
+_SMALL = Limits(body_bytes=2048, request_bytes=4096, buffered_bytes=4096)
+
+
+@pytest.mark.parametrize("path", ["/v1/send", "/v1/relay/pause", "/v1/outbox/abort"])
+async def test_more_bytes_than_may_be_held_are_a_429_on_every_route(open_room: Any, path: str) -> None:
+    room = await open_room(limits=_SMALL)
     _, first = await room.connect()
-    first.write(head)
-    await _until(lambda: room.services.counters.in_flight > 0)
+    first.write(_head(3000) + b" " * 2500)
+    await _until(lambda: room.services.budget.left == 4096 - 2500)
     second, writer = await room.connect()
-    writer.write(head)
+    writer.write(_head(3000, path) + b" " * 2500)
     assert (await second.readline()).startswith(b"HTTP/1.1 429")
     first.close()
     writer.close()
+    await _until(lambda: room.services.budget.left == 4096)
+
+
+async def test_bytes_that_are_only_promised_refuse_nobody(open_room: Any) -> None:
+    room = await open_room(limits=_SMALL)
+    slow = [await room.connect() for _ in range(20)]
+    for _, writer in slow:
+        writer.write(_head(4096) + b"{")
+    await _until(lambda: room.services.budget.left == 4096 - len(slow))
+    reader, sender = await room.connect()
+    sender.write(_head(len(SEND)) + SEND[:-1])
+    await _until(lambda: room.services.budget.left == 4096 - len(slow) - len(SEND) + 1)
+    sender.write(SEND[-1:])
+    assert (await reader.readline()).startswith(b"HTTP/1.1 202")
+    for writer in (sender, *(writer for _, writer in slow)):
+        writer.close()
+
+
+async def test_unfinished_lines_of_batches_draw_on_the_same_bytes(open_room: Any) -> None:
+    room = await open_room(limits=_SMALL)
+    _, first = await room.connect()
+    first.write(_head(9999, "/v1/send/batch", "application/x-ndjson") + b" " * 3000)
+    await _until(lambda: room.services.budget.left == 4096 - 3000)
+    reader, second = await room.connect()
+    second.write(_head(9999, "/v1/send/batch", "application/x-ndjson") + SEND + b"\n" + b" " * 3000)
+    await reader.readuntil(b"queued")
+    second.write(b"\n" + SEND + b"\n")
+    refused = await reader.readuntil(b"queued")
+    assert b'"code":"too_busy"' in refused
+    assert b'"retryable":true' in refused
+    assert await room.rows() == 2
+    first.close()
+    second.close()
+    await _until(lambda: room.services.budget.left == 4096)
 
 
 async def drop_after(room: Any, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chassis.exits import Exit, Fatal
-from ipc.batch import Splitter, TooLong
+from ipc.batch import Splitter
+from ipc.budget import Budget
 from ipc.counters import LATENCY_BOUNDS, Latency
 from ipc.destinations import DestinationRule
 from ipc.peers import Policy, peer_of, user_name
@@ -19,32 +21,57 @@ from ipc.request import _is_media
 from ipc.sends import idempotency_key
 from ipc.tokens import GRACE_SECONDS, LocalToken, rotate
 from outbox.model import Caller
-from postroom.errors import InvalidMessage, NotPermitted
+from postroom.errors import InvalidMessage, NotPermitted, PostroomError, TryAgain
 
 LIMIT = 8
 
 
 @given(st.lists(st.binary(max_size=20)))
 def test_lines_come_out_whole_however_the_bytes_arrive(pieces: list[bytes]) -> None:
-    splitter = Splitter(LIMIT)
+    budget = Budget(LIMIT)
+    splitter = Splitter(LIMIT, budget)
     lines = [line for piece in pieces for line in splitter.feed(piece)] + splitter.rest()
     whole = b"".join(pieces)
     expected = whole.split(b"\n")
     if expected[-1] == b"":
         expected.pop()
-    assert [None if isinstance(line, TooLong) else line for line in lines] == [
+    assert [None if isinstance(line, PostroomError) else line for line in lines] == [
         line if len(line) <= LIMIT else None for line in expected
     ]
+    assert budget.left == LIMIT
 
 
 def test_a_line_too_long_is_never_held() -> None:
-    splitter = Splitter(LIMIT)
+    budget = Budget(2 * LIMIT)
+    splitter = Splitter(LIMIT, budget)
     for _ in range(1000):
         assert splitter.feed(b"x" * 1000) == []
         assert len(splitter._partial) <= LIMIT
     (line, rest) = splitter.feed(b"\nok\n")
-    assert isinstance(line, TooLong)
+    assert isinstance(line, InvalidMessage)
     assert rest == b"ok"
+    assert budget.left == 2 * LIMIT
+
+
+def test_a_line_for_which_no_room_is_left_may_be_sent_again_and_the_next_one_is_taken() -> None:
+    budget = Budget(6)
+    first, second = Splitter(LIMIT, budget), Splitter(LIMIT, budget)
+    assert first.feed(b"abcd") == []
+    assert second.feed(b"efg") == []
+    (refused, whole) = second.feed(b"h\nwhole\n")
+    assert isinstance(refused, TryAgain)
+    assert refused.problem.retryable
+    assert whole == b"whole"
+    assert first.feed(b"ef\n") == [b"abcdef"]
+    assert budget.left == 6
+
+
+def test_a_line_that_never_ends_gives_its_room_back() -> None:
+    budget = Budget(LIMIT)
+    with closing(Splitter(LIMIT, budget)) as splitter:
+        splitter.feed(b"abc")
+        assert budget.left == LIMIT - 3
+    assert budget.left == LIMIT
 
 
 @pytest.mark.parametrize(

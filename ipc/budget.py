@@ -1,0 +1,26 @@
+"""The memory that requests may hold while they arrive, all callers together (`limits.buffered_bytes`)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from postroom.errors import TryAgain
+
+_BUSY_RETRY: Final = 1.0  # seconds
+
+
+class Budget:
+    """Bytes that may be held at once; whoever takes some gives them back."""
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    def take(self, count: int) -> None:
+        """Hold `count` bytes more; raises `TryAgain` (429), and takes nothing, where they are not left."""
+        if count > self.left:
+            raise TryAgain.of(429, "too_busy", "too much is being received", retryable=True, retry_after=_BUSY_RETRY)
+        self.left -= count
+
+    def give_back(self, count: int) -> None:
+        """Hold `count` bytes less."""
+        self.left += count
