@@ -58,7 +58,7 @@ class Control:
             reasons.append(f"the relay makes no progress: {relay.reason}")
         if counts.wal_bytes > WAL_WARNING_BYTES:
             reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
-        if counts.file_bytes > FULL_WARNING * self._services.outbox_max_bytes:
+        if counts.used_bytes > FULL_WARNING * self._services.outbox_max_bytes:
             reasons.append("the outbox is nearly full: relay, prune, or raise outbox.max_bytes")
         return Health(
             status="degraded" if reasons else "ok",

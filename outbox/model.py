@@ -82,6 +82,7 @@ class OutboxCounts(NamedTuple):
 
     rows: dict[RowStatus, int]
     payload_bytes: int
+    used_bytes: int  # of the file that hold something: what max_bytes limits; the file itself never shrinks
     file_bytes: int
     wal_bytes: int
     oldest_pending_at: int | None  # ms since the epoch

@@ -148,10 +148,11 @@ class Reader:
 
     async def counts(self) -> OutboxCounts:
         """Return the kept counters and the sizes on disk."""
-        tally, oldest = await self._connection.run(_counts)
+        tally, used_bytes, oldest = await self._connection.run(_counts)
         return OutboxCounts(
             rows=dict(zip(("pending", "inflight", "done", "dead", "aborted"), tally, strict=False)),
             payload_bytes=tally[-1],
+            used_bytes=used_bytes,
             file_bytes=self._path.stat().st_size,
             wal_bytes=_size(Path(f"{self._path}-wal")),
             oldest_pending_at=oldest,
@@ -238,9 +239,10 @@ def _inspect(db: sqlite3.Connection, row_id: str) -> RowChain:
     return RowChain(row=row, chain=chain, log=log)
 
 
-def _counts(db: sqlite3.Connection) -> tuple[tuple[int, ...], int | None]:
+def _counts(db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None]:
     tally = db.execute(_QUERIES["tally"]).fetchone()
-    return tally, _value(db, "oldest_pending", ())
+    (used_bytes,) = db.execute(CONNECTION["used_bytes"]).fetchone()
+    return tally, used_bytes, _value(db, "oldest_pending", ())
 
 
 def _seq(cursor: str | None) -> int:

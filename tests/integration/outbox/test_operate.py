@@ -248,6 +248,19 @@ async def test_bulk_works_through_many_rows(outbox: Outbox) -> None:
     assert (await outbox.counts()).rows["aborted"] == 1100 == (await outbox.counts()).rows["pending"]
 
 
+async def test_prune_makes_room_in_a_file_that_does_not_shrink(outbox: Outbox, clock: Clock) -> None:
+    ids = [f"large-{number}" for number in range(50)]
+    await accepted(outbox, *(send(message_id, body="x" * 20_000) for message_id in ids))
+    before = await outbox.counts()
+    for message_id in ids:
+        await outbox.abort(message_id, **WHY)
+    clock.forward(1)
+    assert await outbox.prune(clock.now, **WHY) == len(ids)
+    after = await outbox.counts()
+    assert after.used_bytes < before.used_bytes - 50 * 16_000
+    assert after.file_bytes >= before.file_bytes
+
+
 async def test_prune_empties_old_settled_payloads_and_keeps_the_rows(
     outbox: Outbox, clock: Clock, database: Path
 ) -> None:
