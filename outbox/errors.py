@@ -1,63 +1,23 @@
-"""What goes wrong in the outbox, each as a sentence, and SQLite's errors mapped in one place."""
+"""What goes wrong in the outbox, each as a sentence, and SQLite's errors mapped to answers in one place."""
 
 from __future__ import annotations
 
-import errno
 import sqlite3
 from pathlib import Path
-from typing import Final
 
 from chassis.exits import Exit, Fatal
+from chassis.sqlite import is_full, result_code
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, TryAgain
-
-_PRIMARY: Final = 0xFF  # the primary result code within an extended one
-_BROKEN: Final = frozenset(
-    {
-        sqlite3.SQLITE_IOERR,
-        sqlite3.SQLITE_CORRUPT,
-        sqlite3.SQLITE_NOTADB,
-        sqlite3.SQLITE_CANTOPEN,
-        sqlite3.SQLITE_READONLY,
-        sqlite3.SQLITE_PROTOCOL,
-    }
-)
-
-
-def result_code(error: BaseException) -> int:
-    """Return SQLite's primary result code of `error`, 0 where it has none."""
-    return (getattr(error, "sqlite_errorcode", None) or 0) & _PRIMARY
-
-
-def is_broken(error: BaseException) -> bool:
-    """Tell whether the file or the disk can no longer be trusted after `error`."""
-    return result_code(error) in _BROKEN
-
-
-def is_damage(error: BaseException) -> bool:
-    """Tell whether `error` says that the file's content is wrong."""
-    return result_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def exit_after(error: sqlite3.Error | OSError) -> Exit:
-    """Return how a start ends that `error` forbids: 75 for a full disk and 74 for a failing one, else 78."""
-    code = result_code(error)
-    number = error.errno if isinstance(error, OSError) else None
-    if code == sqlite3.SQLITE_FULL or number in (errno.ENOSPC, errno.EDQUOT):
-        return Exit.TRY_AGAIN
-    if code == sqlite3.SQLITE_IOERR or number == errno.EIO:
-        return Exit.IO_ERROR
-    return Exit.CONFIG
 
 
 def from_sqlite(error: Exception) -> Exception:
     """Map an error of one operation that failed alone; what is not SQLite's stays what it is."""
     if not isinstance(error, sqlite3.Error):
         return error
-    code = result_code(error)
-    if code == sqlite3.SQLITE_FULL:
+    if is_full(error):
         detail = "the disk is full: nothing was written; free some space, then the same request succeeds"
         return TryAgain.of(507, "disk_full", detail, retryable=True)
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+    if result_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return TryAgain.of(503, "outbox_busy", "another program holds the outbox file locked", retryable=True)
     return PostroomError.of(500, "outbox_error", f"the outbox refused the operation: {error}")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from chassis.exits import Exit, Fatal
+from chassis.sqlite import open_reader
+from chassis.sqlite_file import OwnedFile
 from outbox.accepting import Accept
-from outbox.connection import open_reader
-from outbox.directory import StateDirectory
 from outbox.model import (
     AcceptedRow,
     Caller,
@@ -36,6 +36,7 @@ from postroom.ids import new_id
 from postroom.message import PreparedSend, check_client_message_id
 from postroom.sends import SETTLED, BulkFailure, BulkResult, OutboxPage, OutboxRow, RowChain
 
+NAME: Final = "outbox"  # of its files
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
 PAGE_ROWS: Final = 100
@@ -58,7 +59,7 @@ class Outbox:
 
     def __init__(
         self,
-        directory: StateDirectory,
+        file: OwnedFile,
         *,
         settings: OutboxSettings,
         writer: Writer,
@@ -66,7 +67,7 @@ class Outbox:
         walked: WalkedPast,
         clock: Callable[[], int],
     ) -> None:
-        self._directory = directory
+        self._file = file
         self._settings = settings
         self._writer = writer
         self._reader = reader
@@ -97,23 +98,23 @@ class Outbox:
         walked = WalkedPast()
         transactor = Transactor(clock=clock, new_id=new_id, max_bytes=settings.max_bytes, walked=walked)
         async with contextlib.AsyncExitStack() as undo:
-            state = StateDirectory(directory)
-            undo.callback(state.end, clean=False)
-            connection = await open_file(state)
+            file = OwnedFile(directory, NAME)
+            undo.callback(file.end, clean=False)
+            connection = await open_file(file)
             undo.push_async_callback(connection.close)
             await connection.run(transactor.measure)
-            writer = Writer(connection, state.database, transactor, settings)
+            writer = Writer(connection, file.path, transactor, settings)
             undo.push_async_callback(writer.close)
             await _reclaim(writer)
-            reader = Reader(await open_reader(state.database), state.database)
+            reader = Reader(await open_reader(file.path), file.path)
             undo.pop_all()
-        return cls(state, settings=settings, writer=writer, reader=reader, walked=walked, clock=clock)
+        return cls(file, settings=settings, writer=writer, reader=reader, walked=walked, clock=clock)
 
     async def close(self) -> None:
         """Finish what is queued and close; what was answered stays. A second call does nothing."""
         await self._reader.close()
         await self._writer.close()
-        self._directory.end(clean=self._writer.clean)
+        self._file.end(clean=self._writer.clean)
 
     async def __aenter__(self) -> Self:
         return self

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from chassis.sql import load_queries
-from outbox.connection import QUERIES as CONNECTION
-from outbox.connection import Connection
+from chassis.sqlite import QUERIES as CONNECTION
+from chassis.sqlite import Connection, in_snapshot
 from outbox.errors import row_not_found
 from outbox.model import ClaimedRow, OutboxCounts, RelayControl, RowFilter, to_datetime
 from outbox.relaying import read_claimed
 from postroom.errors import InvalidMessage
 from postroom.message import Priority
 from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
-
-T = TypeVar("T")
 
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")
 _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
@@ -119,7 +117,7 @@ class Reader:
 
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row with its requeue chain and what operators did to any of it; raises `NotFound`."""
-        return await self._connection.run(lambda db: _in_snapshot(db, lambda: _inspect(db, row_id)))
+        return await self._connection.run(lambda db: in_snapshot(db, lambda: _inspect(db, row_id)))
 
     async def last_seq(self) -> int:
         """Return the `seq` of the youngest row, 0 where there is none."""
@@ -175,7 +173,7 @@ class _Walk(NamedTuple):
 
     def step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
         """Return the rows found, and after which row to go on: None at the end."""
-        return _in_snapshot(db, lambda: self._step(db))
+        return in_snapshot(db, lambda: self._step(db))
 
     def _step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
         candidates = _value(db, self._walk(), self._parameters())
@@ -210,14 +208,6 @@ class _Walk(NamedTuple):
             "code": wanted.code,
             "enqueued_before": None if age is None else self.now - int(age * 1000),
         }
-
-
-def _in_snapshot(db: sqlite3.Connection, read: Callable[[], T]) -> T:
-    db.execute(CONNECTION["begin_read"])
-    try:
-        return read()
-    finally:
-        db.execute(CONNECTION["rollback"])
 
 
 def _value(db: sqlite3.Connection, query: str, parameters: Any) -> Any:

@@ -19,17 +19,16 @@ import msgspec
 from chassis.exits import Exit, Fatal
 from chassis.ownership import hand_over
 from chassis.sql import load_queries
-from outbox.connection import QUERIES as CONNECTION
-from outbox.directory import StateDirectory
+from chassis.sqlite import QUERIES as CONNECTION
+from chassis.sqlite_file import PARTS, OwnedFile, move, set_aside, sync
 from outbox.migrate import migrate
-from outbox.outbox import now_ms
+from outbox.outbox import NAME, now_ms
 from postroom.ids import new_id
 from postroom.message import Envelope
 
 _QUERIES: Final = load_queries("outbox", "sql/recover.sql")
 _STRETCH: Final = 64  # rows read at once; each may have a payload of more than a megabyte
 _ROW_BYTES: Final = 100  # fewer than any row takes in the file
-_PARTS: Final = ("", "-wal", "-shm")  # of an SQLite file
 
 
 class Recovery(NamedTuple):
@@ -50,53 +49,36 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms, new_id: Calla
 
     Raises `Fatal`: 69 while a daemon runs there, 78 where there is no outbox.
     """
-    state = StateDirectory(directory)
+    file = OwnedFile(directory, NAME)
     saved = False
     try:
-        source = _source(state)
+        source = _source(file)
         now = clock()
-        fresh, recovery = _salvage(source, state.database, now, new_id)
-        if source == state.database:
-            recovery = recovery._replace(damaged=_set_aside(source, now))
-        fresh.rename(state.database)
-        _sync(state.database.parent)
+        fresh, recovery = _salvage(source, file.path, now, new_id)
+        if source == file.path:
+            recovery = recovery._replace(damaged=set_aside(source, now))
+        fresh.rename(file.path)
+        sync(file.path.parent)
         saved = True
     finally:
-        state.end(clean=saved)
+        file.end(clean=saved)
     return recovery
 
 
-def _source(state: StateDirectory) -> Path:
+def _source(file: OwnedFile) -> Path:
     """Return the outbox, or where a kill left none the file that was set aside, with what stayed behind of it."""
-    if state.database.exists():
-        return state.database
-    if state.damaged is None:
-        raise Fatal(Exit.CONFIG, f"there is no outbox in {state.database.parent}")
-    _move(state.database, state.damaged)
-    return state.damaged
-
-
-def _set_aside(database: Path, now: int) -> Path:
-    """Rename the file with its WAL; the name is new, so nothing is ever overwritten."""
-    damaged = database.with_name(f"{database.name}.damaged-{now}")
-    while damaged.exists():
-        now += 1
-        damaged = database.with_name(f"{database.name}.damaged-{now}")
-    _move(database, damaged)
-    return damaged
-
-
-def _move(database: Path, damaged: Path) -> None:
-    """Rename what there is of an SQLite file, the database first: without it nobody opens what is left."""
-    for part in _PARTS:
-        with contextlib.suppress(FileNotFoundError):
-            Path(f"{database}{part}").rename(f"{damaged}{part}")
+    if file.path.exists():
+        return file.path
+    if file.damaged is None:
+        raise Fatal(Exit.CONFIG, f"there is no outbox in {file.path.parent}")
+    move(file.path, file.damaged)
+    return file.damaged
 
 
 def _salvage(source: Path, database: Path, now: int, new_id: Callable[[], str]) -> tuple[Path, Recovery]:
     """Fill a new file beside the database; return it, whole and on disk."""
     fresh = database.with_name(f"{database.name}.recovering")
-    for part in _PARTS:
+    for part in PARTS:
         Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
     _create(fresh)
     with (
@@ -107,7 +89,7 @@ def _salvage(source: Path, database: Path, now: int, new_id: Callable[[], str]) 
         migrate(new, fresh)
         recovery = _copy(old, new, source, now, new_id)
         new.execute(CONNECTION["checkpoint_truncate"]).fetchall()
-    _sync(fresh)
+    sync(fresh)
     return fresh, recovery
 
 
@@ -193,11 +175,3 @@ def _bury(new: sqlite3.Connection, client_message_id: str, now: int, new_id: Cal
     new.execute(_QUERIES["bury"], {"id": new_id(), "client_message_id": client_message_id, "now": now})
     new.execute(_QUERIES["keep_payload"], (b"",))
     return True
-
-
-def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
+from chassis.sqlite import QUERIES, is_broken
 from outbox.accepting import Accept, accept_group
-from outbox.connection import QUERIES
-from outbox.errors import from_sqlite, is_broken
+from outbox.errors import from_sqlite
 from outbox.relaying import WalkedPast
 from outbox.transaction import Operation, Transaction
 from postroom.errors import PostroomError

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from outbox.connection import QUERIES
+from chassis.sql import load_queries
+from chassis.sqlite import QUERIES
 from postroom.sends import RowStatus
 
+_COUNT: Final = load_queries("outbox", "sql/count.sql")["count"]
 FULL_AT: Final = 0.95  # of max_bytes: new messages are refused
 _MOVED_BYTES: Final = 256  # rows that change their state lie side by side, 16 to a page
 _COMMIT_BYTES: Final = 7 * 4096  # a page in each table, one in each index, the counters
@@ -66,7 +68,7 @@ class Transaction:
         """Add what was counted to the kept counters, in one statement."""
         if any(self._changes.values()):
             names = ("pending", "inflight", "done", "dead", "aborted", "payload_bytes")
-            self.db.execute(QUERIES["count"], {name: self._changes[name] for name in names})
+            self.db.execute(_COUNT, {name: self._changes[name] for name in names})
 
 
 class Operation(Protocol[T_co]):

@@ -4,7 +4,7 @@ While one transaction is on its way to the disk the next group gathers, so a lon
 thousand concurrent ones share it. A transaction costs one hop to the connection's thread, and few steps of SQLite, each
 of which gives the interpreter lock away and waits to get it back from a busy event loop.
 
-Checkpoints run on the same connection (see connection.py). SQLite's own would run inside a commit, before its answers,
+Checkpoints run on the same connection (chassis/sqlite.py). SQLite's own would run inside a commit, before its answers,
 and every 4 MB: everybody waits 13 to 18 ms for one. Here they run after the group has been answered, and every 1 MiB
 (`outbox.checkpoint_bytes`): 5 to 7 ms, which mostly pass while the event loop reads the next requests. They cost a
 tenth of the throughput instead of a twentieth.
@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import structlog
 
 from chassis.exits import Fatal
-from outbox.connection import QUERIES, Connection
-from outbox.errors import is_broken, outcome_unknown, stopped, write_failed
+from chassis.sqlite import QUERIES, Connection, is_broken
+from outbox.errors import outcome_unknown, stopped, write_failed
 from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
 from outbox.transaction import Operation

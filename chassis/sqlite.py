@@ -1,4 +1,4 @@
-"""The connections to the outbox file: the one that writes and checkpoints, and the ones that only read.
+"""The connections to an SQLite file: the one that writes and checkpoints, and the ones that only read.
 
 Common Pythons link SQLite 3.40.1, whose WAL-reset bug can corrupt a file when one connection writes while another
 checkpoints. So one connection does both, and readers are opened read-only.
@@ -6,6 +6,7 @@ checkpoints. So one connection does both, and readers are opened read-only.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from collections.abc import Callable
@@ -14,12 +15,24 @@ from typing import Final, TypeVar
 
 import aiosqlite
 
+from chassis.exits import Exit
 from chassis.sql import load_queries
 
 T = TypeVar("T")
 
-QUERIES: Final = load_queries("outbox", "sql/connection.sql")
+QUERIES: Final = load_queries("chassis", "sqlite.sql")
 _STATEMENTS: Final = 256  # prepared statements a connection keeps
+_PRIMARY: Final = 0xFF  # the primary result code within an extended one
+_BROKEN: Final = frozenset(
+    {
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
 
 
 class Connection(aiosqlite.Connection):
@@ -63,3 +76,42 @@ async def _open(uri: str, pragmas: str) -> Connection:
         await connection.close()
         raise
     return connection
+
+
+def in_snapshot(db: sqlite3.Connection, read: Callable[[], T]) -> T:
+    """Call `read` in one read transaction, so that all its queries see the same rows; return what it returns."""
+    db.execute(QUERIES["begin_read"])
+    try:
+        return read()
+    finally:
+        db.execute(QUERIES["rollback"])
+
+
+def result_code(error: BaseException) -> int:
+    """Return SQLite's primary result code of `error`, 0 where it has none."""
+    return (getattr(error, "sqlite_errorcode", None) or 0) & _PRIMARY
+
+
+def is_broken(error: BaseException) -> bool:
+    """Tell whether the file or the disk can no longer be trusted after `error`."""
+    return result_code(error) in _BROKEN
+
+
+def is_damage(error: BaseException) -> bool:
+    """Tell whether `error` says that the file's content is wrong."""
+    return result_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def is_full(error: BaseException) -> bool:
+    """Tell whether `error` says that the disk is full."""
+    number = error.errno if isinstance(error, OSError) else None
+    return result_code(error) == sqlite3.SQLITE_FULL or number in (errno.ENOSPC, errno.EDQUOT)
+
+
+def exit_after(error: sqlite3.Error | OSError) -> Exit:
+    """Return how a start ends that `error` forbids: 75 for a full disk and 74 for a failing one, else 78."""
+    if is_full(error):
+        return Exit.TRY_AGAIN
+    if result_code(error) == sqlite3.SQLITE_IOERR or (isinstance(error, OSError) and error.errno == errno.EIO):
+        return Exit.IO_ERROR
+    return Exit.CONFIG

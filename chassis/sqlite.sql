@@ -1,3 +1,5 @@
+-- What every SQLite file of Postroom is opened, migrated, written and checkpointed with.
+
 -- name: begin
 -- Take the write lock at once, so that nothing in the transaction can be refused it later (seed §4.5.1).
 BEGIN IMMEDIATE;
@@ -19,10 +21,10 @@ BEGIN DEFERRED;
 PRAGMA busy_timeout = 5000;             -- ms
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;              -- an fsync per commit: what was answered is on disk
-PRAGMA wal_autocheckpoint = 0;          -- the writer checkpoints after it has answered, see outbox/writer.py
+PRAGMA wal_autocheckpoint = 0;          -- the writer checkpoints after it has answered
 PRAGMA journal_size_limit = 8388608;    -- bytes the WAL file shrinks to when it starts anew
 PRAGMA cache_size = -16384;             -- KiB
-PRAGMA foreign_keys = ON;               -- no row without its payload
+PRAGMA foreign_keys = ON;               -- no row without what it refers to
 PRAGMA recursive_triggers = ON;         -- REPLACE is a DELETE, and fires its trigger
 PRAGMA temp_store = MEMORY;
 
@@ -69,9 +71,3 @@ PRAGMA busy_timeout = 5000;
 -- name: checkpoint_truncate
 -- The same, and leave an empty WAL.
 PRAGMA wal_checkpoint(TRUNCATE);
-
--- name: count
--- Move the counters.
-UPDATE tally
-SET pending = pending + :pending, inflight = inflight + :inflight, done = done + :done, dead = dead + :dead,
-    aborted = aborted + :aborted, payload_bytes = payload_bytes + :payload_bytes;
