@@ -29,7 +29,8 @@ _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
 _ORDINARY_BYTES: Final = 8192  # of a payload: what a row counts as one for, so that no transaction floods the WAL
 _PLACES: Final = {"insert": "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", "insert_payloads": "(?, ?)"}
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_ROWS_PER_INSERT: Final = 64  # each count up to this is a statement of its own in the connection's cache
+_INSERT_ROWS: Final = 512  # most rows of a statement: a step of SQLite's, after which the loop may hold the lock again
+_INSERT_STEP: Final = 64  # more than this many rows go in multiples of it, so that few statements are kept prepared
 
 AcceptOutcome = list[AcceptedRow | PostroomError]
 
@@ -185,15 +186,22 @@ def _complete(transaction: Transaction, written: Sequence[_NewRow], seqs: Sequen
 def _insert(transaction: Transaction, query: str, rows: Sequence[tuple[object, ...]]) -> tuple[int, int]:
     """Insert rows, many in a statement; returns how many were inserted, and the number of the last."""
     inserted = last = 0
-    for start in range(0, len(rows), _ROWS_PER_INSERT):
-        chunk = rows[start : start + _ROWS_PER_INSERT]
-        cursor = transaction.db.execute(_insert_statement(query, len(chunk)), list(chain.from_iterable(chunk)))
+    while rows:
+        count = _insert_rows(len(rows))
+        values = list(chain.from_iterable(rows[:count]))
+        cursor = transaction.db.execute(_insert_statement(query, count), values)
         inserted += cursor.rowcount
         last = cursor.lastrowid or 0
+        rows = rows[count:]
     return inserted, last
 
 
-@lru_cache(maxsize=2 * _ROWS_PER_INSERT)
+def _insert_rows(left: int) -> int:
+    """Return how many of the rows that are left the next statement takes."""
+    return min(left - left % _INSERT_STEP, _INSERT_ROWS) if left > _INSERT_STEP else left
+
+
+@lru_cache(maxsize=2 * (_INSERT_STEP + _INSERT_ROWS // _INSERT_STEP))
 def _insert_statement(query: str, rows: int) -> str:
     """Return the query with its group of values repeated: one step of SQLite for all of them."""
     return _QUERIES[query].replace(_PLACES[query], ", ".join([_PLACES[query]] * rows))

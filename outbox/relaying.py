@@ -37,9 +37,10 @@ _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 
 
 class ClaimResult(NamedTuple):
-    """The rows' numbers, whether more may be due right now, and when the next waiting row will be (ms)."""
+    """The rows' numbers and bytes of payload, whether more may be due right now, and when the next one will be (ms)."""
 
     seqs: Sequence[int]
+    size: int
     more: bool
     next_due: int | None
 
@@ -79,12 +80,13 @@ class _Stretch(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """Take due rows, by priority, then age: at most `limit` rows and `max_bytes` of payload, but at least one."""
+    """Take due rows, by priority, then age: at most `limit` rows and `max_bytes` of payload, but at least `least`."""
 
     limit: int
     max_bytes: int
     excluded: frozenset[str]
     walked: WalkedPast
+    least: int = 1
 
     @property
     def rows(self) -> int:
@@ -99,13 +101,14 @@ class Claim(NamedTuple):
         woken = transaction.execute(_QUERIES["wake"], {"now": transaction.now, "limit": self.limit})
         if woken:
             self.walked.forget()
-        chosen, more = self._choose(transaction)
+        chosen, size, more = self._choose(transaction)
         if chosen:
             taken = transaction.execute(_QUERIES["take"], (_encode(chosen).decode(),))
             transaction.moved("pending", "inflight", taken)
-        return ClaimResult(chosen, more or woken == self.limit, transaction.value(_QUERIES["next_due"]))
+        return ClaimResult(chosen, size, more or woken == self.limit, transaction.value(_QUERIES["next_due"]))
 
-    def _choose(self, transaction: Transaction) -> tuple[list[int], bool]:
+    def _choose(self, transaction: Transaction) -> tuple[list[int], int, bool]:
+        """Return the rows to take, their bytes, and whether there may be more."""
         chosen: list[int] = []
         size = 0
         more = False
@@ -113,15 +116,15 @@ class Claim(NamedTuple):
             stretch = self._candidates(transaction, lane, self.limit - len(chosen))
             more = more or stretch.unfinished
             for seq, payload_bytes in stretch.found:
+                if len(chosen) >= self.least and size + payload_bytes > self.max_bytes:
+                    return chosen, size, True
                 size += payload_bytes
-                if chosen and size > self.max_bytes:
-                    return chosen, True
                 chosen.append(seq)
             if stretch.last is not None:  # not before all that was found there is taken
                 self.walked.walked(lane, stretch.last)
             if len(chosen) == self.limit:
-                return chosen, True
-        return chosen, more
+                return chosen, size, True
+        return chosen, size, more
 
     def _candidates(self, transaction: Transaction, lane: int, limit: int) -> _Stretch:
         """Return the first rows of a lane, where some destinations are excluded of its next stretch."""
