@@ -15,8 +15,9 @@ from broker.authentication import (
     new_token,
     own_mesh,
 )
-from broker.database import QUERIES, Connection, Database
+from broker.database import QUERIES, Database
 from broker.requests import decode_body
+from chassis.postgres import Connection
 from chassis.routes import decode_query, json_response
 from postroom import administration as api
 from postroom.errors import Conflict, NotFound, NotPermitted

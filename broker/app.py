@@ -13,11 +13,12 @@ from broker.accept import Accepting
 from broker.administration import Administration
 from broker.authentication import Authentication, member_of
 from broker.config import BrokerConfig
-from broker.database import UNREACHABLE, Database
+from broker.database import Database
 from broker.history import History
 from broker.limiter import Limiter
 from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, read_body
+from chassis.postgres import UNREACHABLE
 from chassis.routes import Route, application, json_response, openapi
 from postroom import administration as api
 from postroom.accept import AcceptBatch, AcceptResponse, DedupeFeature, Features, PayloadFeature, RateLimitFeature

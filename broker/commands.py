@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from broker.config import BrokerConfig, load_config
-from broker.database import check_version, connect
+from broker.database import check_version
 from broker.main import run
 from broker.migrate import migrate
 from broker.orphans import find_orphans
-from chassis import logs
+from chassis import logs, runtime
 from chassis.exits import Exit, Fatal
+from chassis.postgres import connect
 
 
 async def run_broker(config: BrokerConfig) -> Exit:
@@ -60,7 +60,7 @@ def main(command: str, config_file: Path | None) -> int:
     try:
         config = load_config(config_file)
         logs.configure(config.log_level)
-        return int(asyncio.run(_call(command, config)))
+        return int(runtime.run(_call(command, config)))
     except Fatal as fatal:
         sys.stderr.write(f"postroom broker: {fatal}\n")
         return int(fatal.exit_code)

@@ -1,4 +1,4 @@
-"""Postgres: the two pools of a broker, the version check, and the one place where its errors become answers.
+"""Postgres: the two pools of a broker, and the one place where its errors become answers.
 
 Accepting has a pool of its own, so that readers can't starve it, and so that its connections can plan for batches: the
 planner cannot know how long the arrays of a batch are, would guess a handful of rows and join a thousand messages with
@@ -8,39 +8,27 @@ nested loops, so these are off there. Readers look rows up by key and need them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Final, Self, TypeAlias
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final, Self
 
 import asyncpg
-from asyncpg.pool import PoolConnectionProxy
 
-from chassis.exits import Exit, Fatal
-from chassis.sql import load_queries, migrations
+from broker.migrate import ROOMS
+from chassis import postgres
+from chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool
+from chassis.sql import load_queries
 from postroom.errors import InvalidMessage, TryAgain
 
 QUERIES: Final = load_queries("broker")
 
-Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record] | PoolConnectionProxy[asyncpg.Record]"
-
 _READING_CONNECTIONS: Final = 4
-_CONNECT_SECONDS: Final = 5.0
-_COMMAND_SECONDS: Final = 20.0  # above the server's own statement_timeout, which answers more clearly
-_SERVER_SETTINGS: Final = {
-    "application_name": "postroom-broker",
-    "statement_timeout": "15s",
-    "lock_timeout": "10s",
-    "timezone": "UTC",
-}
-
-# What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
-UNREACHABLE: Final = (OSError, TimeoutError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError)
 
 
 class Database:
     """The pools; `accepting` for the accept transaction and its look-ups, `reading` for everything else."""
 
-    def __init__(self, accepting: asyncpg.Pool[asyncpg.Record], reading: asyncpg.Pool[asyncpg.Record]) -> None:
+    def __init__(self, accepting: Pool, reading: Pool) -> None:
         self.accepting = accepting
         self.reading = reading
 
@@ -66,7 +54,7 @@ class Database:
 
     async def ping(self) -> None:
         """Ask Postgres for an answer; raises one of `UNREACHABLE` where there is none."""
-        async with self.accepting.acquire(timeout=_CONNECT_SECONDS) as connection:
+        async with self.accepting.acquire(timeout=CONNECT_SECONDS) as connection:
             await connection.execute(QUERIES["ping"])
 
     @asynccontextmanager
@@ -76,7 +64,7 @@ class Database:
         Postgres away is a 503 that may be retried; a name that Postgres has no characters for is a 400.
         """
         try:
-            async with unavailable_as_503(), self.reading.acquire(timeout=_CONNECT_SECONDS) as connection:
+            async with unavailable_as_503(), self.reading.acquire(timeout=CONNECT_SECONDS) as connection:
                 yield connection
         except asyncpg.CharacterNotInRepertoireError as error:
             raise InvalidMessage.of(400, "nul_character", "a name in the request holds a NUL character") from error
@@ -97,50 +85,10 @@ def _unavailable() -> TryAgain:
     )
 
 
-async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
-    """Open one connection outside the pools; raises `Fatal` as `Database.open` does."""
-    with _fatal_when_closed():
-        return await asyncpg.connect(url, timeout=_CONNECT_SECONDS)
-
-
-async def _pool(url: str, size: int, settings: dict[str, str]) -> asyncpg.Pool[asyncpg.Record]:
-    with _fatal_when_closed():
-        return await asyncpg.create_pool(
-            url,
-            min_size=1,
-            max_size=size,
-            timeout=_CONNECT_SECONDS,
-            command_timeout=_COMMAND_SECONDS,
-            server_settings={**_SERVER_SETTINGS, **settings},
-        )
-
-
-@contextmanager
-def _fatal_when_closed() -> Iterator[None]:
-    try:
-        yield
-    except (asyncpg.ClientConfigurationError, ValueError) as error:
-        raise Fatal(Exit.CONFIG, "database_url is not a Postgres URL (postgresql://user@host/database)") from error
-    except (*UNREACHABLE, asyncpg.PostgresError) as error:
-        sentence = f"cannot open the database (database_url): {type(error).__name__}: {error}"
-        raise Fatal(Exit.UNAVAILABLE, sentence) from error
-
-
 async def check_version(connection: Connection) -> None:
     """Raise `Fatal` (78) unless the schema is this program's, and say what to do."""
-    found, known = await schema_version(connection), len(migrations("broker"))
-    if found > known:
-        what = "upgrade the program"
-    elif found < known:
-        what = "run `postroom broker migrate` first"
-    else:
-        return
-    raise Fatal(Exit.CONFIG, f"the database has schema version {found}, this program needs {known}: {what}")
+    await postgres.check_version(connection, *ROOMS, migrate_with="postroom broker migrate")
 
 
-async def schema_version(connection: Connection) -> int:
-    """Return the number of the newest migration that the database has; 0 where it has none."""
-    if not await connection.fetchval(QUERIES["has_migrations"]):
-        return 0
-    version: Any = await connection.fetchval(QUERIES["schema_version"])
-    return int(version)
+async def _pool(url: str, connections: int, settings: Mapping[str, str]) -> Pool:
+    return await postgres.open_pool(url, name="postroom-broker", connections=connections, settings=settings)

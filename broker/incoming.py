@@ -22,7 +22,7 @@ from postroom.message import MAX_MENTIONS, DestinationKind, Envelope, Priority, 
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C Trace Context
 _Mentions: Final = Annotated[list[MemberName], msgspec.Meta(max_length=MAX_MENTIONS)]
-_MAX_EVENT_VERSION: Final = 2**31 - 1
+_MAX_EVENT_VERSION: Final = 999_999_999  # what a subject has room for
 
 _decode_request: Final = msgspec.json.Decoder(AcceptRequest).decode
 _decode_item: Final = msgspec.json.Decoder(RawAcceptItem).decode

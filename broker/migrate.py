@@ -1,13 +1,12 @@
-"""Migrating the broker's schema: numbered files, forward only, each in one transaction under an advisory lock.
-
-Any number of processes may migrate at once: one does it, the others wait and find nothing left to do.
-"""
+"""Migrating the broker's database: delivering's tables first, since the accept transaction writes to its outbox."""
 
 from __future__ import annotations
 
-from broker.database import QUERIES, connect, schema_version
-from chassis.exits import Exit, Fatal
-from chassis.sql import migrations
+from typing import Final
+
+from chassis import postgres
+
+ROOMS: Final = ("delivery", "broker")
 
 
 async def migrate(url: str) -> list[str]:
@@ -15,23 +14,4 @@ async def migrate(url: str) -> list[str]:
 
     Raises `Fatal`: 69 where Postgres can't be reached, 78 where the database is newer than the program.
     """
-    connection = await connect(url)
-    try:
-        known = migrations("broker")
-        applied = []
-        for version, name, sql in known:
-            async with connection.transaction():
-                await connection.execute(QUERIES["lock_migrations"])
-                found = await schema_version(connection)
-                if found > len(known):
-                    raise Fatal(
-                        Exit.CONFIG,
-                        f"the database has schema version {found}, this program knows {len(known)}: upgrade it",
-                    )
-                if found < version:
-                    await connection.execute(sql)
-                    await connection.execute(QUERIES["record_migration"], version, name)
-                    applied.append(name)
-        return applied
-    finally:
-        await connection.close()
+    return await postgres.migrate(url, *ROOMS)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 from uuid import UUID
 
-from broker.database import QUERIES, Connection
+from broker.database import QUERIES
+from chassis.postgres import Connection
 
 
 class Violation(NamedTuple):

@@ -21,10 +21,11 @@ WITH sender AS MATERIALIZED (
   SELECT batch.*, sender.*
   FROM sender, unnest(
     $6::uuid[], $7::text[], $8::bytea[], $9::text[], $10::text[], $11::text[], $12::text[], $13::text[],
-    $14::text[], $15::bytea[], $16::boolean[], $17::text[], $18::integer[], $19::uuid[], $20::uuid[]
+    $14::text[], $15::bytea[], $16::boolean[], $17::text[], $18::integer[], $19::uuid[], $20::uuid[], $24::text[]
   ) WITH ORDINALITY AS batch (
     broker_message_id, client_message_id, request_fingerprint, destination_kind, destination_ref, priority, reply_to,
-    traceparent, meta, body, body_is_text, event, event_version, correlation_id, causation_id, position
+    traceparent, meta, body, body_is_text, event, event_version, correlation_id, causation_id, subject,
+    position
   )
 ), topic AS MATERIALIZED (
   SELECT topic.id, topic.name FROM mesh.topic
@@ -110,38 +111,25 @@ WITH sender AS MATERIALIZED (
     destination_kind, destination_id, destination_ref, cardinality(recipients), now() + $4::interval
   FROM accepted
 ), to_deliver AS (
-  INSERT INTO mesh.delivery_queue (broker_message_id, recipient_id, mesh_id)
-  SELECT broker_message_id, recipient_id, mesh_id FROM accepted, unnest(recipients) AS recipient_id
+  INSERT INTO mesh.delivery_queue (broker_message_id, recipient_id, mesh_id, history_id)
+  SELECT broker_message_id, recipient_id, mesh_id, history_id FROM accepted, unnest(recipients) AS recipient_id
+  ORDER BY history_id
 ), mentioned AS (
   INSERT INTO mesh.mention_index (broker_message_id, mentioned, mesh_id, history_id)
   SELECT accepted.broker_message_id, mention.member, accepted.mesh_id, accepted.history_id
   FROM unnest($21::bigint[], $22::text[]) AS mention (position, member) JOIN accepted USING (position)
 ), announced AS (
   INSERT INTO postroom.outbox_events (
-    id, aggregate_type, aggregate_id, event_type, event_version, payload, correlation_id, causation_id
+    id, aggregate_type, aggregate_id, event_type, event_version, payload, correlation_id, causation_id,
+    subject, traceparent
   )
   SELECT broker_message_id, destination_kind, $23 || '/' || destination_kind || ':' || destination_ref,
-    destination_ref, event_version, event::jsonb, correlation_id, causation_id
-  FROM accepted WHERE event IS NOT NULL
+    destination_ref, event_version, event::jsonb, correlation_id, causation_id,
+    subject, traceparent
+  FROM accepted WHERE subject IS NOT NULL ORDER BY history_id
 )
 SELECT judged.position - 1 AS position, accepted.history_id, judged.refusal
 FROM judged LEFT JOIN accepted USING (position);
-
--- name: lock_migrations
--- One migration at a time, however many processes start at once; released with the transaction.
-SELECT pg_advisory_xact_lock(hashtext('postroom.broker.migrate'));
-
--- name: has_migrations
--- Whether the schema was ever created.
-SELECT to_regclass('mesh.schema_migration') IS NOT NULL;
-
--- name: schema_version
--- The newest migration that was applied.
-SELECT coalesce(max(version), 0) FROM mesh.schema_migration;
-
--- name: record_migration
--- Remembers a migration, in the transaction that applied it.
-INSERT INTO mesh.schema_migration (version, name) VALUES ($1, $2);
 
 -- name: find_member_by_token
 -- Whom a token speaks for; a revoked member has none.

@@ -17,8 +17,9 @@ import asyncpg
 import structlog
 
 from broker.config import RetentionConfig, dedupe_life
-from broker.database import QUERIES, UNREACHABLE, Connection, Database
+from broker.database import QUERIES, Database
 from broker.metrics import Metrics
+from chassis.postgres import UNREACHABLE, Connection
 
 _log = structlog.get_logger(__name__)
 

@@ -2,19 +2,12 @@
 
 -- Everything that the accept transaction writes, and the meshes, members, topics and queues that it checks against.
 --
--- Names are the seeds' (daemon-spec-v9 §4.7, sds-047 §9). Ids that a caller or an operator sees are text or uuid; the
+-- Names are the seed's (daemon-spec-v9 §4.7); the event outbox, which it writes too, is delivering's. Ids that a caller or an operator sees are text or uuid; the
 -- small integers stay inside. The tables that take a row per message have no foreign keys: the accept statement holds
 -- the rows it refers to with share locks, which is one lock per distinct destination instead of one check per message,
 -- and the orphan check proves the result.
 
 CREATE SCHEMA mesh;
-CREATE SCHEMA postroom;
-
-CREATE TABLE mesh.schema_migration (
-  version integer PRIMARY KEY,
-  name text NOT NULL,
-  applied_at timestamptz NOT NULL DEFAULT now()
-);
 
 -- Who and where ------------------------------------------------------------------------------------------------------
 
@@ -141,6 +134,7 @@ CREATE TABLE mesh.message_history (
 );
 CREATE INDEX message_history_expiry ON mesh.message_history (expires_at);
 
+-- One row per recipient, published in the order of history_id; what its columns mean is said at postroom.outbox_events.
 CREATE TABLE mesh.delivery_queue (
   broker_message_id uuid NOT NULL,
   recipient_id integer NOT NULL,
@@ -149,9 +143,19 @@ CREATE TABLE mesh.delivery_queue (
   published_at timestamptz,
   publish_attempts integer NOT NULL DEFAULT 0 CHECK (publish_attempts >= 0),
   publish_error text,
-  PRIMARY KEY (broker_message_id, recipient_id)
+  history_id bigint NOT NULL,
+  next_attempt_at timestamptz NOT NULL DEFAULT now(),
+  stream text COLLATE "C",
+  stream_created_at timestamptz,
+  stream_sequence bigint,
+  epoch integer NOT NULL DEFAULT 0 CHECK (epoch >= 0),
+  PRIMARY KEY (broker_message_id, recipient_id),
+  CONSTRAINT a_place_in_a_stream_is_whole CHECK (
+    num_nonnulls(stream, stream_created_at, stream_sequence) = CASE WHEN published_at IS NULL THEN 0 ELSE 3 END
+  )
 );
-CREATE INDEX delivery_queue_unpublished ON mesh.delivery_queue (enqueued_at) WHERE published_at IS NULL;
+CREATE INDEX delivery_queue_order ON mesh.delivery_queue (recipient_id, history_id) WHERE published_at IS NULL;
+CREATE INDEX delivery_queue_place ON mesh.delivery_queue (stream, stream_sequence) WHERE published_at IS NOT NULL;
 
 -- Mentions are names, as the sender wrote them; whether a member of that name exists is the reader's to ask.
 CREATE TABLE mesh.mention_index (
@@ -162,25 +166,6 @@ CREATE TABLE mesh.mention_index (
   PRIMARY KEY (broker_message_id, mentioned)
 );
 CREATE INDEX mention_index_by_member ON mesh.mention_index (mesh_id, mentioned, history_id);
-
--- The event outbox, as the seed has it (sds-047 §9); its name for POL-047-002 is FUTURE_EVENT.
-CREATE TABLE postroom.outbox_events (
-  id uuid PRIMARY KEY,
-  aggregate_type text NOT NULL,
-  aggregate_id text NOT NULL,
-  event_type text NOT NULL,
-  event_version integer NOT NULL DEFAULT 1,
-  payload jsonb NOT NULL,
-  occurred_at timestamptz NOT NULL DEFAULT now(),
-  correlation_id uuid,
-  causation_id uuid,
-  published_at timestamptz,
-  publish_attempts integer NOT NULL DEFAULT 0,
-  publish_error text,
-  CONSTRAINT chk_occurred_not_future CHECK (occurred_at <= now() + interval '1 minute')
-);
-CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (occurred_at) WHERE published_at IS NULL;
-CREATE INDEX idx_outbox_correlation ON postroom.outbox_events (correlation_id) WHERE correlation_id IS NOT NULL;
 
 -- A committed message as its readers see it, whatever kind of destination it has.
 CREATE VIEW mesh.message AS

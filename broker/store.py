@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -19,6 +20,8 @@ from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.identifiers import MessageIds
 from broker.incoming import Checked, Item, event
+from delivery.subjects import command_subject, event_subject
+from postroom.message import DestinationKind
 
 _WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections
 
@@ -89,7 +92,7 @@ class AcceptStore:
         return self._turns.setdefault(mesh_id, asyncio.Semaphore(_WRITES_PER_MESH))
 
     def _values(self, sender: Member, candidates: Sequence[Candidate], minted: Sequence[UUID]) -> tuple[Any, ...]:
-        """Return the statement's parameters: scalars, then a column per field, then the mentions, then the mesh."""
+        """Return the statement's parameters: scalars, then a column per field, the mentions, the mesh, the subjects."""
         items = [candidate.item for candidate in candidates]
         checked = [candidate.checked for candidate in candidates]
         events = [
@@ -121,4 +124,20 @@ class AcceptStore:
             [position for position, _ in mentions],
             [name for _, name in mentions],
             sender.mesh,
+            [
+                _subject(sender.mesh, values.destination_kind, values.destination_ref, values.event_version)
+                for values in checked
+            ],
         )
+
+
+@lru_cache(maxsize=4096)
+def _subject(mesh: str, kind: DestinationKind, ref: str, version: int) -> str | None:
+    """Return what a message is published on: a topic's as an event, a queue's as a command, a dm's not as either."""
+    match kind:
+        case "topic":
+            return event_subject(mesh, ref, version)
+        case "queue":
+            return command_subject(mesh, ref)
+        case "dm":
+            return None

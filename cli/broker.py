@@ -66,8 +66,9 @@ def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = 
 
 
 async def _orphans(database_url: str) -> list[Violation]:
-    from broker.database import check_version, connect  # noqa: PLC0415
+    from broker.database import check_version  # noqa: PLC0415
     from broker.orphans import find_orphans  # noqa: PLC0415
+    from chassis.postgres import connect  # noqa: PLC0415
 
     connection = await connect(database_url)
     try:

@@ -108,9 +108,11 @@ async def test_it_does_not_start_on_a_schema_that_is_older(rewrite: Any, databas
 async def test_nothing_starts_on_a_schema_that_is_newer(rewrite: Any, database_url: str) -> None:
     file = rewrite(f'database_url = "{database_url}"')
     code, said = await run("migrate", file)
-    assert (code, "applied 0001_accept" in said) == (0, True)
+    assert (code, "applied broker/0001_accept" in said) == (0, True)
     connection = await asyncpg.connect(database_url)
-    await connection.execute("INSERT INTO mesh.schema_migration (version, name) VALUES (9999, 'from the future')")
+    await connection.execute(
+        "INSERT INTO postroom.schema_migration (room, version, name) VALUES ('broker', 9999, 'from the future')"
+    )
     await connection.close()
 
     code, said = await run("run", file)

@@ -1,0 +1,112 @@
+"""Postgres for every room: connections and pools whose failures to open are sentences, and migrations.
+
+A room's migrations are its numbered files: forward only, each in one transaction under an advisory lock. Any number of
+processes may migrate at once: one does it, the others wait and find nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final, TypeAlias
+
+import asyncpg
+from asyncpg.pool import PoolConnectionProxy
+
+from chassis.exits import Exit, Fatal
+from chassis.sql import load_queries, migrations
+
+_QUERIES: Final = load_queries("chassis", "migrations.sql")
+
+Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record] | PoolConnectionProxy[asyncpg.Record]"
+Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
+
+CONNECT_SECONDS: Final = 5.0
+_COMMAND_SECONDS: Final = 20.0  # above the server's own statement_timeout, which answers more clearly
+_SERVER_SETTINGS: Final = {"statement_timeout": "15s", "lock_timeout": "10s", "timezone": "UTC"}
+
+# What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
+UNREACHABLE: Final = (OSError, TimeoutError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError)
+
+
+async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
+    """Open one connection; raises `Fatal`: 69 where Postgres can't be reached, 78 where `url` is no such URL."""
+    with _fatal_when_closed():
+        return await asyncpg.connect(url, timeout=CONNECT_SECONDS)
+
+
+async def open_pool(url: str, *, name: str, connections: int, settings: Mapping[str, str] | None = None) -> Pool:
+    """Open a pool of at most `connections` that Postgres knows as `name`; raises `Fatal` as `connect` does."""
+    with _fatal_when_closed():
+        return await asyncpg.create_pool(
+            url,
+            min_size=1,
+            max_size=connections,
+            timeout=CONNECT_SECONDS,
+            command_timeout=_COMMAND_SECONDS,
+            server_settings={"application_name": name, **_SERVER_SETTINGS, **(settings or {})},
+        )
+
+
+@contextmanager
+def _fatal_when_closed() -> Iterator[None]:
+    try:
+        yield
+    except (asyncpg.ClientConfigurationError, ValueError) as error:
+        raise Fatal(Exit.CONFIG, "database_url is not a Postgres URL (postgresql://user@host/database)") from error
+    except (*UNREACHABLE, asyncpg.PostgresError) as error:
+        sentence = f"cannot open the database (database_url): {type(error).__name__}: {error}"
+        raise Fatal(Exit.UNAVAILABLE, sentence) from error
+
+
+async def migrate(url: str, *rooms: str) -> list[str]:
+    """Bring the tables of `rooms` to this program's version, one room after the other; return what was applied.
+
+    Raises `Fatal`: 69 where Postgres can't be reached, 78 where the database is newer than the program.
+    """
+    connection = await connect(url)
+    try:
+        async with connection.transaction():
+            await connection.execute(_QUERIES["lock_migrations"])
+            await connection.execute(_QUERIES["prepare_migrations"])
+        return [name for room in rooms for name in await _migrate_room(connection, room)]
+    finally:
+        await connection.close()
+
+
+async def _migrate_room(connection: Connection, room: str) -> list[str]:
+    known = migrations(room)
+    applied = []
+    for version, name, sql in known:
+        async with connection.transaction():
+            await connection.execute(_QUERIES["lock_migrations"])
+            found = await schema_version(connection, room)
+            if found > len(known):
+                raise _mismatch(room, found, len(known), "upgrade the program")
+            if found < version:
+                await connection.execute(sql)
+                await connection.execute(_QUERIES["record_migration"], room, version, name)
+                applied.append(f"{room}/{name}")
+    return applied
+
+
+async def check_version(connection: Connection, *rooms: str, migrate_with: str) -> None:
+    """Raise `Fatal` (78) unless the tables of `rooms` are this program's, and say what to do."""
+    for room in rooms:
+        found, known = await schema_version(connection, room), len(migrations(room))
+        if found > known:
+            raise _mismatch(room, found, known, "upgrade the program")
+        if found < known:
+            raise _mismatch(room, found, known, f"run `{migrate_with}` first")
+
+
+async def schema_version(connection: Connection, room: str) -> int:
+    """Return the number of a room's newest migration that the database has; 0 where it has none."""
+    if not await connection.fetchval(_QUERIES["has_migrations"]):
+        return 0
+    return int(await connection.fetchval(_QUERIES["schema_version"], room))
+
+
+def _mismatch(room: str, found: int, known: int, what: str) -> Fatal:
+    sentence = f"the database has version {found} of the {room} schema, this program needs {known}: {what}"
+    return Fatal(Exit.CONFIG, sentence)

@@ -1,0 +1,102 @@
+-- The schema of delivering as all migrations together leave it; a test proves that they do.
+
+-- The event outbox (seed sds-047 §9) and `postroom.emit`, by which any service in this database writes to it.
+--
+-- The columns from `position` on are Postroom's own. A row is unpublished while `published_at` is null; it is published
+-- once, and again under the next `epoch` where the stream has lost it (spec delivery.md, "Postgres is the record").
+
+CREATE TABLE postroom.outbox_events (
+  id uuid PRIMARY KEY,
+  aggregate_type text NOT NULL,
+  aggregate_id text COLLATE "C" NOT NULL,
+  event_type text NOT NULL,
+  event_version integer NOT NULL DEFAULT 1,
+  payload jsonb NOT NULL,
+  occurred_at timestamptz NOT NULL DEFAULT now(),
+  correlation_id uuid,
+  causation_id uuid,
+  published_at timestamptz,
+  publish_attempts integer NOT NULL DEFAULT 0,
+  publish_error text,
+
+  -- The order of an aggregate. Of two events of which one was committed before the other's transaction wrote its own,
+  -- the earlier has the lower number; two that were written at the same time have no order before the publisher's.
+  position bigint GENERATED ALWAYS AS IDENTITY,
+  subject text COLLATE "C" NOT NULL,
+  traceparent text,
+  next_attempt_at timestamptz NOT NULL DEFAULT now(),
+
+  -- Where the server says that it stands: the stream, when that one was created, the number in it, and how often the
+  -- event was published again because that stream had lost it.
+  stream text COLLATE "C",
+  stream_created_at timestamptz,
+  stream_sequence bigint,
+  epoch integer NOT NULL DEFAULT 0,
+
+  CONSTRAINT chk_occurred_not_future CHECK (occurred_at <= now() + interval '1 minute'),
+  CONSTRAINT an_aggregate_has_an_id CHECK (aggregate_id <> ''),
+  CONSTRAINT an_event_has_a_type CHECK (event_type <> ''),
+  CONSTRAINT versions_count_from_one CHECK (event_version >= 1),
+  CONSTRAINT attempts_are_counted CHECK (publish_attempts >= 0 AND epoch >= 0),
+  CONSTRAINT a_place_in_a_stream_is_whole CHECK (
+    num_nonnulls(stream, stream_created_at, stream_sequence) = CASE WHEN published_at IS NULL THEN 0 ELSE 3 END
+  ),
+  CONSTRAINT a_subject_is_an_event_or_a_command CHECK (
+    subject ~ '^[a-z][a-z0-9_]{0,63}\.event\.[a-z][a-z0-9_]{0,63}\.v[1-9][0-9]{0,8}$'
+    OR subject ~ '^cmd\.[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_-]{0,63}){3,}$'
+  )
+);
+CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (occurred_at) WHERE published_at IS NULL;
+CREATE INDEX idx_outbox_correlation ON postroom.outbox_events (correlation_id) WHERE correlation_id IS NOT NULL;
+CREATE INDEX outbox_events_order ON postroom.outbox_events (aggregate_id, position) WHERE published_at IS NULL;
+CREATE INDEX outbox_events_place ON postroom.outbox_events (stream, stream_sequence) WHERE published_at IS NOT NULL;
+
+-- Puts an event into the outbox and returns its id; it is published if, and only if, the caller's transaction commits.
+--
+-- Refuses with SQLSTATE 23514 and the policy as the name of the constraint: INVALID_OUTBOX (POL-047-001) without id or
+-- event type, or where the two names and the version make no subject; FUTURE_EVENT (POL-047-002) more than a minute ahead.
+CREATE FUNCTION postroom.emit(
+  context text,
+  aggregate_type text,
+  aggregate_id text,
+  event_type text,
+  payload jsonb,
+  event_version integer DEFAULT 1,
+  correlation_id uuid DEFAULT NULL,
+  causation_id uuid DEFAULT NULL,
+  traceparent text DEFAULT NULL,
+  occurred_at timestamptz DEFAULT now(),
+  id uuid DEFAULT gen_random_uuid()
+) RETURNS uuid LANGUAGE plpgsql AS $$
+DECLARE
+  problem text := CASE
+    WHEN id IS NULL THEN 'the event has no id'
+    WHEN coalesce(event_type, '') = '' THEN 'the event has no type'
+    WHEN coalesce(aggregate_type, '') = '' OR coalesce(aggregate_id, '') = '' THEN 'the event has no aggregate'
+    WHEN payload IS NULL THEN 'the event has no payload'
+    WHEN occurred_at IS NULL THEN 'the event has no time'
+    WHEN coalesce(event_version, 0) NOT BETWEEN 1 AND 999999999
+      THEN format('the version %s is not a number from 1 to 999999999', coalesce(event_version::text, 'null'))
+    WHEN context = 'cmd' THEN 'the context cannot be ''cmd'': commands of every context begin with that word'
+    WHEN coalesce(context, '') !~ '^[a-z][a-z0-9_]{0,63}$'
+      THEN format('the context %L is not snake_case of at most 64 characters', context)
+    WHEN event_type !~ '^[a-z][a-z0-9_]{0,63}$'
+      THEN format('the event type %L is not snake_case of at most 64 characters', event_type)
+  END;
+BEGIN
+  IF problem IS NOT NULL THEN
+    RAISE EXCEPTION 'INVALID_OUTBOX: %', problem USING ERRCODE = 'check_violation', CONSTRAINT = 'POL-047-001';
+  END IF;
+  IF occurred_at > now() + interval '1 minute' THEN
+    RAISE EXCEPTION 'FUTURE_EVENT: the event occurred at %, which is more than a minute ahead of %', occurred_at, now()
+      USING ERRCODE = 'check_violation', CONSTRAINT = 'POL-047-002';
+  END IF;
+  INSERT INTO postroom.outbox_events (
+    id, aggregate_type, aggregate_id, event_type, event_version, payload, occurred_at, correlation_id, causation_id,
+    subject, traceparent
+  ) VALUES (
+    id, aggregate_type, aggregate_id, event_type, event_version, payload, occurred_at, correlation_id, causation_id,
+    context || '.event.' || event_type || '.v' || event_version, traceparent
+  );
+  RETURN id;
+END $$;
