@@ -17,14 +17,13 @@ from enum import StrEnum
 from random import Random
 from typing import Final, NamedTuple
 
-from broker_client.backoff import clamp_retry_after, full_jitter
 from broker_client.settings import RelaySettings
+from chassis.backoff import clamp_retry_after, full_jitter
+from chassis.words import clean
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
 
-MAX_DETAIL: Final = 500  # characters of a problem's detail kept on the row
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 
 
 class Outcome(StrEnum):
@@ -106,11 +105,6 @@ def expired(row: ClaimedRow, max_age_hours: int) -> Settlement:
     """Retire a row that is too old to be posted: the broker may no longer recognise its id."""
     detail = f"older than {max_age_hours} h: the broker might no longer recognise its id; requeue it to send it again"
     return Settlement(row.row_id, Verdict.DEAD, last_error=f"expired: {detail}", burns_attempt=False)
-
-
-def clean(text: str) -> str:
-    """Make a peer's words fit for a log line and a column: no control characters, bounded length."""
-    return _UNPRINTABLE.sub(" ", text[: 2 * MAX_DETAIL])[:MAX_DETAIL].strip()
 
 
 def _retry(row: ClaimedRow, answer: AcceptAnswer, due_ms: int) -> Settlement:

@@ -14,12 +14,12 @@ from urllib.parse import quote
 
 import msgspec
 
-from broker_client.answers import clean
-from broker_client.backoff import read_retry_after
 from broker_client.channel import Channel, Reply
 from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import BrokerClientSettings
+from chassis.backoff import read_retry_after
 from chassis.config import MASK
+from chassis.words import clean
 from outbox.model import ClaimedRow
 from postroom.accept import AcceptAnswer, AcceptResponse, Features, RawAcceptItem
 from postroom.administration import Subscribe, Subscription, TopicList

@@ -8,15 +8,16 @@ from typing import Final
 
 import structlog
 
-from broker_client.answers import Outcome, Timing, backed_off, clean, outcome_of, returned, settlement_for
+from broker_client.answers import Outcome, Timing, backed_off, outcome_of, returned, settlement_for
 from broker_client.availability import Availability
-from broker_client.backoff import clamp_retry_after
 from broker_client.counters import RelayCounters
 from broker_client.failures import Failure, RequestFailed
 from broker_client.link import BrokerLink
 from broker_client.reactions import REACTIONS
 from broker_client.settings import RelaySettings
 from broker_client.suspects import Suspects
+from chassis.backoff import clamp_retry_after
+from chassis.words import clean
 from outbox import Outbox
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer

@@ -9,9 +9,9 @@ from __future__ import annotations
 from random import Random
 from typing import Final, NamedTuple
 
-from broker_client.backoff import full_jitter
 from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import RelaySettings
+from chassis.backoff import full_jitter
 
 
 class Reaction(NamedTuple):

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from broker_client.answers import MAX_DETAIL, Outcome, Timing, backed_off, clean, expired, outcome_of, returned
+from broker_client.answers import Outcome, Timing, backed_off, expired, outcome_of, returned
 from broker_client.answers import settlement_for as settle
 from broker_client.settings import RelaySettings
 from outbox.model import ClaimedRow, Verdict
@@ -103,13 +103,6 @@ def test_an_answer_without_a_reason_still_says_its_status():
 @pytest.mark.parametrize("code", ["", "Not A Code", "a: b", "x" * 65, "é"])
 def test_a_code_that_is_none_is_replaced_by_the_status(code):
     assert settle(row(), refused(400, code), TIMING).last_error == "http_400: it is so"
-
-
-def test_a_peers_words_are_made_fit_for_a_column():
-    dirty = "a\0b\nc\x1b[31m\ud800d" + "x" * 10_000
-    assert clean(dirty).startswith("a b c [31m d")
-    assert len(clean(dirty)) == MAX_DETAIL
-    clean(dirty).encode()
 
 
 def test_a_row_whose_request_failed_goes_back_without_an_attempt():
