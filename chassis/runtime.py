@@ -8,13 +8,22 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
+import uvloop
 
 from chassis.exits import Exit, Fatal
 
+T = TypeVar("T")
+
 _log = structlog.get_logger(__name__)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a program's main coroutine, on the faster event loop, and return what it returns."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

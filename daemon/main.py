@@ -16,9 +16,9 @@ from typing import Final
 
 import structlog
 
+from chassis import runtime
 from chassis.exits import Exit, Fatal
 from chassis.logs import configure
-from chassis.runtime import run_until_stopped, stop_on_signals
 from daemon.config import DaemonConfig, load_config
 from daemon.postroomd import Postroomd
 from daemon.service_manager import ready, stopping
@@ -47,7 +47,7 @@ def run(config: DaemonConfig) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     configure(config.log_level)
     try:
-        asyncio.run(serve(config))
+        runtime.run(serve(config))
     except Fatal as fatal:
         return _end(fatal)
     return Exit.OK
@@ -56,7 +56,7 @@ def run(config: DaemonConfig) -> int:
 async def serve(config: DaemonConfig) -> None:
     """Build the daemon, run it until SIGTERM or SIGINT, and close it; raises `Fatal`."""
     stop = asyncio.Event()
-    stop_on_signals(stop)
+    runtime.stop_on_signals(stop)
     daemon = await Postroomd.open(config)
 
     async def wind_down() -> None:
@@ -66,7 +66,7 @@ async def serve(config: DaemonConfig) -> None:
     try:
         ready()
         _log.info("ready", mesh=config.mesh)
-        await run_until_stopped(daemon.tasks(), stop, wind_down)
+        await runtime.run_until_stopped(daemon.tasks(), stop, wind_down)
     finally:
         await daemon.close()
     _log.info("stopped", mesh=config.mesh)

@@ -26,6 +26,7 @@ from typing import Any
 import asyncpg
 import pytest
 import redis
+import uvloop
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, ProcessIdentity
 
@@ -39,6 +40,13 @@ def pytest_configure() -> None:
     """Raise the usual limit of 1024 open files: a test is often both ends of its connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run a test on the loop that what it tests runs on: the programs' own, or a user's for the sdk."""
+    if item.path.parent.name == "postroom":
+        return {"asyncio": asyncio.new_event_loop}
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")
