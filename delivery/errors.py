@@ -1,0 +1,76 @@
+"""What goes wrong in delivering, each as a sentence, and the errors of NATS mapped in one place."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import nats.errors
+from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
+
+from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
+
+_STREAM_NOT_FOUND: Final = 10059
+_NO_STORAGE: Final = frozenset({10023, 10028, 10047})  # resources, memory and disk of the server used up
+_UNREACHABLE: Final = (
+    asyncio.TimeoutError,
+    OSError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.NoRespondersError,
+    nats.errors.NoServersError,
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.StaleConnectionError,
+    NoStreamResponseError,
+    ServiceUnavailableError,
+)
+
+
+def invalid_subject(detail: str) -> InvalidMessage:
+    """Refuse what would make no subject, or is none; `detail` says the rule."""
+    return InvalidMessage.of(400, "invalid_subject", detail, field="subject")
+
+
+def from_nats(error: Exception, doing: str) -> PostroomError:
+    """Map an error of nats-py that ended `doing` ("creating the stream SEA_EVENTS")."""
+    if isinstance(error, PostroomError):
+        return error
+    if isinstance(error, nats.errors.AuthorizationError) or "authorization" in str(error).lower():
+        return NotPermitted.of(403, "nats_refused", f"{doing}: NATS refused this user: look at the url and credentials")
+    if isinstance(error, nats.errors.MaxPayloadError):
+        return too_large(doing)
+    if isinstance(error, _UNREACHABLE):
+        sentence = str(error).removeprefix("nats: ") or type(error).__name__
+        detail = f"{doing}: JetStream does not answer ({sentence})"
+        return Unavailable.of(503, "nats_unavailable", detail, retryable=True)
+    return _from_jetstream(error, doing)
+
+
+def _from_jetstream(error: Exception, doing: str) -> PostroomError:
+    """Map what JetStream itself said."""
+    number = error.err_code if isinstance(error, APIError) else None
+    sentence = getattr(error, "description", None) or str(error)
+    if number == _STREAM_NOT_FOUND:
+        return NotFound.of(404, "stream_not_found", f"{doing}: there is no such stream; declare it, and start again")
+    if number in _NO_STORAGE:
+        detail = f"{doing}: JetStream has no room for it ({sentence}): lower max_bytes, or give it more disk"
+        return TryAgain.of(507, "jetstream_full", detail, retryable=True)
+    return PostroomError.of(502, "nats_error", f"{doing}: {sentence}")
+
+
+def too_large(doing: str) -> InvalidMessage:
+    """Say that NATS takes no message of that size."""
+    detail = f"{doing}: the message is larger than NATS takes; raise max_payload in the server's config"
+    return InvalidMessage.of(413, "payload_too_large", detail)
+
+
+def would_lose(diff: str) -> Conflict:
+    """Refuse to change a stream or a consumer where messages could be lost."""
+    detail = f"{diff}; this would lose messages or cannot be changed in place: adapt the config, or do it by hand"
+    return Conflict.of(409, "stream_differs", detail)
+
+
+def letter_not_found(letter: str) -> NotFound:
+    """Say that there is no such dead letter."""
+    detail = f"there is no dead letter {letter!r}: see `postroom dlq list`"
+    return NotFound.of(404, "dead_letter_not_found", detail)

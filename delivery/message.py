@@ -1,0 +1,79 @@
+"""One delivered message, as handlers see it, and where its id is found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from nats.aio.msg import Msg
+
+MESSAGE_ID: Final = "Nats-Msg-Id"
+_EPOCH: Final = re.compile(r"/[0-9]+$")
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+_PLAIN_WORDS: Final = 9  # of an ack subject without a domain
+_NANOSECONDS: Final = 1_000_000_000
+
+
+class Delivery(NamedTuple):
+    """A message that JetStream delivered to a durable consumer; nothing of it changes."""
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str]
+    message_id: str | None  # what inboxes dedupe by; None where the message carries none
+    stream: str
+    sequence: int  # in the stream
+    attempt: int  # 1: the first delivery
+    last: bool  # a Retry would be one too many
+    published_at: datetime
+
+
+class _Body(msgspec.Struct):
+    broker_message_id: str | None = None
+
+
+_decode_body: Final = msgspec.json.Decoder(_Body).decode
+
+
+def delivery_of(message: Msg, max_deliver: int) -> Delivery:
+    """Read a message of a pull consumer, whose ack subject tells where it came from and how often."""
+    words = message.reply.split(".")
+    if len(words) > _PLAIN_WORDS:
+        words = words[:2] + words[4:]  # a domain and an account's hash stand before the stream
+    attempt = int(words[4])
+    headers = message.headers or _NO_HEADERS
+    return Delivery(
+        subject=message.subject,
+        data=message.data,
+        headers=headers,
+        message_id=message_id_of(headers, message.data),
+        stream=words[2],
+        sequence=int(words[5]),
+        attempt=attempt,
+        last=attempt >= max_deliver,
+        published_at=datetime.fromtimestamp(int(words[7]) / _NANOSECONDS, UTC),
+    )
+
+
+def message_id_of(headers: Mapping[str, str], data: bytes) -> str | None:
+    """Return `Nats-Msg-Id` without the epoch of a redrive, else the broker's id in the body, else None."""
+    message_id = headers.get(MESSAGE_ID)
+    if message_id:
+        return _EPOCH.sub("", message_id) if "/" in message_id else message_id
+    try:
+        return _decode_body(data).broker_message_id or None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the body as a JSON object; an empty one where it is none."""
+    try:
+        decoded = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return decoded if isinstance(decoded, dict) else {}

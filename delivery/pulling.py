@@ -1,0 +1,205 @@
+"""The pull side of a durable consumer: asks for messages while there is room, and notices whatever takes them away.
+
+nats-py's own `fetch` waits for one request at a time; here several are under way, so that the server never idles. The
+server may vanish, pause, lose its store, or have the stream or the consumer deleted: after every silence or bad status
+the consumer is looked at again, made anew where it is gone, and asked anew.
+
+A consumer that was made anew counts its messages from one again, so that an ack for a message of the old one could
+settle a message of the new one that nobody has handled. Therefore each message remembers when its consumer was made
+(`epoch`), and nothing is sent for a message of another epoch, nor while it is not known which consumer is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Final
+
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from delivery.errors import from_nats
+from delivery.settings import ConsumerSettings, StreamSettings
+from delivery.streams import consumer_created, ensure_consumer, ensure_stream
+from postroom.errors import NotFound, PostroomError, Unavailable
+
+_log = structlog.get_logger(__name__)
+
+EXPIRES_SECONDS: Final = 30.0  # how long the server keeps a request that it cannot fill
+HEARTBEAT_SECONDS: Final = 2.0  # how often it says so meanwhile
+SILENCE_SECONDS: Final = 2.5 * HEARTBEAT_SECONDS  # after which nobody is there any more
+TICK_SECONDS: Final = 0.5  # how often a lost connection is looked for
+RETRY_SECONDS: Final = 1.0  # pause after a look at the consumer that failed
+_NANOSECONDS: Final = 1_000_000_000
+_BUFFER_MESSAGES: Final = 1_000_000  # held by the client; what was asked for is what limits it
+
+_HEARTBEAT: Final = "100"
+_EXPIRED: Final = frozenset({"404", "408"})  # a request ended, and nothing is wrong
+
+
+class Pull:
+    """One subscription that receives what one durable consumer delivers to this process."""
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        settings: ConsumerSettings,
+        stream: StreamSettings | None,
+        *,
+        room: Callable[[], int],
+        receive: Callable[[Msg, datetime], None],
+    ) -> None:
+        """`room` tells how many more messages are welcome; `receive` is given each, with its epoch, at once."""
+        self._js = js
+        self._connection: Client = js._nc  # noqa: SLF001 - a context does not show its connection otherwise
+        self._next = f"{js._prefix}.CONSUMER.MSG.NEXT.{settings.stream}.{settings.durable}"  # noqa: SLF001
+        self._settings = settings
+        self._stream = stream
+        self._room = room
+        self._receive = receive
+        self._subscription: Subscription | None = None
+        self._epoch: datetime | None = None
+        self._asked = 0  # messages that the server still owes us
+        self._heard = 0.0  # when it last said anything
+        self._connects = -1  # reconnects of the connection when the consumer was last seen
+        self._doubt = True
+        self._stopped = False
+        self._wake = asyncio.Event()
+        self._known = asyncio.Event()
+
+    async def run(self) -> None:
+        """Ask until stopped; raises `Unavailable` where the connection was closed for good."""
+        inbox = self._connection.new_inbox()
+        self._subscription = await self._connection.subscribe(
+            inbox, cb=self._arrived, pending_msgs_limit=_BUFFER_MESSAGES, pending_bytes_limit=-1
+        )
+        while not self._stopped:
+            if self._connection.is_closed:
+                raise Unavailable.of(503, "nats_closed", "the connection to NATS was closed; start again")
+            if self.sure:
+                await self._ask(inbox)
+                await self._pause(TICK_SECONDS)
+            elif not await self._look():
+                await self._pause(RETRY_SECONDS)
+
+    async def stop(self) -> None:
+        """Ask for nothing more, and take nothing more."""
+        self._stopped, self._asked = True, 0
+        self._wake.set()
+        self._known.set()
+        if self._subscription is not None and not self._connection.is_closed:
+            await self._subscription.unsubscribe()
+            self._subscription = None
+
+    def more(self) -> None:
+        """Say that there is room again."""
+        self._wake.set()
+
+    @property
+    def sure(self) -> bool:
+        """Whether the connection stands and the consumer is the one that was last seen."""
+        silent = self._asked > 0 and _now() - self._heard > SILENCE_SECONDS
+        known = self._connection.is_connected and self._connection.stats["reconnects"] == self._connects
+        if self._doubt or silent or not known:
+            self._doubt = True
+            self._known.clear()
+        return not self._doubt
+
+    async def answer(self, reply: str, text: bytes, epoch: datetime) -> bool:
+        """Send an ack of any kind for a message of `epoch`; False where its consumer is gone, and with it the message.
+
+        Waits while the consumer is out of sight. The server does not confirm: a lost ack is a redelivery, which
+        whatever handles messages here makes harmless.
+        """
+        while not self.sure:
+            if self._connection.is_closed or (self._stopped and not await self._look()):
+                return False
+            await self._known.wait()
+        if epoch != self._epoch or self._connection.is_closed:
+            return False
+        await self._connection.publish(reply, text)
+        return True
+
+    async def _look(self) -> bool:
+        """Find the consumer, or make it; False where that failed, which is logged."""
+        connects = self._connection.stats["reconnects"]
+        try:
+            epoch = await self._find()
+        except PostroomError as error:
+            _log.warning("consumer_out_of_sight", consumer=self._settings.durable, detail=str(error), code=error.code)
+            return False
+        if self._epoch not in (None, epoch):
+            _log.warning("consumer_was_made_anew", consumer=self._settings.durable, stream=self._settings.stream)
+        self._epoch, self._connects, self._asked, self._heard = epoch, connects, 0, _now()
+        self._doubt = False
+        self._known.set()
+        return True
+
+    async def _find(self) -> datetime:
+        try:
+            return await consumer_created(self._js, self._settings)
+        except NotFoundError:
+            pass
+        except Exception as error:
+            raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error
+        try:
+            await ensure_consumer(self._js, self._settings)
+        except NotFound:
+            if self._stream is None:
+                raise
+            await ensure_stream(self._js, self._stream)
+            await ensure_consumer(self._js, self._settings)
+        return await consumer_created(self._js, self._settings)
+
+    async def _ask(self, inbox: str) -> None:
+        """Ask for what there is room for: much at once, or anything where nothing is owed."""
+        room = self._room() - self._asked
+        if room <= 0 or (self._asked and room < self._settings.max_ack_pending // 4):
+            return
+        request = {
+            "batch": room,
+            "expires": int(EXPIRES_SECONDS * _NANOSECONDS),
+            "idle_heartbeat": int(HEARTBEAT_SECONDS * _NANOSECONDS),
+        }
+        if not self._asked:
+            self._heard = _now()
+        self._asked += room
+        await self._connection.publish(self._next, json.dumps(request).encode(), reply=inbox)
+
+    async def _arrived(self, message: Msg) -> None:
+        self._heard = _now()
+        status = (message.headers or {}).get("Status") if not message.reply.startswith("$JS.ACK.") else None
+        if status is not None:
+            self._told(status, message.headers or {})
+        elif self._epoch is not None:
+            self._asked = max(0, self._asked - 1)
+            self._receive(message, self._epoch)
+
+    def _told(self, status: str, headers: dict[str, str]) -> None:
+        """Take note of a request that ended unfilled, and of the reason."""
+        if status == _HEARTBEAT:
+            return
+        self._asked = max(0, self._asked - int(headers.get("Nats-Pending-Messages", self._asked)))
+        if status not in _EXPIRED:
+            _log.info("pull_ended", consumer=self._settings.durable, status=status, reason=headers.get("Description"))
+            self._doubt = True  # the loop looks at its next tick, so that a refusal is not repeated at full speed
+        else:
+            self._wake.set()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,227 @@
+"""Streams and durable consumers as they are declared, made true on the server (spec delivery.md, "Subjects").
+
+What is missing is created; what differs is changed, unless that would lose messages or cannot be done in place: then
+`Conflict` (`stream_differs`) says the difference, and nothing is touched.
+
+The server's own `max_deliver` stays unlimited, and the consumer core counts: a message past that limit would be moved
+nowhere, and one whose worker was killed on its last delivery would stop silently. The server's `max_ack_pending` is
+what one process has in hand plus what may wait for its next attempt, since a waiting message counts there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Final, Literal, NamedTuple
+
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import NotFoundError
+
+from delivery.errors import from_nats, would_lose
+from delivery.settings import DAY, ConsumerSettings, StreamsConfig, StreamSettings
+from delivery.subjects import stream_name
+
+GIGABYTE: Final = 1_000_000_000
+UNLIMITED: Final = -1
+
+Action = Literal["created", "changed", "unchanged"]
+
+
+class Reconciled(NamedTuple):
+    """What became of one declared stream or consumer."""
+
+    name: str
+    action: Action
+    changes: tuple[str, ...] = ()
+
+
+def default_streams(context: str, *, max_bytes: int | None = 10 * GIGABYTE) -> list[StreamSettings]:
+    """Declare the four streams of a context: `max_bytes` limits its events."""
+    return [
+        StreamSettings(
+            name=stream_name(context, "events"),
+            subjects=[f"{context}.event.>"],
+            max_age_seconds=7 * DAY,
+            max_bytes=max_bytes,
+        ),
+        StreamSettings(name=stream_name(context, "commands"), subjects=[f"cmd.{context}.>"], retention="workqueue"),
+        StreamSettings(name=stream_name(context, "inbox"), subjects=[f"{context}.inbox.>"], max_age_seconds=30 * DAY),
+        dead_letter_stream(context),
+    ]
+
+
+def dead_letter_stream(context: str) -> StreamSettings:
+    """Declare the stream of a context's dead letters: they are few, so a second publish is swallowed for a day."""
+    return StreamSettings(
+        name=stream_name(context, "dlq"),
+        subjects=[f"{context}.dlq.>"],
+        max_age_seconds=30 * DAY,
+        duplicate_window_seconds=DAY,
+    )
+
+
+async def reconcile(js: JetStreamContext, config: StreamsConfig) -> list[Reconciled]:
+    """Bring about every stream, then every consumer, that `config` declares."""
+    return [
+        *[await ensure_stream(js, stream) for stream in config.streams],
+        *[await ensure_consumer(js, consumer) for consumer in config.consumers],
+    ]
+
+
+async def ensure_stream(js: JetStreamContext, settings: StreamSettings) -> Reconciled:
+    """Create the stream, or bring it to `settings`; harmless where it is so already."""
+    wanted = _stream_config(settings)
+    try:
+        try:
+            found = (await js.stream_info(settings.name)).config
+        except NotFoundError:
+            await js.add_stream(wanted)
+            return Reconciled(settings.name, "created")
+        changes = list(_stream_changes(found, settings))
+        _refuse(f"stream {settings.name}", changes)
+        if changes:
+            await js.update_stream(_merged(found, wanted))
+    except Exception as error:
+        raise from_nats(error, f"declaring the stream {settings.name}") from error
+    return Reconciled(settings.name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
+
+
+async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> Reconciled:
+    """Create the durable consumer, or bring it to `settings`; harmless where it is so already."""
+    name = f"{settings.stream}/{settings.durable}"
+    try:
+        try:
+            found = await js.consumer_info(settings.stream, settings.durable)
+        except NotFoundError:
+            await js.add_consumer(settings.stream, _consumer_config(settings))
+            return Reconciled(name, "created")
+        changes = list(_consumer_changes(found.config, settings))
+        _refuse(f"consumer {name}", changes)
+        if changes:
+            await js.add_consumer(settings.stream, _consumer_config(settings))
+    except Exception as error:
+        raise from_nats(error, f"declaring the consumer {name}") from error
+    return Reconciled(name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
+
+
+async def consumer_created(js: JetStreamContext, settings: ConsumerSettings) -> datetime:
+    """Tell when the consumer was made: another time means another consumer, whose sequences mean something else."""
+    info: ConsumerInfo = await js.consumer_info(settings.stream, settings.durable)
+    assert info.created is not None  # noqa: S101 - every server tells it
+    return info.created
+
+
+class _Change(NamedTuple):
+    text: str
+    loses: bool
+
+
+def _refuse(what: str, changes: list[_Change]) -> None:
+    forbidden = [change.text for change in changes if change.loses]
+    if forbidden:
+        raise would_lose(f"{what}: {'; '.join(forbidden)}")
+
+
+def _stream_changes(found: StreamConfig, wanted: StreamSettings) -> Iterator[_Change]:
+    """Yield what differs between the server (left of the arrow) and the config (right of it)."""
+    before, after = _limits(found), _limits(_stream_config(wanted))
+    for name in after:
+        if before[name] != after[name]:
+            yield _Change(f"{name} {before[name]} → {after[name]}", _loses(name, before[name], after[name]))
+    gone = sorted(set(found.subjects or ()) - set(wanted.subjects))
+    new = sorted(set(wanted.subjects) - set(found.subjects or ()))
+    if gone or new:
+        yield _Change(
+            f"subjects {sorted(found.subjects or ())} → {sorted(wanted.subjects)}",
+            not all(_covered(subject, wanted.subjects) for subject in gone),
+        )
+
+
+def _limits(config: StreamConfig) -> dict[str, object]:
+    return {
+        "retention": (config.retention or RetentionPolicy.LIMITS).value,
+        "storage": (config.storage or StorageType.FILE).value,
+        "max_age_seconds": config.max_age or float("inf"),
+        "max_bytes": float("inf") if config.max_bytes in (None, UNLIMITED) else config.max_bytes,
+        "replicas": config.num_replicas or 1,
+        "duplicate_window_seconds": config.duplicate_window,
+    }
+
+
+def _loses(name: str, before: object, after: object) -> bool:
+    if name in ("retention", "storage"):
+        return True
+    smaller = float(after) < float(before)  # type: ignore[arg-type] # the other limits are numbers
+    return smaller and name != "duplicate_window_seconds"
+
+
+def _merged(found: StreamConfig, wanted: StreamConfig) -> StreamConfig:
+    """Keep what others have set on the stream and the config does not speak of."""
+    return found.evolve(
+        subjects=wanted.subjects,
+        max_age=wanted.max_age,
+        max_bytes=wanted.max_bytes,
+        num_replicas=wanted.num_replicas,
+        duplicate_window=wanted.duplicate_window,
+    )
+
+
+def _stream_config(settings: StreamSettings) -> StreamConfig:
+    return StreamConfig(
+        name=settings.name,
+        subjects=settings.subjects,
+        retention=RetentionPolicy(settings.retention),
+        max_age=settings.max_age_seconds,
+        max_bytes=UNLIMITED if settings.max_bytes is None else settings.max_bytes,
+        storage=StorageType(settings.storage),
+        num_replicas=settings.replicas,
+        duplicate_window=settings.duplicate_window_seconds,
+        allow_direct=True,
+    )
+
+
+def _consumer_changes(found: ConsumerConfig, settings: ConsumerSettings) -> Iterator[_Change]:
+    wanted = _consumer_config(settings)
+    if found.ack_policy != AckPolicy.EXPLICIT or found.deliver_subject:
+        yield _Change("it is no pull consumer with explicit acks", loses=True)
+    for name in ("ack_wait", "max_deliver", "max_ack_pending"):
+        if getattr(found, name) != getattr(wanted, name):
+            yield _Change(f"{name} {getattr(found, name)} → {getattr(wanted, name)}", loses=False)
+    if found.backoff:
+        yield _Change(f"backoff {found.backoff} → none", loses=False)
+    before, after = _filters(found), _filters(wanted)
+    if before != after:
+        loses = not all(_covered(subject, after) for subject in before)
+        yield _Change(f"filter_subjects {before} → {after}", loses)
+
+
+def _filters(config: ConsumerConfig) -> list[str]:
+    """Return what the consumer wants; `>`, which is everything, where it filters nothing."""
+    return sorted(config.filter_subjects or [config.filter_subject or ">"])
+
+
+def _consumer_config(settings: ConsumerSettings) -> ConsumerConfig:
+    return ConsumerConfig(
+        name=settings.durable,
+        durable_name=settings.durable,
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=settings.ack_wait_seconds,
+        max_deliver=UNLIMITED,
+        max_ack_pending=settings.max_ack_pending + settings.max_waiting,
+        filter_subjects=settings.filter_subjects or None,
+    )
+
+
+def _covered(subject: str, by: list[str]) -> bool:
+    """Tell whether one of the patterns `by` takes all that the pattern `subject` takes."""
+    return any(_covers(pattern.split("."), subject.split(".")) for pattern in by)
+
+
+def _covers(pattern: list[str], subject: list[str]) -> bool:
+    for index, word in enumerate(pattern):
+        if word == ">":
+            return len(subject) > index
+        if index >= len(subject) or subject[index] == ">" or (word != "*" and word != subject[index]):
+            return False
+    return len(pattern) == len(subject)
