@@ -1,0 +1,175 @@
+"""The idempotency registry: an effect behind it happens once, however often its message is delivered.
+
+What makes a second run a no-op is the key's row: `COMMITTED` is given back its result, `PENDING` is waited for, and
+only the owner of a lease that still runs can commit. The one gap that no registry can close lies between the effect and
+its commit: a worker that dies, or loses its lease, exactly there has had the effect without a record, and the next
+attempt runs again. Give the same key to the service that has the effect, where it takes one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from postroom.errors import InvalidMessage
+from postroom.once.claim import Claim, claimed
+from postroom.once.errors import KeyHeld, LeaseLost
+from postroom.once.memory import MemoryStore
+from postroom.once.model import MAX_ERROR, Begun, Done, Held, Result, Run, Scope
+from postroom.once.store import Store
+
+LEASE: Final = 30.0  # seconds
+WAIT: Final = 10.0  # seconds
+_FIRST_LOOK: Final = 0.05  # seconds; doubles
+_LAST_LOOK: Final = 1.0  # seconds
+_RACES: Final = 100  # how often a key may change between two steps before that is no coincidence
+
+
+class Registry:
+    """Keys in a `store`, for the producer, or for one `group` of consumers.
+
+    A claim's lease runs for `lease` seconds and is renewed while its block runs. A key that another worker holds is
+    waited for, `wait` seconds at most; then `KeyHeld` says when to try again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        group: str | None = None,
+        lease: float = LEASE,
+        wait: float = WAIT,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        if lease <= 0 or wait < 0:
+            raise ValueError("a lease is longer than 0 seconds, and a wait is not negative")
+        self.lease = lease
+        self.clock = clock
+        self.sleep = sleep
+        self._store = store
+        self._group = group
+        self._wait = wait
+
+    def once(self, tenant: str, topic: str, key: str) -> AbstractAsyncContextManager[Claim]:
+        """Do something once: the block runs with a claim, whose `first` says whether it is to be done.
+
+            async with registry.once(tenant, topic, key) as claim:
+                if claim.first:
+                    claim.result = await charge_card(order)
+
+        Left in peace, the block commits `claim.result`, which every later claim is given. An exception makes the key
+        `FAILED`, free for the next attempt, which finds it as `claim.last_error`, and goes on its way. A block whose
+        lease is lost is cancelled, and `LeaseLost` raised.
+
+        Raises `KeyHeld` where another worker holds the key for longer than `wait`, `InvalidMessage` for a name or a
+        result that can't be kept, and `Unavailable` where the store can't be reached.
+        """
+        return claimed(self, Scope(tenant, topic, key, self._group))
+
+    async def begin(self, scope: Scope) -> Begun:
+        """Say whether to run, whether it was done, or who holds it until when; doesn't wait."""
+        owner = new_owner()
+        if not scope.key:
+            return Run(owner, 1, None, None)
+        for _ in range(_RACES):
+            if row := await self._store.take(scope, owner, self.lease):
+                return Run(owner, row.attempts, row.last_error, row.lease_until)
+            row = await self._store.look(scope)
+            if row is not None and row.result is not None:
+                return Done(row.result)
+            if row is not None and row.lease_until is not None and row.lease_until > row.now:
+                return Held(row.lease_until, (row.lease_until - row.now).total_seconds())
+        raise RuntimeError(f"{scope} was neither free nor taken, {_RACES} times")
+
+    async def begin_waiting(self, scope: Scope) -> Run | Done:
+        """Begin, and wait for whoever holds the key; raises `KeyHeld` after `wait` seconds."""
+        deadline, pause = self.clock() + self._wait, _FIRST_LOOK
+        while isinstance(begun := await self.begin(scope), Held):
+            left = deadline - self.clock()
+            if left <= 0:
+                raise KeyHeld.by_another(scope, begun)
+            await self.sleep(min(pause, left, max(begun.seconds, _FIRST_LOOK)))
+            pause = min(_LAST_LOOK, pause * 2)
+        return begun
+
+    async def renew(self, scope: Scope, owner: str) -> datetime | None:
+        """Let the lease run for another `lease` seconds from now; raises `LeaseLost`."""
+        if not scope.key:
+            return None
+        until = await self._store.renew(scope, owner, self.lease)
+        if until is None:
+            raise LeaseLost.of_scope(scope)
+        return until
+
+    async def commit(self, scope: Scope, owner: str, result: Result) -> None:
+        """Record that it is done, and its result; raises `LeaseLost`. A second call by the same owner does nothing."""
+        if scope.key and not await self._store.commit(scope, owner, result):
+            await self._require_settled(scope, owner, "COMMITTED")
+
+    async def fail(self, scope: Scope, owner: str, error: str) -> None:
+        """Record why it failed and free the key; raises `LeaseLost`. A second call by the same owner does nothing."""
+        words = error.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+        if scope.key and not await self._store.fail(scope, owner, words[:MAX_ERROR]):
+            await self._require_settled(scope, owner, "FAILED")
+
+    async def purge(self, age: float, limit: int = 1000) -> int:
+        """Forget up to `limit` keys that ended more than `age` seconds ago; return how many.
+
+        A key that is forgotten can run again: `age` has to be longer than a message can be delivered again, the
+        stream's `max_age` and an operator's replay included. Call it again while it returns `limit`.
+        """
+        return await self._store.purge(age, limit)
+
+    async def _require_settled(self, scope: Scope, owner: str, state: str) -> None:
+        """Accept a settlement that this owner has made before, whose answer it did not hear."""
+        row = await self._store.look(scope)
+        if row is None or (row.owner, row.state) != (owner, state):
+            raise LeaseLost.of_scope(scope)
+
+
+def new_owner() -> str:
+    """Mint an owner token: who it is, for people, and 128 random bits that nobody else has."""
+    return f"{socket.gethostname()[:64]}/{os.getpid()}/{secrets.token_hex(16)}"
+
+
+@asynccontextmanager
+async def open_registry(
+    url: str, *, group: str | None = None, lease: float = LEASE, wait: float = WAIT
+) -> AsyncIterator[Registry]:
+    """Open the registry at `url`, and close it behind the block.
+
+    `postgresql://…` for any number of hosts (needs `postroom[postgres]`), `sqlite:///absolute/path` for the processes
+    of one host, `memory:` for one process, which forgets everything. What is missing there is created.
+
+    Raises `InvalidMessage` for another address, `Unavailable` and `PostroomError` as the stores do.
+    """
+    store = await _open_store(url)
+    try:
+        yield Registry(store, group=group, lease=lease, wait=wait)
+    finally:
+        await store.close()
+
+
+async def _open_store(url: str) -> Store:
+    scheme, _, rest = url.partition(":")
+    if scheme in {"postgresql", "postgres"}:
+        from postroom.once.postgres import PostgresStore  # noqa: PLC0415 - asyncpg is an extra
+
+        return await PostgresStore.open(url)
+    if scheme == "sqlite" and rest.startswith("///"):
+        from postroom.once.sqlite import SqliteStore  # noqa: PLC0415 - some builds of Python have no sqlite3
+
+        return await SqliteStore.open(Path(rest[2:]))
+    if url == "memory:":
+        return MemoryStore()
+    sentence = "a registry is at postgresql://…, sqlite:///absolute/path or memory:"
+    raise InvalidMessage.of(400, "invalid_registry_url", sentence)

@@ -1,0 +1,81 @@
+-- name: pragmas
+-- How a connection behaves. A rollback journal, not a WAL: several processes write, and in the SQLite of common Pythons a
+-- checkpoint beside a writer can corrupt a WAL.
+PRAGMA busy_timeout = 5000;      -- ms
+PRAGMA journal_mode = TRUNCATE;
+PRAGMA synchronous = EXTRA;      -- what was answered is on disk
+
+-- name: user_version
+-- The version of the schema: 0 for a new file.
+PRAGMA user_version;
+
+-- name: application_id
+-- Whose file this is: 0 for a new one.
+PRAGMA application_id;
+
+-- name: begin
+-- Take the write lock at once, so that nothing in the transaction can be refused it later.
+BEGIN IMMEDIATE;
+
+-- name: commit
+-- Make the transaction durable.
+COMMIT;
+
+-- name: rollback
+-- Undo the transaction.
+ROLLBACK;
+
+-- name: take
+-- Make a free key PENDING: a new one, a failed one, one whose lease has run out. No row where it is not free.
+INSERT INTO idempotency_keys AS held
+    (tenant, topic, consumer_group, key, state, owner, attempts, begun_at, lease_until)
+VALUES (:tenant, :topic, :group, :key, 'PENDING', :owner, 1, :now, :until)
+ON CONFLICT (tenant, topic, consumer_group, key) DO UPDATE
+SET state = 'PENDING',
+    owner = excluded.owner,
+    attempts = held.attempts + 1,
+    begun_at = excluded.begun_at,
+    lease_until = excluded.lease_until,
+    settled_at = NULL,
+    last_error = CASE held.state WHEN 'PENDING' THEN :lease_expired ELSE held.last_error END
+WHERE held.state = 'FAILED' OR (held.state = 'PENDING' AND held.lease_until <= :now)
+RETURNING state, owner, attempts, lease_until, last_error, encoding, result;
+
+-- name: look
+-- One key as it is.
+SELECT state, owner, attempts, lease_until, last_error, encoding, result
+FROM idempotency_keys
+WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key);
+
+-- name: renew
+-- Let a lease that still runs run on.
+UPDATE idempotency_keys
+SET lease_until = :until
+WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key)
+  AND state = 'PENDING' AND owner = :owner AND lease_until > :now
+RETURNING lease_until;
+
+-- name: settle
+-- End a lease that still runs: COMMITTED with a result, or FAILED with an error.
+UPDATE idempotency_keys
+SET state = :state,
+    lease_until = NULL,
+    settled_at = :now,
+    last_error = coalesce(:error, last_error),
+    encoding = :encoding,
+    result = :result
+WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key)
+  AND state = 'PENDING' AND owner = :owner AND lease_until > :now
+RETURNING state;
+
+-- name: purge
+-- Forget the keys that ended before a moment, the oldest first.
+DELETE FROM idempotency_keys
+WHERE (tenant, topic, consumer_group, key) IN (
+    SELECT tenant, topic, consumer_group, key
+    FROM idempotency_keys
+    WHERE coalesce(lease_until, settled_at) < :before
+    ORDER BY coalesce(lease_until, settled_at)
+    LIMIT :limit
+)
+RETURNING 1;

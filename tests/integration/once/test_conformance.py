@@ -1,0 +1,306 @@
+"""What every store promises: one suite, run on the memory, on SQLite and on Postgres."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from postroom.errors import Conflict, InvalidMessage
+from postroom.once import Done, Held, LeaseLost, Registry, Result, Run, Scope
+from postroom.once.model import MAX_ERROR, MAX_RESULT
+
+SCOPE = Scope("acme", "orders", "k-1", "billing")
+PAID = Result.of({"charge": 7})
+
+# (state, asked by) and operation → what is answered, and the state after. `None`: there is no key.
+MINE, OTHER = "mine", "other"
+TABLE: dict[tuple[str | None, str], dict[str, tuple[object, str | None]]] = {
+    (None, MINE): {
+        "begin": (Run, "PENDING"), "renew": (LeaseLost, None), "commit": (LeaseLost, None), "fail": (LeaseLost, None),
+    },
+    ("PENDING", MINE): {
+        "begin": (Held, "PENDING"), "renew": (None, "PENDING"), "commit": (None, "COMMITTED"), "fail": (None, "FAILED"),
+    },
+    ("PENDING", OTHER): {
+        "begin": (Held, "PENDING"), "renew": (LeaseLost, "PENDING"), "commit": (LeaseLost, "PENDING"),
+        "fail": (LeaseLost, "PENDING"),
+    },
+    ("EXPIRED", MINE): {
+        "begin": (Run, "PENDING"), "renew": (LeaseLost, "PENDING"), "commit": (LeaseLost, "PENDING"),
+        "fail": (LeaseLost, "PENDING"),
+    },
+    ("EXPIRED", OTHER): {
+        "begin": (Run, "PENDING"), "renew": (LeaseLost, "PENDING"), "commit": (LeaseLost, "PENDING"),
+        "fail": (LeaseLost, "PENDING"),
+    },
+    ("COMMITTED", MINE): {
+        "begin": (Done, "COMMITTED"), "renew": (LeaseLost, "COMMITTED"), "commit": (None, "COMMITTED"),
+        "fail": (LeaseLost, "COMMITTED"),
+    },
+    ("COMMITTED", OTHER): {
+        "begin": (Done, "COMMITTED"), "renew": (LeaseLost, "COMMITTED"), "commit": (LeaseLost, "COMMITTED"),
+        "fail": (LeaseLost, "COMMITTED"),
+    },
+    ("FAILED", MINE): {
+        "begin": (Run, "PENDING"), "renew": (LeaseLost, "FAILED"), "commit": (LeaseLost, "FAILED"),
+        "fail": (None, "FAILED"),
+    },
+    ("FAILED", OTHER): {
+        "begin": (Run, "PENDING"), "renew": (LeaseLost, "FAILED"), "commit": (LeaseLost, "FAILED"),
+        "fail": (LeaseLost, "FAILED"),
+    },
+}  # fmt: skip
+CELLS = [(state, who, operation) for (state, who), row in TABLE.items() for operation in row]
+
+
+async def started(registry: Registry, scope: Scope = SCOPE) -> Run:
+    begun = await registry.begin(scope)
+    assert isinstance(begun, Run)
+    return begun
+
+
+async def brought_to(bench: Any, registry: Registry, state: str | None) -> str:
+    """Bring the key to `state` and return who did."""
+    if state is None:
+        return "nobody/1/0"
+    run = await started(registry)
+    match state:
+        case "EXPIRED":
+            await bench.pass_time(31)
+        case "COMMITTED":
+            await registry.commit(SCOPE, run.owner, PAID)
+        case "FAILED":
+            await registry.fail(SCOPE, run.owner, "declined")
+    return run.owner
+
+
+async def outcome(step: Awaitable[object]) -> object:
+    try:
+        answer = await step
+    except LeaseLost:
+        return LeaseLost
+    return type(answer) if isinstance(answer, (Run, Done, Held)) else None
+
+
+def operations(registry: Registry, owner: str) -> dict[str, Callable[[], Awaitable[object]]]:
+    return {
+        "begin": lambda: registry.begin(SCOPE),
+        "renew": lambda: registry.renew(SCOPE, owner),
+        "commit": lambda: registry.commit(SCOPE, owner, PAID),
+        "fail": lambda: registry.fail(SCOPE, owner, "declined"),
+    }
+
+
+@pytest.mark.parametrize(("state", "who", "operation"), CELLS)
+async def test_every_cell_of_the_table(bench: Any, state: str | None, who: str, operation: str) -> None:
+    registry = bench.registry()
+    owner = await brought_to(bench, registry, state)
+    asked = operations(registry, owner if who == MINE else "another/1/0")[operation]
+    expected, after = TABLE[state, who][operation]
+    assert await outcome(asked()) is expected
+    row = await bench.store.look(SCOPE)
+    assert (row and row.state) == after
+
+
+def test_the_table_has_every_cell() -> None:
+    states = {state for state, _ in TABLE}
+    assert states == {None, "PENDING", "EXPIRED", "COMMITTED", "FAILED"}
+    assert all(set(row) == {"begin", "renew", "commit", "fail"} for row in TABLE.values())
+
+
+async def test_the_first_runs_and_the_next_gets_its_result(bench: Any) -> None:
+    registry = bench.registry()
+    run = await started(registry)
+    assert (run.attempt, run.last_error) == (1, None)
+    await registry.commit(SCOPE, run.owner, PAID)
+    assert await registry.begin(SCOPE) == Done(PAID)
+
+
+async def test_a_held_key_says_until_when(bench: Any) -> None:
+    registry = bench.registry()
+    run = await started(registry)
+    held = await registry.begin(SCOPE)
+    assert isinstance(held, Held)
+    assert held.until == run.lease_until
+    assert 0 < held.seconds <= 30
+
+
+async def test_a_failed_key_is_free_and_hands_its_error_on(bench: Any) -> None:
+    registry = bench.registry()
+    await registry.fail(SCOPE, (await started(registry)).owner, "card declined")
+    again = await started(registry)
+    assert (again.attempt, again.last_error) == (2, "card declined")
+
+
+async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_is_fenced(bench: Any) -> None:
+    registry = bench.registry()
+    lost = await started(registry)
+    await bench.pass_time(31)
+    taken = await started(registry)
+    assert (taken.attempt, taken.last_error) == (2, "lease_expired")
+    for step in (registry.commit(SCOPE, lost.owner, Result.of("late")), registry.fail(SCOPE, lost.owner, "late")):
+        with pytest.raises(LeaseLost, match="run out"):
+            await step
+    await registry.commit(SCOPE, taken.owner, PAID)
+    with pytest.raises(LeaseLost):
+        await registry.commit(SCOPE, lost.owner, Result.of("late"))
+    assert await registry.begin(SCOPE) == Done(PAID)
+
+
+async def test_a_renewed_lease_outlives_its_first_end(bench: Any) -> None:
+    registry = bench.registry()
+    run = await started(registry)
+    await bench.pass_time(20)
+    until = await registry.renew(SCOPE, run.owner)
+    assert run.lease_until is not None
+    assert until is not None
+    await bench.pass_time(20)
+    assert isinstance(await registry.begin(SCOPE), Held)
+    await registry.commit(SCOPE, run.owner, PAID)
+
+
+async def test_of_many_at_once_one_runs(bench: Any) -> None:
+    registry = bench.registry()
+    begun = await asyncio.gather(*(registry.begin(SCOPE) for _ in range(20)))
+    assert sorted(type(each).__name__ for each in begun) == ["Held"] * 19 + ["Run"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Scope("acme", "orders", "k-1"),
+        Scope("acme", "orders", "k-1", "shipping"),
+        Scope("", "orders", "k-1", "billing"),
+        Scope("acme", "refunds", "k-1", "billing"),
+        Scope("acme", "orders", "K-1", "billing"),
+        Scope("acme", "orders", "k-1 ", "billing"),
+        Scope("acmeo", "rders", "k-1", "billing"),
+    ],
+)
+async def test_a_commit_says_nothing_about_another_scope(bench: Any, other: Scope) -> None:
+    registry = bench.registry()
+    await registry.commit(SCOPE, (await started(registry)).owner, PAID)
+    assert isinstance(await registry.begin(other), Run)
+
+
+@pytest.mark.parametrize("value", [None, 0, "text", {"a": [1, 2.5, None]}, b"", b"\x00\xff", "ß\N{SNOWMAN}"])
+async def test_a_result_comes_back_as_it_was(bench: Any, value: object) -> None:
+    registry = bench.registry()
+    await registry.commit(SCOPE, (await started(registry)).owner, Result.of(value))
+    done = await registry.begin(SCOPE)
+    assert isinstance(done, Done)
+    assert done.result.value == value
+    assert type(done.result.value) is type(value)
+
+
+async def test_the_largest_result_is_kept(bench: Any) -> None:
+    registry = bench.registry()
+    largest = Result.of(bytes(MAX_RESULT))
+    await registry.commit(SCOPE, (await started(registry)).owner, largest)
+    assert await registry.begin(SCOPE) == Done(largest)
+
+
+async def test_an_error_is_kept_whatever_it_says(bench: Any) -> None:
+    registry = bench.registry()
+    await registry.fail(SCOPE, (await started(registry)).owner, "\0\ud800" + "x" * 5000)
+    again = await started(registry)
+    assert again.last_error is not None
+    assert len(again.last_error) == MAX_ERROR
+    assert again.last_error.endswith("xxx")
+
+
+async def test_an_empty_key_records_nothing(bench: Any) -> None:
+    registry = bench.registry()
+    empty = Scope("acme", "orders", "", "billing")
+    for _ in range(2):
+        run = await started(registry, empty)
+        assert run.lease_until is None
+        await registry.renew(empty, run.owner)
+        await registry.commit(empty, run.owner, PAID)
+        await registry.fail(empty, run.owner, "")
+    assert await bench.store.look(empty) is None
+    assert await registry.purge(0) == 0
+
+
+async def test_purging_forgets_what_ended_long_ago_and_nothing_else(bench: Any) -> None:
+    registry = bench.registry()
+    scopes = {name: Scope("acme", "orders", name, "billing") for name in ("done", "failed", "left", "held", "fresh")}
+    runs = {name: await started(registry, scopes[name]) for name in ("done", "failed", "left")}
+    await registry.commit(scopes["done"], runs["done"].owner, PAID)
+    await registry.fail(scopes["failed"], runs["failed"].owner, "declined")
+    await bench.pass_time(1000)
+    await started(registry, scopes["held"])
+    fresh = await started(registry, scopes["fresh"])
+    await registry.commit(scopes["fresh"], fresh.owner, PAID)
+
+    assert await registry.purge(timedelta(hours=1).total_seconds()) == 0
+    assert await registry.purge(900, limit=2) == 2
+    assert await registry.purge(900, limit=2) == 1
+    left = {name for name, scope in scopes.items() if await bench.store.look(scope)}
+    assert left == {"held", "fresh"}
+    with pytest.raises(LeaseLost):
+        await registry.commit(scopes["left"], runs["left"].owner, PAID)
+
+
+@pytest.mark.parametrize(
+    ("names", "field"),
+    [
+        (("t\0", "o", "k", "g"), "tenant"),
+        (("t", "o" * 256, "k", "g"), "topic"),
+        (("t", "o", "\ud800", "g"), "key"),
+        (("t", "o", "k" * 513, "g"), "key"),
+        (("t", "o", "k", ""), "group"),
+    ],
+)
+def test_a_name_that_cannot_be_kept_is_refused(names: tuple[str, str, str, str], field: str) -> None:
+    with pytest.raises(InvalidMessage) as caught:
+        Scope(*names)
+    assert (caught.value.problem.field, caught.value.code) == (field, f"invalid_{field}")
+
+
+async def test_the_longest_names_are_kept(bench: Any) -> None:
+    longest = Scope("ß" * 255, "ß" * 255, "\N{SNOWMAN}" * 512, "ß" * 255)
+    assert (await started(bench.registry(), longest)).attempt == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [(object(), "result_not_json"), ({"a": {1j}}, "result_not_json"), (bytes(MAX_RESULT + 1), "result_too_large")],
+)
+def test_a_result_that_cannot_be_kept_is_refused(value: object, code: str) -> None:
+    with pytest.raises(InvalidMessage) as caught:
+        Result.of(value)
+    assert caught.value.code == code
+
+
+async def test_a_block_runs_once_and_every_later_one_is_given_its_result(bench: Any) -> None:
+    registry = bench.registry(group="billing")
+    charged = []
+    for _ in range(3):
+        async with registry.once("acme", "orders", "k-1") as claim:
+            if claim.first:
+                charged.append(claim.attempt)
+                claim.result = {"charge": 7}
+        assert claim.result == {"charge": 7}
+    assert charged == [1]
+    with pytest.raises(Conflict, match="already"):
+        claim.result = "another"
+
+
+async def test_a_block_that_raises_frees_its_key_for_the_next(bench: Any) -> None:
+    registry = bench.registry(group="billing")
+    with pytest.raises(ZeroDivisionError):
+        async with registry.once("acme", "orders", "k-1"):
+            raise ZeroDivisionError("card declined")
+    async with registry.once("acme", "orders", "k-1") as claim:
+        assert (claim.first, claim.attempt, claim.last_error) == (True, 2, "ZeroDivisionError: card declined")
+
+
+async def test_a_producer_and_two_groups_work_for_themselves(bench: Any) -> None:
+    for group in (None, "billing", "shipping"):
+        async with bench.registry(group=group).once("acme", "orders", "k-1") as claim:
+            assert claim.first
