@@ -21,10 +21,13 @@ _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for a server that is awa
 _PINGS: Final = 2  # unanswered ones after which the server counts as gone
 
 
-async def connect(settings: NatsSettings, *, name: str, patience: float | None = None) -> Client:
+async def connect(
+    settings: NatsSettings, *, name: str, patience: float | None = None, reconnect: bool = True
+) -> Client:
     """Connect as `name`; endlessly, or for `patience` seconds, after which it raises `Unavailable` or `NotPermitted`.
 
-    Afterwards the connection comes back by itself for as long as it is not closed. The caller closes it.
+    Afterwards the connection comes back by itself for as long as it is not closed. The caller closes it. Without
+    `reconnect` there is one try, and a connection that breaks stays closed: what was sent is then a beginning of it.
     Raises `Fatal` (78) where a file that the settings name cannot be read.
     """
     client, events = Client(), _Events(name)
@@ -37,6 +40,7 @@ async def connect(settings: NatsSettings, *, name: str, patience: float | None =
                 tls=trust,
                 connect_timeout=settings.connect_seconds,  # type: ignore[arg-type] # any number of seconds
                 reconnect_time_wait=settings.reconnect_seconds,  # type: ignore[arg-type]
+                allow_reconnect=reconnect,
                 max_reconnect_attempts=-1,
                 ping_interval=settings.ping_seconds,  # type: ignore[arg-type]
                 max_outstanding_pings=_PINGS,

@@ -144,3 +144,14 @@ END $$;
 CREATE TRIGGER ended_stays BEFORE UPDATE ON postroom.inbox_messages
   FOR EACH ROW WHEN (OLD.processed_at IS NOT NULL OR OLD.dead_at IS NOT NULL)
   EXECUTE FUNCTION postroom.refuse_change_of_ended();
+
+-- Which messages need not be published again where a stream lost them.
+
+-- Whether a message was handled: a consumer has it in its inbox as processed or dead, and none has it as waiting.
+CREATE FUNCTION postroom.is_confirmed(id text, subject text) RETURNS boolean LANGUAGE sql STABLE
+RETURN (
+  SELECT coalesce(bool_and(num_nonnulls(inbox.processed_at, inbox.dead_at) > 0), false)
+  FROM postroom.inbox_messages AS inbox
+  WHERE inbox.source_context = split_part(subject, '.', CASE WHEN starts_with(subject, 'cmd.') THEN 2 ELSE 1 END)
+    AND inbox.message_id = id
+);
