@@ -1,0 +1,43 @@
+"""What goes wrong in the inbox, each as a sentence, and SQLite's errors mapped in one place."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from chassis.sqlite import is_full
+from postroom.errors import InvalidMessage, PostroomError, TryAgain
+
+
+class Broken(Exception):
+    """The file or the disk can no longer be trusted: the inbox has to be closed, and opened anew."""
+
+
+def from_sqlite(error: sqlite3.Error) -> PostroomError:
+    """Map an error that leaves the file as it was."""
+    if is_full(error):
+        detail = "the disk is full: nothing was written to the inbox; free some space"
+        return TryAgain.of(507, "disk_full", detail, retryable=True)
+    return TryAgain.of(503, "inbox_busy", f"the inbox cannot be used now: {error}", retryable=True)
+
+
+def unavailable(reason: str) -> TryAgain:
+    """Answer while there is no inbox to read."""
+    detail = f"the inbox is not open ({reason}): sending goes on, and what is missing here arrives later"
+    return TryAgain.of(503, "inbox_unavailable", detail, retryable=True)
+
+
+def broken(path: Path, error: BaseException) -> Broken:
+    """Say that the file failed."""
+    return Broken(f"{path} failed: {error}")
+
+
+def invalid_cursor() -> InvalidMessage:
+    """Refuse a cursor that no page gave."""
+    return InvalidMessage.of(400, "invalid_cursor", "the cursor is not one that a list returned", field="cursor")
+
+
+def invalid_event_id() -> InvalidMessage:
+    """Refuse an event id that no stream of this daemon gave."""
+    detail = "the Last-Event-ID is not one that this daemon gave: leave it out, or ask for `since` a time"
+    return InvalidMessage.of(400, "invalid_event_id", detail, field="Last-Event-ID")

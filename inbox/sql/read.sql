@@ -1,0 +1,30 @@
+-- name: file
+-- The file's id, and how far a refill has come where one is due.
+SELECT id, refill_after FROM inbox_file;
+
+-- name: newest
+-- The last position that was given.
+SELECT seq FROM sqlite_sequence WHERE name = 'inbox';
+
+-- name: since
+-- The position before the first message received at a moment or later; NULL where there is none.
+SELECT min(position) - 1 FROM inbox WHERE received_at >= :since;
+
+-- name: page
+-- Messages after a position, in order.
+SELECT position, received_at, message FROM inbox WHERE position > :after ORDER BY position LIMIT :limit;
+
+-- name: page_of_sender
+-- The same, from one sender.
+SELECT position, received_at, message FROM inbox
+WHERE sender = :sender AND position > :after AND (:destination IS NULL OR destination = :destination)
+ORDER BY position LIMIT :limit;
+
+-- name: page_of_destination
+-- The same, to one destination.
+SELECT position, received_at, message FROM inbox
+WHERE destination = :destination AND position > :after ORDER BY position LIMIT :limit;
+
+-- name: oldest
+-- When the oldest message that is kept was received; NULL where there is none.
+SELECT min(received_at) FROM inbox;

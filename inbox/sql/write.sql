@@ -1,0 +1,38 @@
+-- name: create_file
+-- The file's own row, once; a file that takes the place of a damaged one is due to be refilled.
+INSERT INTO inbox_file (only, id, created_at, refill_after) VALUES (1, :id, :created_at, :refill_after)
+ON CONFLICT DO NOTHING;
+
+-- name: first_position
+-- Positions begin at the time of creation, in ms: beyond all that a file before this one can have given.
+INSERT INTO sqlite_sequence (name, seq)
+SELECT 'inbox', :created_at WHERE NOT EXISTS (SELECT 1 FROM sqlite_sequence WHERE name = 'inbox');
+
+-- name: file
+-- A received message, unless it is here or has been.
+INSERT INTO inbox (
+    mesh, sender, client_message_id, broker_message_id, history_id, destination, received_at, message
+)
+SELECT :mesh, :sender, :client_message_id, :broker_message_id, :history_id, :destination, :received_at, :message
+WHERE :history_id > coalesce((SELECT history_id FROM pruned WHERE mesh = :mesh), 0)
+ON CONFLICT DO NOTHING;
+
+-- name: refilled_to
+-- How far a refill has come; NULL once it is done.
+UPDATE inbox_file SET refill_after = :refill_after WHERE refill_after IS NOT NULL;
+
+-- name: old
+-- The last position of the oldest messages that were received before a moment, some at a time; NULL where there is none.
+SELECT max(position) FROM (
+    SELECT position FROM inbox WHERE received_at < :before ORDER BY received_at, position LIMIT :limit
+);
+
+-- name: note_pruned
+-- Remember of each mesh which messages go.
+INSERT INTO pruned (mesh, history_id)
+SELECT mesh, max(history_id) FROM inbox WHERE received_at < :before AND position <= :last GROUP BY mesh
+ON CONFLICT (mesh) DO UPDATE SET history_id = max(history_id, excluded.history_id);
+
+-- name: prune
+-- Delete old messages.
+DELETE FROM inbox WHERE received_at < :before AND position <= :last;

@@ -1,0 +1,114 @@
+"""Opening an inbox: one owner, files of others, and a damaged one that is set aside for a new one."""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from inboxes import message
+from outboxes import START, Clock, opened
+
+from chassis.exits import Exit, Fatal
+from inbox import Inbox
+
+OpenInbox = Callable[[], Awaitable[Inbox]]
+
+
+def killed(state: Path) -> None:
+    """Leave the lock file as a killed daemon does."""
+    (state / "inbox.lock").write_text("4711")
+
+
+def damage(database: Path) -> None:
+    """Overwrite a page in the middle of the file."""
+    with database.open("r+b") as file:
+        file.seek(database.stat().st_size // 4096 // 2 * 4096)
+        file.write(b"\xff" * 4096)
+
+
+async def test_what_was_filed_is_there_after_a_restart(inbox: Inbox, open_inbox: OpenInbox) -> None:
+    await inbox.file([message(1)])
+    await inbox.close()
+    again = await open_inbox()
+    assert again.id == inbox.id
+    assert again.refill_after is None
+    assert await again.file([message(1)]) == 0
+    await again.close()
+
+
+async def test_an_inbox_has_one_owner(inbox: Inbox, open_inbox: OpenInbox) -> None:
+    with pytest.raises(Fatal, match="is in use by process") as refusal:
+        await open_inbox()
+    assert refusal.value.exit_code == Exit.UNAVAILABLE
+    await inbox.file([message(1)])
+
+
+async def test_the_files_are_their_owners_alone(inbox: Inbox, state: Path) -> None:
+    await inbox.file([message(1)])
+    modes = {file.name: file.stat().st_mode & 0o777 for file in state.iterdir()}
+    assert modes == dict.fromkeys(["inbox.db", "inbox.db-wal", "inbox.db-shm", "inbox.lock"], 0o600)
+
+
+@pytest.mark.parametrize("how", ["page", "header"])
+async def test_a_damaged_file_is_set_aside_and_a_new_one_is_due_to_be_refilled(
+    inbox: Inbox, open_inbox: OpenInbox, database: Path, clock: Clock, how: str
+) -> None:
+    await inbox.file([message(number, body="x" * 1000) for number in range(1, 101)])
+    last = (await inbox.page(None, None, 1000)).messages[-1].position
+    await inbox.close()
+    damage(database) if how == "page" else database.write_bytes(b"this is not an inbox" * 500)
+    before = database.read_bytes()
+    killed(database.parent)
+    clock.forward(3600)
+    again = await open_inbox()
+    assert (again.id != inbox.id, again.refill_after) == (True, 0)
+    assert database.with_name(f"inbox.db.damaged-{START + 3_600_000}").read_bytes() == before
+    assert await again.file([message(number) for number in range(1, 101)]) == 100
+    assert (await again.page(None, None, 1)).messages[0].position > last
+    await again.close()
+
+
+async def test_a_refill_goes_on_where_it_had_come_to(inbox: Inbox, open_inbox: OpenInbox, database: Path) -> None:
+    await inbox.close()
+    database.rename(database.with_name("inbox.db.damaged-1"))  # as a crash between the two leaves it
+    first = await open_inbox()
+    assert first.refill_after == 0
+    await first.refilled_to(41)
+    await first.close()
+    second = await open_inbox()
+    assert second.refill_after == 41
+    await second.refilled_to(None)
+    await second.close()
+    third = await open_inbox()
+    assert third.refill_after is None
+    await third.close()
+
+
+async def test_a_sound_file_is_kept_after_an_unclean_stop(inbox: Inbox, open_inbox: OpenInbox, state: Path) -> None:
+    await inbox.file([message(1)])
+    await inbox.close()
+    killed(state)
+    again = await open_inbox()
+    assert again.id == inbox.id
+    assert await again.file([message(1)]) == 0
+    await again.close()
+
+
+async def test_a_file_newer_than_the_program_is_refused_and_left_alone(
+    inbox: Inbox, open_inbox: OpenInbox, database: Path
+) -> None:
+    await inbox.close()
+    with opened(database) as db:
+        db.execute("PRAGMA user_version = 99")
+    before = database.read_bytes()
+    with pytest.raises(Fatal, match="has schema version 99"):
+        await open_inbox()
+    assert database.read_bytes() == before
+
+
+async def test_a_file_that_breaks_under_a_reader_fails_the_inbox(inbox: Inbox, database: Path) -> None:
+    await inbox.file([message(number, body="x" * 1000) for number in range(1, 101)])
+    await inbox._writer._connection.run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+    damage(database)
+    with pytest.raises(Exception, match="malformed"):
+        await inbox.page(None, None, 1000)
+    assert inbox.failed.is_set()
