@@ -1,0 +1,96 @@
+"""The messages that share one transaction of the event store: what they add to it, and how each is settled after."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from delivery.agents.clock import after, to_microseconds
+from delivery.agents.deciding import Decision
+from delivery.agents.publishing import Message, message_of
+from delivery.agents.rebuilding import Memory
+from delivery.agents.records import Role, encode_record, next_hash
+from delivery.agents.store import Event, Key
+from delivery.consuming import DONE, Dead, Delivery, Outcome, Settle
+
+REFUSED = Dead("refused", "the message is of another tenant or workspace than the agent")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A delivery that waits to be handled and settled."""
+
+    delivery: Delivery
+    settle: Settle
+    done: asyncio.Future[None]
+
+    def __lt__(self, other: Job) -> bool:
+        return self.order < other.order
+
+    @property
+    def order(self) -> tuple[datetime, str, int]:
+        """The order in which messages are handled: as they were published, however they were pulled."""
+        return self.delivery.published_at, self.delivery.stream, self.delivery.sequence
+
+    async def finish(self, outcome: Outcome) -> None:
+        """Settle the delivery."""
+        await self.settle(self.delivery, outcome)
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Group:
+    """One transaction in the making; `memory` is what it would leave behind."""
+
+    def __init__(self, memory: Memory, versions: Mapping[str, int]) -> None:
+        self.memory = memory
+        self.events: list[Event] = []
+        self.outgoing: list[Message] = []
+        self.roles: list[Role] = []  # what became of each message that was added
+        self.changed: dict[str, int] = {}  # versions of entities
+        self.settled: list[tuple[Job, Outcome]] = []  # what needs nothing of the store
+        self.stored: list[tuple[Job, int, Outcome]] = []  # with the position of its event
+        self._versions = versions
+        self._keys: dict[Key, tuple[int, Role]] = {}
+
+    def tick(self) -> datetime:
+        """Return the logical clock's next time."""
+        return after(self.memory.logical_clock)
+
+    def version(self, entity_id: str | None) -> int:
+        """Return how often an entity was changed."""
+        return 0 if entity_id is None else self.changed.get(entity_id, self._versions.get(entity_id, 0))
+
+    def find(self, key: Key) -> tuple[int, Role] | None:
+        """Return the position of a message that this group holds already, and what became of it."""
+        return self._keys.get(key)
+
+    def add(self, job: Job, key: Key, decision: Decision) -> None:
+        """Append what was decided about a message."""
+        cause = self.memory.position + 1
+        self._keys[key] = cause, decision.role
+        self.roles.append(decision.role)
+        entity_id = decision.drafts[0].envelope.entity_id
+        if decision.version is not None and entity_id is not None:
+            self.changed[entity_id] = decision.version
+        for draft in decision.drafts:
+            position, state_hash, clock, _ = self.memory
+            record = encode_record(draft.record(cause if position >= cause else None), draft.payload)
+            event = Event(position + 1, record, next_hash(state_hash, record))
+            self.events.append(event)
+            if position >= cause:
+                self.outgoing.append(message_of(event.position, cause, draft))
+            clock = max(clock, to_microseconds(draft.envelope.ts))
+            self.memory = Memory(event.position, event.state_hash, clock, decision.state)
+        self.stored.append((job, cause, outcome_of(decision.role)))
+
+    def know(self, job: Job, position: int, role: Role) -> None:
+        """Take note of a message that the store holds already: it only has to be finished."""
+        self.stored.append((job, position, outcome_of(role)))
+
+
+def outcome_of(role: Role) -> Outcome:
+    """Return how a message is settled once it is stored and what it caused is published."""
+    return REFUSED if role == "refused" else DONE

@@ -1,0 +1,348 @@
+"""The agent runtime: a handler of the consumer core (spec delivery.md, "Agent runtime", steps 1 to 6).
+
+1. Receive: messages gather in the order they were published, whatever the order of pulls. 2. Look their keys up in the
+store. 3. Handle those that it does not hold, one after another, and commit each with what it emitted, many to a
+transaction. 4. Publish what is stored and not marked published. 5. Mark it. 6. Settle.
+
+What may run twice, and what makes the second run harmless: a message that is delivered again is found by its key
+(`event_input` in schema.sql) and never handled again, only finished; a message that is published again has the same
+id. `receive` itself runs again only where nothing of its first run was committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self
+
+import structlog
+from nats.js import JetStreamContext
+
+from chassis.exits import Exit, Fatal
+from chassis.sqlite import exit_after, is_full
+from delivery.agents.deciding import Deciding
+from delivery.agents.emitting import Emitter
+from delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
+from delivery.agents.group import Group, Job
+from delivery.agents.publishing import HEADER_BYTES, Message, publish, stored_message
+from delivery.agents.rebuilding import Differs, empty, rebuild
+from delivery.agents.settings import AgentSettings
+from delivery.agents.store import Key, Look, Owner, Store, read_events
+from delivery.agents.turns import Turns
+from delivery.consuming import Dead, Delivery, Outcome, Retry, Settle
+from postroom.agent import Agent, agent_name, check_agent
+
+_log = structlog.get_logger(__name__)
+
+_FINISHING: Final = 8  # groups that may be on their way out at once
+_DISK_PAUSE: Final = 1.0  # seconds between two tries to commit on a full disk
+_ERROR_CHARACTERS: Final = 500
+
+
+@dataclass(slots=True)
+class AgentCounters:
+    """What an agent has done since it started, for metrics."""
+
+    handled: int = 0
+    found: int = 0  # delivered again after they were stored
+    conflicts: int = 0
+    refused: int = 0
+    failed: int = 0  # `receive` or `apply` raised, or the message could not be read
+    emitted: int = 0
+    published: int = 0
+
+
+class AgentRuntime:
+    """Runs one agent over its store; `run` it as a task beside its consumers."""
+
+    def __init__(
+        self,
+        agent: Agent[Any],
+        js: JetStreamContext,
+        store: Store,
+        turns: Turns,
+        settings: AgentSettings,
+        *,
+        clock: Callable[[], int],
+    ) -> None:
+        self.counters = AgentCounters()
+        self._agent = agent
+        self._owner = Owner(agent_name(type(agent)), agent.tenant, agent.workspace)
+        self._own = Scope(agent.tenant, agent.workspace)
+        self._js = js
+        self._store = store
+        self._turns = turns
+        self._settings = settings
+        self._clock = clock
+        self._memory = empty(agent)
+        emitter = Emitter(self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
+        self._deciding = Deciding(agent, emitter, settings.receive_seconds)
+        self._jobs: list[Job] = []
+        self._wake = asyncio.Event()
+        self._room = asyncio.Semaphore(_FINISHING)
+
+    @classmethod
+    async def open(
+        cls,
+        agent_class: type[Agent[Any]],
+        js: JetStreamContext,
+        directory: Path,
+        *,
+        tenant: str,
+        workspace: str,
+        settings: AgentSettings,
+        clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> Self:
+        """Open the agent's store in `directory` and build its state; `clock` gives ms since the epoch.
+
+        Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or does not say what it said.
+        """
+        check_agent(agent_class)
+        agent = agent_class()
+        agent.tenant, agent.workspace = tenant, workspace
+        async with AsyncExitStack() as undo:
+            turns = open_turns(directory)
+            undo.callback(turns.close)
+            async with turns.turn():
+                owner = Owner(agent_name(agent_class), tenant, workspace)
+                store = await Store.open(database(directory), owner)
+                undo.push_async_callback(store.close)
+                runtime = cls(agent, js, store, turns, settings, clock=clock)
+                try:
+                    runtime._memory = await store.run(lambda db: rebuild(agent, empty(agent), read_events(db)))
+                except Differs as difference:
+                    raise _altered(difference) from difference
+            undo.pop_all()
+        return runtime
+
+    async def close(self) -> None:
+        """Close the store; call it once `run` has ended."""
+        async with self._turns.turn():
+            await self._store.close()
+        self._turns.close()
+
+    @property
+    def position(self) -> int:
+        """The last position of the store that this process knows."""
+        return self._memory.position
+
+    @property
+    def state_hash(self) -> str:
+        """The state hash there, 64 hex digits."""
+        return self._memory.state_hash.hex()
+
+    @property
+    def state(self) -> Any:
+        """The agent's state there."""
+        return self._memory.state
+
+    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
+        """Take a batch of the consumer core; returns when each of its messages is settled."""
+        loop = asyncio.get_running_loop()
+        jobs = [Job(delivery, settle, loop.create_future()) for delivery in batch]
+        for job in jobs:
+            heapq.heappush(self._jobs, job)
+        self._wake.set()
+        await asyncio.gather(*(job.done for job in jobs))
+
+    async def is_done(self, delivery: Delivery) -> bool:
+        """Finish a message whose attempts are used up, if the store holds it; tell whether it had its effect."""
+        async with self._turns.turn():
+            look = await self._store.look([self._key(delivery)], [], self._memory.position)
+            self._catch_up(look)
+            found = look.found.get(0)
+            messages = await self._unpublished_of([found[0]] if found else [])
+        await self._publish(messages)
+        return found is not None and found[1] != "refused"
+
+    async def run(self) -> None:
+        """Handle what comes in, until cancelled; first publish what an earlier process left unpublished.
+
+        Raises `Fatal`: 74 where the disk failed under a commit, 78 where another process wrote what cannot be applied.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._recover())
+                while True:
+                    await self._wake.wait()
+                    await self._room.acquire()
+                    tasks.create_task(self._finish(await self._take_turn()))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _recover(self) -> None:
+        async with self._turns.turn():
+            messages = [stored_message(outgoing) for outgoing in await self._store.unpublished()]
+        await self._publish(messages)
+
+    async def _take_turn(self) -> Group:
+        """Handle a group of messages and commit it."""
+        async with self._turns.turn():
+            jobs = self._next_jobs()
+            keys = [self._key(job.delivery) for job in jobs]
+            entities = [entity for job in jobs if (entity := job.delivery.headers.get(ENTITY_ID))]
+            look = await self._store.look(keys, entities, self._memory.position)
+            self._catch_up(look)
+            group = Group(self._memory, look.versions)
+            await self._handle_group(group, jobs, keys, look)
+            if group.events:
+                await self._commit(group)
+            known = [position for _, position, _ in group.stored if position <= look.head.position]
+            group.outgoing += await self._unpublished_of(known)
+        return group
+
+    def _next_jobs(self) -> list[Job]:
+        jobs: list[Job] = []
+        while self._jobs and len(jobs) < self._settings.group_messages:
+            job = heapq.heappop(self._jobs)
+            if not job.done.done():  # the core gave it up
+                jobs.append(job)
+        if not self._jobs:
+            self._wake.clear()
+        return jobs
+
+    def _put_back(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            heapq.heappush(self._jobs, job)
+            self._wake.set()
+
+    async def _handle_group(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], look: Look) -> None:
+        now = asyncio.get_running_loop().time
+        due = now() + self._settings.group_seconds
+        for index, job in enumerate(jobs):
+            if index and now() > due:
+                self._put_back(jobs[index:])
+                return
+            known = look.found.get(index) or group.find(keys[index])
+            if known is None:
+                await self._handle_one(group, job, keys[index])
+            else:
+                self.counters.found += 1
+                group.know(job, *known)
+
+    async def _handle_one(self, group: Group, job: Job, key: Key) -> None:
+        delivery = job.delivery
+        if delivery.message_id is None:
+            group.settled.append(
+                (job, Dead("no_message_id", "the message has no Nats-Msg-Id and no broker_message_id"))
+            )
+            return
+        state = group.memory.state
+        scope = scope_of(delivery, self._own)
+        try:
+            if scope != self._own:
+                _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
+                decision = self._deciding.refuse(delivery.subject, unread(delivery, scope, group.tick), state)
+            else:
+                envelope = received(delivery, scope, group.tick)
+                version = group.version(envelope.entity_id)
+                decision = await self._deciding.decide(delivery.subject, envelope, state, version)
+        except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
+            _log.warning("agent_failed", message_id=delivery.message_id, attempt=delivery.attempt, exc_info=error)
+            self.counters.failed += 1
+            group.settled.append((job, Retry(f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])))
+            return
+        group.add(job, key, decision)
+
+    async def _commit(self, group: Group) -> None:
+        await self._durably(partial(self._store.append, group.events, group.changed, group.memory.logical_clock))
+        self._memory = group.memory
+        self.counters.handled += group.roles.count("handled")
+        self.counters.conflicts += group.roles.count("conflict")
+        self.counters.refused += group.roles.count("refused")
+        self.counters.emitted += len(group.outgoing)
+
+    async def _durably(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write to the store; a full disk is waited out, since nothing was written and nothing needs to run again."""
+        while True:
+            try:
+                return await write()
+            except sqlite3.Error as error:
+                if not is_full(error):
+                    raise Fatal(
+                        exit_after(error), f"writing the event store failed: {error}; check the disk"
+                    ) from error
+                _log.error("disk_full", advice="free some space: the agent waits")
+                await asyncio.sleep(_DISK_PAUSE)
+
+    async def _finish(self, group: Group) -> None:
+        """Publish what the group caused, mark it, and settle its messages, each as soon as it can be."""
+        waiting, first = group.stored, True
+        async for missing in self._publishing(group.outgoing):
+            ready = [stored for stored in waiting if stored[1] not in missing]
+            waiting = [stored for stored in waiting if stored[1] in missing]
+            await self._settle([*group.settled, *((job, outcome) for job, _, outcome in ready)])
+            group.settled.clear()
+            if first:
+                self._room.release()  # what JetStream does not take now holds up nobody else
+                first = False
+
+    async def _settle(self, settled: Sequence[tuple[Job, Outcome]]) -> None:
+        for job, outcome in settled:
+            await job.finish(outcome)
+
+    async def _publishing(self, messages: Sequence[Message]) -> AsyncIterator[set[int]]:
+        """Publish until JetStream has everything; after each round yield the causes of what it has not."""
+        while True:
+            missing = await publish(self._js, messages, self._settings.publish_seconds) if messages else []
+            positions = {message.position for message in messages} - {message.position for message in missing}
+            if positions:
+                await self._mark(sorted(positions))
+            yield {message.cause for message in missing}
+            if not missing:
+                return
+            messages = missing
+            await asyncio.sleep(self._settings.retry_seconds)
+
+    async def _mark(self, positions: Sequence[int]) -> None:
+        async with self._turns.turn():
+            await self._durably(partial(self._store.mark_published, positions, self._clock()))
+        self.counters.published += len(positions)
+
+    async def _publish(self, messages: Sequence[Message]) -> None:
+        async for _ in self._publishing(messages):
+            pass
+
+    async def _unpublished_of(self, positions: Sequence[int]) -> list[Message]:
+        if not positions:
+            return []
+        return [stored_message(outgoing) for outgoing in await self._store.unpublished_of(positions)]
+
+    def _key(self, delivery: Delivery) -> Key:
+        scope = scope_of(delivery, self._own)
+        return idempotency_key(delivery), scope.workspace or "", scope.tenant or ""
+
+    def _catch_up(self, look: Look) -> None:
+        """Apply what another process of this agent has stored since."""
+        try:
+            self._memory = rebuild(self._agent, self._memory, look.news)
+        except Differs as difference:
+            raise _altered(difference) from difference
+
+
+def database(directory: Path) -> Path:
+    """Return where the event store of a state directory lies."""
+    return directory.resolve() / "events.db"
+
+
+def open_turns(directory: Path) -> Turns:
+    """Create the state directory (0700) if need be, and its locks; raises `Fatal` where that is forbidden."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Turns(directory, "events")
+    except OSError as error:
+        raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
+
+
+def _altered(difference: Differs) -> Fatal:
+    return Fatal(
+        Exit.CONFIG,
+        f"the event store was altered at {difference}: nothing is handled on top of it; see `postroom agent verify`",
+    )

@@ -1,0 +1,85 @@
+-- The event store of one agent: one SQLite file (spec delivery.md, "Agent runtime").
+--
+-- This file is the schema as it stands; migrations/ is how a file gets there. A test proves them equal.
+--
+--   * `event` is append-only. `record` is canonical JSON (delivery/agents/records.py), and the other columns but the hash
+--     and the mark are read out of it, so that nothing can stand beside it and say something else.
+--   * A message that came in is one event (role handled, conflict or refused), found by its idempotency key. What goes
+--     out because of it follows in the same transaction: what the agent emitted, and what the runtime reported.
+--   * `published_at` is the one thing that changes: once, when JetStream has acknowledged the message.
+
+CREATE TABLE event (
+    position     INTEGER PRIMARY KEY,                    -- 1, 2, 3, … without a gap
+    record       TEXT    NOT NULL,
+    state_hash   BLOB    NOT NULL CHECK (length(state_hash) = 32),
+    published_at INTEGER,                                -- ms since the epoch; NULL: not yet
+
+    role            TEXT    GENERATED ALWAYS AS (record ->> '$.role') VIRTUAL
+                            CHECK (role IS NOT NULL
+                                   AND role IN ('handled', 'conflict', 'refused', 'emitted', 'reported')),
+    cause           INTEGER GENERATED ALWAYS AS (record ->> '$.cause') VIRTUAL
+                            CHECK ((cause IS NOT NULL) = (role IN ('emitted', 'reported'))
+                                   AND coalesce(cause < position, TRUE)),
+    tenant          TEXT    GENERATED ALWAYS AS (record ->> '$.envelope.tenant') VIRTUAL,
+    workspace       TEXT    GENERATED ALWAYS AS (record ->> '$.envelope.workspace') VIRTUAL,
+    idempotency_key TEXT    GENERATED ALWAYS AS (record ->> '$.envelope.idempotency_key') VIRTUAL
+                            CHECK (length(idempotency_key) > 0),
+    CONSTRAINT only_what_goes_out_is_published CHECK (published_at IS NULL OR cause IS NOT NULL)
+);
+
+-- What makes a second delivery harmless: one event for each message, whatever id or attempt it comes under.
+CREATE UNIQUE INDEX event_input ON event (idempotency_key, workspace, tenant) WHERE cause IS NULL;
+CREATE INDEX event_unpublished ON event (cause) WHERE cause IS NOT NULL AND published_at IS NULL;
+
+CREATE TRIGGER event_without_gap BEFORE INSERT ON event
+WHEN NEW.position IS NOT (SELECT coalesce(max(position), 0) + 1 FROM event)
+BEGIN SELECT RAISE(ABORT, 'an event has the next position'); END;
+
+CREATE TRIGGER event_append_only_delete BEFORE DELETE ON event
+BEGIN SELECT RAISE(ABORT, 'the event store is append-only'); END;
+
+CREATE TRIGGER event_append_only_update BEFORE UPDATE OF position, record, state_hash ON event
+BEGIN SELECT RAISE(ABORT, 'the event store is append-only'); END;
+
+CREATE TRIGGER event_published_once BEFORE UPDATE OF published_at ON event
+WHEN OLD.published_at IS NOT NULL OR NEW.published_at IS NULL
+BEGIN SELECT RAISE(ABORT, 'a published event stays published'); END;
+
+-- Whose store this is, and the position of its state: the last event's, written in that event's transaction.
+CREATE TABLE state (
+    only          INTEGER PRIMARY KEY CHECK (only = 1),
+    agent         TEXT    NOT NULL,
+    tenant        TEXT    NOT NULL,
+    workspace     TEXT    NOT NULL,
+    position      INTEGER NOT NULL CHECK (position >= 0),
+    state_hash    BLOB    NOT NULL CHECK (length(state_hash) = 32),
+    logical_clock INTEGER NOT NULL                       -- µs since the epoch: the latest time that any event had
+);
+
+CREATE TRIGGER state_stays BEFORE DELETE ON state
+BEGIN SELECT RAISE(ABORT, 'a store keeps its state'); END;
+
+CREATE TRIGGER state_owner_frozen BEFORE UPDATE OF only, agent, tenant, workspace ON state
+BEGIN SELECT RAISE(ABORT, 'a store stays with its agent'); END;
+
+CREATE TRIGGER state_follows_the_events BEFORE UPDATE OF position, state_hash ON state
+WHEN NEW.position <= OLD.position
+     OR NOT EXISTS (SELECT 1 FROM event WHERE position = NEW.position AND state_hash = NEW.state_hash)
+     OR NEW.position < (SELECT max(position) FROM event)
+BEGIN SELECT RAISE(ABORT, 'the state stands at the last event'); END;
+
+-- How often each entity was changed: what `expected_version` is compared with.
+CREATE TABLE entity (
+    id      TEXT    PRIMARY KEY,
+    version INTEGER NOT NULL CHECK (version >= 1)
+) WITHOUT ROWID;
+
+CREATE TRIGGER entity_version_grows BEFORE UPDATE ON entity
+WHEN NEW.id <> OLD.id OR NEW.version <= OLD.version
+BEGIN SELECT RAISE(ABORT, 'a version only grows'); END;
+
+CREATE TRIGGER entity_stays BEFORE DELETE ON entity
+BEGIN SELECT RAISE(ABORT, 'an entity keeps its version'); END;
+
+PRAGMA application_id = 1347633477;  -- "PSAE"
+PRAGMA user_version = 1;

@@ -1,0 +1,29 @@
+"""What an operator may configure of an agent's runtime."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The limits of one agent."""
+
+    receive_seconds: Annotated[
+        float, Meta(gt=0, description="longest that `receive` may take for one message, in seconds")
+    ] = 60
+    group_messages: Annotated[
+        int, Meta(ge=1, le=10_000, description="most messages that share a transaction of the event store")
+    ] = 500
+    group_seconds: Annotated[
+        float,
+        Meta(gt=0, le=60, description="age of a transaction's first message at which it is committed, in seconds"),
+    ] = 0.02
+    publish_seconds: Annotated[
+        float, Meta(gt=0, le=300, description="longest wait for JetStream to acknowledge what was emitted, in seconds")
+    ] = 5
+    retry_seconds: Annotated[
+        float, Meta(gt=0, le=300, description="pause before what could not be published is tried again, in seconds")
+    ] = 1

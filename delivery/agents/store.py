@@ -1,0 +1,213 @@
+"""The event store of one agent: what came in, what went out because of it, and which of that is published.
+
+One SQLite file, written by one process at a time: every method runs in a turn (turns.py), which is also what keeps one
+process from writing while another moves the write-ahead log into the file (chassis/sqlite.py).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple, Self, TypeVar
+
+import msgspec
+
+from chassis import sqlite_migrate
+from chassis.exits import Exit, Fatal
+from chassis.sql import load_queries, migrations
+from chassis.sqlite import QUERIES as SQLITE
+from chassis.sqlite import Connection, is_damage, open_writer
+from delivery.agents.records import Role
+
+APPLICATION_ID: Final = int.from_bytes(b"PSAE", "big")  # in the file's header
+MIGRATIONS: Final = migrations("delivery.agents")
+_QUERIES: Final = load_queries("delivery.agents")
+_CHECKPOINT_BYTES: Final = 1024 * 1024  # about what the write-ahead log gathers
+_EVENT_BYTES: Final = 512  # about what an event adds to it beside its record
+_PAGE: Final = 1000  # events read at once
+
+_encode: Final = msgspec.json.Encoder().encode
+
+Key = tuple[str, str, str]  # idempotency key, workspace, tenant
+T = TypeVar("T")
+
+
+class Owner(NamedTuple):
+    """Whose store it is."""
+
+    agent: str
+    tenant: str
+    workspace: str
+
+
+class Head(NamedTuple):
+    """Where a store stands: its last position, the state hash after it, and the latest time of any event."""
+
+    position: int
+    state_hash: bytes
+    logical_clock: int  # µs since the epoch
+
+
+class Event(NamedTuple):
+    """One event as it is stored."""
+
+    position: int
+    record: bytes
+    state_hash: bytes
+
+
+class Outgoing(NamedTuple):
+    """A stored message that is not marked published."""
+
+    position: int
+    record: bytes
+
+
+class Look(NamedTuple):
+    """What a turn has to know: the head, the events since it last looked, what is known, and the versions."""
+
+    head: Head
+    news: list[Event]
+    found: dict[int, tuple[int, Role]]  # by the index of the key: its position, and what became of it
+    versions: dict[str, int]
+
+
+class Store:
+    """The open event store; any number of processes of one host may have it open."""
+
+    def __init__(self, connection: Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+        self._logged = 0
+
+    @classmethod
+    async def open(cls, path: Path, owner: Owner) -> Self:
+        """Open, migrate and claim the file, in a turn.
+
+        Raises `Fatal` (78) where it is damaged, newer than the program, or another agent's.
+        """
+        try:
+            connection = await open_writer(path)
+        except (sqlite3.Error, OSError) as error:
+            raise _unusable(path, error) from error
+        try:
+            await connection.run(partial(_claim, path, owner))
+        except BaseException as error:
+            await connection.close()
+            if isinstance(error, sqlite3.DatabaseError):
+                raise _unusable(path, error) from error
+            raise
+        return cls(connection, path)
+
+    async def close(self) -> None:
+        """Close the file, in a turn: the last one to do so empties the log."""
+        await self._connection.close()
+
+    async def run(self, read: Callable[[sqlite3.Connection], T]) -> T:
+        """Call a function that reads on the connection's thread; return what it returns."""
+        return await self._connection.run(read)
+
+    async def look(self, keys: Sequence[Key], entities: Sequence[str], after: int) -> Look:
+        """Find out in one step what a turn has to know; `after` is the position that the caller knows already."""
+        return await self._connection.run(partial(_look, keys, entities, after))
+
+    async def append(self, events: Sequence[Event], versions: Mapping[str, int], logical_clock: int) -> None:
+        """Commit the events, the versions that they changed, and the new position of the state: all or nothing."""
+        await self._write(partial(_append, events, versions, logical_clock))
+        self._logged += sum(len(event.record) + _EVENT_BYTES for event in events)
+
+    async def unpublished_of(self, causes: Sequence[int]) -> list[Outgoing]:
+        """Return what the messages at these positions caused and is not marked published."""
+        return await self._connection.run(lambda db: _outgoing(db, "unpublished_of", (_encode(causes).decode(),)))
+
+    async def unpublished(self) -> list[Outgoing]:
+        """Return everything that is not marked published, oldest first."""
+        return await self._connection.run(lambda db: _outgoing(db, "unpublished", ()))
+
+    async def mark_published(self, positions: Sequence[int], now: int) -> None:
+        """Note that JetStream has these messages; `now` is in ms since the epoch."""
+        parameters = (now, _encode(positions).decode())
+        await self._write(lambda db: db.execute(_QUERIES["mark_published"], parameters))
+        self._logged += _EVENT_BYTES * len(positions)
+
+    async def _write(self, work: Callable[[sqlite3.Connection], object]) -> None:
+        await self._connection.run(partial(_transact, work))
+        if self._logged > _CHECKPOINT_BYTES:
+            self._logged = 0
+            await self._connection.run(lambda db: db.execute(SQLITE["checkpoint"]).fetchall())
+
+
+def read_events(db: sqlite3.Connection, after: int = 0) -> Iterator[Event]:
+    """Read every event after a position, a page at a time."""
+    while page := db.execute(_QUERIES["read"], (after, _PAGE)).fetchall():
+        for position, record, state_hash in page:
+            yield Event(position, _bytes(record), state_hash)
+        after = page[-1][0]
+
+
+def read_head(db: sqlite3.Connection) -> Head:
+    """Read where the store stands."""
+    return Head(*db.execute(_QUERIES["head"]).fetchone())
+
+
+def read_owner(db: sqlite3.Connection) -> Owner | None:
+    """Read whose store it is; None where nobody has claimed it."""
+    row = db.execute(_QUERIES["owner"]).fetchone()
+    return row and Owner(*row)
+
+
+def _claim(path: Path, owner: Owner, db: sqlite3.Connection) -> None:
+    sqlite_migrate.migrate(db, path, steps=MIGRATIONS, application_id=APPLICATION_ID)
+    found = read_owner(db)
+    if found is None:
+        db.execute(_QUERIES["claim"], owner)
+    elif found != owner:
+        raise Fatal(
+            Exit.CONFIG,
+            f"{path} is the store of the agent {found.agent} in {found.tenant}/{found.workspace}, not of {owner.agent} "
+            f"in {owner.tenant}/{owner.workspace}: give each agent a state directory of its own",
+        )
+
+
+def _look(keys: Sequence[Key], entities: Sequence[str], after: int, db: sqlite3.Connection) -> Look:
+    head = read_head(db)
+    news = list(read_events(db, after)) if head.position > after else []
+    found = db.execute(_QUERIES["find"], (_encode(keys).decode(),)).fetchall() if keys else []
+    versions = db.execute(_QUERIES["versions"], (_encode(entities).decode(),)).fetchall() if entities else []
+    return Look(head, news, {index: (position, role) for index, position, role in found}, dict(versions))
+
+
+def _append(events: Sequence[Event], versions: Mapping[str, int], logical_clock: int, db: sqlite3.Connection) -> None:
+    rows = [(event.position, event.record.decode(), event.state_hash) for event in events]
+    db.executemany(_QUERIES["append"], rows)
+    if versions:
+        db.executemany(_QUERIES["count_change"], versions.items())
+    last = events[-1]
+    db.execute(_QUERIES["advance"], (last.position, last.state_hash, logical_clock))
+
+
+def _transact(work: Callable[[sqlite3.Connection], object], db: sqlite3.Connection) -> None:
+    try:
+        db.execute(SQLITE["begin"])
+        work(db)
+        db.execute(SQLITE["commit"])
+    except BaseException:
+        if db.in_transaction:
+            db.execute(SQLITE["rollback"])
+        raise
+
+
+def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str, ...]) -> list[Outgoing]:
+    return [Outgoing(position, _bytes(record)) for position, record in db.execute(_QUERIES[query], parameters)]
+
+
+def _bytes(record: str | bytes) -> bytes:
+    return record.encode() if isinstance(record, str) else record
+
+
+def _unusable(path: Path, error: sqlite3.Error | OSError) -> Fatal:
+    if is_damage(error):
+        return Fatal(Exit.CONFIG, f"{path} is damaged ({error}): put back a copy, or move it away to begin anew")
+    return Fatal(Exit.CONFIG, f"cannot open {path}: {error}; check its owner, its mode and the disk")

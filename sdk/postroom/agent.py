@@ -1,0 +1,200 @@
+"""Agents: classes that handle messages, keep a state, and answer with messages of their own.
+
+    from postroom.agent import Agent, Emit, Envelope
+
+    class Pricing(Agent):
+        subjects = ("cmd.{tenant}.{workspace}.pricing.>",)
+
+        async def receive(self, envelope: Envelope) -> Emit:
+            return Emit("order_priced", {"order": envelope.payload["order"], "total": 42})
+
+`postroom agent run shop:Pricing` runs it (spec delivery.md, "Agent runtime"). What `receive` returns is stored together
+with the message that caused it, in one transaction, and published afterwards: each once, whatever crashes. A message
+whose `receive` raised is delivered again, and dead-lettered in the end; one that was stored is never received again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeAlias
+
+import msgspec
+
+from postroom.errors import InvalidMessage, PostroomError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # its `default` is what spares a stateless agent the brackets
+
+    S = TypeVar("S", default=None)
+else:
+    from typing import TypeVar
+
+    S = TypeVar("S")
+
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_ADVICE: Final = "return None, an Emit, a Command, or a list of them"
+
+
+class InvalidAgent(PostroomError):
+    """An agent's class cannot be run: the sentence says what its author has to change."""
+
+
+class Envelope(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One message as an agent sees it, and as its store keeps it (spec delivery.md, "Agent runtime").
+
+    The fields stand in the order of their names, so that encoding one gives the canonical order of RFC 8785.
+    """
+
+    actor: str = ""  # who caused it: a member, or an agent
+    causation_id: str | None = None  # id of the message that caused it
+    correlation_id: str | None = None  # id of the message that began it all
+    entity_id: str | None = None  # the thing it is about, whose version `expected_version` speaks of
+    expected_version: int | None = None  # the version that the sender knew; another one is a conflict
+    id: str = ""
+    idempotency_key: str = ""  # what two copies of one message have in common
+    payload: Any = None  # JSON
+    schema_version: int = 1
+    source: str = ""  # what sent it
+    span_id: str = ""  # 16 hex digits: the hop that sent it
+    tenant: str = ""
+    trace_id: str = ""  # 32 hex digits
+    ts: datetime = EPOCH
+    type: str
+    workspace: str = "default"
+
+
+class Emit(msgspec.Struct, frozen=True):
+    """An effect: an event of the agent's tenant, on `{tenant}.event.{type}.v{version}`."""
+
+    type: str  # snake_case: what happened
+    payload: Any = None
+    version: int = 1
+    entity_id: str | None = None
+    expected_version: int | None = None
+
+
+class Command(msgspec.Struct, frozen=True):
+    """An effect: work for exactly one worker, on `cmd.{tenant}.{workspace}.{agent}.{verb}`."""
+
+    agent: str
+    verb: str = "run"
+    payload: Any = None
+    workspace: str | None = None  # None: the agent's own
+    entity_id: str | None = None
+    expected_version: int | None = None
+
+
+Effect: TypeAlias = Emit | Command
+Effects: TypeAlias = Effect | Iterable[Effect] | None
+
+
+class Agent(Generic[S]):
+    """The base of every agent; `Agent[State]` where it keeps a state, `Agent` where it keeps none.
+
+    `subjects` says what it handles; `{tenant}`, `{workspace}` and `{agent}` in it are filled in when it is run.
+    `name` is what its durable consumer is called after; unset, it is the class's name in snake_case.
+    """
+
+    name: ClassVar[str] = ""
+    subjects: ClassVar[tuple[str, ...]] = ()
+
+    state: S  # after the last message that was handled; only `apply` changes it
+    tenant: str = ""  # where the agent runs
+    workspace: str = "default"
+
+    async def receive(self, envelope: Envelope) -> Effects:
+        """Handle one message; return what to emit. It may run again where it raised or its process was killed."""
+        raise NotImplementedError
+
+    def initial_state(self) -> S:
+        """Return the state of an agent that has handled nothing."""
+        return None  # type: ignore[return-value] # an agent without a state has None
+
+    def apply(self, state: S, event: Envelope) -> S:
+        """Return the state after `event`: each message that was handled, and after it each one that it emitted.
+
+        It must be pure: a new state from nothing but its two arguments, neither of which it changes. A restart and
+        `postroom agent replay` build the state by calling it for every event of the store.
+        """
+        del event
+        return state
+
+
+def agent_name(agent: type[Agent[Any]]) -> str:
+    """Return what the agent is called: its `name`, or its class's name in snake_case."""
+    return agent.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", agent.__name__).lower()
+
+
+def check_agent(agent: Any) -> None:
+    """Raise `InvalidAgent` with what the author of the class has to change."""
+    if not (isinstance(agent, type) and issubclass(agent, Agent)):
+        raise _invalid(f"{agent!r} is no agent: derive a class from postroom.agent.Agent, and name that")
+    name = agent_name(agent)
+    if _NAME.fullmatch(name) is None:
+        raise _invalid(f"{agent.__name__}.name {name!r} must be a lower-case letter, then such letters, digits, _ or -")
+    _check_subjects(agent)
+    _check_methods(agent)
+
+
+def fill_subjects(agent: type[Agent[Any]], tenant: str, workspace: str) -> list[str]:
+    """Return the agent's subjects with `{tenant}`, `{workspace}` and `{agent}` filled in."""
+    places = {"tenant": tenant, "workspace": workspace, "agent": agent_name(agent)}
+    try:
+        return [subject.format_map(places) for subject in agent.subjects]
+    except (KeyError, IndexError, ValueError) as error:
+        allowed = "{tenant}, {workspace} and {agent}"
+        raise _invalid(f"{agent.__name__}.subjects may hold {allowed}, nothing else in braces: {error}") from error
+
+
+def effects_of(returned: Any, agent: str) -> tuple[Effect, ...]:
+    """Return what `receive` returned as a tuple of effects; raises `InvalidMessage` where it is something else."""
+    if returned is None:
+        return ()
+    if isinstance(returned, (Emit, Command)):
+        return (returned,)
+    if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, Iterable):
+        raise _wrong_effect(agent, returned)
+    effects = tuple(returned)
+    for effect in effects:
+        if not isinstance(effect, (Emit, Command)):
+            raise _wrong_effect(agent, effect)
+    return effects
+
+
+def _check_subjects(agent: type[Agent[Any]]) -> None:
+    subjects: Any = agent.subjects
+    if not subjects:
+        raise _invalid(
+            f"{agent.__name__} has no subjects: say what it handles, as in "
+            'subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)'
+        )
+    if isinstance(subjects, str) or not all(isinstance(subject, str) and subject for subject in subjects):
+        raise _invalid(f"{agent.__name__}.subjects must be a tuple of texts, also where it is one: (subject,)")
+    fill_subjects(agent, "tenant", "workspace")
+
+
+def _check_methods(agent: type[Agent[Any]]) -> None:
+    if agent.receive is Agent.receive:
+        raise _invalid(f"{agent.__name__} has no receive: write `async def receive(self, envelope)`")
+    if not inspect.iscoroutinefunction(agent.receive):
+        raise _invalid(f"{agent.__name__}.receive is not async: write `async def receive(self, envelope)`")
+    for name in ("apply", "initial_state"):
+        if inspect.iscoroutinefunction(getattr(agent, name)):
+            raise _invalid(f"{agent.__name__}.{name} is async: write `def {name}`, and let it wait for nothing")
+    try:
+        inspect.signature(agent).bind()
+    except TypeError as error:
+        raise _invalid(f"{agent.__name__} cannot be made without arguments ({error}): give each a default") from error
+
+
+def _invalid(detail: str) -> InvalidAgent:
+    return InvalidAgent.of(400, "invalid_agent", detail)
+
+
+def _wrong_effect(agent: str, value: Any) -> InvalidMessage:
+    detail = f"{agent}.receive returned {value!r:.80}, of type {type(value).__name__}: {_ADVICE}"
+    return InvalidMessage.of(400, "invalid_effect", detail)
