@@ -18,7 +18,7 @@ from delivery.subjects import CommandSubject, EventSubject, InboxSubject, Subjec
 from postroom.errors import InvalidMessage
 from postroom.handler import HandlerRequest
 
-MESSAGE_ID: Final = re.compile(r"[!-~]{1,256}")  # the table has the same rule
+MESSAGE_ID: Final = re.compile(r"[!-~]{1,255}")  # the table has the same rule
 TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _VERSION: Final = re.compile(r"[1-9][0-9]{0,8}")
 _encode: Final = msgspec.json.Encoder().encode
@@ -51,7 +51,7 @@ def read(delivery: Delivery) -> Incoming:
     if message_id is None:
         raise Malformed("no_message_id", "the message has no Nats-Msg-Id, and its payload no broker_message_id")
     if MESSAGE_ID.fullmatch(message_id) is None:
-        raise Malformed("invalid_message_id", "the message id is not 1 to 256 visible ASCII characters")
+        raise Malformed("invalid_message_id", "the message id is not 1 to 255 visible ASCII characters")
     try:
         msgspec.json.decode(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

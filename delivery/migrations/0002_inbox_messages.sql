@@ -13,7 +13,7 @@
 CREATE TABLE postroom.inbox_messages (
   consumer text COLLATE "C" NOT NULL CHECK (consumer ~ '^[A-Za-z0-9_-]{1,64}$'),
   source_context text COLLATE "C" NOT NULL CHECK (source_context ~ '^[a-z][a-z0-9_]{0,63}$'),
-  message_id text COLLATE "C" NOT NULL CHECK (message_id ~ '^[!-~]{1,256}$'),
+  message_id text COLLATE "C" NOT NULL CHECK (message_id ~ '^[!-~]{1,255}$'),
   subject text COLLATE "C" NOT NULL,
   received_at timestamptz NOT NULL DEFAULT now(),
   processed_at timestamptz,
