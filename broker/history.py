@@ -7,19 +7,18 @@ saw never misses a message that committed late.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from typing import Final
 from uuid import UUID
 
 import asyncpg
-import msgspec
 from aiohttp import web
 
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
 from chassis.routes import decode_query, json_response
-from postroom.administration import HistoryMessage, HistoryPage, HistoryQuery
+from delivery.history import history_message
+from postroom.administration import HistoryPage, HistoryQuery
 from postroom.errors import NotFound
 from postroom.message import parse_destination
 
@@ -61,7 +60,7 @@ class History:
             row = await connection.fetchrow(QUERIES["read_message"], broker_message_id, mesh_id, _reader(principal))
         if row is None:
             raise missing
-        return json_response(_message(row))
+        return json_response(history_message(row))
 
 
 def _reader(principal: Principal) -> int | None:
@@ -70,29 +69,8 @@ def _reader(principal: Principal) -> int | None:
 
 
 def _page(rows: Sequence[asyncpg.Record], limit: int) -> HistoryPage:
-    messages = [_message(row) for row in rows if row["history_id"] is not None]
+    messages = [history_message(row) for row in rows if row["history_id"] is not None]
     looked_at, looked_to, matched = rows[0]["looked_at"], rows[0]["looked_to"], rows[0]["matched"]
     if messages and (len(messages) < matched or matched == limit):
         return HistoryPage(messages=messages, next_after=messages[-1].history_id)
     return HistoryPage(messages=messages, next_after=looked_to if looked_at == LOOK_AT else None)
-
-
-def _message(row: asyncpg.Record) -> HistoryMessage:
-    body: bytes = row["body"]
-    return HistoryMessage(
-        history_id=row["history_id"],
-        broker_message_id=str(row["broker_message_id"]),
-        client_message_id=row["client_message_id"],
-        mesh=row["mesh"],
-        sender=row["sender"],
-        to=f"{row['destination_kind']}:{row['destination_ref']}",
-        destination_kind=row["destination_kind"],
-        accepted_at=row["accepted_at"],
-        request_fingerprint=row["request_fingerprint"].hex(),
-        priority=row["priority"],
-        body=body.decode() if row["body_is_text"] else None,
-        body_base64=None if row["body_is_text"] else base64.b64encode(body).decode(),
-        meta=None if row["meta"] is None else msgspec.json.decode(row["meta"]),
-        reply_to=row["reply_to"],
-        traceparent=row["traceparent"],
-    )

@@ -1,0 +1,121 @@
+-- The deliveries of messages to members, out of the broker's tables `mesh.delivery_queue`, `mesh.message` and
+-- `mesh.member`: the one place in delivering that knows them. The queries have the names and the parameters of those in
+-- events.sql, and do the same; the aggregate is the recipient, and its order that of the history.
+
+-- name: claim_aggregates
+-- The first $2 recipients after $1 whose oldest unpublished delivery is due, and whether each is this transaction's now.
+WITH RECURSIVE head AS (
+  (
+    SELECT recipient_id, next_attempt_at FROM mesh.delivery_queue
+    WHERE published_at IS NULL AND recipient_id > $1 ORDER BY recipient_id, history_id LIMIT 1
+  )
+  UNION ALL
+  SELECT following.* FROM head, LATERAL (
+    SELECT recipient_id, next_attempt_at FROM mesh.delivery_queue
+    WHERE published_at IS NULL AND recipient_id > head.recipient_id ORDER BY recipient_id, history_id LIMIT 1
+  ) AS following
+), due AS MATERIALIZED (
+  SELECT recipient_id FROM head WHERE next_attempt_at <= now() LIMIT $2
+)
+SELECT recipient_id AS aggregate, pg_try_advisory_xact_lock(hashint8extended(recipient_id, 2)) AS claimed FROM due;
+
+-- name: claim
+-- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least).
+WITH oldest AS MATERIALIZED (
+  SELECT following.*
+  FROM unnest($1::integer[]) AS claimed (recipient_id), LATERAL (
+    SELECT broker_message_id, recipient_id, history_id, row_number() OVER (ORDER BY history_id) AS place
+    FROM mesh.delivery_queue AS delivery
+    WHERE published_at IS NULL AND delivery.recipient_id = claimed.recipient_id
+    ORDER BY history_id LIMIT $2
+  ) AS following
+  ORDER BY history_id LIMIT $2
+), page AS (
+  SELECT oldest.place, delivery.epoch, delivery.publish_attempts, delivery.recipient_id, member.name AS recipient,
+    message.*
+  FROM oldest
+  JOIN mesh.delivery_queue AS delivery USING (broker_message_id, recipient_id)
+  JOIN mesh.member ON member.id = delivery.recipient_id
+  JOIN mesh.message ON message.mesh_id = delivery.mesh_id AND message.history_id = delivery.history_id
+  WHERE delivery.published_at IS NULL AND delivery.next_attempt_at <= now()
+  FOR UPDATE OF delivery SKIP LOCKED
+), measured AS (
+  SELECT page.*, sum(octet_length(body)) OVER (ORDER BY history_id, recipient_id) - octet_length(body) AS bytes_before
+  FROM page
+)
+SELECT broker_message_id || '.' || recipient AS id, recipient_id AS aggregate, mesh || '.inbox.' || recipient AS subject,
+  measured.*
+FROM measured WHERE bytes_before < $3 ORDER BY history_id, recipient_id;
+
+-- name: mark_published
+-- Notes where the server put the deliveries $1 (`broker_message_id.recipient_id`), as in events.sql.
+WITH placed AS MATERIALIZED (
+  SELECT split_part(key, '.', 1)::uuid AS broker_message_id, split_part(key, '.', 2)::integer AS recipient_id, ack.*
+  FROM unnest($1::text[], $2::text[], $3::timestamptz[], $4::bigint[]) AS ack (key, stream, created_at, sequence)
+), lost AS (
+  UPDATE mesh.delivery_queue AS delivery
+  SET published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL,
+    epoch = epoch + 1, next_attempt_at = now()
+  FROM placed
+  WHERE delivery.published_at > now() - $5::interval AND delivery.stream = placed.stream
+    AND delivery.stream_sequence = placed.sequence
+    AND (delivery.broker_message_id, delivery.recipient_id) <> (placed.broker_message_id, placed.recipient_id)
+)
+UPDATE mesh.delivery_queue AS delivery
+SET published_at = clock_timestamp(), publish_attempts = publish_attempts + 1, publish_error = NULL,
+  stream = placed.stream, stream_created_at = placed.created_at, stream_sequence = placed.sequence
+FROM placed
+WHERE delivery.broker_message_id = placed.broker_message_id AND delivery.recipient_id = placed.recipient_id;
+
+-- name: mark_failed
+-- Counts an attempt of the deliveries $1: why it failed ($2), and in how many seconds the next one may be made ($3).
+UPDATE mesh.delivery_queue AS delivery
+SET publish_attempts = publish_attempts + 1, publish_error = failed.error,
+  next_attempt_at = clock_timestamp() + failed.seconds * interval '1 second'
+FROM unnest($1::text[], $2::text[], $3::float8[]) AS failed (key, error, seconds)
+WHERE delivery.broker_message_id = split_part(failed.key, '.', 1)::uuid
+  AND delivery.recipient_id = split_part(failed.key, '.', 2)::integer;
+
+-- name: backlog
+-- QRY-050 for deliveries: what waits to be published in a mesh (null: in all), since when, and how much failed before.
+SELECT count(*) AS count, min(enqueued_at) AS oldest_at, count(*) FILTER (WHERE publish_attempts > 0) AS failing
+FROM mesh.delivery_queue
+WHERE published_at IS NULL AND ($1::text IS NULL OR mesh_id = (SELECT id FROM mesh.mesh WHERE slug = $1));
+
+-- name: find_behind_the_end
+-- Deliveries with a number beyond $2, the last of the stream $1; published between $3 and $4; at most $5.
+SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
+WHERE stream = $1 AND stream_sequence > $2 AND published_at > $3 AND published_at <= $4 LIMIT $5;
+
+-- name: find_before_the_beginning
+-- Deliveries with a number before $2, the first that the stream $1 still holds.
+SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
+WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_at <= $4 LIMIT $5;
+
+-- name: find_of_another_stream
+-- Deliveries that went into a stream $1 that was created at another time than $2.
+SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
+WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4 LIMIT $5;
+
+-- name: find_since
+-- Deliveries published between $1 and $2 into the stream $3 (null: any); nothing here confirms one, so $4 is as good
+-- as true; at most $5.
+SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
+WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3) AND $4::boolean IS NOT NULL LIMIT $5;
+
+-- name: requeue
+-- Makes the published deliveries $1 unpublished again, under the next epoch.
+UPDATE mesh.delivery_queue AS delivery
+SET published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL,
+  epoch = epoch + 1, next_attempt_at = now()
+FROM unnest($1::text[]) AS lost (key)
+WHERE delivery.broker_message_id = split_part(lost.key, '.', 1)::uuid
+  AND delivery.recipient_id = split_part(lost.key, '.', 2)::integer AND delivery.published_at IS NOT NULL;
+
+-- name: list_meshes
+-- The meshes whose streams the worker looks after.
+SELECT slug FROM mesh.mesh ORDER BY slug;
+
+-- name: has_broker
+-- Whether the broker's tables are in this database.
+SELECT to_regclass('mesh.delivery_queue') IS NOT NULL;

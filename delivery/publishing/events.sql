@@ -1,0 +1,116 @@
+-- name: claim_aggregates
+-- The first $2 aggregates after $1 whose oldest unpublished event is due, and of each whether it is this transaction's
+-- now: the advisory lock is let go with the transaction, after what it wrote can be seen. One index probe an aggregate,
+-- however long its backlog.
+WITH RECURSIVE head AS (
+  (
+    SELECT aggregate_id, next_attempt_at FROM postroom.outbox_events
+    WHERE published_at IS NULL AND aggregate_id > $1 ORDER BY aggregate_id, position LIMIT 1
+  )
+  UNION ALL
+  SELECT following.* FROM head, LATERAL (
+    SELECT aggregate_id, next_attempt_at FROM postroom.outbox_events
+    WHERE published_at IS NULL AND aggregate_id > head.aggregate_id ORDER BY aggregate_id, position LIMIT 1
+  ) AS following
+), due AS MATERIALIZED (
+  SELECT aggregate_id FROM head WHERE next_attempt_at <= now() LIMIT $2
+)
+SELECT aggregate_id AS aggregate, pg_try_advisory_xact_lock(hashtextextended(aggregate_id, 1)) AS claimed FROM due;
+
+-- name: claim
+-- The oldest $2 unpublished events of the aggregates $1, of $3 bytes at most (one at least). `place` counts within the
+-- aggregate: where a number is missing, a row is held by somebody else or not due, and nothing behind it may go.
+WITH oldest AS MATERIALIZED (
+  SELECT following.*, sum(bytes) OVER (ORDER BY position) - bytes AS bytes_before
+  FROM unnest($1::text[]) AS claimed (aggregate_id), LATERAL (
+    SELECT id, position, pg_column_size(payload) AS bytes, row_number() OVER (ORDER BY position) AS place
+    FROM postroom.outbox_events AS event
+    WHERE published_at IS NULL AND event.aggregate_id = claimed.aggregate_id
+    ORDER BY position LIMIT $2
+  ) AS following
+  ORDER BY position LIMIT $2
+)
+SELECT event.id::text AS id, event.aggregate_id AS aggregate, oldest.place, event.subject, event.epoch,
+  event.publish_attempts, event.payload::text AS body, event.event_type, event.event_version, event.occurred_at,
+  event.correlation_id, event.causation_id, event.traceparent
+FROM oldest JOIN postroom.outbox_events AS event USING (id)
+WHERE oldest.bytes_before < $3 AND event.published_at IS NULL AND event.next_attempt_at <= now()
+ORDER BY event.position
+FOR UPDATE OF event SKIP LOCKED;
+
+-- name: mark_published
+-- Notes where the server put the events $1: streams $2, their creations $3 and the numbers in them $4. An event that was
+-- noted under one of these numbers before is lost, since the stream gave its number away: it is published again, unless
+-- it was confirmed or is older than $5.
+WITH placed AS MATERIALIZED (
+  SELECT * FROM unnest($1::uuid[], $2::text[], $3::timestamptz[], $4::bigint[]) AS ack (id, stream, created_at, sequence)
+), lost AS (
+  UPDATE postroom.outbox_events AS event
+  SET published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL,
+    epoch = epoch + 1, next_attempt_at = now()
+  FROM placed
+  WHERE event.published_at > now() - $5::interval AND event.stream = placed.stream
+    AND event.stream_sequence = placed.sequence AND event.id <> placed.id
+    AND NOT postroom.is_confirmed(event.id::text, event.subject)
+)
+UPDATE postroom.outbox_events AS event
+SET published_at = clock_timestamp(), publish_attempts = publish_attempts + 1, publish_error = NULL,
+  stream = placed.stream, stream_created_at = placed.created_at, stream_sequence = placed.sequence
+FROM placed WHERE event.id = placed.id;
+
+-- name: mark_failed
+-- Counts an attempt of the events $1: why it failed ($2), and in how many seconds the next one may be made ($3).
+UPDATE postroom.outbox_events AS event
+SET publish_attempts = publish_attempts + 1, publish_error = failed.error,
+  next_attempt_at = clock_timestamp() + failed.seconds * interval '1 second'
+FROM unnest($1::uuid[], $2::text[], $3::float8[]) AS failed (id, error, seconds)
+WHERE event.id = failed.id;
+
+-- name: backlog
+-- QRY-050: what waits to be published in a context (null: in all), how long it does, and how much of it failed before.
+SELECT count(*) AS count, min(occurred_at) AS oldest_at, count(*) FILTER (WHERE publish_attempts > 0) AS failing
+FROM postroom.outbox_events
+WHERE published_at IS NULL
+  AND ($1::text IS NULL OR starts_with(subject, $1 || '.') OR starts_with(subject, 'cmd.' || $1 || '.'));
+
+-- name: find_behind_the_end
+-- Events with a number beyond $2, the last that the stream $1 gave out: a server lost its newest. Published between $3
+-- and $4, not confirmed; at most $5.
+SELECT id FROM postroom.outbox_events
+WHERE stream = $1 AND stream_sequence > $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_confirmed(id::text, subject)
+LIMIT $5;
+
+-- name: find_before_the_beginning
+-- Events with a number before $2, the first that the stream $1 still holds: it was purged. The rest as above.
+SELECT id FROM postroom.outbox_events
+WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_confirmed(id::text, subject)
+LIMIT $5;
+
+-- name: find_of_another_stream
+-- Events that went into a stream $1 that was created at another time than $2, which is gone. The rest as above.
+SELECT id FROM postroom.outbox_events
+WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_confirmed(id::text, subject)
+LIMIT $5;
+
+-- name: find_since
+-- Events published between $1 and $2 into the stream $3 (null: any), confirmed ones too if $4; at most $5.
+SELECT id FROM postroom.outbox_events
+WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3)
+  AND ($4 OR NOT postroom.is_confirmed(id::text, subject))
+LIMIT $5;
+
+-- name: requeue
+-- Makes the published events $1 unpublished again, under the next epoch.
+UPDATE postroom.outbox_events
+SET published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL,
+  epoch = epoch + 1, next_attempt_at = now()
+WHERE id = ANY ($1::uuid[]) AND published_at IS NOT NULL;
+
+-- name: prune
+-- Deletes up to $2 events that were published before $1: the record of them ends.
+DELETE FROM postroom.outbox_events WHERE id IN (
+  SELECT id FROM postroom.outbox_events WHERE published_at < $1 LIMIT $2 FOR UPDATE SKIP LOCKED
+);

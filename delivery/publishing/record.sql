@@ -1,0 +1,3 @@
+-- name: now
+-- The time of the database, by which it notes when something was published.
+SELECT clock_timestamp();

@@ -1,0 +1,133 @@
+"""The two tables that are published, events and deliveries, as one kind of thing to the publisher and the record.
+
+Their queries have the same names, parameters and results; what differs is how a row becomes a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple
+
+import asyncpg
+import msgspec
+
+from chassis.postgres import Connection
+from chassis.sql import Queries, load_queries
+from delivery.history import history_message
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Outgoing(NamedTuple):
+    """A message that is to be published; `place` counts within its aggregate, from 1."""
+
+    key: str
+    aggregate: str | int
+    place: int
+    attempts: int
+    subject: str
+    body: bytes
+    headers: dict[str, str]
+
+
+class Place(NamedTuple):
+    """Where the server put a message: a number in a stream that was created then."""
+
+    stream: str
+    created_at: datetime
+    sequence: int
+
+
+class Backlog(msgspec.Struct, frozen=True):
+    """QRY-050: what waits to be published, since when the oldest does, and how much of it has failed before."""
+
+    count: int
+    oldest_at: datetime | None
+    failing: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """One table. `lowest` sorts before every aggregate."""
+
+    name: str
+    queries: Queries
+    lowest: str | int
+    outgoing: Callable[[asyncpg.Record], Outgoing]
+
+    async def claim_aggregates(self, connection: Connection, after: str | int, most: int) -> list[tuple[Any, bool]]:
+        """Return the next due aggregates, and of each whether it is this transaction's now."""
+        rows = await connection.fetch(self.queries["claim_aggregates"], after, most)
+        return [(row["aggregate"], row["claimed"]) for row in rows]
+
+    async def claim(
+        self, connection: Connection, aggregates: Sequence[str | int], *, most: int, most_bytes: int
+    ) -> list[Outgoing]:
+        """Return the oldest messages of `aggregates`, oldest first."""
+        rows = await connection.fetch(self.queries["claim"], aggregates, most, most_bytes)
+        return [self.outgoing(row) for row in rows]
+
+    async def mark_published(
+        self, connection: Connection, placed: Sequence[tuple[Outgoing, Place]], horizon: timedelta
+    ) -> None:
+        """Note where messages are; whatever had one of these numbers before is lost, and is published again."""
+        if placed:
+            keys = [message.key for message, _ in placed]
+            streams, created, sequences = zip(*(place for _, place in placed), strict=True)
+            await connection.execute(
+                self.queries["mark_published"], keys, list(streams), list(created), list(sequences), horizon
+            )
+
+    async def mark_failed(self, connection: Connection, failed: Sequence[tuple[Outgoing, str, float]]) -> None:
+        """Count a failed attempt of each message: its error, and the seconds until the next."""
+        if failed:
+            messages, errors, seconds = zip(*failed, strict=True)
+            keys = [message.key for message in messages]
+            await connection.execute(self.queries["mark_failed"], keys, list(errors), list(seconds))
+
+    async def backlog(self, connection: Connection, context: str | None = None) -> Backlog:
+        """Ask QRY-050, of one context or of all."""
+        row = await connection.fetchrow(self.queries["backlog"], context)
+        assert row is not None  # noqa: S101 - aggregates without groups always have a row
+        return Backlog(**row)
+
+
+def message_id(identity: str, epoch: int) -> str:
+    """Return the `Nats-Msg-Id`, fresh with each epoch: the stream would swallow the old one. Inboxes cut the epoch off."""
+    return f"{identity}/{epoch}" if epoch else identity
+
+
+def _event(row: asyncpg.Record) -> Outgoing:
+    headers = {
+        "Nats-Msg-Id": message_id(row["id"], row["epoch"]),
+        "Postroom-Event-Type": row["event_type"],
+        "X-Event-Version": str(row["event_version"]),
+        "X-Occurred-At": row["occurred_at"].isoformat(),
+    }
+    for name, column in (
+        ("X-Correlation-Id", "correlation_id"),
+        ("X-Causation-Id", "causation_id"),
+        ("traceparent", "traceparent"),
+    ):
+        if row[column] is not None:
+            headers[name] = str(row[column])
+    return _outgoing(row, row["id"], row["body"].encode(), headers)
+
+
+def _delivery(row: asyncpg.Record) -> Outgoing:
+    headers = {"Nats-Msg-Id": message_id(row["id"], row["epoch"]), "X-Occurred-At": row["accepted_at"].isoformat()}
+    if row["traceparent"] is not None:
+        headers["traceparent"] = row["traceparent"]
+    key = f"{row['broker_message_id']}.{row['recipient_id']}"
+    return _outgoing(row, key, _encode(history_message(row)), headers)
+
+
+def _outgoing(row: asyncpg.Record, key: str, body: bytes, headers: dict[str, str]) -> Outgoing:
+    return Outgoing(key, row["aggregate"], row["place"], row["publish_attempts"], row["subject"], body, headers)
+
+
+EVENTS: Final = Source("events", load_queries(__package__, "events.sql"), "", _event)
+DELIVERIES: Final = Source("deliveries", load_queries(__package__, "deliveries.sql"), 0, _delivery)
+SOURCES: Final = (EVENTS, DELIVERIES)
