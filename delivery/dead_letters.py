@@ -27,21 +27,25 @@ EVENT_TYPE: Final = "MessageDeadLettered"
 REPLAYED_FOR: Final = "Postroom-Replayed-For"  # the consumer that buried it: no other takes the replay
 REPLAY_OF: Final = "Postroom-Replay-Of"  # the message id that it had before
 _IDEMPOTENCY_KEY: Final = "Idempotency-Key"
+_UNKNOWN: Final = datetime.fromtimestamp(0, UTC)
 
 
-class DeadLetter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, frozen=True):
-    """The body of a dead letter. The payload is text where it is UTF-8, else base64."""
+class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """The body of a dead letter. The payload is text where it is UTF-8, else base64.
+
+    The first four members are the seed's event; a letter of another program may have no more than those.
+    """
 
     message_id: str | None
     original_subject: str
     reason: str
     attempts: int
-    last_error: str
-    stream: str
-    sequence: int
-    consumer: str
-    published_at: datetime
-    died_at: datetime
+    last_error: str = ""
+    stream: str = ""
+    sequence: int = 0
+    consumer: str = ""
+    published_at: datetime = _UNKNOWN
+    died_at: datetime = _UNKNOWN
     headers: dict[str, str] = msgspec.field(default_factory=dict)
     tenant: str | None = None
     idempotency_key: str | None = None

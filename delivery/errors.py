@@ -39,7 +39,7 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
         return NotPermitted.of(403, "nats_refused", f"{doing}: NATS refused this user: look at the url and credentials")
     if isinstance(error, nats.errors.MaxPayloadError):
         return too_large(doing)
-    if isinstance(error, _UNREACHABLE):
+    if isinstance(error, _UNREACHABLE) and getattr(error, "err_code", None) not in _NO_STORAGE:
         sentence = str(error).removeprefix("nats: ") or type(error).__name__
         detail = f"{doing}: JetStream does not answer ({sentence})"
         return Unavailable.of(503, "nats_unavailable", detail, retryable=True)
@@ -74,3 +74,9 @@ def letter_not_found(letter: str) -> NotFound:
     """Say that there is no such dead letter."""
     detail = f"there is no dead letter {letter!r}: see `postroom dlq list`"
     return NotFound.of(404, "dead_letter_not_found", detail)
+
+
+def no_payload(letter: str) -> Conflict:
+    """Refuse to replay what holds no message."""
+    detail = f"cannot replay {letter}: it holds no payload, so another program wrote it; look at it, or drop it"
+    return Conflict.of(409, "nothing_to_replay", detail)

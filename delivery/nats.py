@@ -30,7 +30,8 @@ async def connect(
     `reconnect` there is one try, and a connection that breaks stays closed: what was sent is then a beginning of it.
     Raises `Fatal` (78) where a file that the settings name cannot be read.
     """
-    client, events = Client(), _Events(name)
+    client = Client()
+    events = _Events(name, client)
     trust = _trust(settings)
     try:
         async with asyncio.timeout(patience):
@@ -62,8 +63,9 @@ async def connect(
 class _Events:
     """What a connection tells of itself, into the log."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, client: Client) -> None:
         self._log = _log.bind(connection=name)
+        self._client = client
         self.last: Exception | None = None
 
     async def failed(self, error: Exception) -> None:
@@ -72,14 +74,15 @@ class _Events:
         self.last = error
 
     async def disconnected(self) -> None:
-        self._log.warning("nats_disconnected")
+        if not self._client.is_closed:
+            self._log.warning("nats_disconnected")
 
     async def reconnected(self) -> None:
         self.last = None
         self._log.info("nats_reconnected")
 
     async def closed(self) -> None:
-        self._log.info("nats_closed")
+        self._log.debug("nats_closed")
 
 
 def _credentials(file: Path | None) -> dict[str, Any]:

@@ -213,15 +213,16 @@ def _consumer_config(settings: ConsumerSettings) -> ConsumerConfig:
     )
 
 
-def _covered(subject: str, by: list[str]) -> bool:
-    """Tell whether one of the patterns `by` takes all that the pattern `subject` takes."""
-    return any(_covers(pattern.split("."), subject.split(".")) for pattern in by)
-
-
-def _covers(pattern: list[str], subject: list[str]) -> bool:
-    for index, word in enumerate(pattern):
+def covers(pattern: str, subject: str) -> bool:
+    """Tell whether `pattern` (`*` is one word, `>` the rest) takes all that `subject` takes, which may be a pattern."""
+    words, wanted = pattern.split("."), subject.split(".")
+    for index, word in enumerate(words):
         if word == ">":
-            return len(subject) > index
-        if index >= len(subject) or subject[index] == ">" or (word != "*" and word != subject[index]):
+            return len(wanted) > index
+        if index >= len(wanted) or wanted[index] == ">" or word not in ("*", wanted[index]):
             return False
-    return len(pattern) == len(subject)
+    return len(words) == len(wanted)
+
+
+def _covered(subject: str, by: list[str]) -> bool:
+    return any(covers(pattern, subject) for pattern in by)

@@ -1,0 +1,387 @@
+"""The consumer core against a real JetStream: what each outcome does, and what may never happen."""
+
+import asyncio
+
+import pytest
+from jetstream import Context, Script, running, until
+
+from delivery.consuming import DONE, Dead, Delivery, Done, Retry
+from delivery.dead_letters import DeadLetters
+from delivery.settings import BackoffSettings, StreamSettings
+
+POISON = Dead("unprocessable", "the total is negative")
+NOT_NOW = Retry("the database is away")
+
+
+def raises(_: Delivery) -> Done:
+    raise OSError("no such host")
+
+
+async def test_a_done_message_is_gone_for_good(context: Context):
+    await context.publish(["a"])
+    script = Script()
+    async with context.consuming(script) as consumer:
+        await context.settled()
+    assert script.ids() == ["a"]
+    assert await context.letters() == []
+    assert (consumer.counters.delivered, consumer.counters.done, consumer.in_hand) == (1, 1, 0)
+
+
+async def test_done_on_the_last_delivery_is_no_dead_letter(context: Context):
+    await context.publish(["a"])
+    script = Script(lambda delivery: DONE if delivery.last else NOT_NOW)
+    async with context.consuming(script, max_deliver=2):
+        await script.saw(2)
+        await context.settled()
+    assert [(delivery.attempt, delivery.last) for delivery in script.seen] == [(1, False), (2, True)]
+    assert await context.letters() == []
+
+
+async def test_a_retry_comes_again_and_is_counted(context: Context):
+    await context.publish(["a"])
+    script = Script(lambda delivery: DONE if delivery.attempt == 3 else NOT_NOW)
+    async with context.consuming(script) as consumer:
+        await script.saw(3)
+        await context.settled()
+    assert [delivery.attempt for delivery in script.seen] == [1, 2, 3]
+    assert (consumer.counters.retried, consumer.counters.redelivered, consumer.counters.done) == (2, 2, 1)
+
+
+async def test_a_retry_on_the_last_delivery_is_dead_lettered_and_never_just_stops(context: Context):
+    await context.publish(["a"])
+    script = Script(lambda _: NOT_NOW)
+    async with context.consuming(script, max_deliver=3) as consumer:
+        await script.saw(3)
+        await context.settled()
+    (letter,) = await context.letters()
+    assert (letter.reason, letter.attempts, letter.last_error) == ("max_deliver", 3, "the database is away")
+    assert (consumer.counters.retried, consumer.counters.dead_lettered) == (2, 1)
+
+
+@pytest.mark.parametrize("max_deliver", [1, 5], ids=["the last delivery", "not the last delivery"])
+async def test_a_dead_message_is_dead_lettered_at_once(context: Context, max_deliver: int):
+    await context.publish(["a"], b'{"total":-1}')
+    script = Script(lambda _: POISON)
+    async with context.consuming(script, max_deliver=max_deliver):
+        await script.saw(1)
+        await context.settled()
+    (letter,) = await context.letters()
+    assert (letter.message_id, letter.reason, letter.attempts) == ("a", "unprocessable", 1)
+    assert letter.data() == b'{"total":-1}'
+    assert len(script.seen) == 1
+
+
+async def test_what_a_handler_raises_is_a_retry(context: Context):
+    await context.publish(["a"])
+    script = Script(raises)
+    async with context.consuming(script, max_deliver=2):
+        await script.saw(2)
+        await context.settled()
+    (letter,) = await context.letters()
+    assert (letter.reason, letter.last_error) == ("max_deliver", "OSError: no such host")
+
+
+class Silent(Script):
+    """A handler that returns without a word."""
+
+    async def handle(self, batch, settle):
+        del settle
+        self.seen.extend(batch)
+
+
+async def test_a_message_that_the_handler_says_nothing_about_is_a_retry(context: Context):
+    await context.publish(["a"])
+    async with context.consuming(Silent(), max_deliver=2) as consumer:
+        await until(lambda: _is(lambda: consumer.counters.dead_lettered == 1), "the dead letter")
+    (letter,) = await context.letters()
+    assert letter.last_error == "the handler said nothing about this message"
+
+
+async def test_a_second_word_about_one_message_is_not_heard(context: Context):
+    await context.publish(["a"])
+
+    class Twice(Script):
+        async def handle(self, batch, settle):
+            for delivery in batch:
+                await settle(delivery, DONE)
+                await settle(delivery, POISON)
+
+    async with context.consuming(Twice()):
+        await context.settled()
+    assert await context.letters() == []
+
+
+async def test_the_handler_decides_how_long_a_retry_waits_where_it_knows_better(context: Context):
+    await context.publish(["a"])
+    script = Script(lambda delivery: DONE if delivery.attempt > 1 else Retry("soon", after=0.01))
+    an_hour = BackoffSettings(first_seconds=3600, most_seconds=3600)
+    async with context.consuming(script, backoff=an_hour):
+        await script.saw(2)
+        await context.settled()
+
+
+async def test_a_message_that_waits_for_its_next_attempt_does_not_hold_up_others(context: Context):
+    ids = [str(number) for number in range(200)]
+    await context.publish(ids)
+    script = Script(lambda delivery: Retry("later") if int(delivery.message_id or "") % 2 else DONE)
+    an_hour = BackoffSettings(first_seconds=3600, most_seconds=3600)
+    async with context.consuming(script, max_ack_pending=5, batch=5, backoff=an_hour) as consumer:
+        await script.saw(200)
+        await until(lambda: _is(lambda: consumer.counters.done == 100), "the others")
+    assert sorted(script.ids()) == sorted(ids)
+    assert (await context.info()).num_ack_pending == 100
+
+
+async def test_no_more_is_in_hand_than_max_ack_pending(context: Context):
+    await context.publish(str(number) for number in range(60))
+    gate, most = asyncio.Event(), 0
+
+    async def wait(_: Delivery) -> Done:
+        nonlocal most
+        most = max(most, consumer.in_hand)
+        await gate.wait()
+        return DONE
+
+    script = Script(wait)
+    async with context.consuming(script, max_ack_pending=7, batch=2, batches_at_once=20) as consumer:
+        await script.saw(7)
+        assert consumer.in_hand == 7
+        gate.set()
+        await script.saw(60)
+        await context.settled()
+    assert most == 7
+
+
+async def test_a_handler_slower_than_ack_wait_is_not_run_twice(context: Context):
+    await context.publish(["slow", "other"])
+    gate = asyncio.Event()
+
+    async def wait(delivery: Delivery) -> Done:
+        if delivery.message_id == "slow":
+            await gate.wait()
+        return DONE
+
+    script = Script(wait)
+    other = Script()
+    async with context.consuming(script, ack_wait_seconds=0.3), context.consuming(other, ack_wait_seconds=0.3):
+        await until(lambda: _is(lambda: "slow" in script.ids() + other.ids()), "it is being handled")
+        if "slow" in other.ids():
+            gate.set()
+        await _ack_waits(context, 4)
+        gate.set()
+        await context.settled()
+    assert sorted(script.ids() + other.ids()) == ["other", "slow"]
+
+
+async def test_a_message_in_hand_that_comes_again_is_not_handed_over_again(context: Context):
+    await context.publish(["a"])
+    gate = asyncio.Event()
+
+    async def wait(_: Delivery) -> Done:
+        await gate.wait()
+        return DONE
+
+    script = Script(wait)
+    async with context.consuming(script, ack_wait_seconds=0.4) as consumer:
+        await script.saw(1)
+        consumer._pull._doubt = True  # as after a silence: the server gets no word, and delivers it again
+        look, consumer._pull._look = consumer._pull._look, _never
+        await until(lambda: _delivered(context, 1), "the server gave up waiting")
+        consumer._pull._look = look
+        await until(lambda: _is(lambda: consumer.counters.redelivered >= 1), "the second delivery")
+        gate.set()
+        await context.settled()
+    assert len(script.seen) == 1
+    assert consumer.counters.done == 1
+
+
+async def test_a_message_whose_last_delivery_ended_without_an_answer_is_dead_lettered_unhandled(context: Context):
+    await context.publish(["a"])
+    async with context.consuming(Script(lambda _: NOT_NOW), max_deliver=5) as consumer:
+        await until(lambda: _is(lambda: consumer.counters.retried == 3), "some attempts")
+    script = Script()
+    async with context.consuming(script, max_deliver=1):
+        await context.settled()
+    (letter,) = await context.letters()
+    assert (letter.reason, letter.last_error) == ("max_deliver", "ack_timeout")
+    assert script.seen == []
+
+
+async def test_a_handler_that_remembers_the_effect_keeps_such_a_message_from_the_dead(context: Context):
+    await context.publish(["a"])
+    async with context.consuming(Script(lambda _: NOT_NOW), max_deliver=5) as consumer:
+        await until(lambda: _is(lambda: consumer.counters.retried == 3), "some attempts")
+
+    class Remembering(Script):
+        async def is_done(self, delivery: Delivery) -> bool:
+            return delivery.message_id == "a"
+
+    async with context.consuming(Remembering(), max_deliver=1) as consumer:
+        await context.settled()
+    assert await context.letters() == []
+    assert consumer.counters.done == 1
+
+
+async def test_without_a_place_for_dead_letters_the_message_comes_again(context: Context):
+    await context.publish(["a"])
+    await context.js.delete_stream(context.dlq)
+    taken = StreamSettings(name=f"{context.dlq}_2", subjects=[f"{context.name}.dlq.>"])
+    await context.js.add_stream(name=taken.name, subjects=taken.subjects)
+    script = Script(lambda _: POISON)
+    async with context.consuming(script, max_deliver=2) as consumer:
+        await until(lambda: _is(lambda: consumer.counters.retried >= 1), "another attempt")
+        assert consumer.counters.dead_lettered == 0
+        await context.js.delete_stream(taken.name)
+        await until(lambda: _is(lambda: consumer.counters.dead_lettered == 1), "the dead letter")
+    assert len(await context.letters()) == 1
+
+
+async def test_two_consumers_of_one_name_share_the_work(context: Context):
+    ids = [str(number) for number in range(400)]
+    await context.publish(ids)
+    one, other = Script(_yield), Script(_yield)
+    async with (
+        context.consuming(one, max_ack_pending=10, batch=5),
+        context.consuming(other, max_ack_pending=10, batch=5),
+    ):
+        await until(lambda: _is(lambda: len(one.seen) + len(other.seen) >= 400), "all of them")
+        await context.settled()
+    assert sorted(one.ids() + other.ids()) == sorted(ids)
+    assert one.seen
+    assert other.seen
+
+
+async def test_a_stop_finishes_what_is_handled_and_hands_back_the_rest_at_once(context: Context):
+    await context.publish(str(number) for number in range(20))
+    gate = asyncio.Event()
+
+    async def wait(_: Delivery) -> Done:
+        await gate.wait()
+        return DONE
+
+    script = Script(wait)
+    consumer = context.consumer(script, batch=3, batches_at_once=1, ack_wait_seconds=3600)
+    task = asyncio.create_task(consumer.run())
+    await script.saw(3)
+    stopping = asyncio.create_task(consumer.stop())
+    await until(lambda: _is(lambda: consumer.in_hand == 3), "the rest is handed back")
+    assert not stopping.done()
+    gate.set()
+    await stopping
+    await task
+    later = Script()
+    async with context.consuming(later, ack_wait_seconds=3600):
+        await later.saw(17)
+        await context.settled()
+    assert sorted(script.ids() + later.ids(), key=lambda word: int(word or "")) == [str(n) for n in range(20)]
+
+
+async def test_a_stop_twice_and_before_the_start_is_harmless(context: Context):
+    consumer = context.consumer(Script())
+    await consumer.stop()
+    await consumer.stop()
+    async with running(context.consumer(Script())) as task:
+        assert not task.done()
+
+
+async def test_the_epoch_of_a_redrive_is_no_part_of_the_message_id(context: Context):
+    await context.publish(["3f1c/2", "3f1c/3"])
+    script = Script()
+    async with context.consuming(script):
+        await script.saw(2)
+        await context.settled()
+    assert script.ids() == ["3f1c", "3f1c"]
+
+
+async def test_without_a_message_id_the_brokers_id_in_the_body_is_it(context: Context):
+    await context.js.publish(context.subject, b'{"broker_message_id":"01HZ"}')
+    await context.js.publish(context.subject, b"no json")
+    script = Script()
+    async with context.consuming(script):
+        await script.saw(2)
+        await context.settled()
+    assert script.ids() == ["01HZ", None]
+
+
+async def test_a_hundred_poison_messages_among_a_thousand_are_all_dead_lettered(context: Context):
+    await poison_among(context, 1_000, 100)
+
+
+@pytest.mark.soak
+async def test_a_thousand_poison_messages_among_ten_thousand_are_all_dead_lettered(context: Context):
+    await poison_among(context, 10_000, 1_000)
+
+
+async def poison_among(context: Context, count: int, poison: int) -> None:
+    """Some never, some after three attempts, the others at once; each ends where it belongs."""
+    every = count // poison
+    await context.publish(str(number) for number in range(count))
+
+    def judge(delivery: Delivery) -> Done | Retry | Dead:
+        number = int(delivery.message_id or "")
+        if number % every:
+            return DONE
+        return POISON if number % (2 * every) else NOT_NOW
+
+    async with context.consuming(Script(judge), max_deliver=3, max_ack_pending=50) as consumer:
+        await until(lambda: _is(lambda: consumer.counters.dead_lettered == poison), "every dead letter")
+        await context.settled()
+    letters = await context.letters()
+    assert consumer.counters.done == count - poison
+    assert sorted(int(letter.message_id or "") for letter in letters) == list(range(0, count, every))
+    assert {(letter.reason, letter.attempts) for letter in letters} == {("unprocessable", 1), ("max_deliver", 3)}
+
+
+async def test_a_dead_letter_that_was_published_before_a_crash_is_not_published_again(context: Context):
+    await context.publish(["a"])
+
+    class Crashing(DeadLetters):
+        """Publishes for real, and then is gone."""
+
+        async def publish(self, *arguments, **options):
+            await super().publish(*arguments, **options)
+            raise asyncio.CancelledError
+
+    consumer = context.consumer(
+        Script(lambda _: POISON), dead_letters=Crashing(context.js, context.name), ack_wait_seconds=0.2
+    )
+    task = asyncio.create_task(consumer.run())
+    await until(lambda: _is_buried(context), "the dead letter")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await consumer._pull.stop()
+    script = Script(lambda _: POISON)
+    async with context.consuming(script, ack_wait_seconds=0.2):
+        await script.saw(1)
+        await context.settled()
+    assert script.seen[0].attempt == 2
+    assert len(await context.letters()) == 1
+
+
+async def _is(condition) -> bool:
+    return bool(condition())
+
+
+async def _is_buried(context: Context) -> bool:
+    return len(await context.letters()) == 1
+
+
+async def _delivered(context: Context, more_than: int) -> bool:
+    info = await context.info()
+    return info.num_redelivered > 0 or info.delivered.consumer_seq > more_than
+
+
+async def _ack_waits(context: Context, count: int) -> None:
+    """Return after `count` times the consumer's ack_wait."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + (await context.info()).config.ack_wait * count
+    await until(lambda: _is(lambda: loop.time() >= end), "the time passes")
+
+
+async def _never() -> bool:
+    return False
+
+
+async def _yield(_: Delivery) -> Done:
+    await asyncio.sleep(0)
+    return DONE

@@ -1,0 +1,157 @@
+"""One context on a real JetStream: its streams, a consumer whose handler a test decides, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from nats.aio.client import Client
+from nats.js.api import ConsumerInfo, RawStreamMsg
+from nats.js.errors import NotFoundError
+
+from delivery.consuming import DONE, Consumer, Delivery, Outcome, Settle
+from delivery.dead_letters import DeadLetter, DeadLetters
+from delivery.settings import BackoffSettings, ConsumerSettings
+from delivery.streams import default_streams, ensure_stream
+
+DURABLE = "sea__from_us"
+SECONDS = 60.0
+QUICK = BackoffSettings(first_seconds=0.01, factor=1, most_seconds=0.01)
+_numbers = itertools.count(1)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Ask again and again, each time through the server, until `condition` holds."""
+    async with asyncio.timeout(SECONDS):
+        while not await condition():  # noqa: ASYNC110 - the server has no event to wait for
+            await asyncio.sleep(0.005)
+    assert what
+
+
+class Script:
+    """A handler that notes what it is given, and says what `judge` decides; a coroutine is awaited."""
+
+    def __init__(self, judge: Callable[[Delivery], Outcome | Awaitable[Outcome]] = lambda _: DONE) -> None:
+        self.judge = judge
+        self.seen: list[Delivery] = []
+        self._news = asyncio.Condition()
+
+    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
+        await asyncio.gather(*(self._one(delivery, settle) for delivery in batch))
+
+    async def _one(self, delivery: Delivery, settle: Settle) -> None:
+        self.seen.append(delivery)
+        async with self._news:
+            self._news.notify_all()
+        outcome = self.judge(delivery)
+        await settle(delivery, await outcome if isinstance(outcome, Awaitable) else outcome)
+
+    async def saw(self, count: int) -> None:
+        async with asyncio.timeout(SECONDS), self._news:
+            await self._news.wait_for(lambda: len(self.seen) >= count)
+
+    def ids(self) -> list[str | None]:
+        return [delivery.message_id for delivery in self.seen]
+
+
+class Context:
+    """A context of its own, so that tests share a server and nothing else."""
+
+    def __init__(self, connection: Client, name: str | None = None) -> None:
+        self.name = name or f"t{os.getpid()}_{next(_numbers)}"
+        self.connection = connection
+        self.js = connection.jetstream()
+        self.events = f"{self.name}_EVENTS".upper()
+        self.dlq = f"{self.name}_DLQ".upper()
+        self.subject = f"{self.name}.event.order_placed.v1"
+        self.streams = default_streams(self.name, max_bytes=None)
+
+    async def declare(self) -> None:
+        for stream in self.streams:
+            await ensure_stream(self.js, stream)
+
+    async def remove(self) -> None:
+        for stream in self.streams:
+            try:
+                await self.js.delete_stream(stream.name)
+            except NotFoundError:
+                continue
+
+    async def publish(self, ids: Iterable[str], body: bytes = b'{"total":1}', subject: str | None = None) -> None:
+        for chunk in _batched(ids, 500):
+            acks = [
+                await self.js.publish_async(subject or self.subject, body, headers={"Nats-Msg-Id": message_id})
+                for message_id in chunk
+            ]
+            await asyncio.gather(*acks)
+
+    def settings(self, **changes: Any) -> ConsumerSettings:
+        return ConsumerSettings(**{"stream": self.events, "durable": DURABLE, "backoff": QUICK, **changes})
+
+    def consumer(self, handler: Any, *, dead_letters: DeadLetters | None = None, **changes: Any) -> Consumer:
+        return Consumer(
+            self.js,
+            self.settings(**changes),
+            handler,
+            dead_letters or DeadLetters(self.js, self.name),
+            stream=self.streams[0],
+            rng=random.Random(7),
+        )
+
+    @asynccontextmanager
+    async def consuming(self, handler: Any, **changes: Any) -> AsyncIterator[Consumer]:
+        consumer = self.consumer(handler, **changes)
+        async with running(consumer):
+            yield consumer
+
+    async def info(self, durable: str = DURABLE) -> ConsumerInfo:
+        return await self.js.consumer_info(self.events, durable)
+
+    async def settled(self, durable: str = DURABLE) -> None:
+        """Return when the server waits for no ack and holds nothing back."""
+
+        async def idle() -> bool:
+            try:
+                info = await self.info(durable)
+            except NotFoundError:  # not made yet
+                return False
+            return info.num_ack_pending == 0 and info.num_pending == 0
+
+        await until(idle, "everything is settled")
+
+    async def stored(self, stream: str) -> list[RawStreamMsg]:
+        """Return the messages of a stream, in order."""
+        state = (await self.js.stream_info(stream)).state
+        found = []
+        for sequence in range(max(1, state.first_seq), state.last_seq + 1):
+            try:
+                found.append(await self.js.get_msg(stream, sequence))
+            except NotFoundError:
+                continue
+        return found
+
+    async def letters(self) -> list[DeadLetter]:
+        return [msgspec.json.decode(message.data or b"", type=DeadLetter) for message in await self.stored(self.dlq)]
+
+
+@asynccontextmanager
+async def running(consumer: Consumer) -> AsyncIterator[asyncio.Task[None]]:
+    """Run a consumer for the length of the block; what ends it early fails the test."""
+    task = asyncio.create_task(consumer.run())
+    try:
+        yield task
+    finally:
+        await consumer.stop()
+        await task
+
+
+def _batched(items: Iterable[str], size: int) -> Iterable[Sequence[str]]:
+    iterator = iter(items)
+    while chunk := list(itertools.islice(iterator, size)):
+        yield chunk
