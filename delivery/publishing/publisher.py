@@ -11,8 +11,8 @@ them again under the same ids, which the stream swallows within its duplicate wi
 
 The order of an aggregate is kept, however many publishers there are:
 
-- Its advisory lock is held from before its rows are read until their marks are committed. The rows are read by a
-  second statement, whose snapshot is later than the lock: it sees all that the lock's last holder has committed.
+- Its advisory lock is held from before its rows are read until their marks are committed. A second statement reads the
+  rows: its snapshot is later than the lock, so that it sees all that the lock's last holder has committed.
 - Only an unbroken beginning of its unpublished rows is sent. Behind a row that is not due yet, is held by somebody else,
   or cannot be published at all, its other rows wait; other aggregates do not.
 - Of a batch that breaks off, a beginning is in the stream (see `Link`); the rest is sent again, in order.

@@ -10,8 +10,8 @@ which number it got, so that comparing with the stream shows what is gone:
     it gives a number away a second time        what had it first (the publisher sees that when it marks)
 
 What is gone, is younger than the horizon, and is not confirmed by a consumer's inbox becomes unpublished again, under
-the next epoch. The publisher does the rest. A comparison may take for lost what is there (in a stream made anew a moment
-ago); then the message is in the stream twice, and is harmless there: inboxes know it by its id, without the epoch.
+the next epoch. The publisher does the rest. A comparison may take for lost what is there (in a stream made anew a
+moment ago); then the message is in the stream twice, and is harmless there: inboxes know it by its id, without the epoch.
 
 What a comparison cannot see: messages purged from a work queue (their absence is how it says that they are done), and
 single messages deleted from the middle of a stream. `redrive` publishes these again by hand.

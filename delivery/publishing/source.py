@@ -95,7 +95,7 @@ class Source:
 
 
 def message_id(identity: str, epoch: int) -> str:
-    """Return the `Nats-Msg-Id`, fresh with each epoch: the stream would swallow the old one. Inboxes cut the epoch off."""
+    """Return the `Nats-Msg-Id`: a fresh one each epoch, for the stream would swallow the old one; inboxes cut it off."""
     return f"{identity}/{epoch}" if epoch else identity
 
 

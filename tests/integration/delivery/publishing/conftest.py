@@ -1,0 +1,144 @@
+"""Publishers for tests: on a database that has nothing but delivering's tables, with streams of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+from typing import Any
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+
+from chassis.postgres import Pool
+from delivery.database import migrate, open_database
+from delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
+from delivery.publishing.streams import Streams
+from delivery.settings import NatsSettings
+
+_contexts = count(1)
+QUICK = PublisherSettings(ack_seconds=2, first_seconds=0.01, most_seconds=0.05, idle_seconds=0.01)
+
+
+@dataclass
+class Office:
+    """A database, a NATS, and a context whose events have a stream."""
+
+    pool: Pool
+    nats_url: str
+    context: str
+    js: JetStreamContext
+
+    @property
+    def stream(self) -> str:
+        return f"{self.context}_EVENTS".upper()
+
+    async def add_stream(self, **options: Any) -> None:
+        await self.js.add_stream(name=self.stream, subjects=[f"{self.context}.event.>"], **options)
+
+    async def emit(self, aggregate: str = "order-1", name: str = "order_placed", payload: str = "{}") -> str:
+        query = "SELECT postroom.emit($1, 'order', $2, $3, $4::jsonb)::text"
+        return str(await self.pool.fetchval(query, self.context, aggregate, name, payload))
+
+    async def emit_many(self, events: int, aggregates: int = 1) -> None:
+        query = (
+            "SELECT count(postroom.emit($1, 'order', 'order-' || n % $3, 'order_placed', jsonb_build_object('n', n)))"
+            " FROM generate_series(1, $2) AS n"
+        )
+        await self.pool.fetchval(query, self.context, events, aggregates)
+
+    def record(self, sources: Sequence[Source] = (EVENTS,)) -> Record:
+        return Record(self.pool, sources, RecordSettings())
+
+    async def compare(self, record: Record) -> int:
+        """Compare the streams with the record, as a worker does now and then."""
+        streams = Streams()
+
+        async def look() -> Any:
+            await streams.refresh(self.js)
+            return streams.pictures
+
+        return await record.compare(look)
+
+    def publisher(
+        self,
+        settings: PublisherSettings = QUICK,
+        *,
+        record: Record | None = None,
+        url: str | None = None,
+        source: Source = EVENTS,
+    ) -> Publisher:
+        record = record or self.record((source,))
+
+        async def opened(link: Any) -> None:
+            async def look() -> Any:
+                return link.streams.pictures
+
+            await record.compare(look)
+
+        return Publisher(
+            self.pool,
+            source,
+            settings,
+            NatsSettings(url=url or self.nats_url, connect_seconds=1),
+            horizon=record.horizon,
+            opened=opened,
+            rng=Random(1),
+        )
+
+    async def unpublished(self) -> int:
+        return int(await self.pool.fetchval("SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL"))
+
+    async def drained(self) -> None:
+        """Wait until nothing waits to be published."""
+        while await self.unpublished():
+            await asyncio.sleep(0.005)
+
+    async def messages(self, stream: str | None = None) -> list[Any]:
+        """Read all that a stream holds, in order."""
+        info = await self.js.stream_info(stream or self.stream)
+        if not info.state.messages:
+            return []
+        subscription = await self.js.subscribe("", stream=stream or self.stream, ordered_consumer=True)
+        found = [await subscription.next_msg(timeout=10) for _ in range(info.state.messages)]
+        await subscription.unsubscribe()
+        return found
+
+    async def ids(self) -> list[str]:
+        return [message.headers["Nats-Msg-Id"] for message in await self.messages()]
+
+
+@pytest.fixture
+async def office(database_url: str, nats_url: str) -> AsyncIterator[Office]:
+    await migrate(database_url)
+    pool = await open_database(database_url, name="publisher-tests", connections=8)
+    client = await nats.connect(nats_url)
+    context = f"sea{next(_contexts)}"
+    office = Office(pool, nats_url, context, client.jetstream())
+    yield office
+    for info in await office.js.streams_info():
+        if info.config.name.startswith(context.upper() + "_"):
+            await office.js.delete_stream(info.config.name)
+    await client.close()
+    await pool.close()
+
+
+@pytest.fixture
+def running() -> Callable[..., Any]:
+    """How to run publishers beside a test; they stop at its end."""
+
+    @asynccontextmanager
+    async def run(*publishers: Publisher) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(publisher.run()) for publisher in publishers]
+        try:
+            yield
+        finally:
+            stops: list[Awaitable[None]] = [publisher.stop() for publisher in publishers]
+            await asyncio.gather(*stops)
+            await asyncio.gather(*tasks)
+
+    return run

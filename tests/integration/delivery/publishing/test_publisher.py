@@ -1,0 +1,219 @@
+"""Events go from the outbox into their stream: once, in order, whatever stands in the way of some of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from delivery.publishing import EVENTS, PublisherSettings
+from embedded import EmbeddedNats
+
+SMALL = PublisherSettings(batch=7, aggregates=3, ack_seconds=2, first_seconds=0.01, most_seconds=0.05)
+
+
+async def drain(publisher: Any) -> None:
+    while await publisher.step():
+        pass
+
+
+async def test_an_event_is_published_with_its_headers_and_marked(office: Any) -> None:
+    await office.add_stream()
+    correlation = "5f0c9a3e-6f2b-4a57-9d55-0f3a3c1f7b11"
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    identity = await office.pool.fetchval(
+        "SELECT postroom.emit($1, 'order', 'o-1', 'order_placed', '{\"n\": 1}', 3, $2, $2, $3)::text",
+        office.context, correlation, trace,
+    )  # fmt: skip
+    publisher = office.publisher()
+    await drain(publisher)
+    await publisher.stop()
+
+    (message,) = await office.messages()
+    assert (message.subject, json.loads(message.data)) == (f"{office.context}.event.order_placed.v3", {"n": 1})
+    occurred = message.headers.pop("X-Occurred-At")
+    assert message.headers == {
+        "Nats-Msg-Id": identity,
+        "Postroom-Event-Type": "order_placed",
+        "X-Event-Version": "3",
+        "X-Correlation-Id": correlation,
+        "X-Causation-Id": correlation,
+        "traceparent": trace,
+    }
+    row = await office.pool.fetchrow("SELECT * FROM postroom.outbox_events")
+    assert row["occurred_at"].isoformat() == occurred
+    assert (row["publish_attempts"], row["publish_error"], row["stream"], row["stream_sequence"]) == (
+        1, None, office.stream, 1,
+    )  # fmt: skip
+
+
+async def test_every_event_is_there_once_and_in_its_aggregates_order_with_many_publishers(
+    office: Any, running: Any
+) -> None:
+    await office.add_stream()
+    async with running(*(office.publisher(SMALL) for _ in range(4))):
+        for _ in range(5):
+            await office.emit_many(200, aggregates=20)
+        await asyncio.wait_for(office.drained(), 60)
+
+    order = await office.pool.fetch("SELECT id::text, aggregate_id FROM postroom.outbox_events ORDER BY position")
+    expected, found = defaultdict(list), defaultdict(list)
+    for identity, aggregate in order:
+        expected[aggregate].append(identity)
+    aggregate_of = dict(map(tuple, order))
+    for identity in await office.ids():
+        found[aggregate_of[identity]].append(identity)
+    assert found == expected
+
+
+async def test_an_aggregate_that_one_publisher_holds_is_left_alone_by_another(office: Any) -> None:
+    await office.add_stream()
+    await office.emit_many(4, aggregates=2)
+    first, second = office.publisher(), office.publisher()
+    async with office.pool.acquire() as connection, connection.transaction():
+        assert await EVENTS.claim_aggregates(connection, "", 1) == [("order-0", True)]
+        await drain(second)
+        assert {json.loads(message.data)["n"] % 2 for message in await office.messages()} == {1}
+    await drain(first)
+    assert len(await office.ids()) == 4
+    await asyncio.gather(first.stop(), second.stop())
+
+
+async def test_an_event_without_a_stream_holds_up_its_own_aggregate_and_no_other(office: Any, running: Any) -> None:
+    await office.add_stream()
+    before = await office.emit("a")
+    poison = await office.pool.fetchval("SELECT postroom.emit('nobody', 'order', 'a', 'lost', '{}')::text")
+    behind = await office.emit("a")
+    others = [await office.emit(f"b{n}") for n in range(20)]
+    publisher = office.publisher()
+    async with running(publisher):
+        while await office.unpublished() > 2:
+            await asyncio.sleep(0.005)
+        while (await failure(office, poison))["publish_attempts"] < 2:
+            await asyncio.sleep(0.005)
+        assert set(await office.ids()) == {before, *others}
+        assert "no stream takes the subject nobody.event.lost.v1" in (await failure(office, poison))["publish_error"]
+
+        stream = f"{office.stream}_MORE"
+        await office.js.add_stream(name=stream, subjects=["nobody.event.>"])
+        await asyncio.wait_for(office.drained(), 30)
+    assert (await office.ids())[-1] == behind
+    assert [message.headers["Nats-Msg-Id"] for message in await office.messages(stream)] == [poison]
+
+
+async def test_an_event_above_the_servers_limit_is_kept_with_the_reason_and_holds_up_no_other(office: Any) -> None:
+    await office.add_stream()
+    large = await office.emit("a", payload=json.dumps({"text": "x" * 1_100_000}))
+    small = await office.emit("b")
+    publisher = office.publisher()
+    await drain(publisher)
+    await publisher.stop()
+
+    assert await office.ids() == [small]
+    assert "raise its max_payload" in (await failure(office, large))["publish_error"]
+    backlog = await EVENTS.backlog(office.pool, office.context)
+    assert (backlog.count, backlog.failing, backlog.oldest_at is not None) == (1, 1, True)
+    assert (await EVENTS.backlog(office.pool, "another")).count == 0
+
+
+async def test_what_waits_while_nats_is_away_is_published_when_it_is_back(
+    office: Any, running: Any, short_directory: Any
+) -> None:
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    publisher = office.publisher(url=server.url)
+    await add_stream(server, office)
+    async with running(publisher):
+        await office.emit_many(50, aggregates=5)
+        await asyncio.wait_for(office.drained(), 30)
+        server.stop()
+        await office.emit_many(500, aggregates=5)
+        assert await office.unpublished() == 500
+        server.start()
+        await asyncio.wait_for(office.drained(), 30)
+    assert await count(server, office) == 550
+    server.stop()
+
+
+async def test_a_second_publish_of_an_event_is_the_same_message(office: Any) -> None:
+    """A publisher that died after the server's ack and before its own mark: the next one publishes again."""
+    await office.add_stream()
+    await office.emit_many(10, aggregates=2)
+    publisher = office.publisher()
+    await drain(publisher)
+    unmark = (
+        "UPDATE postroom.outbox_events SET published_at = NULL, stream = NULL, stream_created_at = NULL, "
+        "stream_sequence = NULL"
+    )
+    await office.pool.execute(unmark)
+    await drain(publisher)
+    await publisher.stop()
+
+    assert len(await office.ids()) == 10
+    assert await office.pool.fetchval("SELECT array_agg(DISTINCT stream_sequence) FROM postroom.outbox_events") == [
+        *range(1, 11)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy", "reason"),
+    [
+        ("'sea', 'order', 'o', NULL, '{}'", "POL-047-001", "INVALID_OUTBOX: the event has no type"),
+        ("'sea', 'order', 'o', 'e', '{}', id => NULL", "POL-047-001", "INVALID_OUTBOX: the event has no id"),
+        ("'sea', 'order', 'o', 'OrderPlaced', '{}'", "POL-047-001", "INVALID_OUTBOX: the event type 'OrderPlaced'"),
+        ("'Sea', 'order', 'o', 'e', '{}'", "POL-047-001", "INVALID_OUTBOX: the context 'Sea'"),
+        ("'sea', 'order', 'o', 'e', '{}', 0", "POL-047-001", "INVALID_OUTBOX: the version 0"),
+        ("'sea', 'order', 'o', 'e', NULL", "POL-047-001", "INVALID_OUTBOX: the event has no payload"),
+        (
+            "'sea', 'order', 'o', 'e', '{}', occurred_at => now() + interval '61 seconds'",
+            "POL-047-002",
+            "FUTURE_EVENT",
+        ),
+    ],
+)
+async def test_emit_refuses_what_breaks_a_policy_and_names_it(
+    office: Any, arguments: str, policy: str, reason: str
+) -> None:
+    with pytest.raises(Exception, match=reason) as refused:
+        await office.pool.execute(f"SELECT postroom.emit({arguments})")
+    assert (refused.value.sqlstate, refused.value.constraint_name) == ("23514", policy)
+    assert await office.unpublished() == 0
+
+
+async def test_emit_allows_a_minute_of_clock_skew_and_goes_with_its_transaction(office: Any) -> None:
+    emit = "SELECT postroom.emit('sea', 'order', 'o', 'e', '{}', occurred_at => now() + interval '59 seconds')"
+    await office.pool.execute(emit)
+    async with office.pool.acquire() as connection:
+        transaction = connection.transaction()
+        await transaction.start()
+        await connection.execute(emit)
+        await transaction.rollback()
+    assert await office.unpublished() == 1
+
+
+async def failure(office: Any, identity: str) -> Any:
+    return await office.pool.fetchrow(
+        "SELECT publish_attempts, publish_error FROM postroom.outbox_events WHERE id = $1", identity
+    )
+
+
+async def add_stream(server: EmbeddedNats, office: Any) -> None:
+    await with_jetstream(server, lambda js: js.add_stream(name=office.stream, subjects=[f"{office.context}.event.>"]))
+
+
+async def count(server: EmbeddedNats, office: Any) -> int:
+    info = await with_jetstream(server, lambda js: js.stream_info(office.stream))
+    return int(info.state.messages)
+
+
+async def with_jetstream(server: EmbeddedNats, ask: Any) -> Any:
+    import nats  # noqa: PLC0415 - for the tests with a server of their own
+
+    client = await nats.connect(server.url)
+    try:
+        return await ask(client.jetstream())
+    finally:
+        await client.close()
