@@ -1,0 +1,73 @@
+"""`postroom consumer …`: give the messages of a stream to a handler behind HTTP."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.noun import Config, noun
+
+if TYPE_CHECKING:
+    from worker.consumer_config import ConsumerConfig
+
+app = noun("Give messages to a handler behind HTTP.")
+
+Context = Annotated[
+    str | None, typer.Option("--context", help="Without a file: the mesh whose events.", metavar="SLUG")
+]
+Name = Annotated[
+    str | None,
+    typer.Option("--name", help="Without a file: the consumer; those of one name share the work.", metavar="NAME"),
+]
+Handler = Annotated[
+    str | None, typer.Option("--handler", help="Without a file: where messages are posted to.", metavar="URL")
+]
+Stream = Annotated[
+    str | None, typer.Option("--stream", help="Without a file: the stream [default: <CONTEXT>_EVENTS].", metavar="NAME")
+]
+Subjects = Annotated[
+    list[str] | None,
+    typer.Option("--subject", help="Without a file: only these subjects [default: all].", metavar="FILTER"),
+]
+
+
+@app.callback()
+def consumer() -> None:
+    """Give messages to a handler behind HTTP."""
+
+
+@app.command()
+def run(
+    *,
+    config: Config = None,
+    context: Context = None,
+    name: Name = None,
+    handler: Handler = None,
+    stream: Stream = None,
+    subject: Subjects = None,
+) -> None:
+    """Consume until a signal says stop: by a file (--config), or directly by --context, --name and --handler.
+
+    Directly, POSTROOM_NATS_URL and POSTROOM_DATABASE_URL name the servers, as `postroom up` writes them.
+    """
+    from worker.consumer import main  # noqa: PLC0415
+    from worker.consumer_config import PREFIX, load_config  # noqa: PLC0415
+
+    direct = (context, name, handler, stream, subject)
+    if not any(direct) and (config is not None or any(variable.startswith(PREFIX) for variable in os.environ)):
+        raise SystemExit(main(load_config(config)))
+    if config is not None:
+        raise typer.BadParameter("--config stands alone: the file says everything")
+    raise SystemExit(main(_direct(context, name, handler, stream, subject or [])))
+
+
+def _direct(
+    context: str | None, name: str | None, handler: str | None, stream: str | None, subjects: list[str]
+) -> ConsumerConfig:
+    from worker.consumer_config import direct_config  # noqa: PLC0415
+
+    if not (context and name and handler):
+        raise typer.BadParameter("give --context, --name and --handler, or --config")
+    return direct_config(context=context, name=name, handler=handler, stream=stream, subjects=subjects)
