@@ -2,7 +2,8 @@
 
 An unknown key, a wrong type or a value out of range is a `Fatal` with exit code 78 that names the key's path.
 A config type is a `msgspec.Struct` with `forbid_unknown_fields`, whose fields are scalars, lists, paths or such
-structs, each described by `msgspec.Meta(description=…)`. A secret inside a value is marked with `SECRET`.
+structs (also `| None`: a section that may be left out), each described by `msgspec.Meta(description=…)`. A secret
+inside a value is marked with `SECRET`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -66,8 +68,8 @@ def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterat
     hints = get_type_hints(config, include_extras=True)
     for field in msgspec.structs.fields(config):
         bare, meta = _split(hints[field.name])
-        if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
-            yield from settings(bare, (*path, field.name))
+        if (section := _section(bare)) is not None:
+            yield from settings(section, (*path, field.name))
         else:
             default = field.default_factory() if callable(field.default_factory) else field.default
             yield Setting((*path, field.name), bare, meta, default)
@@ -78,7 +80,7 @@ def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
     for setting in settings(type(config)):
         value: Any = config
         for name in setting.path:
-            value = getattr(value, name)
+            value = getattr(value, name, None)  # None for all of a section that is left out
         yield setting, MASK if setting.secret and value else value
 
 
@@ -100,6 +102,13 @@ def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:
         tree = branch
     is_list = get_origin(setting.type) is list
     tree[key] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
+
+
+def _section(kind: Any) -> type[msgspec.Struct] | None:
+    """Return the struct that a field holds, or may hold."""
+    kinds = [part for part in get_args(kind) if part is not type(None)] if get_origin(kind) is UnionType else [kind]
+    only = kinds[0] if len(kinds) == 1 else None
+    return only if isinstance(only, type) and issubclass(only, msgspec.Struct) else None
 
 
 def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:

@@ -16,6 +16,8 @@ from msgspec import Meta, field
 from broker_client.settings import BrokerClientSettings, RelaySettings
 from chassis.config import load
 from chassis.exits import Exit, Fatal
+from delivery.settings import NatsSettings
+from inbox import InboxSettings
 from ipc.limits import Limits
 from outbox.settings import OutboxSettings
 
@@ -58,7 +60,7 @@ class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     mesh: Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="The mesh that this daemon sends into.")]
     broker: BrokerClientSettings
     state_directory: Annotated[
-        Path | None, Meta(description="Where `outbox.db` lies; unset: `$XDG_STATE_HOME/postroom/<mesh>`.")
+        Path | None, Meta(description="Where `outbox.db` and `inbox.db` lie; unset: `$XDG_STATE_HOME/postroom/<mesh>`.")
     ] = None
     allow_destinations: Annotated[
         list[str],
@@ -74,6 +76,8 @@ class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     tcp: TcpSettings = field(default_factory=TcpSettings)
     limits: Limits = field(default_factory=Limits)
     outbox: OutboxSettings = field(default_factory=OutboxSettings)
+    inbox: InboxSettings = field(default_factory=InboxSettings)
+    nats: NatsSettings | None = None  # where the inbox comes from; without it there is none
     relay: RelaySettings = field(default_factory=RelaySettings)
 
 

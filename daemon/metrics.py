@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from broker_client.counters import LATENCY_BOUNDS as POST_BOUNDS
 from broker_client.counters import RelayCounters
 from broker_client.relay import Relay
+from daemon.receiver import Receiver
 from ipc.counters import LATENCY_BOUNDS as ACCEPT_BOUNDS
 from ipc.counters import Counters
 from outbox import Outbox
@@ -23,12 +24,20 @@ PREFIX: Final = "postroom_daemon_"
 _process = ProcessCollector(registry=None)
 
 
-async def expose(counters: Counters, outbox: Outbox, relay: Relay) -> bytes:
+async def expose(counters: Counters, outbox: Outbox, relay: Relay, receiver: Receiver | None = None) -> bytes:
     """Return every metric in Prometheus' text format."""
     counts = await outbox.counts()
     registry = CollectorRegistry()
     registry.register(
-        _Scrape([*_socket(counters), *_outbox(outbox, counts), *_relay(relay.counters), *_process.collect()])
+        _Scrape(
+            [
+                *_socket(counters),
+                *_outbox(outbox, counts),
+                *_relay(relay.counters),
+                *_inbox(counters, receiver),
+                *_process.collect(),
+            ]
+        )
     )
     return generate_latest(registry)
 
@@ -82,6 +91,17 @@ def _relay(counters: RelayCounters) -> Iterator[Metric]:
     yield _histogram(
         "relay_post_seconds", "Posts to the broker", POST_BOUNDS, counters.latency, counters.latency_seconds
     )
+
+
+def _inbox(counters: Counters, receiver: Receiver | None) -> Iterator[Metric]:
+    if receiver is None:
+        return
+    filing = receiver.counters
+    outcomes = {"filed": filing.filed, "known": filing.known, "refused": filing.refused}
+    yield _counter("inbox_messages", "Messages that arrived, by what became of them", outcomes)
+    yield _gauge("inbox_readers", "Readers of the live stream", counters.event_readers)
+    if receiver.inbox is not None:
+        yield _gauge("inbox_file_bytes", "Size of the inbox file", receiver.inbox.used_bytes)
 
 
 def _counter(

@@ -1,4 +1,4 @@
-"""The daemon, built: the outbox, the link to the broker, the relay and the socket server, and the order they live in.
+"""The daemon, built: the outbox, the link to the broker, the relay, the inbox and the socket server, and their order.
 
 Start: refuse a second daemon, open the outbox (which recovers), listen, accept. Stop: accept no more, finish what is in
 hand, let the relay settle its batch, close the outbox. Killed at any moment in between, the next start carries on.
@@ -21,6 +21,7 @@ from broker_client.relay import Relay
 from chassis.systemd import listen_sockets
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
+from daemon.receiver import Receiver
 from daemon.service_manager import answer_watchdog, keep_status
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
@@ -28,7 +29,7 @@ from ipc.listener import loopback_listener, refuse_path, remove, unix_listener
 from ipc.peers import Policy
 from ipc.routes import routes
 from ipc.server import Server
-from ipc.services import Services
+from ipc.services import NoInbox, Services
 from ipc.tcp_guard import TcpGuard
 from ipc.tokens import LocalToken
 from outbox import Outbox
@@ -39,11 +40,21 @@ _log = structlog.get_logger(__name__)
 class Postroomd:
     """Everything that runs in one daemon process."""
 
-    def __init__(self, config: DaemonConfig, outbox: Outbox, link: BrokerLink, relay: Relay, server: Server) -> None:
+    def __init__(
+        self,
+        config: DaemonConfig,
+        *,
+        outbox: Outbox,
+        link: BrokerLink,
+        relay: Relay,
+        receiver: Receiver | None,
+        server: Server,
+    ) -> None:
         self.config = config
         self.outbox = outbox
         self.link = link
         self.relay = relay
+        self.receiver = receiver  # None: the config names no NATS, and there is no inbox
         self.server = server
         self._own: list[tuple[Path, int]] = []  # the socket files, with their inodes, that are ours to remove
 
@@ -59,7 +70,8 @@ class Postroomd:
             link = await undo.enter_async_context(BrokerLink(config.broker))
             outbox = await undo.enter_async_context(await Outbox.open(state, config.outbox))
             relay = Relay(outbox, link, config.relay, state_directory=state, mesh=config.mesh)
-            services = _services(config, outbox, link, relay)
+            receiver = _receiver(config, state, relay)
+            services = _services(config, outbox, link, relay, receiver)
             server = Server(
                 routes(services),
                 limits=config.limits,
@@ -67,14 +79,16 @@ class Postroomd:
                 counters=services.counters,
                 tcp_guard=guard,
             )
-            daemon = cls(config, outbox, link, relay, server)
+            daemon = cls(config, outbox=outbox, link=link, relay=relay, receiver=receiver, server=server)
             await daemon._listen(inherited)
             undo.pop_all()
         return daemon
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return what has to run for as long as the daemon lives, by name."""
+        receiving = {} if self.receiver is None else {"inbox": self.receiver.run()}
         return {
+            **receiving,
             "relay": self.relay.run(),
             "outbox": self.outbox.run_until_failure(),
             "connections": self.server.sweep(),
@@ -86,6 +100,8 @@ class Postroomd:
         """Accept no more, answer what is in hand, and let the relay settle its batch."""
         await self.server.stop(self.config.stop_seconds)
         await self.relay.stop()
+        if self.receiver is not None:
+            await self.receiver.stop(self.config.stop_seconds)
 
     async def close(self) -> None:
         """Close what is left: the outbox last but for the link. Safe after any failure."""
@@ -110,15 +126,32 @@ class Postroomd:
             _log.info("listening", address=str(sock.getsockname()), inherited=sock in inherited)
 
 
-def _services(config: DaemonConfig, outbox: Outbox, link: BrokerLink, relay: Relay) -> Services:
+def _receiver(config: DaemonConfig, state: Path, relay: Relay) -> Receiver | None:
+    if config.nats is None:
+        return None
+    return Receiver(
+        config.nats,
+        config.broker,
+        config.inbox,
+        mesh=config.mesh,
+        state_directory=state,
+        features=lambda: relay.features,
+    )
+
+
+def _services(
+    config: DaemonConfig, outbox: Outbox, link: BrokerLink, relay: Relay, receiver: Receiver | None
+) -> Services:
     counters = Counters()
     return Services(
         outbox=outbox,
         relay=relay,
         topics=link,
+        inbox=receiver or NoInbox(),
+        inbox_settings=config.inbox,
         mesh=config.mesh,
         version=version("postroom-server"),
-        expose=partial(expose, counters, outbox, relay),
+        expose=partial(expose, counters, outbox, relay, receiver),
         limits=config.limits,
         policy=Policy(config.socket.allow_uids, config.socket.operators),
         counters=counters,

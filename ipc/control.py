@@ -60,6 +60,8 @@ class Control:
             reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
         if counts.used_bytes > FULL_WARNING * self._services.outbox_max_bytes:
             reasons.append("the outbox is nearly full: relay, prune, or raise outbox.max_bytes")
+        if (trouble := self._services.inbox.trouble()) is not None:
+            reasons.append(f"nothing arrives in the inbox: {trouble}")
         return Health(
             status="degraded" if reasons else "ok",
             reasons=reasons,

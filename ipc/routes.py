@@ -9,6 +9,7 @@ from typing import Any
 
 from chassis.routes import NDJSON, Route, openapi
 from ipc.control import EXPOSITION, Control
+from ipc.inbox import EVENT_STREAM, InboxDesk
 from ipc.outbox import OutboxDesk
 from ipc.relay import RelayDesk
 from ipc.sends import Sends
@@ -27,6 +28,7 @@ from postroom.operations import (
     ResumeRequest,
     WaitQuery,
 )
+from postroom.received import EventsQuery, InboxMessage, InboxPage, InboxQuery
 from postroom.sends import (
     BatchResult,
     BulkResult,
@@ -50,7 +52,7 @@ _VERB = (*_BODY, 404, 409)
 def routes(services: Services) -> list[Route]:
     """Build the table over the rooms that the daemon has opened."""
     sends, outbox, relay = Sends(services), OutboxDesk(services), RelayDesk(services)
-    topics, control = Topics(services), Control(services)
+    inbox, topics, control = InboxDesk(services), Topics(services), Control(services)
     # fmt: off
     table = [
         _route("POST", "/v1/send", sends.send, CALLER, "hand in one message",
@@ -93,6 +95,12 @@ def routes(services: Services) -> list[Route]:
                body=PauseRequest, answers={200: RelayStatus}, problems=_BODY),
         _route("POST", "/v1/relay/resume", relay.resume, OPERATOR, "relay again, at a rate where one is given",
                body=ResumeRequest, answers={200: RelayStatus}, problems=_BODY),
+
+        _route("GET", "/v1/inbox", inbox.list, CALLER, "received messages, page by page",
+               query=InboxQuery, answers={200: InboxPage}, problems=(400, 404, 503)),
+        _route("GET", "/v1/events", inbox.events, CALLER, "received messages as a live stream, from Last-Event-ID on",
+               query=EventsQuery, answers={200: InboxMessage}, answer_media=EVENT_STREAM,
+               problems=(400, 404, 429, 503)),
 
         _route("GET", "/v1/topics", topics.list, CALLER, "the topics of the mesh",
                answers={200: TopicList}, problems=(503,)),

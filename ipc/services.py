@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from inbox import Inbox, InboxSettings
 from ipc.budget import Budget
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
 from ipc.limits import Limits
 from ipc.peers import Policy
 from outbox import Outbox
+from postroom.errors import NotFound
 from postroom.sends import RelayStatus
 
 
@@ -44,6 +46,30 @@ class TopicDesk(Protocol):
         ...
 
 
+class InboxSource(Protocol):
+    """The inbox, as far as there is one."""
+
+    def opened(self) -> Inbox:
+        """Return it; raises `PostroomError` that says why there is none."""
+        ...
+
+    def trouble(self) -> str | None:
+        """Say what keeps messages from arriving, None where nothing does."""
+        ...
+
+
+class NoInbox:
+    """The inbox of a daemon that has none."""
+
+    def opened(self) -> Inbox:
+        """Say so."""
+        detail = "this daemon has no inbox: messages reach one through NATS (config: nats.url)"
+        raise NotFound.of(404, "inbox_not_configured", detail)
+
+    def trouble(self) -> None:
+        """Say that nothing is wrong with that."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Services:
     """Everything that a handler may use."""
@@ -51,6 +77,8 @@ class Services:
     outbox: Outbox
     relay: RelayControl
     topics: TopicDesk
+    inbox: InboxSource = field(default_factory=NoInbox)
+    inbox_settings: InboxSettings = field(default_factory=InboxSettings)
     mesh: str
     version: str
     expose: Callable[[], Awaitable[bytes]]  # the metrics in Prometheus' text format

@@ -8,6 +8,7 @@ from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, Po
 from postroom.ids import new_id
 from postroom.message import SendRequest
 from postroom.operations import ListQuery, RowFilter
+from postroom.received import EventsQuery, InboxMessage, InboxQuery
 from postroom.sends import BatchResult, OutboxRow, SendResult
 
 __all__ = [
@@ -16,7 +17,10 @@ __all__ = [
     "BrokerClient",
     "Client",
     "Conflict",
+    "EventsQuery",
     "HistoryQuery",
+    "InboxMessage",
+    "InboxQuery",
     "InvalidMessage",
     "ListQuery",
     "NotFound",

@@ -100,6 +100,8 @@ class Client:
     send_many_in_chunks = _iterating(AsyncClient.send_many_in_chunks)
     get = _blocking(AsyncClient.get)
     wait = _blocking(AsyncClient.wait)
+    inbox = _blocking(AsyncClient.inbox)
+    events = _iterating(AsyncClient.events)
     health = _blocking(AsyncClient.health)
     ready = _blocking(AsyncClient.ready)
     version = _blocking(AsyncClient.version)

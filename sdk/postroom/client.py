@@ -18,11 +18,13 @@ import aiohttp
 
 from postroom.batch import Batch
 from postroom.feed import feed
+from postroom.following import Following
 from postroom.message import Priority, SendRequest
 from postroom.operating import OperatorMethods
 from postroom.operations import MAX_WAIT, WaitQuery
 from postroom.outgoing import compose, encode
 from postroom.peer import Peer
+from postroom.received import EventsQuery, InboxMessage, InboxPage, InboxQuery
 from postroom.retry import Patience, retrying
 from postroom.sends import SETTLED, BatchResult, Health, OutboxRow, Ready, SendResult, Version
 from postroom.sockets import find_socket
@@ -115,6 +117,24 @@ class AsyncClient(OperatorMethods):
             )
             if row.status in SETTLED or not patience.remaining():
                 return row
+
+    async def inbox(self, query: InboxQuery | None = None) -> InboxPage:
+        """Return one page of what the daemon has received, oldest first."""
+        return await self._read("/v1/inbox", InboxPage, query=query or InboxQuery())
+
+    async def events(
+        self, query: EventsQuery | None = None, *, after: int | None = None, patience: float | None = None
+    ) -> AsyncGenerator[InboxMessage, None]:
+        """Yield each message that the daemon receives, for ever: after the `position` of one, else as `query` says.
+
+        A connection that breaks is made again, and the stream goes on where it was: nothing is lost, nothing repeated.
+        Raises once nobody has answered for `patience` seconds (the client's own where it is not given).
+        """
+        seconds = self._patience_seconds if patience is None else patience
+        following = Following(self._transport, query or EventsQuery(), after, Patience(seconds))
+        async with aclosing(following.messages()) as messages:
+            async for message in messages:
+                yield message
 
     async def health(self) -> Health:
         """Say how the daemon is: `degraded` with its reasons, or ok."""

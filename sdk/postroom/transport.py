@@ -104,23 +104,28 @@ class Transport:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self.peer.foreign(f"its answer can't be read: {error}") from error
 
-    async def lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
-        """Yield the complete lines of each piece of an NDJSON answer, as it comes; raises where none comes in time.
+    async def lines(
+        self, response: aiohttp.ClientResponse, *, longest: int = MAX_LINE, silence: float | None = None
+    ) -> AsyncIterator[list[bytes]]:
+        """Yield the complete lines of each piece of an answer, as it comes; raises where none comes in time.
+
+        A line may have `longest` bytes, and the peer may be silent for `silence` seconds (as long as an exchange may
+        take where that is not given).
 
         The time is kept here as well: aiohttp keeps none while a request still goes, and may drop the end of a
         connection that breaks at the very moment when the request ends.
         """
         rest = b""
-        while piece := await self._piece(response):
+        while piece := await self._piece(response, silence or self.timeout):
             *lines, rest = (rest + piece).split(b"\n")
-            if len(rest) > MAX_LINE:
-                raise self.peer.foreign(f"a line of its answer is longer than {MAX_LINE} bytes")
+            if len(rest) > longest:
+                raise self.peer.foreign(f"a line of its answer is longer than {longest} bytes")
             if lines:
                 yield lines
 
-    async def _piece(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _piece(self, response: aiohttp.ClientResponse, silence: float) -> bytes:
         try:
-            async with asyncio.timeout(self.timeout):
+            async with asyncio.timeout(silence):
                 return await response.content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise self.peer.failure(error) from error

@@ -1,0 +1,118 @@
+"""`GET /v1/inbox` and `GET /v1/events`: what the daemon has received, by the page and as a live stream.
+
+The stream is server-sent events: the id of each is the message's position, so `Last-Event-ID` goes on where a reader
+was, without loss or repetition, over a restart of either; a stream begins by telling where it begins. Each reader takes
+its pages from the file at its own pace: one that does not read holds up nobody, and is dropped after
+`limits.stall_seconds`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, Final
+
+import msgspec
+from aiohttp import web
+
+from chassis.routes import decode_query
+from inbox import Inbox, MessageFilter, StoredMessage
+from ipc.answers import json_answer
+from ipc.request import Request
+from ipc.services import Services
+from postroom.errors import InvalidMessage, TryAgain
+from postroom.received import EventsQuery, InboxQuery
+
+EVENT_STREAM: Final = "text/event-stream"
+_PAGE: Final = 200  # messages read from the file at once
+_RETRY_MS: Final = 1000  # after which a browser's reader comes back
+
+
+class InboxDesk:
+    """The handlers of the inbox."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._settings = services.inbox_settings
+        self._counters = services.counters
+
+    async def list(self, request: Request) -> web.StreamResponse:
+        """List received messages, oldest first and page by page."""
+        query = decode_query(request, InboxQuery)
+        wanted = MessageFilter(query.sender, query.destination)
+        page = await self._services.inbox.opened().page(query.cursor, _ms(query.since), query.limit, wanted)
+        answer: dict[str, object] = {"messages": [msgspec.Raw(stored.encoded()) for stored in page.messages]}
+        if page.next_after is not None:
+            answer["next_cursor"] = str(page.next_after)
+        return json_answer(answer)
+
+    async def events(self, request: Request) -> web.StreamResponse:
+        """Stream messages as they are filed, until the reader goes or the daemon stops."""
+        query = decode_query(request, EventsQuery)
+        inbox = self._services.inbox.opened()
+        with self._reader():
+            after = await inbox.start(request.headers.get("Last-Event-ID"), _ms(query.since))
+            response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"})
+            await response.prepare(request)
+            await response.write(b"retry: %d\nid: %d\n\n" % (_RETRY_MS, after))
+            await self._follow(request, response, inbox, after, MessageFilter(query.sender, query.destination))
+        return response
+
+    async def _follow(
+        self, request: Request, response: web.StreamResponse, inbox: Inbox, after: int, wanted: MessageFilter
+    ) -> None:
+        end = request.connection.until_end()
+        while not end.done():
+            arrival = inbox.arrival()  # taken first: what is filed from here on sets it
+            messages, after = await self._read(inbox, after, wanted)
+            if messages:
+                await response.write(_events(messages))
+            elif not await self._arrives(arrival, end):
+                await response.write(b": still here\nid: %d\n\n" % after)
+
+    async def _read(self, inbox: Inbox, after: int, wanted: MessageFilter) -> tuple[Sequence[StoredMessage], int]:
+        try:
+            return await inbox.following(after, _PAGE, wanted)
+        except TryAgain as error:
+            raise ConnectionResetError("the inbox was closed") from error  # an answer cannot begin a second time
+
+    async def _arrives(self, arrival: asyncio.Event, end: asyncio.Future[None]) -> bool:
+        """Wait for the next message, or the end of the connection; False where a heartbeat is due first."""
+        waiting = asyncio.ensure_future(arrival.wait())
+        ends: set[asyncio.Future[Any]] = {waiting, end}
+        seconds = self._settings.heartbeat_seconds
+        try:
+            done, _ = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        return bool(done)
+
+    @contextmanager
+    def _reader(self) -> Iterator[None]:
+        """Count a reader apart from the requests in flight: it stays, and must not keep sends out."""
+        counters = self._counters
+        if counters.event_readers >= self._settings.readers:
+            detail = "too many read the live stream (inbox.readers): try again"
+            raise TryAgain.of(429, "too_many_readers", detail, retryable=True, retry_after=1.0)
+        counters.event_readers += 1
+        counters.in_flight -= 1
+        try:
+            yield
+        finally:
+            counters.event_readers -= 1
+            counters.in_flight += 1
+
+
+def _events(messages: Sequence[StoredMessage]) -> bytes:
+    return b"".join(b"id: %d\nevent: message\ndata: %s\n\n" % (each.position, each.encoded()) for each in messages)
+
+
+def _ms(moment: datetime | None) -> int | None:
+    if moment is None:
+        return None
+    if moment.tzinfo is None:
+        detail = "since needs an offset, as in 2026-11-21T09:00:00Z"
+        raise InvalidMessage.of(400, "invalid_query", detail, field="since")
+    return int(moment.timestamp() * 1000)
