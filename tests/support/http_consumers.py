@@ -1,0 +1,64 @@
+"""Consumers with an HTTP handler for tests: built as the program builds them, run in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import asyncpg
+from jetstream import DURABLE, Context
+
+from delivery.http.settings import HandlerSettings
+from delivery.settings import NatsSettings
+from worker.consumer import Services, open_services
+from worker.consumer_config import ConsumerConfig
+
+
+class Inbox:
+    """What the inbox of one context says, asked by the test itself."""
+
+    def __init__(self, pool: asyncpg.Pool[asyncpg.Record], context: str) -> None:
+        self._pool = pool
+        self._context = context
+
+    async def row(self, message_id: str) -> dict[str, Any]:
+        """Return a message's row; an empty dict where there is none."""
+        query = "SELECT * FROM postroom.inbox_messages WHERE source_context = $1 AND message_id = $2"
+        row = await self._pool.fetchrow(query, self._context, message_id)
+        return dict(row) if row else {}
+
+    async def processed(self) -> set[str]:
+        query = "SELECT message_id FROM postroom.inbox_messages WHERE source_context = $1 AND processed_at IS NOT NULL"
+        return {row[0] for row in await self._pool.fetch(query, self._context)}
+
+    async def execute(self, statement: str, *values: Any) -> None:
+        await self._pool.execute(statement, *values)
+
+
+def config_of(context: Context, nats_url: str, database_url: str, handler: HandlerSettings, **consumer: Any) -> Any:
+    """Return the config of a consumer of the context's events."""
+    return ConsumerConfig(
+        context=context.name,
+        database_url=database_url,
+        nats=NatsSettings(url=nats_url),
+        consumer=context.settings(**consumer),
+        handler=handler,
+    )
+
+
+@asynccontextmanager
+async def consuming(config: ConsumerConfig) -> AsyncIterator[Services]:
+    """Run a consumer for the length of the block, then let it finish."""
+    async with open_services(config) as services:
+        tasks = [asyncio.create_task(services.consumer.run()), asyncio.create_task(services.handler.leases.run())]
+        try:
+            yield services
+        finally:
+            await services.finish()
+            tasks[1].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+__all__ = ["DURABLE", "Context", "Inbox", "config_of", "consuming"]
