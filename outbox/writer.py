@@ -1,8 +1,10 @@
 """The one writer: it gathers operations, commits them in groups, answers, and checkpoints.
 
 While one transaction is on its way to the disk the next group gathers, so a lone send waits for one fsync and a
-thousand concurrent ones share it. A transaction costs one hop to the connection's thread, and few steps of SQLite, each
-of which gives the interpreter lock away and waits to get it back from a busy event loop.
+thousand concurrent ones share it. The connection's thread goes from one group to the next by itself, as long as any
+waits: coming back to the event loop in between would take as long as the transaction, since the loop finishes first
+what it has in hand. A transaction is few steps of SQLite, each of which gives the interpreter lock away and waits to
+get it back from a busy loop.
 
 Checkpoints run on the same connection (chassis/sqlite.py). SQLite's own would run inside a commit, before its answers,
 and every 4 MB: everybody waits 13 to 18 ms for one. Here they run after the group has been answered, and every 1 MiB
@@ -16,7 +18,6 @@ import asyncio
 import sqlite3
 import time
 from collections import deque
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -52,7 +53,8 @@ class Writer:
         self._path = path
         self._transactor = transactor
         self._settings = settings
-        self._waiting: deque[_Waiting] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_Waiting] = deque()  # the loop appends, the thread takes
         self._wake = asyncio.Event()
         self._stopping = False
         self._closed = False
@@ -91,7 +93,7 @@ class Writer:
             raise outcome_unknown()
         if self._stopping:
             raise stopped()
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[T] = self._loop.create_future()
         self._waiting.append(_Waiting(operation, future))
         self._wake.set()
         return future
@@ -112,31 +114,63 @@ class Writer:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
+            await self._connection.run(self._drain)
+
+    # On the connection's thread
+
+    def _drain(self, db: sqlite3.Connection) -> None:
+        """Commit group after group until none waits, or one fails; each is answered by the loop, in order."""
+        going = True
+        while going and self._waiting:
             self._busy_since = time.monotonic()
-            await self._commit(self._gather())
+            going = self._commit(self._gather(), db) and self._checkpoint(db)
             self._busy_since = None
 
     def _gather(self) -> list[_Waiting]:
-        """Take operations from the queue until the group is full."""
+        """Take operations from the queue until the group is full; the loop adds to its other end meanwhile."""
         group = [self._waiting.popleft()]
         rows = group[0].operation.rows
         while self._waiting and (rows := rows + self._waiting[0].operation.rows) <= self._settings.max_group_rows:
             group.append(self._waiting.popleft())
         return group
 
-    async def _commit(self, group: list[_Waiting]) -> None:
-        operations = [waiting.operation for waiting in group]
+    def _commit(self, group: list[_Waiting], db: sqlite3.Connection) -> bool:
+        """Run the group's transaction and have everybody answered; False where the file can be used no more."""
         try:
-            outcomes = await self._connection.run(partial(self._transactor.run, operations))
+            outcomes = self._transactor.run([waiting.operation for waiting in group], db)
         except Exception as error:  # noqa: BLE001 - every waiter must hear of it, and the process must end
-            self._fail(group, error)
-            return
+            self._loop.call_soon_threadsafe(self._fail, group, error)
+            return False
+        self._loop.call_soon_threadsafe(self._answer, group, outcomes)
+        return True
+
+    def _checkpoint(self, db: sqlite3.Connection) -> bool:
+        """Move the log into the file once it holds enough; False where the file can be used no more."""
+        if self._transactor.logged_bytes < self._settings.checkpoint_bytes:
+            return True
+        try:
+            restart = self.wal_bytes > _RESTART_AT
+            frames, moved = self._transactor.checkpoint(db, restart=restart)
+        except sqlite3.Error as error:
+            if is_broken(error):
+                self._loop.call_soon_threadsafe(self._fail, [], error)
+                return False
+            # A full disk, say: the log keeps what was committed, and the next transaction tries again.
+            _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes)
+            return True
+        if frames > moved and self.wal_bytes > _RESTART_AT:
+            _log.warning("wal_not_emptied", wal_bytes=self.wal_bytes, limit=WAL_LIMIT, reason="a reader holds it")
+        return True
+
+    # On the loop
+
+    def _answer(self, group: list[_Waiting], outcomes: list[Any]) -> None:
+        """Tell everybody of a committed group what became of their operation."""
         self.transactions += 1
         self.operations += len(group)
         for waiting, outcome in zip(group, outcomes, strict=True):
-            _answer(waiting.future, outcome)
+            _settle(waiting.future, outcome)
         self._watch_size()
-        await self._checkpoint()
 
     def _watch_size(self) -> None:
         """Warn once when the file passes 80 % of its limit, and again only after it was below."""
@@ -154,25 +188,9 @@ class Writer:
         self._stopping = True
         _log.critical("outbox_write_failed", file=str(self._path), exc_info=error)
         for waiting in (*group, *self._waiting):
-            _answer(waiting.future, outcome_unknown())
+            _settle(waiting.future, outcome_unknown())
         self._waiting.clear()
         self.failed.set()
-
-    async def _checkpoint(self) -> None:
-        """Move the log into the file once it holds enough; the group has its answers, the next one gathers."""
-        if self._transactor.logged_bytes < self._settings.checkpoint_bytes:
-            return
-        try:
-            restart = self.wal_bytes > _RESTART_AT
-            frames, moved = await self._connection.run(partial(self._transactor.checkpoint, restart=restart))
-        except sqlite3.Error as error:
-            if is_broken(error):
-                self._fail([], error)
-            else:  # a full disk, say: the log keeps what was committed, and the next transaction tries again
-                _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes)
-            return
-        if frames > moved and self.wal_bytes > _RESTART_AT:
-            _log.warning("wal_not_emptied", wal_bytes=self.wal_bytes, limit=WAL_LIMIT, reason="a reader holds it")
 
     async def _empty_log(self) -> bool:
         try:
@@ -185,7 +203,7 @@ class Writer:
         return True
 
 
-def _answer(future: asyncio.Future[Any], outcome: Any) -> None:
+def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
     if future.done():  # its caller went away
         return
     if isinstance(outcome, Exception):
