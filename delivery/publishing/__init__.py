@@ -3,12 +3,11 @@
 from delivery.publishing.publisher import Publisher, PublisherCounters
 from delivery.publishing.record import Record, Redriven, redrive
 from delivery.publishing.settings import PublisherSettings, RecordSettings
-from delivery.publishing.source import DELIVERIES, EVENTS, SOURCES, Backlog, Source
+from delivery.publishing.source import DELIVERIES, EVENTS, Backlog, Source, sources_of
 
 __all__ = [
     "DELIVERIES",
     "EVENTS",
-    "SOURCES",
     "Backlog",
     "Publisher",
     "PublisherCounters",
@@ -18,4 +17,5 @@ __all__ = [
     "Redriven",
     "Source",
     "redrive",
+    "sources_of",
 ]

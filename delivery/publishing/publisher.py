@@ -11,10 +11,10 @@ them again under the same ids, which the stream swallows within its duplicate wi
 
 The order of an aggregate is kept, however many publishers there are:
 
-- Its advisory lock is held from before its rows are read until their marks are committed. A second statement reads the
-  rows: its snapshot is later than the lock, so that it sees all that the lock's last holder has committed.
-- Only an unbroken beginning of its unpublished rows is sent. Behind a row that is not due yet, is held by somebody else,
-  or cannot be published at all, its other rows wait; other aggregates do not.
+- Its advisory lock is held from before its rows are read until their marks are committed. A second statement reads
+  them: its snapshot is later than the lock, so that it sees all that the lock's last holder has committed.
+- Only an unbroken beginning of its unpublished rows is sent. Behind a row that is not due yet, is held by somebody
+  else, or cannot be published at all, its other rows wait; other aggregates do not.
 - Of a batch that breaks off, a beginning is in the stream (see `Link`); the rest is sent again, in order.
 
 One case remains: a server that refuses one message for want of space and then takes a later one of the same batch.
@@ -57,7 +57,7 @@ class PublisherCounters:
     published: int = 0
     failed: int = 0
     batches: int = 0
-    connected: bool = False
+    trouble: str | None = "it has not begun"  # what stands in the way, as a sentence
 
 
 class Publisher:
@@ -92,17 +92,15 @@ class Publisher:
     async def run(self) -> None:
         """Publish until `stop`; NATS or Postgres away is waited out."""
         pause = _SHORTEST_SECONDS
-        trouble: str | None = None
         while not self._stop.is_set():
             try:
                 async with self._working:
                     moved = await self.step()
                 pause = _SHORTEST_SECONDS if moved else min(2 * pause, self._settings.idle_seconds)
-                trouble = None
+                self.counters.trouble = None
             except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
-                if str(error) != trouble:  # an outage repeats one error at every try
-                    _log.warning("publishing_failed", source=self.source.name, error=str(error) or repr(error))
-                trouble, pause, moved = str(error), _TROUBLE_SECONDS, False
+                self._troubled(str(error) or type(error).__name__)
+                pause, moved = _TROUBLE_SECONDS, False
             if not moved:
                 await self._rest(pause)
 
@@ -112,7 +110,6 @@ class Publisher:
         async with self._working:
             if self._link is not None:
                 await self._link.close()
-            self.counters.connected = False
 
     async def step(self) -> bool:
         """Publish one batch; whether there was anything to claim. Raises what NATS and Postgres fail with."""
@@ -152,7 +149,6 @@ class Publisher:
         """Return a connection that stands, with a picture of the streams that is not old."""
         now = asyncio.get_running_loop().time()
         if self._link is None or self._link.broken:
-            self.counters.connected = False
             self._link = None
             name = f"postroom-worker {self.source.name}"
             link = await Link.open(self._nats, name=name, ack_seconds=self._settings.ack_seconds)
@@ -162,7 +158,6 @@ class Publisher:
                 await link.close()
                 raise
             self._link, self._looked = link, now
-            self.counters.connected = True
         elif now - self._looked > _REFRESH_SECONDS:
             await self._link.streams.refresh(self._link.js)
             self._looked = now
@@ -182,6 +177,11 @@ class Publisher:
                 "publish_failed", source=self.source.name, key=message.key, subject=message.subject, error=error,
                 messages=len(failed),
             )  # fmt: skip
+
+    def _troubled(self, error: str) -> None:
+        if error != self.counters.trouble:  # an outage repeats one error at every try
+            _log.warning("publishing_failed", source=self.source.name, error=error)
+        self.counters.trouble = error
 
     async def _rest(self, seconds: float) -> None:
         with suppress(TimeoutError):

@@ -11,7 +11,7 @@ which number it got, so that comparing with the stream shows what is gone:
 
 What is gone, is younger than the horizon, and is not confirmed by a consumer's inbox becomes unpublished again, under
 the next epoch. The publisher does the rest. A comparison may take for lost what is there (in a stream made anew a
-moment ago); then the message is in the stream twice, and is harmless there: inboxes know it by its id, without the epoch.
+moment ago); then the message is in the stream twice, which is harmless: inboxes know it by its id, without the epoch.
 
 What a comparison cannot see: messages purged from a work queue (their absence is how it says that they are done), and
 single messages deleted from the middle of a stream. `redrive` publishes these again by hand.
@@ -19,16 +19,14 @@ single messages deleted from the middle of a stream. `redrive` publishes these a
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-import asyncpg
 import msgspec
 import structlog
 
-from chassis.postgres import UNREACHABLE, Connection, Pool
+from chassis.postgres import Connection, Pool
 from chassis.sql import load_queries
 from delivery.publishing.settings import RecordSettings
 from delivery.publishing.source import EVENTS, Source
@@ -62,16 +60,6 @@ class Record:
     def horizon(self) -> timedelta:
         """How old what was lost may be."""
         return timedelta(days=self._settings.horizon_days)
-
-    async def run(self, look: Callable[[], Awaitable[Sequence[StreamPicture]]]) -> None:
-        """Compare for ever with what `look` sees of the streams; a server that is away ends a comparison, no more."""
-        while True:
-            try:
-                await self.compare(look)
-                await self._prune()
-            except (*UNREACHABLE, asyncpg.PostgresError) as error:
-                _log.warning("record_failed", error=type(error).__name__)
-            await asyncio.sleep(self._settings.check_seconds)
 
     async def compare(self, look: Callable[[], Awaitable[Sequence[StreamPicture]]]) -> int:
         """Make unpublished what the streams have lost; return how many messages that were.
@@ -112,7 +100,7 @@ class Record:
             searches.append(("find_before_the_beginning", (stream.first_sequence,), max(since, until - age)))
         return searches
 
-    async def _prune(self) -> None:
+    async def prune(self) -> None:
         """Delete the events whose time is over; deliveries go with their messages."""
         async with self._pool.acquire() as connection:
             before = await connection.fetchval(_QUERIES["now"]) - timedelta(days=self._settings.keep_days)

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import asyncpg
 import msgspec
 
-from chassis.postgres import Connection
+from chassis.postgres import Connection, Pool
 from chassis.sql import Queries, load_queries
 from delivery.history import history_message
 
@@ -87,7 +87,7 @@ class Source:
             keys = [message.key for message in messages]
             await connection.execute(self.queries["mark_failed"], keys, list(errors), list(seconds))
 
-    async def backlog(self, connection: Connection, context: str | None = None) -> Backlog:
+    async def backlog(self, connection: Connection | Pool, context: str | None = None) -> Backlog:
         """Ask QRY-050, of one context or of all."""
         row = await connection.fetchrow(self.queries["backlog"], context)
         assert row is not None  # noqa: S101 - aggregates without groups always have a row
@@ -95,7 +95,7 @@ class Source:
 
 
 def message_id(identity: str, epoch: int) -> str:
-    """Return the `Nats-Msg-Id`: a fresh one each epoch, for the stream would swallow the old one; inboxes cut it off."""
+    """Return the `Nats-Msg-Id`: fresh in each epoch, for a stream would swallow the old one; inboxes cut it off."""
     return f"{identity}/{epoch}" if epoch else identity
 
 
@@ -130,4 +130,9 @@ def _outgoing(row: asyncpg.Record, key: str, body: bytes, headers: dict[str, str
 
 EVENTS: Final = Source("events", load_queries(__package__, "events.sql"), "", _event)
 DELIVERIES: Final = Source("deliveries", load_queries(__package__, "deliveries.sql"), 0, _delivery)
-SOURCES: Final = (EVENTS, DELIVERIES)
+
+
+async def sources_of(database: Connection | Pool) -> Sequence[Source]:
+    """Return what there is to publish in a database: deliveries only where it is a broker's."""
+    has_broker = await database.fetchval(DELIVERIES.queries["has_broker"])
+    return (EVENTS, DELIVERIES) if has_broker else (EVENTS,)

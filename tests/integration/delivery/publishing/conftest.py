@@ -95,7 +95,7 @@ class Office:
 
     async def drained(self) -> None:
         """Wait until nothing waits to be published."""
-        while await self.unpublished():
+        while await self.unpublished():  # noqa: ASYNC110 - the database has no event for it
             await asyncio.sleep(0.005)
 
     async def messages(self, stream: str | None = None) -> list[Any]:

@@ -1,0 +1,81 @@
+"""`postroom worker …`: run the worker that publishes, see its backlog, publish again by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from cli.noun import Config, DryRun, Json, Yes, noun
+from cli.output import ago, confirm, json_line, line, table
+
+app = noun("Run the worker that publishes, and look after what it publishes.")
+
+Context = Annotated[
+    str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
+]
+Since = Annotated[
+    datetime,
+    typer.Option(
+        "--since",
+        help="The time from which on, in UTC, as in 2026-01-31T12:00:00.",
+        formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
+    ),
+]
+Stream = Annotated[str | None, typer.Option("--stream", help="Only what went into this stream.", metavar="NAME")]
+Confirmed = Annotated[
+    bool, typer.Option("--confirmed", help="Also what a consumer's inbox has as handled; it will skip it again.")
+]
+
+
+@app.command()
+def run(*, config: Config = None) -> None:
+    """Publish until a signal says stop."""
+    from worker.commands import main  # noqa: PLC0415
+
+    raise SystemExit(main(config))
+
+
+@app.command()
+def backlog(*, context: Context = None, config: Config = None, as_json: Json = False) -> None:
+    """Show what waits to be published, and since when."""
+    from worker.commands import ask_backlogs  # noqa: PLC0415
+    from worker.config import load_config  # noqa: PLC0415
+
+    found = asyncio.run(ask_backlogs(load_config(config), context))
+    if as_json:
+        for source, one in found.items():
+            json_line({"source": source, "count": one.count, "oldest_at": one.oldest_at, "failing": one.failing})
+    else:
+        rows = [(source, one.count, ago(one.oldest_at), one.failing) for source, one in found.items()]
+        table(("source", "waiting", "oldest", "failed before"), rows)
+
+
+@app.command()
+def redrive(
+    *,
+    since: Since,
+    stream: Stream = None,
+    confirmed: Confirmed = False,
+    config: Config = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Publish again what was published since a time and is not known to be handled; inboxes skip what they have."""
+    from worker.commands import redrive_since  # noqa: PLC0415
+    from worker.config import load_config  # noqa: PLC0415
+
+    settings = load_config(config)
+    if not dry_run:
+        confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
+    found = asyncio.run(
+        redrive_since(settings, since.replace(tzinfo=UTC), stream=stream, confirmed=confirmed, dry_run=dry_run)
+    )
+    for one in found:
+        if as_json:
+            json_line(one)
+        else:
+            line(f"{one.source}: {one.messages} {'would be' if dry_run else 'are'} published again")

@@ -1,0 +1,169 @@
+"""Postgres is the record: whatever a stream loses is published again, until a consumer has it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from delivery.publishing import EVENTS, redrive
+from embedded import EmbeddedNats
+
+
+async def publish(office: Any, running: Any, events: int, *, aggregates: int = 10) -> None:
+    publisher = office.publisher()
+    async with running(publisher):
+        await office.emit_many(events, aggregates)
+        await asyncio.wait_for(office.drained(), 60)
+
+
+def identities(ids: list[str]) -> Counter[str]:
+    return Counter(identity.partition("/")[0] for identity in ids)
+
+
+async def recorded(office: Any) -> set[str]:
+    return {row[0] for row in await office.pool.fetch("SELECT id::text FROM postroom.outbox_events")}
+
+
+async def test_a_stream_that_is_as_it_was_has_lost_nothing(office: Any, running: Any) -> None:
+    await office.add_stream()
+    await publish(office, running, 50)
+    assert await office.compare(office.record()) == 0
+
+
+async def test_a_deleted_stream_is_filled_again_under_fresh_ids(office: Any, running: Any) -> None:
+    await office.add_stream()
+    await publish(office, running, 500)
+    await office.js.delete_stream(office.stream)
+    await office.add_stream()
+    await publish(office, running, 10)  # in its place there are new ones, with the numbers of the old
+
+    ids = await office.ids()
+    assert identities(ids) == Counter(await recorded(office))
+    assert sum(identity.endswith("/1") for identity in ids) == 500
+
+
+async def test_a_purged_stream_is_filled_again_but_for_what_a_consumer_has_handled(office: Any, running: Any) -> None:
+    await office.add_stream()
+    await publish(office, running, 100)
+    handled = (await office.ids())[:40]
+    waiting = (await office.ids())[40]
+    record = office.record()
+    assert await office.compare(record) == 0
+    await receive(office, handled, "now()")
+    await receive(office, [waiting], "NULL")
+    await office.js.purge_stream(office.stream)
+
+    assert await office.compare(record) == 60
+    await publish(office, running, 0)
+    assert identities(await office.ids()) == Counter(await recorded(office) - set(handled))
+
+
+async def test_the_newest_messages_that_a_server_forgot_are_published_again(office: Any, running: Any) -> None:
+    """A power cut takes the end of a stream: its last number is smaller than what was given out."""
+    await office.add_stream()
+    await publish(office, running, 20)
+    lost = await office.pool.fetch(
+        "UPDATE postroom.outbox_events SET stream_sequence = stream_sequence + 15 WHERE stream_sequence > 15 "
+        "RETURNING id::text"
+    )
+    assert await office.compare(office.record()) == 5
+    await publish(office, running, 0)
+    again = [identity for identity in await office.ids() if identity.endswith("/1")]
+    assert {identity.removesuffix("/1") for identity in again} == {row[0] for row in lost}
+
+
+async def test_a_number_given_away_a_second_time_tells_of_a_loss_too(office: Any, running: Any) -> None:
+    """Between the power cut and the look at the stream, others took the numbers of what was lost."""
+    await office.add_stream()
+    await publish(office, running, 5)
+    await office.pool.execute("UPDATE postroom.outbox_events SET stream_sequence = 6 WHERE stream_sequence = 5")
+    async with running(publisher := office.publisher()):
+        await office.emit("fresh")
+        while publisher.counters.published < 2:  # noqa: ASYNC110 - the counter has no event
+            await asyncio.sleep(0.005)
+    assert identities(await office.ids()).most_common(1)[0][1] == 2
+    assert await office.pool.fetchval("SELECT count(*) FROM postroom.outbox_events WHERE epoch = 1") == 1
+
+
+async def test_what_age_took_out_of_a_stream_is_not_lost(office: Any, running: Any) -> None:
+    await office.add_stream(max_age=3600)
+    await publish(office, running, 5)
+    await office.js.purge_stream(office.stream)
+    await office.pool.execute("UPDATE postroom.outbox_events SET published_at = now() - interval '1 hour'")
+    assert await office.compare(office.record()) == 0
+
+
+async def test_what_a_full_stream_pushed_out_is_not_lost(office: Any, running: Any) -> None:
+    await office.add_stream(max_msgs=10)
+    await publish(office, running, 30)
+    assert await office.compare(office.record()) == 0
+
+
+async def test_redriving_by_hand_counts_first_and_then_publishes_again(office: Any, running: Any) -> None:
+    await office.add_stream()
+    await publish(office, running, 30)
+    between = datetime.now(UTC)
+    await publish(office, running, 12)
+    handled = (await office.ids())[-2:]
+    await receive(office, handled, "now()")
+
+    async def drive(**options: Any) -> int:
+        async with office.pool.acquire() as connection:
+            (one,) = [each async for each in redrive(connection, (EVENTS,), **options)]
+            return int(one.messages)
+
+    assert await drive(since=between, dry_run=True) == 10
+    assert await drive(since=between, dry_run=True, confirmed=True) == 12
+    assert await drive(since=between, dry_run=True, stream="ANOTHER") == 0
+    assert await drive(since=between + timedelta(hours=1)) == 0
+    assert await office.unpublished() == 0
+    assert await drive(since=between) == 10
+    assert await office.unpublished() == 10
+    await publish(office, running, 0)
+    assert sum(identity.endswith("/1") for identity in await office.ids()) == 10
+
+
+@pytest.mark.parametrize("events", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
+async def test_every_event_is_rebuilt_after_the_store_of_nats_was_deleted(
+    office: Any, running: Any, short_directory: Any, events: int
+) -> None:
+    import nats  # noqa: PLC0415 - for the test with a server of its own
+
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    publisher = office.publisher(url=server.url)
+
+    async def add_stream() -> None:
+        client = await nats.connect(server.url)
+        await client.jetstream().add_stream(name=office.stream, subjects=[f"{office.context}.event.>"])
+        await client.close()
+
+    await add_stream()
+    async with running(publisher):
+        await office.emit_many(events, aggregates=7)
+        await asyncio.wait_for(office.drained(), 60)
+        server.stop()
+        shutil.rmtree(server.directory / "jetstream")
+        await office.emit_many(10)
+        server.start()
+        await add_stream()
+        while publisher.counters.published < 2 * events + 10:  # noqa: ASYNC110 - the counter has no event
+            await asyncio.sleep(0.01)
+    client = await nats.connect(server.url)
+    info = await client.jetstream().stream_info(office.stream)
+    assert info.state.messages == events + 10
+    await client.close()
+    server.stop()
+
+
+async def receive(office: Any, ids: list[str], processed_at: str) -> None:
+    await office.pool.executemany(
+        "INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject, processed_at) "  # noqa: S608
+        f"VALUES ('someone', $1, $2, 'any', {processed_at})",
+        [(office.context, identity) for identity in ids],
+    )

@@ -1,0 +1,54 @@
+"""What the worker's program can be asked for, each as one call; the command line and `python -m worker` make it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+from chassis import logs, runtime
+from chassis.exits import Exit, Fatal
+from chassis.postgres import Connection
+from delivery.database import open_database
+from delivery.publishing import Backlog, Redriven, Source, redrive, sources_of
+from worker.config import WorkerConfig, load_config
+from worker.main import run
+
+
+def main(config_file: Path | None) -> int:
+    """Load the config and run the worker; what is fatal becomes one sentence and its exit code."""
+    try:
+        config = load_config(config_file)
+        logs.configure(config.log_level)
+        runtime.run(run(config))
+    except Fatal as fatal:
+        sys.stderr.write(f"postroom worker: {fatal}\n")
+        return int(fatal.exit_code)
+    return Exit.OK
+
+
+async def ask_backlogs(config: WorkerConfig, context: str | None) -> dict[str, Backlog]:
+    """Ask QRY-050 of every source, for one context or all."""
+    async with _opened(config) as (connection, sources):
+        return {source.name: await source.backlog(connection, context) for source in sources}
+
+
+async def redrive_since(
+    config: WorkerConfig, since: datetime, *, stream: str | None, confirmed: bool, dry_run: bool
+) -> list[Redriven]:
+    """Have what was published from `since` on published again, or count it."""
+    async with _opened(config) as (connection, sources):
+        found = redrive(connection, sources, since=since, stream=stream, confirmed=confirmed, dry_run=dry_run)
+        return [each async for each in found]
+
+
+@asynccontextmanager
+async def _opened(config: WorkerConfig) -> AsyncIterator[tuple[Connection, Sequence[Source]]]:
+    pool = await open_database(config.database_url, name="postroom-worker", connections=1)
+    try:
+        async with pool.acquire() as connection:
+            yield connection, await sources_of(connection)
+    finally:
+        await pool.close()

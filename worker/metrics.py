@@ -1,0 +1,68 @@
+"""The publishing worker's metrics: `postroom_worker_<what>_<unit>` (spec operate.md, "Telemetry")."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from delivery.publishing import Backlog, Publisher, Record
+
+
+def expose(publishers: Sequence[Publisher], record: Record, backlogs: Mapping[str, Backlog]) -> bytes:
+    """Return every metric in Prometheus' text format; without `backlogs`, which Postgres knows, none of them."""
+    registry = CollectorRegistry()
+    registry.register(_Scrape([*_counters(publishers, record), *_backlogs(backlogs)]))
+    return generate_latest(registry)
+
+
+class _Scrape(Collector):
+    """What one scrape found."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _counters(publishers: Sequence[Publisher], record: Record) -> Iterable[Metric]:
+    counters = {publisher.source.name: publisher.counters for publisher in publishers}
+    yield _counter("published", "Messages that JetStream acknowledged.", _pick(counters, "published"))
+    yield _counter("publish_failures", "Attempts that failed.", _pick(counters, "failed"))
+    yield _counter("batches", "Transactions that moved something.", _pick(counters, "batches"))
+    yield _counter("requeued", "Messages that a stream had lost, and that are published again.", record.requeued)
+    working = {source: float(one.trouble is None) for source, one in counters.items()}
+    yield _gauge("publishing", "1 while nothing stands in the way of publishing.", working)
+
+
+def _backlogs(backlogs: Mapping[str, Backlog]) -> Iterable[Metric]:
+    now = time.time()
+    ages = {
+        source: 0.0 if backlog.oldest_at is None else max(0.0, now - backlog.oldest_at.timestamp())
+        for source, backlog in backlogs.items()
+    }
+    yield _gauge("backlog_messages", "Messages that wait to be published.", _pick(backlogs, "count"))
+    yield _gauge("backlog_failing_messages", "Those of them that failed before.", _pick(backlogs, "failing"))
+    yield _gauge("backlog_age_seconds", "How long the oldest has waited.", ages)
+
+
+def _pick(values: Mapping[str, object], field: str) -> dict[str, float]:
+    return {source: float(getattr(value, field)) for source, value in values.items()}
+
+
+def _counter(name: str, text: str, values: Mapping[str, float]) -> Metric:
+    return _family(CounterMetricFamily(f"postroom_worker_{name}", text, labels=["source"]), values)
+
+
+def _gauge(name: str, text: str, values: Mapping[str, float]) -> Metric:
+    return _family(GaugeMetricFamily(f"postroom_worker_{name}", text, labels=["source"]), values)
+
+
+def _family(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+    for source, value in values.items():
+        family.add_metric([source], value)
+    return family
