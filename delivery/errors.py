@@ -31,11 +31,16 @@ def invalid_subject(detail: str) -> InvalidMessage:
     return InvalidMessage.of(400, "invalid_subject", detail, field="subject")
 
 
+def is_refusal(error: Exception | None) -> bool:
+    """Tell whether the server said that this user may not connect."""
+    return isinstance(error, nats.errors.AuthorizationError) or "authorization" in str(error).lower()
+
+
 def from_nats(error: Exception, doing: str) -> PostroomError:
     """Map an error of nats-py that ended `doing` ("creating the stream SEA_EVENTS")."""
     if isinstance(error, PostroomError):
         return error
-    if isinstance(error, nats.errors.AuthorizationError) or "authorization" in str(error).lower():
+    if is_refusal(error):
         return NotPermitted.of(403, "nats_refused", f"{doing}: NATS refused this user: look at the url and credentials")
     if isinstance(error, nats.errors.MaxPayloadError):
         return too_large(doing)

@@ -12,7 +12,7 @@ import structlog
 from nats.aio.client import Client
 
 from chassis.exits import Exit, Fatal
-from delivery.errors import from_nats
+from delivery.errors import from_nats, is_refusal
 from delivery.settings import NatsSettings
 
 _log = structlog.get_logger(__name__)
@@ -22,16 +22,17 @@ _PINGS: Final = 2  # unanswered ones after which the server counts as gone
 
 
 async def connect(
-    settings: NatsSettings, *, name: str, patience: float | None = None, reconnect: bool = True
+    settings: NatsSettings, *, name: str, patience: float | None = None, reconnect: bool = True, logged: bool = True
 ) -> Client:
     """Connect as `name`; endlessly, or for `patience` seconds, after which it raises `Unavailable` or `NotPermitted`.
 
     Afterwards the connection comes back by itself for as long as it is not closed. The caller closes it. Without
     `reconnect` there is one try, and a connection that breaks stays closed: what was sent is then a beginning of it.
+    What happens to it goes to the log unless `logged` is False: a person at a terminal reads the exception.
     Raises `Fatal` (78) where a file that the settings name cannot be read.
     """
     client = Client()
-    events = _Events(name, client)
+    events = _Events(name, client, logged=logged)
     trust = _trust(settings)
     try:
         async with asyncio.timeout(patience):
@@ -49,7 +50,6 @@ async def connect(
                 error_cb=events.failed,
                 disconnected_cb=events.disconnected,
                 reconnected_cb=events.reconnected,
-                closed_cb=events.closed,
                 **_credentials(settings.credentials_file),
             )
     except Fatal:
@@ -63,26 +63,26 @@ async def connect(
 class _Events:
     """What a connection tells of itself, into the log."""
 
-    def __init__(self, name: str, client: Client) -> None:
+    def __init__(self, name: str, client: Client, *, logged: bool) -> None:
         self._log = _log.bind(connection=name)
+        self._logged = logged
         self._client = client
         self.last: Exception | None = None
 
     async def failed(self, error: Exception) -> None:
-        if str(error) != str(self.last):  # an outage repeats one error at every try
+        if self._logged and str(error) != str(self.last):  # an outage repeats one error at every try
             self._log.warning("nats_error", error=str(error) or type(error).__name__)
-        self.last = error
+        if not is_refusal(self.last):  # a server that refuses a user may also just hang up on the next try
+            self.last = error
 
     async def disconnected(self) -> None:
-        if not self._client.is_closed:
+        if self._logged and not self._client.is_closed:
             self._log.warning("nats_disconnected")
 
     async def reconnected(self) -> None:
         self.last = None
-        self._log.info("nats_reconnected")
-
-    async def closed(self) -> None:
-        self._log.debug("nats_closed")
+        if self._logged:
+            self._log.info("nats_reconnected")
 
 
 def _credentials(file: Path | None) -> dict[str, Any]:

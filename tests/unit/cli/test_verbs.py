@@ -68,6 +68,8 @@ def test_every_operator_verb_takes_ids_filters_a_reason_and_a_dry_run(verb: str)
         "member rotate-token",
         "outbox prune",
         "outbox recover",
+        "dlq replay",
+        "dlq drop",
     ],
 )
 def test_every_destructive_verb_can_be_told_not_to_ask(words: str) -> None:
@@ -75,4 +77,4 @@ def test_every_destructive_verb_can_be_told_not_to_ask(words: str) -> None:
 
 
 def test_verbs_of_later_changes_are_absent() -> None:
-    assert not {"inbox", "dlq", "consumer", "agent", "worker", "jobs", "pipeline"} & set(VERBS)
+    assert not {"jobs", "pipeline"} & set(VERBS)

@@ -1,0 +1,241 @@
+"""`postroom dlq`: an operator sees, replays and drops what could not be handled, against a real JetStream."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from jetstream import DURABLE, Context, Script
+from terminal import Terminal
+
+from delivery.consuming import DONE, Dead
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+
+POISON = Dead("unprocessable", "the total is negative")
+
+
+class Station:
+    """A context with a user at a terminal; each piece of work has a connection of its own."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.name = self.work(self._declare)
+        self.user = Terminal(POSTROOM_NATS_URL=url, POSTROOM_MESH=self.name)
+
+    def work(self, work: Callable[[Context], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            connection = await connect(NatsSettings(url=self.url), name="test", patience=20)
+            try:
+                return await work(Context(connection, getattr(self, "name", None)))
+            finally:
+                await connection.close()
+
+        with asyncio.Runner() as runner:
+            return runner.run(run())
+
+    def bury(self, *ids: str, reason: str = "unprocessable", subject: str | None = None) -> None:
+        """Publish messages, and let the consumer find that they cannot be handled."""
+
+        async def work(context: Context) -> None:
+            await context.publish(ids, b'{"total":-1}', subject)
+            async with context.consuming(Script(lambda _: Dead(reason, "the total is negative"))):
+                await context.settled()
+
+        self.work(work)
+
+    def consume(self, durable: str = DURABLE) -> Script:
+        """Let a consumer that was mended handle whatever there is."""
+        script = Script(lambda _: DONE)
+
+        async def work(context: Context) -> None:
+            async with context.consuming(script, durable=durable):
+                await context.settled(durable)
+
+        self.work(work)
+        return script
+
+    def letters(self) -> list[dict[str, Any]]:
+        return self.user.run("dlq", "list", "--json").json
+
+    @staticmethod
+    async def _declare(context: Context) -> str:
+        await context.declare()
+        return context.name
+
+
+@pytest.fixture
+def station(nats_url: str) -> Iterator[Station]:
+    station = Station(nats_url)
+    yield station
+    station.work(Context.remove)
+
+
+def test_a_list_shows_why_each_died_and_never_a_payload(station: Station) -> None:
+    station.bury("a", "b")
+    shown = station.user.run("dlq", "list")
+    assert shown.code == 0
+    assert shown.out.count("unprocessable") == 2
+    assert "the total is negative" in shown.out
+    assert '{"total":-1}' not in shown.out
+    assert [letter["message_id"] for letter in station.letters()] == ["a", "b"]
+    assert all("payload" not in letter for letter in station.letters())
+
+
+def test_a_context_without_dead_letters_has_an_empty_list(station: Station) -> None:
+    assert station.user.run("dlq", "list").out == "no dead letters\n"
+    assert station.user.run("dlq", "list", "--mesh", "unheard_of").out == "no dead letters\n"
+
+
+def test_filters_narrow_a_list(station: Station) -> None:
+    station.bury("a")
+    station.bury("b", reason="max_deliver", subject=f"{station.name}.event.order_cancelled.v2")
+    for option, value, ids in (
+        ("--code", "max_deliver", ["b"]),
+        ("--subject", f"{station.name}.event.order_placed.*", ["a"]),
+        ("--consumer", DURABLE, ["a", "b"]),
+        ("--consumer", "another", []),
+        ("--older-than", "1h", []),
+    ):
+        found = station.user.run("dlq", "list", "--json", option, value)
+        assert [letter["message_id"] for letter in found.json] == ids, option
+
+
+def test_inspect_shows_a_letter_whole(station: Station) -> None:
+    station.bury("a")
+    (letter,) = station.user.run("dlq", "inspect", "a", "--json").json
+    assert letter["payload"] == '{"total":-1}'
+    assert letter["headers"]["Nats-Msg-Id"] == "a"
+    assert (letter["stream"], letter["sequence"], letter["tenant"]) == (
+        f"{station.name}_EVENTS".upper(),
+        1,
+        station.name,
+    )
+    assert "the total is negative" in station.user.run("dlq", "inspect", letter["id"]).out
+
+
+def test_inspect_of_an_unknown_letter_is_exit_code_3(station: Station) -> None:
+    outcome = station.user.run("dlq", "inspect", "nobody")
+    assert outcome.code == 3
+    assert "postroom dlq list" in outcome.sentence()
+
+
+def test_a_replay_after_a_fix_is_processed_once_under_a_fresh_id(station: Station) -> None:
+    station.bury("a", "b")
+    outcome = station.user.run("dlq", "replay", "--all", "--yes", "--reason", "mended", "--json")
+    assert outcome.code == 0, outcome.err
+    assert [settled["new_message_id"] for settled in outcome.json] == [f"a~{DURABLE}.1", f"b~{DURABLE}.1"]
+    mended = station.consume()
+    assert sorted(mended.ids()) == [f"a~{DURABLE}.1", f"b~{DURABLE}.1"]
+    assert {delivery.headers["Postroom-Replay-Of"] for delivery in mended.seen} == {"a", "b"}
+    assert {delivery.data for delivery in mended.seen} == {b'{"total":-1}'}
+    assert station.letters() == []
+
+
+def test_a_second_replay_finds_nothing_to_send(station: Station) -> None:
+    station.bury("a")
+    (letter,) = station.letters()
+    assert station.user.run("dlq", "replay", letter["id"], "--yes", "--reason", "mended").code == 0
+    assert station.user.run("dlq", "replay", letter["id"], "--yes", "--reason", "mended").code == 3
+    assert len(station.consume().seen) == 1
+
+
+def test_a_replay_is_not_handled_by_the_other_consumers_of_the_stream(station: Station) -> None:
+    station.bury("a")
+    assert station.consume("another").ids() == ["a"]
+    station.user.run("dlq", "replay", "a", "--yes", "--reason", "mended")
+    assert station.consume("another").ids() == []
+    assert station.consume().ids() == [f"a~{DURABLE}.1"]
+
+
+def test_a_message_that_dies_again_can_be_replayed_again(station: Station) -> None:
+    station.bury("a")
+    station.user.run("dlq", "replay", "a", "--yes", "--reason", "mended")
+    station.bury()
+    (letter,) = station.letters()
+    assert letter["message_id"] == f"a~{DURABLE}.1"
+    station.user.run("dlq", "replay", letter["message_id"], "--yes", "--reason", "mended better")
+    assert station.consume().ids() == [f"a~{DURABLE}.2"]
+
+
+def test_a_dry_run_sends_and_removes_nothing(station: Station) -> None:
+    station.bury("a")
+    assert station.user.run("dlq", "replay", "--all", "--dry-run").out == "1 would be replayed, 0 failed\n"
+    assert station.user.run("dlq", "drop", "--all", "--dry-run").out == "1 would be dropped, 0 failed\n"
+    assert len(station.letters()) == 1
+    assert station.consume().seen == []
+
+
+def test_a_dropped_letter_is_gone_and_the_log_says_why(station: Station) -> None:
+    station.bury("a", "b")
+    assert station.user.run("dlq", "drop", "a", "--yes", "--reason", "a test order").out == "1 dropped, 0 failed\n"
+    assert [letter["message_id"] for letter in station.letters()] == ["b"]
+    station.user.run("dlq", "replay", "b", "--yes", "--reason", "mended")
+    notes = station.user.run("dlq", "log", "--json").json
+    assert [(note["act"], note["message_id"], note["why"]) for note in notes] == [
+        ("dropped", "a", "a test order"),
+        ("replayed", "b", "mended"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["replay", "--reason", "x"],
+        ["replay", "a", "--all", "--reason", "x"],
+        ["replay", "a", "--code", "max_deliver", "--reason", "x"],
+        ["drop", "a", "--yes"],
+        ["drop", "a", "--reason", "x"],
+        ["inspect"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_not_said_clearly_is_a_usage_error_and_changes_nothing(station: Station, arguments: list[str]) -> None:
+    station.bury("a")
+    outcome = station.user.run("dlq", *arguments)
+    assert outcome.code == 2
+    assert outcome.sentence()
+    assert len(station.letters()) == 1
+
+
+def test_what_another_program_wrote_can_be_seen_and_dropped_but_not_replayed(station: Station) -> None:
+    async def write(context: Context) -> None:
+        await context.js.publish(f"{context.name}.dlq.vibe_created.v1", b"what is this")
+        await context.js.publish(
+            f"{context.name}.dlq.vibe_created.v1",
+            b'{"message_id":"z","original_subject":"x.event.y.v1","reason":"poison","attempts":1}',
+        )
+
+    station.work(write)
+    assert [letter.get("message_id") for letter in station.letters()] == [None, "z"]
+    refused = station.user.run("dlq", "replay", "1", "z", "--yes", "--reason", "x")
+    assert refused.code == 1
+    assert refused.err.count("holds no payload") == 2
+    assert station.user.run("dlq", "drop", "1", "z", "--yes", "--reason", "x").code == 0
+    assert station.letters() == []
+
+
+def test_without_nats_it_says_so(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.jetstream.PATIENCE", 0.2)
+    outcome = station.user.run("dlq", "list", "--nats-url", "nats://127.0.0.1:1")
+    assert outcome.code == 69
+    assert "JetStream does not answer" in outcome.sentence()
+    assert outcome.out == ""
+
+
+def test_without_an_address_or_a_mesh_it_says_what_to_set(station: Station) -> None:
+    assert "POSTROOM_NATS_URL" in Terminal(POSTROOM_MESH="demo").run("dlq", "list").sentence()
+    assert "POSTROOM_MESH" in Terminal(POSTROOM_NATS_URL=station.url).run("dlq", "list").sentence()
+
+
+def test_wrong_credentials_are_exit_code_77(station: Station, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.jetstream.PATIENCE", 1.0)
+    file = tmp_path / "credentials"
+    file.write_text("postroom:wrong")
+    file.chmod(0o600)
+    address = f"nats://{station.url.rpartition('@')[2]}"
+    outcome = station.user.run("dlq", "list", "--nats-url", address, "--nats-credentials-file", file)
+    assert outcome.code == 77
+    right = station.url.removeprefix("nats://").rpartition("@")[0]
+    file.write_text(right)
+    assert station.user.run("dlq", "list", "--nats-url", address, "--nats-credentials-file", file).code == 0
