@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final, Self
 
 import asyncpg
+from asyncpg.pool import PoolConnectionProxy
 
 from postroom.once.errors import unavailable, unusable
 from postroom.once.model import LEASE_EXPIRED, Result, Row, Scope
@@ -57,15 +58,12 @@ class PostgresStore:
 
     async def prepare(self) -> None:
         """Create the schema where there is none, and check its version."""
-        async with _mapped(), self._pool.acquire() as connection, connection.transaction():
+        async with _mapped(), self._pool.acquire() as connection:
             version = await connection.fetchval(_QUERIES["version"])
             if version is None:
-                await connection.execute(_QUERIES["lock_schema"])
-                version = await connection.fetchval(_QUERIES["version"])
-            if version is None:
-                await connection.execute(_SCHEMA)
-            elif version != VERSION:
-                raise unusable(f"its schema is {version}, this program knows {VERSION}: install the same version")
+                version = await _create(connection)
+        if version != VERSION:
+            raise unusable(f"its schema is {version}, this program knows {VERSION}: install the same version")
 
     async def take(self, scope: Scope, owner: str, lease: float) -> Row | None:
         """See `Store.take`."""
@@ -113,6 +111,16 @@ async def _connect(url: str) -> asyncpg.Pool[asyncpg.Record]:
             )
     except ValueError as error:
         raise unusable("its address is no Postgres URL (postgresql://user@host/database)") from error
+
+
+async def _create(connection: PoolConnectionProxy[asyncpg.Record]) -> str:
+    """Create the schema unless another process does just now; return its version."""
+    async with connection.transaction():
+        await connection.execute(_QUERIES["lock_schema"])
+        version: str | None = await connection.fetchval(_QUERIES["version"])
+        if version is None:
+            await connection.execute(_SCHEMA)
+    return version or VERSION
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from typing import Final
 
 from postroom.errors import InvalidMessage
 from postroom.once.claim import Claim, claimed
-from postroom.once.errors import KeyHeld, LeaseLost
+from postroom.once.errors import KeyHeld, LeaseLost, unusable
 from postroom.once.memory import MemoryStore
 from postroom.once.model import MAX_ERROR, Begun, Done, Held, Result, Run, Scope
 from postroom.once.store import Store
@@ -162,9 +162,7 @@ async def open_registry(
 async def _open_store(url: str) -> Store:
     scheme, _, rest = url.partition(":")
     if scheme in {"postgresql", "postgres"}:
-        from postroom.once.postgres import PostgresStore  # noqa: PLC0415 - asyncpg is an extra
-
-        return await PostgresStore.open(url)
+        return await _open_postgres(url)
     if scheme == "sqlite" and rest.startswith("///"):
         from postroom.once.sqlite import SqliteStore  # noqa: PLC0415 - some builds of Python have no sqlite3
 
@@ -173,3 +171,11 @@ async def _open_store(url: str) -> Store:
         return MemoryStore()
     sentence = "a registry is at postgresql://…, sqlite:///absolute/path or memory:"
     raise InvalidMessage.of(400, "invalid_registry_url", sentence)
+
+
+async def _open_postgres(url: str) -> Store:
+    try:
+        from postroom.once.postgres import PostgresStore  # noqa: PLC0415 - asyncpg is an extra
+    except ModuleNotFoundError as error:
+        raise unusable(f"{error.name} is missing: install postroom[postgres]") from error
+    return await PostgresStore.open(url)

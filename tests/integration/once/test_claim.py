@@ -132,10 +132,13 @@ async def test_a_block_whose_lease_is_lost_is_cancelled(registry: Registry, stor
 async def test_a_block_that_ends_after_its_lease_cannot_commit(
     registry: Registry, store: Fickle, time: Hourglass
 ) -> None:
-    with pytest.raises(LeaseLost):
+    async def block() -> None:
         async with registry.once(*NAMES) as claim:
             claim.result = "late"
             time.now += 31
+
+    with pytest.raises(LeaseLost):
+        await block()
     assert await state(store) == "PENDING"
 
 
@@ -215,14 +218,17 @@ async def test_a_commit_whose_answer_was_lost_is_taken_for_done(
 
 
 async def test_an_error_that_cannot_be_recorded_is_raised_all_the_same(registry: Registry, store: Fickle) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
+    async def block() -> None:
         async with registry.once(*NAMES):
             store.refusals = 1
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        await block()
     assert ["stays held" in note for note in caught.value.__notes__] == [True]
 
 
-async def test_whoever_waits_is_given_the_result(registry: Registry, store: Fickle, time: Hourglass) -> None:
+async def test_whoever_waits_is_given_the_result(registry: Registry, time: Hourglass) -> None:
     run = await registry.begin(SCOPE)
     assert isinstance(run, Run)
 

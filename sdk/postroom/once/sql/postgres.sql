@@ -3,8 +3,13 @@
 SELECT pg_advisory_xact_lock(hashtextextended('postroom_once', 0));
 
 -- name: version
--- The version of the schema, as its table's comment; NULL where there is none.
-SELECT obj_description(to_regclass('postroom_once.idempotency_keys'), 'pg_class');
+-- The version of the schema, as its table's comment; no row where there is none. (`to_regclass` would answer from what the
+-- session remembers, which may be older than the lock.)
+SELECT description
+FROM pg_description
+JOIN pg_class ON pg_class.oid = objoid
+JOIN pg_namespace ON pg_namespace.oid = relnamespace
+WHERE nspname = 'postroom_once' AND relname = 'idempotency_keys' AND objsubid = 0 AND classoid = 'pg_class'::regclass;
 
 -- name: take
 -- Make a free key PENDING: a new one, a failed one, one whose lease has run out. No row where it is not free.

@@ -1,0 +1,119 @@
+"""Workers as processes: they race, are killed at each step, and are stopped past their lease."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedded.processes import tethered
+
+WORKER = Path(__file__).parents[2] / "support" / "once_worker.py"
+SHORT, LONG = "1", "60"  # seconds of a lease
+
+
+class Workers:
+    """Starts workers on one registry, which all write their effects to one file."""
+
+    def __init__(self, place: str, effects: Path) -> None:
+        self._place = place
+        self._effects = effects
+        self._started: list[asyncio.subprocess.Process] = []
+
+    async def start(self, *words: str, lease: str = LONG) -> asyncio.subprocess.Process:
+        command = tethered([sys.executable, str(WORKER), self._place, lease, str(self._effects), *words])
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        self._started.append(process)
+        return process
+
+    async def finish(self, *keys: str) -> list[str]:
+        """Run a worker to its end and return what it says."""
+        return await said(await self.start(*keys))
+
+    def effects(self) -> Counter[str]:
+        return Counter(self._effects.read_text().split()) if self._effects.exists() else Counter()
+
+    async def end(self) -> None:
+        for process in self._started:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def said(process: asyncio.subprocess.Process) -> list[str]:
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    return out.decode().splitlines()
+
+
+async def until(process: asyncio.subprocess.Process, step: str) -> None:
+    assert process.stdout is not None
+    assert await process.stdout.readline() == f"{step}\n".encode()
+
+
+@pytest.fixture
+async def workers(place: str, tmp_path: Path) -> AsyncIterator[Workers]:
+    built = Workers(place, tmp_path / "effects")
+    yield built
+    await built.end()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite://{tmp_path}/once.db"
+    url: str = request.getfixturevalue("database_url")
+    return url
+
+
+async def test_of_racing_processes_one_does_each_key(workers: Workers) -> None:
+    keys = [f"k-{number}" for number in range(25)]
+    racing = [await workers.start(*(keys if number % 2 else reversed(keys))) for number in range(4)]
+    spoken = [await said(process) for process in racing]
+    assert workers.effects() == Counter(keys)
+    assert all({line.split()[-1] for line in lines} == set(keys) for lines in spoken)
+
+
+@pytest.mark.parametrize(
+    ("step", "effects", "then"),
+    [
+        ("begun", 1, "k 2 lease_expired k"),
+        ("effect", 2, "k 2 lease_expired k"),  # the gap that no registry closes: the effect was had without a record
+        ("committed", 1, "k 0 None k"),
+    ],
+)
+async def test_what_a_killed_worker_had_begun_is_done_by_another(
+    workers: Workers, step: str, effects: int, then: str
+) -> None:
+    killed = await workers.start("--stop-at", step, "k", lease=SHORT)
+    await until(killed, step)
+    killed.kill()
+    await killed.wait()
+    assert await workers.finish("k") == [then]
+    assert workers.effects() == {"k": effects}
+    assert await workers.finish("k") == ["k 0 None k"]
+    assert workers.effects() == {"k": effects}
+
+
+async def test_a_stopped_worker_that_wakes_up_past_its_lease_cannot_commit(workers: Workers) -> None:
+    stopped = await workers.start("--stop-at", "begun", "k", lease=SHORT)
+    await until(stopped, "begun")
+    stopped.send_signal(signal.SIGSTOP)
+    other: Any = await workers.start("--stop-at", "effect", "k")
+    await until(other, "effect")  # it waited for the lease to run out
+    stopped.send_signal(signal.SIGCONT)
+    assert await _goes_on(stopped) == ["k lease_lost"]
+    assert await _goes_on(other) == ["k 2 lease_expired k"]
+    assert await workers.finish("k") == ["k 0 None k"]
+
+
+async def _goes_on(process: asyncio.subprocess.Process) -> list[str]:
+    out, _ = await process.communicate(b"\n")
+    return out.decode().splitlines()

@@ -1,0 +1,206 @@
+"""The tables themselves: what a key may be, where it may go, and what stands there instead of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+
+from postroom.errors import InvalidMessage, PostroomError, Unavailable
+from postroom.once import Scope, open_registry
+from postroom.once.model import TRANSITIONS
+from postroom.once.postgres import PostgresStore
+from postroom.once.sqlite import SqliteStore
+
+STATES = ["PENDING", "COMMITTED", "FAILED"]
+COLUMNS = {"lease_until": "{later}", "settled_at": "{now}", "encoding": "'json'", "result": "{bytes}"}
+HAS = {
+    "PENDING": {"lease_until"},
+    "COMMITTED": {"settled_at", "encoding", "result"},
+    "FAILED": {"settled_at"},
+}
+REFUSED = (sqlite3.IntegrityError, asyncpg.CheckViolationError)
+WORDS = {
+    "sqlite": {"later": "2000", "now": "1000", "bytes": "x'31'", "table": "idempotency_keys"},
+    "postgres": {
+        "later": "now() + interval '1 h'", "now": "now()", "bytes": "'\\x31'::bytea",
+        "table": "postroom_once.idempotency_keys",
+    },
+}  # fmt: skip
+
+
+class Table:
+    """The bare table of a store."""
+
+    def __init__(self, execute: Callable[[str], Awaitable[Any]], words: dict[str, str]) -> None:
+        self._execute = execute
+        self._words = words
+
+    async def run(self, statement: str) -> None:
+        await self._execute(statement.format(**self._words))
+
+    async def insert(self, state: str) -> None:
+        names = ["tenant, topic, consumer_group, key, state, owner, attempts, begun_at", *HAS[state]]
+        values = [f"'', 'o', '', 'k', '{state}', 'me', 1, {{now}}", *(COLUMNS[name] for name in HAS[state])]
+        await self.run(f"INSERT INTO {{table}} ({', '.join(names)}) VALUES ({', '.join(values)})")  # noqa: S608
+
+    async def move(self, state: str, **other: str) -> None:
+        columns = {name: value if name in HAS[state] else "NULL" for name, value in COLUMNS.items()} | other
+        values = ", ".join(f"{name} = {value}" for name, value in columns.items())
+        await self.run(f"UPDATE {{table}} SET state = '{state}', last_error = 'no', {values}")  # noqa: S608
+
+    async def bring(self, state: str) -> None:
+        await self.insert("PENDING")
+        if state != "PENDING":
+            await self.move(state)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
+    if request.param == "sqlite":
+        return "sqlite", str(tmp_path / "once.db")
+    return "postgres", request.getfixturevalue("database_url")
+
+
+@pytest.fixture
+async def table(place: tuple[str, str]) -> AsyncIterator[Table]:
+    kind, where = place
+    if kind == "sqlite":
+        await (await SqliteStore.open(Path(where))).close()
+        db = sqlite3.connect(where, isolation_level=None)
+
+        async def execute(statement: str) -> None:
+            db.execute(statement)
+
+        yield Table(execute, WORDS[kind])
+        db.close()
+    else:
+        await (await PostgresStore.open(where)).close()
+        connection = await asyncpg.connect(where)
+        yield Table(connection.execute, WORDS[kind])
+        await connection.close()
+
+
+@pytest.mark.parametrize(("before", "after"), list(product([None, *STATES], STATES)))
+async def test_a_key_goes_where_the_transitions_say_and_nowhere_else(
+    table: Table, before: str | None, after: str
+) -> None:
+    async def move() -> None:
+        await (table.insert(after) if before is None else table.move(after))
+
+    if before is not None:
+        await table.bring(before)
+    if (before, after) in TRANSITIONS:
+        await move()
+    else:
+        with pytest.raises(REFUSED):
+            await move()
+
+
+@pytest.mark.parametrize(("state", "column"), list(product(STATES, COLUMNS)))
+async def test_a_key_has_what_its_state_has_and_nothing_else(table: Table, state: str, column: str) -> None:
+    await table.insert("PENDING")
+    value = "NULL" if column in HAS[state] else COLUMNS[column]
+    with pytest.raises(REFUSED):
+        await table.move(state, **{column: value})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "state = 'LOST'",
+        "state = NULL",
+        "owner = ''",
+        "attempts = 0",
+        "owner = 'another'",  # taken over, but not counted
+        "state = 'FAILED', lease_until = NULL, settled_at = {now}, last_error = 'no', owner = 'another'",
+        "state = 'FAILED', lease_until = NULL, settled_at = {now}, last_error = NULL",
+    ],
+)
+async def test_a_change_that_no_step_makes_is_refused(table: Table, change: str) -> None:
+    await table.bring("PENDING")
+    with pytest.raises((*REFUSED, asyncpg.NotNullViolationError)):
+        await table.run(f"UPDATE {{table}} SET {change}")  # noqa: S608 - of this test
+
+
+async def test_a_store_is_opened_again_and_by_many_at_once(place: tuple[str, str]) -> None:
+    kind, where = place
+
+    async def begin() -> str:
+        store = await (SqliteStore.open(Path(where)) if kind == "sqlite" else PostgresStore.open(where))
+        row = await store.take(Scope("", "o", "k"), "me", 60)
+        await store.close()
+        await store.close()
+        return "taken" if row else "held"
+
+    assert sorted(await asyncio.gather(*(begin() for _ in range(4)))) == ["held"] * 3 + ["taken"]
+    assert await begin() == "held"
+
+
+async def test_a_newer_store_is_left_alone(place: tuple[str, str], table: Table) -> None:
+    kind, where = place
+    comment = "COMMENT ON TABLE {table} IS 'version 2'"
+    await table.run("PRAGMA user_version = 2" if kind == "sqlite" else comment)
+    with pytest.raises(PostroomError, match="version 2, this program knows"):
+        await (SqliteStore.open(Path(where)) if kind == "sqlite" else PostgresStore.open(where))
+
+
+async def test_a_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "other.db"
+    with sqlite3.connect(file) as db:
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    before = file.read_bytes()
+    with pytest.raises(PostroomError, match="another program"):
+        await SqliteStore.open(file)
+    assert file.read_bytes() == before
+    (tmp_path / "text").write_text("no database\n" * 100)
+    with pytest.raises(PostroomError, match="not a database"):
+        await SqliteStore.open(tmp_path / "text")
+
+
+async def test_a_new_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    await (await SqliteStore.open(tmp_path / "once.db")).close()
+    assert (tmp_path / "once.db").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_locked_file_and_an_absent_server_are_worth_another_try(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable) as caught:
+        await PostgresStore.open(f"postgresql:///nothing?host={tmp_path}")
+    assert (caught.value.code, caught.value.retryable) == ("registry_unavailable", True)
+    with pytest.raises(PostroomError, match="no Postgres URL"):
+        await PostgresStore.open("postgresql://host:port/")
+    with pytest.raises(PostroomError, match="No such file"):
+        await SqliteStore.open(tmp_path / "absent" / "once.db")
+
+
+@pytest.mark.parametrize("url", ["", "mysql://host/db", "sqlite:once.db", "sqlite://once.db", "memory", "memory:x"])
+async def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidMessage, match="sqlite:///absolute/path"):
+        async with open_registry(url):
+            pytest.fail("opened")
+
+
+@pytest.mark.parametrize("scheme", ["memory", "sqlite", "postgres"])
+async def test_a_registry_is_opened_by_its_address(scheme: str, tmp_path: Path, database_url: str) -> None:
+    url = {"memory": "memory:", "sqlite": f"sqlite://{tmp_path}/once.db", "postgres": database_url}[scheme]
+    async with open_registry(url) as registry, registry.once("", "orders", "k") as claim:
+        assert claim.first
+
+
+def test_a_program_without_asyncpg_is_told_what_to_install() -> None:
+    program = (
+        "import sys, asyncio; sys.modules['asyncpg'] = None\n"
+        "from postroom.once.registry import _open_store\n"
+        "asyncio.run(_open_store('postgresql:///x'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "install postroom[postgres]" in done.stderr
