@@ -1,0 +1,71 @@
+"""A consumer is killed (-9) before and after each of its steps, again and again, while messages flow."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import crashing_consumer
+import pytest
+from handlers import CountingHandler
+from http_consumers import Inbox
+from jetstream import DURABLE, Context
+
+from embedded.processes import tethered
+
+ROUNDS = 3
+PER_KILL = 40  # messages published before each
+STEPS = [f"{moment}_{step}" for step in crashing_consumer.STEPS for moment in ("before", "after")]
+
+
+@pytest.fixture
+def config_file(context: Context, nats_url: str, inbox_database: str, handler: CountingHandler, tmp_path: Path) -> Path:
+    file = tmp_path / "consumer.toml"
+    file.write_text(
+        f'context = "{context.name}"\ndatabase_url = "{inbox_database}"\n[nats]\nurl = "{nats_url}"\n'
+        f'[handler]\nurl = "{handler.url}"\ntimeout_seconds = 0.3\n'
+        f'[consumer]\nstream = "{context.events}"\ndurable = "{DURABLE}"\nack_wait_seconds = 0.4\nmax_deliver = 50\n'
+        "[consumer.backoff]\nfirst_seconds = 0.01\nmost_seconds = 0.01\n"
+    )
+    return file
+
+
+@asynccontextmanager
+async def running(file: Path, step: str, count: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = [sys.executable, crashing_consumer.__file__, str(file), step, str(count)]
+    process = await asyncio.create_subprocess_exec(*tethered(command), stderr=asyncio.subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_killed_at_every_step_each_effect_happens_once_and_what_is_processed_is_never_called_again(
+    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path
+) -> None:
+    rng = random.Random(47)
+    ids: list[str] = []
+    for step in STEPS * ROUNDS:
+        fresh = [f"m-{len(ids) + number}" for number in range(PER_KILL)]
+        await context.publish(fresh)
+        ids += fresh
+        done, calls = await inbox.processed(), len(handler.calls)
+        async with running(config_file, step, rng.randint(1, PER_KILL)) as process, asyncio.timeout(60):
+            assert await process.wait() == -signal.SIGKILL
+        assert not done & set(handler.ids()[calls:])
+    done, calls = await inbox.processed(), len(handler.calls)
+    async with running(config_file, "never", 1):
+        await context.settled()
+
+    assert not done & set(handler.ids()[calls:])
+    assert handler.effects == dict.fromkeys(ids, 1)
+    assert await inbox.processed() == set(ids)
+    assert await context.letters() == []
+    assert handler.most_at_once == 1

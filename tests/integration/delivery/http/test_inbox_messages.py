@@ -1,0 +1,185 @@
+"""The table behind the inbox: its states, its leases, and what it refuses (POL-047-003, POL-047-004, QRY-051)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+
+import asyncpg
+import pytest
+from http_consumers import Inbox
+from jetstream import Context
+
+from delivery.http.answers import Judgement, State
+from delivery.http.inbox_messages import (
+    Claim,
+    Died,
+    Held,
+    InboxMessages,
+    Processed,
+    get_inbox_backlog,
+    open_inbox_pool,
+)
+from delivery.http.requests import Incoming, read
+from delivery.message import Delivery
+
+PROCESSED = Judgement(State.PROCESSED)
+RAN_OUT = "UPDATE postroom.inbox_messages SET leased_until = now() - interval '1 second' WHERE source_context = $1"
+
+
+@pytest.fixture
+async def pool(inbox_database: str) -> AsyncIterator[asyncpg.Pool[asyncpg.Record]]:
+    pool = await open_inbox_pool(inbox_database, name="test", connections=2)
+    yield pool
+    await pool.close()
+
+
+@pytest.fixture
+def mine(pool: asyncpg.Pool[asyncpg.Record]) -> InboxMessages:
+    return InboxMessages(pool, "mine", lease_seconds=30)
+
+
+@pytest.fixture
+def theirs(pool: asyncpg.Pool[asyncpg.Record]) -> InboxMessages:
+    """The same consumer in another process."""
+    return InboxMessages(pool, "mine", lease_seconds=30)
+
+
+@pytest.fixture
+def message(context: Context) -> Incoming:
+    return incoming(context, "m-1")
+
+
+def incoming(context: Context, message_id: str) -> Incoming:
+    now = datetime.now(UTC)
+    return read(Delivery(context.subject, b"{}", {}, message_id, context.events, 1, 1, last=False, published_at=now))
+
+
+async def claimed(inbox: InboxMessages, message: Incoming) -> Claim:
+    state = await inbox.claim(message)
+    assert isinstance(state, Claim)
+    return state
+
+
+async def test_a_message_is_claimed_by_one_and_held_for_the_other(
+    mine: InboxMessages, theirs: InboxMessages, message: Incoming
+) -> None:
+    claim = await claimed(mine, message)
+    held = await theirs.claim(message)
+
+    assert (claim.attempt, claim.last_error) == (1, None)
+    assert isinstance(held, Held)
+    assert 0 < held.seconds <= 30
+
+
+async def test_a_lease_that_ran_out_settles_nothing_and_the_next_attempt_does(
+    mine: InboxMessages, theirs: InboxMessages, message: Incoming, inbox: Inbox, context: Context
+) -> None:
+    stale = await claimed(mine, message)
+    await inbox.execute(RAN_OUT, context.name)
+    assert await mine.settle(stale, PROCESSED) is False
+
+    stolen = await claimed(theirs, message)
+    assert (stolen.attempt, stolen.last_error) == (2, "ack_timeout")
+    assert await mine.settle(stale, Judgement(State.DEAD, "poison", "too late")) is False
+    assert await mine.renew([stale]) == {}
+    assert await theirs.settle(stolen, PROCESSED) is True
+    assert await mine.claim(message) == Processed()
+
+
+async def test_a_lease_that_is_renewed_goes_on(mine: InboxMessages, message: Incoming, inbox: Inbox) -> None:
+    claim = await claimed(mine, message)
+    before = (await inbox.row("m-1"))["leased_until"]
+
+    assert set(await mine.renew([claim])) == {claim}
+    assert (await inbox.row("m-1"))["leased_until"] > before
+
+
+async def test_attempts_and_the_last_error_survive_the_process(
+    mine: InboxMessages, theirs: InboxMessages, message: Incoming
+) -> None:
+    first = await claimed(mine, message)
+    await mine.settle(first, Judgement(State.FAILED, error="http_503: busy"))
+    second = await claimed(theirs, message)
+    await theirs.settle(second, Judgement(State.RELEASED))
+    third = await claimed(mine, message)
+
+    assert (second.attempt, second.last_error) == (2, "http_503: busy")
+    assert (third.attempt, third.last_error) == (2, "http_503: busy")  # a released attempt was none
+
+
+async def test_what_is_dead_stays_dead(mine: InboxMessages, message: Incoming) -> None:
+    await mine.settle(await claimed(mine, message), Judgement(State.DEAD, "poison", "http_422: no"))
+
+    assert await mine.claim(message) == Died("poison", "http_422: no")
+
+
+async def test_a_message_that_comes_no_more_is_closed_unless_somebody_attempts_it(
+    mine: InboxMessages, message: Incoming, inbox: Inbox, context: Context
+) -> None:
+    await claimed(mine, message)
+    assert isinstance(await mine.close(message, "max_deliver", "ack_timeout"), Held)
+
+    await inbox.execute(RAN_OUT, context.name)
+    assert await mine.close(message, "max_deliver", "ack_timeout") == Died("max_deliver", "ack_timeout")
+
+
+async def test_many_are_claimed_by_few_statements_each_with_its_own_state(
+    mine: InboxMessages, context: Context
+) -> None:
+    done = incoming(context, "done")
+    await mine.settle(await claimed(mine, done), PROCESSED)
+    statement = await mine._claim([incoming(context, "b"), done, incoming(context, "a"), incoming(context, "b")])
+
+    assert [type(state) for state in statement] == [Claim, Processed, Claim, Held]
+
+
+async def test_the_backlog_counts_what_is_neither_processed_nor_dead(
+    mine: InboxMessages, pool: asyncpg.Pool[asyncpg.Record], context: Context
+) -> None:
+    assert await get_inbox_backlog(pool, context.name) == (0, None)
+    for number, state in enumerate([PROCESSED, Judgement(State.DEAD, "poison", "no"), Judgement(State.FAILED)]):
+        await mine.settle(await claimed(mine, incoming(context, f"m-{number}")), state)
+    await claimed(mine, incoming(context, "leased"))
+
+    backlog = await get_inbox_backlog(pool, context.name)
+    assert backlog.messages == 2
+    assert backlog.oldest_at is not None
+    assert (await get_inbox_backlog(pool, context.name, "mine"), backlog) == (backlog, backlog)
+    assert await get_inbox_backlog(pool, context.name, "another") == (0, None)
+
+
+INSERT = (
+    "INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject{}) VALUES ('c', $1, 'm', 's'{})"
+)
+
+
+@pytest.mark.parametrize(
+    ("columns", "values", "rule"),
+    [
+        (", processed_at", ", now() - interval '1 second'", "processed_after_it_was_received"),
+        (", dead_at", ", now()", "a_dead_message_has_a_reason"),
+        (", owner", ", gen_random_uuid()", "a_lease_has_an_owner_and_an_end"),
+        (", processed_at, dead_at, dead_reason", ", now(), now(), 'x'", "a_message_is_in_one_state"),
+        (", processed_at, owner, leased_until", ", now(), gen_random_uuid(), now()", "a_message_is_in_one_state"),
+        (", attempts", ", -1", "inbox_messages_attempts_check"),
+    ],
+)
+async def test_a_row_in_no_state_is_refused(
+    inbox: Inbox, context: Context, columns: str, values: str, rule: str
+) -> None:
+    with pytest.raises(asyncpg.CheckViolationError) as refused:
+        await inbox.execute(INSERT.format(columns, values), context.name)
+    assert refused.value.constraint_name == rule
+
+
+async def test_a_second_row_of_one_message_is_refused(inbox: Inbox, context: Context) -> None:
+    await inbox.execute(INSERT.format("", ""), context.name)
+    with pytest.raises(asyncpg.UniqueViolationError):
+        await inbox.execute(INSERT.format("", ""), context.name)
+
+
+async def test_what_is_processed_cannot_be_changed(mine: InboxMessages, message: Incoming, inbox: Inbox) -> None:
+    await mine.settle(await claimed(mine, message), PROCESSED)
+    with pytest.raises(asyncpg.IntegrityConstraintViolationError, match="m-1 is processed or dead"):
+        await inbox.execute("UPDATE postroom.inbox_messages SET attempts = 9 WHERE message_id = 'm-1'")

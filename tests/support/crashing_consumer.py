@@ -1,0 +1,55 @@
+"""A consumer as a process that is killed (-9) at one step: `python crashing_consumer.py FILE STEP COUNT`.
+
+The program's own services run, with one collaborator wrapped. STEP is `before_` or `after_` one of claim, call, settle
+and ack; COUNT says at which time that it comes by. STEP `never` runs on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from chassis.runtime import run as run_program
+from worker import consumer
+from worker.consumer_config import load_config
+
+STEPS = ("claim", "call", "settle", "ack")
+
+
+def dying(step: str, count: int, when: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wrap one step, so that the process dies at the time number `count`."""
+    left = [count]
+
+    def die_at(moment: str) -> None:
+        if when == f"{moment}_{step}":
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    async def wrapped(*arguments: Any, **named: Any) -> Any:
+        die_at("before")
+        result = await work(*arguments, **named)
+        die_at("after")
+        return result
+
+    return wrapped
+
+
+async def main(file: Path, when: str, count: int) -> None:
+    async with consumer.open_services(load_config(file, {})) as services:
+        handler, inbox = services.handler, services.inbox
+        inbox.claim = dying("claim", count, when, inbox.claim)  # type: ignore[method-assign]
+        inbox.settle = dying("settle", count, when, inbox.settle)  # type: ignore[method-assign]
+        handler._client.call = dying("call", count, when, handler._client.call)  # type: ignore[method-assign]
+        pull = services.consumer._pull
+        pull.answer = dying("ack", count, when, pull.answer)  # type: ignore[method-assign]
+        await asyncio.gather(services.consumer.run(), handler.leases.run())
+
+
+if __name__ == "__main__":
+    run_program(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
