@@ -14,7 +14,7 @@ from delivery.publishing import DELIVERIES, Record
 from delivery.publishing.link import Link
 from delivery.publishing.streams import StreamPicture
 from delivery.settings import StreamsConfig
-from delivery.streams import default_streams, ensure_stream, reconcile
+from delivery.streams import Reconciled, default_streams, ensure_stream, reconcile
 from postroom.errors import Conflict, PostroomError
 from worker.config import WorkerConfig
 
@@ -75,7 +75,7 @@ class Upkeep:
             if action != "unchanged":
                 _log.info(f"stream_{action}", stream=name, changes=list(changes))
 
-    async def _declare_defaults(self, link: Link, mesh: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    async def _declare_defaults(self, link: Link, mesh: str) -> list[Reconciled]:
         """Create the default streams of a mesh whose subjects no stream takes yet; existing ones stay as they are."""
         return [
             await ensure_stream(link.js, stream)

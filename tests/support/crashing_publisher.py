@@ -1,0 +1,85 @@
+"""A publisher that kills itself: `python crashing_publisher.py DATABASE_URL NATS_URL CONTEXT`.
+
+Each line of standard input is a point: the call to die at (`Link.publish`), `before` or `after` it, and the how many-th
+call it is. For each there is a fresh process (forked, since starting Python costs more than the test), which emits
+events and publishes until all are published or it is dead. The answer to each line is `killed` or `drained`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import sys
+from itertools import count
+from random import Random
+from typing import Any
+
+from delivery.database import open_database
+from delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
+from delivery.publishing.link import Link
+from delivery.publishing.streams import Streams
+from delivery.settings import NatsSettings
+
+EMIT = (
+    "SELECT count(postroom.emit($1, 'order', 'order-' || n % 3, 'order_placed', '{}')) FROM generate_series(1, 20) AS n"
+)
+SETTINGS = PublisherSettings(batch=8, ack_seconds=5, first_seconds=0.01, most_seconds=0.05)
+CLASSES = {kind.__name__: kind for kind in (Link, Publisher, Record, Source, Streams)}
+
+
+def die_at(call: str, when: str, nth: int) -> None:
+    kind, name = call.split(".")
+    original = getattr(CLASSES[kind], name)
+    calls = count(1)
+
+    @functools.wraps(original)
+    async def dying(*arguments: Any, **named: Any) -> Any:
+        mine = next(calls) == nth
+        if mine and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = await original(*arguments, **named)
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(CLASSES[kind], name, dying)
+
+
+async def publish(database_url: str, nats_url: str, context: str) -> None:
+    pool = await open_database(database_url, name="crashing-publisher", connections=3)
+    await pool.execute(EMIT, context)
+    record = Record(pool, (EVENTS,), RecordSettings())
+
+    async def opened(link: Link) -> None:
+        async def look() -> Any:
+            await link.streams.refresh(link.js)
+            return link.streams.pictures
+
+        await record.compare(look)
+
+    nats = NatsSettings(url=nats_url)
+    publisher = Publisher(pool, EVENTS, SETTINGS, nats, horizon=record.horizon, opened=opened, rng=Random(1))
+    while (await EVENTS.backlog(pool)).count:
+        if not await publisher.step():
+            await asyncio.sleep(0.002)
+    await publisher.stop()
+    await pool.close()
+
+
+def main() -> None:
+    for line in sys.stdin:
+        call, when, nth = line.split()
+        child = os.fork()
+        if not child:
+            die_at(call, when, int(nth))
+            asyncio.run(publish(*sys.argv[1:]))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        sys.stdout.write("killed\n" if os.WIFSIGNALED(status) else f"drained {status}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
