@@ -125,7 +125,8 @@ class HttpHandler:
         return None
 
     async def _call(self, incoming: Incoming, claim: Claim) -> Judgement:
-        last = incoming.delivery.last or claim.attempt >= self._max_deliver
+        delivery = incoming.delivery
+        last = delivery.last or claim.attempt >= delivery.most_attempts(self._max_deliver)
         async with self._slots:
             if self._stopping and not last:
                 return _RELEASED

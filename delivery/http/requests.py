@@ -115,7 +115,7 @@ def _event_version(subject: Subject, headers: Mapping[str, str]) -> int:
 def _occurred_at(delivery: Delivery) -> datetime:
     """Return when it happened, as its publisher says; else when it was published."""
     try:
-        moment = msgspec.convert(delivery.headers.get("X-Occurred-At"), datetime, strict=False)
+        moment = msgspec.convert(delivery.headers.get("X-Occurred-At"), datetime)
     except msgspec.ValidationError:
         return delivery.published_at
     return moment if moment.tzinfo is not None else delivery.published_at

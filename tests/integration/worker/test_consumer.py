@@ -1,0 +1,157 @@
+"""`postroom consumer run` as a process: started in both ways, asked how it is, stopped, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from handlers import serving
+from jetstream import Context
+from nats.aio.client import Client
+
+from delivery.database import migrate
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+from embedded.processes import tethered
+
+Running = Callable[..., AbstractAsyncContextManager["asyncio.subprocess.Process"]]
+
+
+@pytest.fixture
+async def connection(nats_url: str) -> AsyncIterator[Client]:
+    connection = await connect(NatsSettings(url=nats_url), name="test", patience=20)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def context(connection: Client) -> AsyncIterator[Context]:
+    """A context whose streams nobody has declared yet."""
+    context = Context(connection)
+    yield context
+    await context.remove()
+
+
+@pytest.fixture
+async def servers(nats_url: str, database_url: str) -> dict[str, str]:
+    await migrate(database_url)
+    return {"POSTROOM_NATS_URL": nats_url, "POSTROOM_DATABASE_URL": database_url}
+
+
+@asynccontextmanager
+async def running(*arguments: str, **environ: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *tethered([sys.executable, "-m", "cli", "consumer", "run", *arguments]),
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **environ},
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def said(process: asyncio.subprocess.Process, event: str) -> dict[str, object]:
+    """Return the first line of the log that is about `event`."""
+    assert process.stderr is not None
+    async with asyncio.timeout(60):
+        async for line in process.stderr:
+            if (told := json.loads(line)).get("event") == event:
+                return dict(told)
+    raise AssertionError(event)
+
+
+async def refused(*arguments: str, **environ: str) -> tuple[int, str]:
+    async with running(*arguments, **environ) as process:
+        _, error = await process.communicate()
+        return process.returncode or 0, error.decode()
+
+
+async def test_three_options_and_the_environment_are_enough_for_a_first_try(
+    context: Context, servers: dict[str, str]
+) -> None:
+    async with serving() as handler:
+        options = ("--context", context.name, "--name", "orders", "--handler", handler.url)
+        async with running(*options, **servers) as process:
+            await said(process, "consuming")
+            while True:  # the stream is declared by the consumer, a moment after it has begun
+                try:
+                    await context.publish(["m-1"])
+                    break
+                except Exception:  # noqa: BLE001 - no such stream yet
+                    await asyncio.sleep(0.01)
+            await handler.saw(1)
+            await context.settled("orders")
+            process.terminate()
+            assert await process.wait() == 0
+
+    assert handler.ids() == ["m-1"]
+
+
+async def test_a_file_says_everything_and_the_page_tells_how_it_goes(
+    context: Context, servers: dict[str, str], tmp_path: Path, short_directory: Path
+) -> None:
+    await context.declare()
+    file = tmp_path / "consumer.toml"
+    async with serving() as handler:
+        file.write_text(
+            f'context = "{context.name}"\ndatabase_url = "{servers["POSTROOM_DATABASE_URL"]}"\nlisten_port = 0\n'
+            f'[nats]\nurl = "{servers["POSTROOM_NATS_URL"]}"\n[handler]\nurl = "{handler.url}"\n'
+            f'[consumer]\nstream = "{context.events}"\ndurable = "orders"\n'
+            f'[[streams]]\nname = "{context.events}_MORE"\nsubjects = ["{context.name}.more.>"]\n'
+        )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.bind(str(short_directory / "notify"))
+            manager.setblocking(False)
+            watched = {"NOTIFY_SOCKET": str(short_directory / "notify"), "WATCHDOG_USEC": "20000"}
+            async with running("--config", str(file), **watched) as process, aiohttp.ClientSession() as session:
+                page = str((await said(process, "consuming"))["page"])
+                await context.publish(["m-1"])
+                await context.settled("orders")
+                async with session.get(f"{page}/ready") as ready, session.get(f"{page}/metrics") as metrics:
+                    text = await metrics.text()
+                    assert (ready.status, await ready.json()) == (200, {"status": "ok", "reasons": []})
+                process.terminate()
+                assert await process.wait() == 0
+                told = set()
+                while "STOPPING=1" not in told:
+                    told.add((await asyncio.get_running_loop().sock_recv(manager, 4096)).decode())
+
+    assert {"READY=1", "WATCHDOG=1", "STATUS=0 messages waiting, 0 being handled"} <= told
+    assert 'postroom_consumer_calls_total{answer="http_200"} 1.0' in text
+    assert 'postroom_consumer_deliveries_total{outcome="done"} 1.0' in text
+    assert "postroom_consumer_backlog_messages 0.0" in text
+    assert (await context.js.stream_info(f"{context.events}_MORE")).config.subjects == [f"{context.name}.more.>"]
+    await context.js.delete_stream(f"{context.events}_MORE")
+
+
+async def test_what_is_wrong_is_said_in_a_sentence_with_its_exit_code(servers: dict[str, str], tmp_path: Path) -> None:
+    direct = ("--context", "demo", "--name", "orders", "--handler", "http://127.0.0.1:1/")
+    slow = {"POSTROOM_CONSUMER_HANDLER_TIMEOUT_SECONDS": "30"}
+    away = {**servers, "POSTROOM_DATABASE_URL": "postgresql://user:hidden@127.0.0.1:1/x"}
+    empty = {**servers, "POSTROOM_DATABASE_URL": servers["POSTROOM_DATABASE_URL"].replace("test_", "nobody_")}
+    cases: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
+        (2, "--context, --name and --handler", (), {}),
+        (2, "--config stands alone", (*direct, "--config", str(tmp_path / "x.toml")), servers),
+        (78, "POSTROOM_NATS_URL is not set", direct, {}),
+        (78, "shorter than consumer.ack_wait_seconds", direct, {**servers, **slow}),
+        (78, "handler.url", (*direct[:5], "ftp://x"), servers),
+        (69, "cannot open the database", direct, away),
+        (69, "cannot open the database", direct, empty),
+    ]
+    answers = await asyncio.gather(*(refused(*arguments, **environ) for _, _, arguments, environ in cases))
+
+    assert [(code, sentence in text) for (_, sentence, _, _), (code, text) in zip(cases, answers, strict=True)] == [
+        (code, True) for code, _, _, _ in cases
+    ]
+    assert not any("Traceback" in text or "hidden" in text for _, text in answers)

@@ -1,0 +1,289 @@
+"""The worker as a process: what a broker accepted is in JetStream, and an operator can see and repeat it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import nats
+import pytest
+
+from broker.authentication import Member
+from broker.config import RetentionConfig
+from broker.database import QUERIES, Database
+from broker.identifiers import MessageIds
+from broker.incoming import Item, check, read_items
+from broker.migrate import migrate
+from broker.store import AcceptStore, Candidate
+from embedded import EmbeddedNats
+from embedded.processes import tethered
+from postroom.administration import HistoryMessage
+from postroom.message import MAX_BODY_BYTES, prepare
+
+DIGEST = b"d" * 32
+
+
+class Accepting:
+    """The accept transaction of a broker in the mesh `demo`, without the HTTP before it."""
+
+    def __init__(self, database: Database, url: str) -> None:
+        self.url = url
+        self.pool = database.accepting
+        self._store = AcceptStore(database, RetentionConfig(), MessageIds())
+
+    async def prepare(self) -> None:
+        await self.pool.execute(QUERIES["create_mesh"], "demo")
+        await self.pool.execute(
+            "INSERT INTO mesh.member (mesh_id, name, role, token_sha256) "
+            "VALUES (1, 'alice', 'member', $1), (1, 'bob', 'member', $2)", DIGEST, b"e" * 32,
+        )  # fmt: skip
+        await self.pool.execute("INSERT INTO mesh.topic (mesh_id, name) VALUES (1, 'orders')")
+        await self.pool.execute("INSERT INTO mesh.queue (mesh_id, name) VALUES (1, 'work'), (1, 'mail.post.send')")
+        await self.pool.execute("INSERT INTO mesh.topic_subscription (topic_id, member_id) VALUES (1, 1), (1, 2)")
+
+    async def send(self, *messages: dict[str, Any]) -> list[str]:
+        """Accept messages from alice, and return their ids."""
+        alice = Member(1, "demo", 1, "alice", "member", DIGEST)
+        written = await self._store.write(alice, [_candidate(message) for message in messages])
+        assert all(one.history_id for one in written)
+        return [str(one.broker_message_id) for one in written]
+
+    async def published(self) -> None:
+        """Wait until nothing waits."""
+        waiting = (
+            "SELECT (SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL)"
+            " + (SELECT count(*) FROM mesh.delivery_queue WHERE published_at IS NULL)"
+        )
+        while await self.pool.fetchval(waiting):  # noqa: ASYNC110 - the database has no event for it
+            await asyncio.sleep(0.01)
+
+
+def _candidate(message: dict[str, Any]) -> Candidate:
+    prepared = prepare(msgspec.json.encode(message))
+    body = {
+        "client_message_id": prepared.client_message_id,
+        "request_fingerprint": prepared.fingerprint.hex(),
+        "message": msgspec.Raw(prepared.payload),
+    }
+    (item,) = read_items(msgspec.json.encode({"messages": [body]}), 1)
+    assert isinstance(item, Item)
+    return Candidate(item, check(item, MAX_BODY_BYTES))
+
+
+@pytest.fixture
+async def accepting(database_url: str) -> AsyncIterator[Accepting]:
+    await migrate(database_url)
+    database = await Database.open(database_url, connections=2)
+    accepting = Accepting(database, database_url)
+    await accepting.prepare()
+    yield accepting
+    await database.close()
+
+
+@pytest.fixture
+def own_nats(short_directory: Path) -> Iterator[EmbeddedNats]:
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@contextmanager
+def worker(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run a worker, and yield it with its first log line that says that it publishes."""
+    process = subprocess.Popen(
+        tethered([sys.executable, "-m", "worker", *arguments]),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PATH": os.environ["PATH"], "POSTROOM_WORKER_LISTEN_PORT": "0", **environment},
+    )
+    assert process.stderr is not None
+    try:
+        started: dict[str, Any] = {}
+        while started.get("event") != "publishing":
+            line = process.stderr.readline()
+            assert line, "the worker ended"
+            started = json.loads(line)
+        yield process, started
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def urls(accepting: Accepting, server: EmbeddedNats) -> dict[str, str]:
+    return {"POSTROOM_DATABASE_URL": accepting.url, "POSTROOM_NATS_URL": server.url}
+
+
+async def read(server: EmbeddedNats, stream: str) -> list[Any]:
+    client = await nats.connect(server.url)
+    js = client.jetstream()
+    info = await js.stream_info(stream)
+    subscription = await js.subscribe("", stream=stream, ordered_consumer=True)
+    found = [await subscription.next_msg(timeout=10) for _ in range(info.state.messages)]
+    await client.close()
+    return found
+
+
+async def test_what_was_accepted_becomes_an_event_a_command_and_inbox_messages(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    event, command, named, dm = await accepting.send(
+        {"to": "topic:orders", "body": "hello", "meta": {"event_version": 2}, "traceparent": trace},
+        {"to": "queue:work", "body": "do it"},
+        {"to": "queue:mail.post.send", "body": "do it"},
+        {"to": "dm:bob", "body_base64": "AAH/"},
+    )
+    with worker(**urls(accepting, own_nats)):
+        await asyncio.wait_for(accepting.published(), 30)
+
+    (published,) = await read(own_nats, "DEMO_EVENTS")
+    assert (published.subject, published.headers["Nats-Msg-Id"]) == ("demo.event.orders.v2", event)
+    assert published.headers["traceparent"] == trace
+    assert json.loads(published.data)["message"]["body"] == "hello"
+    commands = [(one.subject, one.headers["Nats-Msg-Id"]) for one in await read(own_nats, "DEMO_COMMANDS")]
+    assert sorted(commands) == [("cmd.demo.default.work.run", command), ("cmd.demo.mail.post.send", named)]
+    inbox = await read(own_nats, "DEMO_INBOX")
+    found = {
+        one.headers["Nats-Msg-Id"]: (one.subject, msgspec.json.decode(one.data, type=HistoryMessage)) for one in inbox
+    }
+    assert set(found) == {f"{event}.alice", f"{event}.bob", f"{dm}.bob"}
+    subject, message = found[f"{dm}.bob"]
+    assert (subject, message.broker_message_id, message.sender, message.to, message.body_base64) == (
+        "demo.inbox.bob", dm, "alice", "dm:bob", "AAH/",
+    )  # fmt: skip
+    assert found[f"{event}.bob"][1].body == "hello"
+
+
+async def test_a_member_gets_its_messages_in_the_order_of_the_history(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    for first in range(0, 300, 50):
+        await accepting.send(*({"to": "dm:bob", "body": str(n)} for n in range(first, first + 50)))
+    with worker(**urls(accepting, own_nats)), worker(**urls(accepting, own_nats)):
+        await asyncio.wait_for(accepting.published(), 30)
+    bodies = [json.loads(one.data)["body"] for one in await read(own_nats, "DEMO_INBOX")]
+    assert bodies == [str(n) for n in range(300)]
+
+
+async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_hand(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    await accepting.send(*({"to": "topic:orders", "body": str(n)} for n in range(50)))
+    settings = {**urls(accepting, own_nats), "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2"}
+    with worker(**settings):
+        await asyncio.wait_for(accepting.published(), 30)
+        client = await nats.connect(own_nats.url)
+        js = client.jetstream()
+        for name in ("DEMO_EVENTS", "DEMO_INBOX"):
+            await js.delete_stream(name)
+        await until(lambda: holds(js, "DEMO_EVENTS", 50))
+        await until(lambda: holds(js, "DEMO_INBOX", 100))
+
+        said = await cli("worker", "redrive", "--since", "2000-01-01", "--dry-run", **settings)
+        assert said == "events: 50 would be published again\ndeliveries: 100 would be published again\n"
+        await cli("worker", "redrive", "--since", "2000-01-01", "--stream", "DEMO_EVENTS", "--yes", **settings)
+        await until(lambda: holds(js, "DEMO_EVENTS", 100))
+        await asyncio.wait_for(accepting.published(), 30)
+        backlog = [json.loads(line) for line in (await cli("worker", "backlog", "--json", **settings)).splitlines()]
+        assert backlog == [
+            {"source": "events", "count": 0, "oldest_at": None, "failing": 0},
+            {"source": "deliveries", "count": 0, "oldest_at": None, "failing": 0},
+        ]
+        await client.close()
+
+
+async def test_it_starts_without_nats_says_so_and_publishes_when_it_is_there(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    own_nats.stop()
+    await accepting.send({"to": "dm:bob", "body": "hello"})
+    with worker(**urls(accepting, own_nats)) as (process, started):
+        async with aiohttp.ClientSession(started["page"]) as session:
+            async with session.get("/ready") as answer:
+                assert (answer.status, "deliveries wait" in await answer.text()) == (503, True)
+            async with session.get("/metrics") as answer:
+                assert 'postroom_worker_backlog_messages{source="deliveries"} 1.0' in await answer.text()
+            own_nats.start()
+            await asyncio.wait_for(accepting.published(), 30)
+            await until(lambda: answers(session, "/ready", 200))
+            async with session.get("/metrics") as answer:
+                assert 'postroom_worker_published_total{source="deliveries"} 1.0' in await answer.text()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 30) == 0
+
+
+async def test_it_tells_the_service_manager_that_it_is_ready_what_waits_that_it_lives_and_that_it_stops(
+    accepting: Accepting, own_nats: EmbeddedNats, short_directory: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(short_directory / "notify"))
+        manager.setblocking(False)
+        loop = asyncio.get_running_loop()
+        told = {"NOTIFY_SOCKET": str(short_directory / "notify"), "WATCHDOG_USEC": "20000"}
+        with worker(**urls(accepting, own_nats), **told) as (process, _):
+            heard = {await loop.sock_recv(manager, 4096) for _ in range(4)}
+            process.terminate()
+            while (stopping := await loop.sock_recv(manager, 4096)) == b"WATCHDOG=1":
+                pass
+            assert await asyncio.to_thread(process.wait, 30) == 0
+    assert heard == {b"READY=1", b"STATUS=0 events wait, 0 deliveries wait", b"WATCHDOG=1"}
+    assert stopping == b"STOPPING=1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ('database_url = "postgresql://nowhere"', "nats"),
+        ('database_url = "mysql://x"\n[nats]\nurl = "nats://127.0.0.1:1"', "is not a Postgres URL"),
+        ('database_url = "{url}"\n[nats]\nurl = "nats://127.0.0.1:1"\n[record]\nkeep_days = 1', "record.keep_days"),
+        ('database_url = "{url}"\n[nats]\nurl = "nats://127.0.0.1:1"', "run `postroom broker migrate` first"),
+    ],
+)
+async def test_a_wrong_config_or_schema_ends_it_with_78_and_a_sentence(
+    database_url: str, tmp_path: Path, settings: str, said: str
+) -> None:
+    file = tmp_path / "worker.toml"
+    file.write_text(settings.replace("{url}", database_url))
+    command = [sys.executable, "-m", "worker", "--config", str(file)]
+    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (78, True, False), ended.stderr
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def holds(js: Any, stream: str, messages: int) -> bool:
+    try:
+        return bool((await js.stream_info(stream)).state.messages == messages)
+    except nats.js.errors.NotFoundError:
+        return False
+
+
+async def answers(session: aiohttp.ClientSession, path: str, status: int) -> bool:
+    async with session.get(path) as answer:
+        return answer.status == status
+
+
+async def cli(*arguments: str, **environment: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cli", *arguments, stdout=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ["PATH"], **environment},
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    assert process.returncode == 0
+    return said.decode()
