@@ -129,6 +129,11 @@ class AgentRuntime:
         self._turns.close()
 
     @property
+    def tenant(self) -> str:
+        """Where the agent runs."""
+        return self._owner.tenant
+
+    @property
     def position(self) -> int:
         """The last position of the store that this process knows."""
         return self._memory.position

@@ -1,0 +1,30 @@
+"""A connection to the session's NATS, a context of its own for each test, and agents that have not counted yet."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from agents import Counting
+from jetstream import Context
+from nats.aio.client import Client
+
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+
+
+@pytest.fixture
+async def connection(nats_url: str) -> AsyncIterator[Client]:
+    connection = await connect(NatsSettings(url=nats_url), name="test", patience=20)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def context(connection: Client) -> AsyncIterator[Context]:
+    """A context whose four default streams exist."""
+    Counting.runs.clear()
+    context = Context(connection)
+    await context.declare()
+    yield context
+    await context.remove()

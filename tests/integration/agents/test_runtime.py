@@ -1,0 +1,285 @@
+"""The runtime on a real JetStream and a real store: each message once, with what it causes; what is wrong is told."""
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent
+from jetstream import Context, until
+
+from chassis.exits import Fatal
+from delivery.message import Delivery
+from delivery.streams import ensure_stream
+from postroom.agent import Agent, Command, Emit, Envelope
+
+ORDERS = [f"order-{number}" for number in range(20)]
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+async def test_each_message_is_handled_once_and_what_it_emits_is_published_once(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path) as running:
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(20, 40)
+        assert (running.runtime.counters.handled, running.runtime.counters.published) == (20, 40)
+    assert set(Counting.runs.values()) == {1}
+    counts = await emitted(context)
+    assert (len(counts), set(counts.values())) == (40, {1})
+    assert all(event.published for event in kept(tmp_path) if event.role == "emitted")
+
+
+async def test_messages_are_handled_in_the_order_they_were_published(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path, batch=3):
+        await context.settled("counting_consumer")
+    assert [event.envelope.id for event in kept(tmp_path) if event.role == "handled"] == ORDERS
+
+
+async def test_a_restart_builds_the_state_from_the_store_and_goes_on(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS[:10])
+    async with running_agent(context, tmp_path) as running:
+        await context.settled("counting_consumer")
+        before = running.runtime.state_hash
+    async with running_agent(context, tmp_path) as running:
+        assert (running.runtime.state, running.runtime.state_hash) == (Tally(10, 20), before)
+        await place_orders(context, ORDERS[10:])
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(20, 40)
+
+
+async def test_a_second_message_with_the_same_key_is_not_handled(context: Context, tmp_path: Path):
+    await place_orders(context, ["first", "second"], **{"Idempotency-Key": "the-order"})
+    async with running_agent(context, tmp_path) as running:
+        await context.settled("counting_consumer")
+        assert (running.runtime.state, running.runtime.counters.found) == (Tally(1, 2), 1)
+    assert sum(Counting.runs.values()) == 1
+
+
+async def test_a_message_that_is_published_again_after_the_duplicate_window_is_not_handled(
+    context: Context, tmp_path: Path
+):
+    await place_orders(context, ["order-1"])
+    await place_orders(context, ["order-1/2"])  # what a redrive publishes: the same event, another epoch
+    async with running_agent(context, tmp_path) as running:
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(1, 2)
+
+
+async def test_a_replayed_dead_letter_is_handled_once_under_the_id_it_had(context: Context, tmp_path: Path):
+    await place_orders(context, ["replay-1", "replay-2"], **{"Postroom-Replay-Of": "order-1"})
+    async with running_agent(context, tmp_path) as running:
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(1, 2)
+
+
+async def test_an_emitted_message_carries_correlation_causation_and_a_span_of_its_own(context: Context, tmp_path: Path):
+    headers = {"X-Correlation-Id": "c-1", "traceparent": TRACE, "X-Occurred-At": "2026-11-21T10:00:00+02:00"}
+    await place_orders(context, ["order-1"], **headers)
+    async with running_agent(context, tmp_path):
+        await context.settled("counting_consumer")
+    received, first, second = (event.envelope for event in kept(tmp_path))
+    assert (received.trace_id, received.span_id) == ("a" * 32, "b" * 16)
+    assert received.ts == datetime(2026, 11, 21, 8, tzinfo=UTC)
+    for each in (first, second):
+        assert (each.correlation_id, each.causation_id, each.trace_id) == ("c-1", "order-1", "a" * 32)
+        assert each.ts > received.ts
+    assert len({received.span_id, first.span_id, second.span_id}) == 3
+    message = (await context.stored(context.events))[1]
+    assert message.headers is not None
+    assert message.headers["traceparent"] == f"00-{'a' * 32}-{first.span_id}-01"
+    assert message.headers["X-Causation-Id"] == "order-1"
+    assert message.data == b'{"order":"order-1","part":1}'
+
+
+async def test_a_message_without_a_time_gets_the_logical_clocks(context: Context, tmp_path: Path):
+    await place_orders(context, ["order-1"], **{"X-Occurred-At": "2026-11-21T10:00:00Z"})
+    await place_orders(context, ["order-2"])
+    async with running_agent(context, tmp_path):
+        await context.settled("counting_consumer")
+    times = [event.envelope.ts for event in kept(tmp_path)]
+    assert times == sorted(set(times))
+    assert times[3] == datetime(2026, 11, 21, 10, 0, 0, 3, tzinfo=UTC)
+
+
+async def test_poison_is_dead_lettered_and_the_others_go_on(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS[:5])
+    await context.publish(["poison"], b'{"poison":true}')
+    await context.publish(["no json"], b"{")
+    await context.publish(["too large a number"], b'{"total":9007199254740993}')
+    await context.js.publish(context.subject, b'{"total":1}')  # without an id
+    await place_orders(context, ORDERS[5:])
+    async with running_agent(context, tmp_path) as running:
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(20, 40)
+    letters = {letter.message_id: letter for letter in await context.letters()}
+    assert {message_id: (letter.reason, letter.attempts) for message_id, letter in letters.items()} == {
+        "poison": ("max_deliver", 5),
+        "no json": ("max_deliver", 5),
+        "too large a number": ("max_deliver", 5),
+        None: ("no_message_id", 1),
+    }
+    assert letters["poison"].last_error == "ValueError: the order is poisonous"
+    assert "is not JSON" in letters["no json"].last_error
+
+
+class Editor(Agent[tuple[str, ...]]):
+    """Edits documents, each of which has a version."""
+
+    subjects = ("{tenant}.event.order_placed.v1",)
+
+    def initial_state(self) -> tuple[str, ...]:
+        return ()
+
+    async def receive(self, envelope: Envelope) -> None:
+        del envelope
+
+    def apply(self, state: tuple[str, ...], event: Envelope) -> tuple[str, ...]:
+        return (*state, event.id)
+
+
+async def test_a_wrong_expected_version_is_a_conflict_and_changes_nothing(context: Context, tmp_path: Path):
+    for message_id, version in (("a", "0"), ("b", "1"), ("stale", "1"), ("c", "2")):
+        headers = {"Postroom-Entity-Id": "document-1", "Postroom-Expected-Version": version}
+        await place_orders(context, [message_id], **headers)
+    async with running_agent(context, tmp_path, Editor) as running:
+        await context.settled("editor_consumer")
+        assert running.runtime.state == ("a", "b", "c")
+        assert running.runtime.counters.conflicts == 1
+    (conflict,) = [event.envelope for event in kept(tmp_path) if event.role == "reported"]
+    assert (conflict.type, conflict.causation_id) == ("editor_conflict", "stale")
+    assert conflict.payload == {
+        "actual_version": 2, "entity_id": "document-1", "expected_version": 1, "id": "stale", "type": "order_placed"
+    }  # fmt: skip
+    assert set((await emitted(context, "editor_conflict")).values()) == {1}
+    assert await context.letters() == []
+
+
+@pytest.mark.parametrize("foreign", [{"Postroom-Tenant": "somebody"}, {"Postroom-Workspace": "theirs"}])
+async def test_a_message_of_somebody_else_is_refused_with_one_security_event(
+    context: Context, tmp_path: Path, foreign: dict[str, str]
+):
+    await place_orders(context, ["theirs", "theirs/2"], **foreign)
+    await place_orders(context, ["ours"])
+    async with running_agent(context, tmp_path) as running:
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(1, 2)
+        assert running.runtime.counters.refused == 1
+    (event,) = [event.envelope for event in kept(tmp_path) if event.role == "reported"]
+    assert (event.type, event.payload["id"]) == ("counting_security", "theirs")
+    (refused,) = [event.envelope for event in kept(tmp_path) if event.role == "refused"]
+    assert refused.payload is None
+    assert set((await emitted(context, "counting_security")).values()) == {1}
+    assert {letter.reason for letter in await context.letters()} == {"refused"}
+
+
+class Wrong(Agent):
+    """Returns what is no effect, or cannot be one."""
+
+    subjects = ("{tenant}.event.order_placed.v1",)
+    returns: object = None
+
+    async def receive(self, envelope: Envelope) -> object:  # type: ignore[override]
+        del envelope
+        return self.returns
+
+
+@pytest.mark.parametrize(
+    ("returns", "sentence"),
+    [
+        ("order_counted", "return None, an Emit, a Command, or a list of them"),
+        ([Emit("order_counted"), 7], "of type int"),
+        (Emit("OrderCounted"), "snake_case"),
+        (Emit("order_counted", {"at": object()}), "is not JSON"),
+        (Emit("order_counted", {"share": float("nan")}), "is not JSON"),
+        (Emit("order_counted", "x" * 2_000_000), "JetStream takes"),
+        (Command("Billing"), "lower-case letter"),
+    ],
+)
+async def test_a_wrong_effect_is_a_sentence_for_its_author_and_stores_nothing(
+    context: Context, tmp_path: Path, returns: object, sentence: str
+):
+    Wrong.returns = returns
+    await place_orders(context, ["order-1"])
+    async with running_agent(context, tmp_path, Wrong, max_deliver=1):
+        await context.settled("wrong_consumer")
+    (letter,) = await context.letters()
+    assert sentence in letter.last_error
+    assert kept(tmp_path) == []
+
+
+async def test_what_cannot_be_published_now_is_published_later_and_holds_up_nobody_else(
+    context: Context, tmp_path: Path
+):
+    class Loud(Counting):
+        subjects = ("{tenant}.event.order_placed.v1",)
+
+        async def receive(self, envelope: Envelope) -> list[Emit]:  # type: ignore[override]
+            return [Emit("order_counted", {})] if envelope.id != "stuck" else [Command("billing")]  # type: ignore[list-item]
+
+    commands = next(stream for stream in context.streams if stream.name.endswith("_COMMANDS"))
+    await context.js.delete_stream(commands.name)
+    await place_orders(context, ["stuck", *ORDERS])
+    async with running_agent(context, tmp_path, Loud) as running:
+
+        async def only_stuck_is_left() -> bool:
+            return running.consumers[0].counters.done == len(ORDERS)
+
+        await until(only_stuck_is_left, "the others are done")
+        assert [event.envelope.type for event in kept(tmp_path) if event.role == "emitted" and not event.published] == [
+            "run"
+        ]
+        await ensure_stream(context.js, commands)
+        await context.settled("counting_consumer")
+    assert all(event.published for event in kept(tmp_path) if event.role == "emitted")
+
+
+async def test_what_a_receive_takes_too_long_for_is_tried_again(context: Context, tmp_path: Path):
+    class Slow(Counting):
+        async def receive(self, envelope: Envelope) -> list[Emit]:
+            if not self.runs[envelope.id]:
+                self.runs[envelope.id] += 1
+                await asyncio.Event().wait()
+            return []
+
+    await place_orders(context, ["order-1"])
+    settings = msgspec.structs.replace(SETTINGS, receive_seconds=0.01)
+    async with running_agent(context, tmp_path, Slow, settings=settings) as running:
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(1, 2)
+
+
+async def test_a_message_whose_attempts_are_used_up_is_done_where_the_store_holds_it(context: Context, tmp_path: Path):
+    await place_orders(context, ["order-1"])
+    async with running_agent(context, tmp_path) as running:
+        await context.settled("counting_consumer")
+        now = datetime.now(UTC)
+        known = Delivery(context.subject, b"", {}, "order-1", context.events, 1, 6, last=True, published_at=now)
+        assert await running.runtime.is_done(known)
+        assert not await running.runtime.is_done(known._replace(message_id="order-2"))
+
+
+async def test_two_agents_of_one_name_on_one_host_share_the_work_the_store_and_the_state(
+    context: Context, tmp_path: Path
+):
+    async with (
+        running_agent(context, tmp_path, batch=5, max_ack_pending=5) as one,
+        running_agent(context, tmp_path, batch=5, max_ack_pending=5) as two,
+    ):
+        await place_orders(context, [f"order-{number}" for number in range(200)])
+        await context.settled("counting_consumer")
+        shares = one.runtime.counters.handled, two.runtime.counters.handled
+    assert sum(shares) == 200
+    assert min(shares) > 0
+    assert set(Counting.runs.values()) == {1}
+    async with running_agent(context, tmp_path) as after:
+        assert after.runtime.state == Tally(200, 400)
+
+
+async def test_a_store_stays_with_its_agent(context: Context, tmp_path: Path):
+    async with running_agent(context, tmp_path):
+        pass
+    with pytest.raises(Fatal, match="is the store of the agent counting"):
+        async with running_agent(context, tmp_path, Editor):
+            pass

@@ -1,0 +1,137 @@
+"""Agents that count, run on a real JetStream and a real store; and what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+from jetstream import QUICK, Context
+
+from delivery.agents.consumers import open_consumers
+from delivery.agents.runtime import AgentRuntime
+from delivery.agents.settings import AgentSettings
+from delivery.consuming import Consumer
+from delivery.settings import ConsumerSettings
+from postroom.agent import Agent, Emit, Envelope, agent_name, fill_subjects
+
+STOP_SECONDS = 3
+SETTINGS = AgentSettings(retry_seconds=0.05, publish_seconds=1)
+
+
+class Tally(NamedTuple):
+    """The state of an agent that counts."""
+
+    orders: int = 0
+    total: int = 0
+
+
+class Counting(Agent[Tally]):
+    """Counts orders, and announces each twice; refuses the poisonous ones."""
+
+    name = "counting"
+    subjects = ("{tenant}.event.order_placed.v1",)
+    runs: ClassVar[Counter[str]] = Counter()  # by message id, over all instances of a process
+
+    def initial_state(self) -> Tally:
+        return Tally()
+
+    async def receive(self, envelope: Envelope) -> list[Emit]:
+        self.runs[envelope.id] += 1
+        if envelope.payload.get("poison"):
+            raise ValueError("the order is poisonous")
+        return [Emit("order_counted", {"order": envelope.id, "part": part}) for part in (1, 2)]
+
+    def apply(self, state: Tally, event: Envelope) -> Tally:
+        if event.type != "order_placed":
+            return state
+        return Tally(state.orders + 1, state.total + event.payload["total"])
+
+
+class Running(NamedTuple):
+    """A running agent."""
+
+    runtime: AgentRuntime
+    consumers: list[Consumer]
+
+
+@asynccontextmanager
+async def running_agent(
+    context: Context,
+    directory: Path,
+    agent: type[Agent[Any]] = Counting,
+    *,
+    workspace: str = "default",
+    settings: AgentSettings = SETTINGS,
+    **consumer: Any,
+) -> AsyncIterator[Running]:
+    """Run an agent for the length of the block; what ends it early fails the test."""
+    runtime = await AgentRuntime.open(
+        agent, context.js, directory, tenant=context.name, workspace=workspace, settings=settings
+    )
+    subjects = fill_subjects(agent, context.name, workspace)
+    wanted = ConsumerSettings(
+        **{
+            "stream": "unknown",
+            "durable": f"{agent_name(agent)}_consumer",
+            "max_deliver": 5,
+            "backoff": QUICK,
+            "batch": 50,
+            **consumer,
+        }
+    )
+    consumers = await open_consumers(context.js, runtime, subjects, wanted)
+    tasks = [asyncio.create_task(runtime.run()), *(asyncio.create_task(consumer.run()) for consumer in consumers)]
+    try:
+        yield Running(runtime, consumers)
+    finally:
+        with suppress(TimeoutError):  # what cannot be published stays in hand
+            async with asyncio.timeout(STOP_SECONDS):
+                await asyncio.gather(*(each.stop() for each in consumers))
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        await runtime.close()
+    for outcome in ended:
+        if isinstance(outcome, Exception):
+            raise outcome
+
+
+async def place_orders(context: Context, ids: Iterable[str], **headers: str) -> None:
+    """Publish an order of 2 under each id."""
+    for message_id in ids:
+        await context.js.publish(context.subject, b'{"total":2}', headers={"Nats-Msg-Id": message_id, **headers})
+
+
+class Kept(NamedTuple):
+    """One event of a store."""
+
+    position: int
+    role: str
+    envelope: Envelope
+    published: bool
+
+
+def kept(directory: Path) -> list[Kept]:
+    """Read a store, in order."""
+    query = "SELECT position, role, record ->> '$.envelope', published_at IS NOT NULL FROM event ORDER BY position"
+    with closing(sqlite3.connect(directory / "events.db")) as db:
+        return [
+            Kept(position, role, msgspec.json.decode(envelope, type=Envelope), bool(published))
+            for position, role, envelope, published in db.execute(query)
+        ]
+
+
+async def emitted(context: Context, subject: str = "order_counted") -> Counter[str]:
+    """Count, by message id, what the event stream holds of one event's name."""
+    wanted = f"{context.name}.event.{subject}.v1"
+    return Counter(
+        (message.headers or {})["Nats-Msg-Id"]
+        for message in await context.stored(context.events)
+        if message.subject == wanted
+    )
