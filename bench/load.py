@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 BODY_BYTES: Final = 1024
@@ -106,9 +107,14 @@ class Load:
         """Wait for the last connection and sum up."""
         await self._finished
         took = time.perf_counter() - self._began
-        ordered = sorted(self._latencies)
-        count = len(ordered)
-        return Figures(count, self._refused, count / took, ordered[count // 2], ordered[count * 99 // 100])
+        count = len(self._latencies)
+        return Figures(count, self._refused, count / took, *percentiles(self._latencies))
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the p50 and the p99 of the values."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
 
 
 def _content_length(head: bytes) -> int:

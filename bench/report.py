@@ -33,6 +33,15 @@ class Ratio(NamedTuple):
         return [thing / baseline for thing, baseline in self.pairs]
 
 
+class Limit(NamedTuple):
+    """A figure that shall not be exceeded, in its unit, and the most that it may be, if there is such a goal."""
+
+    what: str
+    value: float
+    unit: str
+    most: float | None = None
+
+
 def machine() -> str:
     """Describe what the figures were taken on, and how busy it is with other things."""
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
@@ -57,6 +66,14 @@ def judge(ratio: Ratio) -> None:
     line = f"  = {ratio.what:<42}{spread(ratio.values, ' x', 2):>34}"
     if ratio.goal is not None:
         line += f"   goal {ratio.goal:g}: {'reached' if median(ratio.values) >= ratio.goal else 'MISSED'}"
+    print(line, flush=True)
+
+
+def judge_limit(limit: Limit) -> None:
+    """Print a figure beside the most that it may be."""
+    line = f"  {limit.what:<44}{f'{limit.value:,.1f} {limit.unit}':>34}"
+    if limit.most is not None:
+        line += f"   goal {limit.most:g}: {'reached' if limit.value <= limit.most else 'MISSED'}"
     print(line, flush=True)
 
 

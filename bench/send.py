@@ -9,13 +9,14 @@ import asyncio
 import json
 from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from bench.jetstream import publishes_per_second
 from bench.load import Figures
 from bench.processes import Daemon, daemon, decode_only, load, output_of
 from bench.raw_sqlite import rows_per_second
-from bench.report import Measured, Ratio, judge, show
+from bench.report import Limit, Measured, Ratio, judge, judge_limit, show
 from embedded import EmbeddedNats
 
 CONNECTIONS: Final = (1, 16, 64, 256)
@@ -23,6 +24,7 @@ STREAMS: Final = 4
 LINES: Final = 20_000  # on each stream
 _RAW_GOALS: Final = {1: 0.5}  # connections: of raw one-row commits
 _DECODE_GOALS: Final = {64: 0.6}  # connections: of decode only
+_P99_GOALS: Final = {64: 25.0}  # ms
 _JETSTREAM_GOAL: Final = 2.5
 _BATCH_GOAL: Final = 0.7
 
@@ -57,6 +59,7 @@ def _show_sends(connections: int, found: dict[str, list[Figures]], raw: list[flo
     show(Measured(f"raw SQLite, {connections} rows a commit", raw))
     judge(Ratio("of decode only", list(zip(sends, decoded, strict=True)), _DECODE_GOALS.get(connections)))
     judge(Ratio("of raw SQLite", list(zip(sends, raw, strict=True)), _RAW_GOALS.get(connections)))
+    judge_limit(Limit("p99 of a send", median(latencies[1]) * 1e3, "ms", _P99_GOALS.get(connections)))
 
 
 def against_jetstream(directory: Path, runs: int, seconds: float) -> None:

@@ -35,7 +35,7 @@ def up(
     state: State = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when everything is ready.")] = False,
 ) -> None:
-    """Start Postgres, Redis, NATS, a broker and a daemon on this machine; Ctrl-C stops them.
+    """Start Postgres, Redis, NATS, a broker, a worker and a daemon on this machine; Ctrl-C stops them.
 
     What was killed is started again, and what was kept is still there. `postroom down` stops a detached one.
     """
@@ -96,6 +96,7 @@ Postroom is up; it keeps everything in {layout.state}
   set -a; . {layout.env_file}; set +a      tell this shell where it is
   postroom send topic:orders 'hello' --wait
   postroom outbox list
+  postroom inbox list
   postroom status
   postroom down
 """

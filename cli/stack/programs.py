@@ -1,4 +1,4 @@
-"""The broker and the daemon as processes of a stack: their configs, their commands, and when they are ready."""
+"""Postroom's own processes in a stack: their configs, their commands, and when they are ready."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+import aiohttp
 
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
@@ -48,7 +50,7 @@ class Program(EmbeddedServer):
         async def ask() -> bool:
             try:
                 await asyncio.wait_for(self._probe(), _PROBE_SECONDS)
-            except (PostroomError, TimeoutError):
+            except (PostroomError, aiohttp.ClientError, TimeoutError):
                 return False
             return True
 
@@ -60,11 +62,32 @@ class Program(EmbeddedServer):
 
     @abstractmethod
     def _probe(self) -> Awaitable[object]:
-        """Ask the program something; raises `PostroomError` where it does not answer well."""
+        """Ask the program something; raises `PostroomError` or `ClientError` where it does not answer well."""
 
 
-class BrokerProgram(Program):
-    """The broker on a port of loopback, the same one at every start while that is free."""
+class PortProgram(Program):
+    """A program on a port of loopback, the same one at every start while that is free."""
+
+    @property
+    def url(self) -> str:
+        """Where a client connects."""
+        return f"http://127.0.0.1:{self._kept_port()}"
+
+    def _kept_port(self) -> int:
+        try:
+            found = re.search(r"^listen_port = (\d+)$", self.config_file.read_text("utf-8"), re.MULTILINE)
+        except FileNotFoundError:
+            found = None
+        return int(found[1]) if found else choose_port()
+
+    def _port(self) -> int:
+        """Return the port for the next start."""
+        port = self._kept_port()
+        return port if is_free(port) else choose_port()
+
+
+class BrokerProgram(PortProgram):
+    """The broker."""
 
     name = "broker"
 
@@ -73,30 +96,17 @@ class BrokerProgram(Program):
         self._postgres = postgres
         self._redis = redis
 
-    @property
-    def url(self) -> str:
-        """Where a client connects."""
-        return f"http://127.0.0.1:{self._port()}"
-
     def client(self) -> BrokerClient:
         """Return a client that administers the broker."""
         return BrokerClient(self.url, self.layout.admin_token_file.read_text("utf-8").strip(), patience=0)
 
-    def _port(self) -> int:
-        try:
-            found = re.search(r"^listen_port = (\d+)$", self.config_file.read_text("utf-8"), re.MULTILINE)
-        except FileNotFoundError:
-            found = None
-        return int(found[1]) if found else choose_port()
-
     def _settings(self) -> Mapping[str, Any]:
-        port = self._port()
         return {
             "database_url": self._postgres.url,
             "redis_url": self._redis.url,
             "admin_token_file": str(self.layout.admin_token_file),
             "listen_host": "127.0.0.1",
-            "listen_port": port if is_free(port) else choose_port(),
+            "listen_port": self._port(),
         }
 
     def _prepare(self) -> None:
@@ -119,9 +129,10 @@ class DaemonProgram(Program):
 
     name = "daemon"
 
-    def __init__(self, layout: Layout, broker: BrokerProgram) -> None:
+    def __init__(self, layout: Layout, broker: BrokerProgram, nats: EmbeddedServer) -> None:
         super().__init__(layout, layout.daemon_directory)
         self._broker = broker
+        self._nats = nats
 
     @property
     def url(self) -> str:
@@ -138,11 +149,34 @@ class DaemonProgram(Program):
             "state_directory": str(self.layout.daemon_directory),
             "socket": {"path": str(self.layout.socket)},
             "broker": {"url": self._broker.url, "token_file": str(self.layout.token_file(SENDER))},
+            "nats": {"url": self._nats.url},
         }
 
     async def _probe(self) -> object:
         async with self.client() as client:
             return await client.ready()
+
+
+class WorkerProgram(PortProgram):
+    """The worker, which publishes what the broker accepted."""
+
+    name = "worker"
+
+    def __init__(self, layout: Layout, postgres: EmbeddedServer, nats: EmbeddedServer) -> None:
+        super().__init__(layout, layout.state / "worker")
+        self._postgres = postgres
+        self._nats = nats
+
+    def _settings(self) -> Mapping[str, Any]:
+        return {
+            "database_url": self._postgres.url,
+            "listen_port": self._port(),
+            "nats": {"url": self._nats.url},
+        }
+
+    async def _probe(self) -> object:
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/health") as answer:
+            return answer.raise_for_status()
 
 
 def toml(settings: Mapping[str, Any]) -> str:

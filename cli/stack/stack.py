@@ -13,14 +13,14 @@ from typing import Final
 from chassis.exits import Exit, Fatal
 from cli.stack.layout import SENDER, Layout, write_secret
 from cli.stack.mesh import create_mesh
-from cli.stack.programs import BrokerProgram, DaemonProgram
+from cli.stack.programs import BrokerProgram, DaemonProgram, WorkerProgram
 from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer
 
 _PLAIN: Final = re.compile(r"[\w@%+=:,./?-]+")  # what a shell takes as it is in an assignment
 
 
 class Stack:
-    """The servers, the broker and the daemon below `state`; each can be stopped and started by itself.
+    """The servers, the broker, the worker and the daemon below `state`; each can be stopped and started by itself.
 
     Raises `EmbeddedError` where a process does not start or stop. All of them end with the process that started them.
     """
@@ -31,12 +31,13 @@ class Stack:
         self.redis = EmbeddedRedis(self.layout.state / "redis")
         self.nats = EmbeddedNats(self.layout.state / "nats")
         self.broker = BrokerProgram(self.layout, self.postgres, self.redis)
-        self.daemon = DaemonProgram(self.layout, self.broker)
+        self.worker = WorkerProgram(self.layout, self.postgres, self.nats)
+        self.daemon = DaemonProgram(self.layout, self.broker, self.nats)
 
     @property
     def programs(self) -> tuple[EmbeddedServer, ...]:
         """Every process, each after those that it needs."""
-        return (self.postgres, self.redis, self.nats, self.broker, self.daemon)
+        return (self.postgres, self.redis, self.nats, self.broker, self.worker, self.daemon)
 
     def start(self, say: Callable[[EmbeddedServer], None]) -> None:
         """Start what does not run, tell `say` of each that is ready, make the mesh and write the `env` file."""
