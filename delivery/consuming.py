@@ -241,7 +241,7 @@ class Consumer:
         if delivery.headers.get(REPLAYED_FOR, self._settings.durable) != self._settings.durable:
             await self._settle_held(held, DONE)
             return False
-        if delivery.attempt <= self._settings.max_deliver:
+        if delivery.attempt <= delivery.most_attempts(self._settings.max_deliver):
             return True
         await self._settle_exhausted(held)
         return False
@@ -290,14 +290,17 @@ class Consumer:
             self.counters.dead_lettered += 1
 
     async def _later(self, held: _Held, after: float | None) -> None:
-        seconds = self._delay(held.delivery.attempt) if after is None else max(after, 0.0)
+        seconds = self._delay(held.delivery) if after is None else max(after, 0.0)
         delay = json.dumps({"delay": int(seconds * _NANOSECONDS)}).encode()
         if await self._answer(held, _NAK + b" " + delay):
             self.counters.retried += 1
 
-    def _delay(self, attempt: int) -> float:
-        """Return the seconds until the next attempt, by the schedule and spread by a fifth."""
-        return delay_after(attempt, self._settings.backoff) * self._rng.uniform(1 - _SPREAD, 1 + _SPREAD)
+    def _delay(self, delivery: Delivery) -> float:
+        """Return the seconds until the next attempt, by the sender's policy or the schedule, spread by a fifth."""
+        spread = self._rng.uniform(1 - _SPREAD, 1 + _SPREAD)
+        if delivery.retry_policy is not None:
+            return delivery.retry_policy.pause(delivery.attempt, spread)
+        return delay_after(delivery.attempt, self._settings.backoff) * spread
 
     async def _answer(self, held: _Held, text: bytes) -> bool:
         """Send the last ack for a message, and forget it; False where its consumer is gone."""

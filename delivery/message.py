@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from nats.aio.msg import Msg
 
+from postroom.retry_policy import RetryPolicy, policy_of
+
 MESSAGE_ID: Final = "Nats-Msg-Id"
 _EPOCH: Final = re.compile(r"/[0-9]+$")
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -30,6 +32,11 @@ class Delivery(NamedTuple):
     attempt: int  # 1: the first delivery
     last: bool  # a Retry would be one too many
     published_at: datetime
+    retry_policy: RetryPolicy | None = None  # the sender's
+
+    def most_attempts(self, max_deliver: int) -> int:
+        """Return how many attempts there are at a consumer that allows `max_deliver`."""
+        return max_deliver if self.retry_policy is None else self.retry_policy.most_attempts(max_deliver)
 
 
 class _Body(msgspec.Struct):
@@ -45,6 +52,7 @@ def delivery_of(message: Msg, max_deliver: int) -> Delivery:
     if len(words) > _PLAIN_WORDS:
         words = words[:2] + words[4:]  # a domain and an account's hash stand before the stream
     attempt = int(words[4])
+    policy = policy_of(message.data)
     headers = message.headers or _NO_HEADERS
     return Delivery(
         subject=message.subject,
@@ -54,8 +62,9 @@ def delivery_of(message: Msg, max_deliver: int) -> Delivery:
         stream=words[2],
         sequence=int(words[5]),
         attempt=attempt,
-        last=attempt >= max_deliver,
+        last=attempt >= (max_deliver if policy is None else policy.most_attempts(max_deliver)),
         published_at=datetime.fromtimestamp(int(words[7]) / _NANOSECONDS, UTC),
+        retry_policy=policy,
     )
 
 

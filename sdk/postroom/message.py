@@ -20,6 +20,7 @@ import msgspec
 from postroom.errors import InvalidMessage
 from postroom.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
 from postroom.ids import MAX_ID_LENGTH, is_client_message_id, new_id
+from postroom.retry_policy import check_retry_policy
 
 Priority = Literal["now", "next", "low"]
 DestinationKind = Literal["topic", "dm", "queue"]
@@ -220,6 +221,7 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
     meta = b""
     if envelope.meta:
         _check_size(envelope.meta)
+        check_retry_policy(envelope.meta)
         try:
             meta = canonical_json(envelope.meta)
         except NotCanonical as error:

@@ -1,0 +1,85 @@
+"""How often a message may be attempted, and how long it waits in between, where its sender says so (seed DriftQ).
+
+The sender puts the policy into the message's `meta`; an event or command that is emitted by other means has it as
+`retry_policy` at the top of its payload:
+
+    client.send("queue:work", body, meta={"retry_policy": {"max_attempts": 3, "backoff_ms": 500}})
+
+A consumer follows it instead of its own schedule. It can only lower the number of attempts: `max_deliver`, which the
+consumer's operator sets, stays the most. After the last attempt the message is dead-lettered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from postroom.errors import InvalidMessage
+
+MEMBER: Final = "retry_policy"  # of meta, or of a payload
+DAY_MS: Final = 86_400_000
+_FACTOR: Final = 2.0  # by how much each further pause is longer
+_LARGEST_POWER: Final = 40  # beyond it, doubling is past every limit
+_PRESENT: Final = b'"retry_policy"'
+
+
+class RetryPolicy(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """`max_attempts` counts the first one; None leaves it to the consumer. Pauses double from `backoff_ms` on."""
+
+    max_attempts: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    backoff_ms: Annotated[int, Meta(ge=1, le=DAY_MS)] = 1000
+    max_backoff_ms: Annotated[int, Meta(ge=1, le=DAY_MS)] = 300_000
+
+    def pause(self, attempt: int, spread: float = 1.0) -> float:
+        """Return the seconds from attempt number `attempt` (1 or more) to the next, spread, and never over the most."""
+        milliseconds = self.backoff_ms * _FACTOR ** min(attempt - 1, _LARGEST_POWER) * spread
+        return min(milliseconds, self.max_backoff_ms) / 1000
+
+    def most_attempts(self, max_deliver: int) -> int:
+        """Return how many attempts there are at a consumer that allows `max_deliver`."""
+        return max_deliver if self.max_attempts is None else min(self.max_attempts, max_deliver)
+
+
+class _Message(msgspec.Struct):
+    meta: dict[str, Any] | None = None
+
+
+class _Body(msgspec.Struct):
+    retry_policy: Any = None
+    message: _Message | None = None
+
+
+_decode_body: Final = msgspec.json.Decoder(_Body).decode
+
+
+def check_retry_policy(meta: Mapping[str, Any]) -> None:
+    """Raise `InvalidMessage` where `meta` has a retry policy that is none."""
+    if MEMBER not in meta:
+        return
+    try:
+        msgspec.convert(meta[MEMBER], RetryPolicy)
+    except msgspec.ValidationError as error:
+        raise InvalidMessage.of(
+            400, "invalid_retry_policy", f"meta.retry_policy is none: {error}", field="meta.retry_policy"
+        ) from error
+
+
+def policy_of(data: bytes) -> RetryPolicy | None:
+    """Return the policy that a message's body carries, if it carries one that can be followed.
+
+    What came through Postroom was checked before (`check_retry_policy`); anything else is left to the consumer's own
+    schedule, since a message must not die of how it wished to be retried.
+    """
+    if _PRESENT not in data:  # most messages carry none, and are not decoded for it
+        return None
+    try:
+        body = _decode_body(data)
+        policy = body.retry_policy
+        if policy is None and body.message is not None and body.message.meta is not None:
+            policy = body.message.meta.get(MEMBER)
+        return None if policy is None else msgspec.convert(policy, RetryPolicy)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
