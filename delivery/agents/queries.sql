@@ -14,7 +14,7 @@ SELECT position, state_hash, logical_clock FROM state;
 
 -- name: read
 -- The events after a position, oldest first.
-SELECT position, record, state_hash FROM event WHERE position > ? ORDER BY position LIMIT ?;
+SELECT position, CAST(record AS BLOB), state_hash FROM event WHERE position > ? ORDER BY position LIMIT ?;
 
 -- name: find
 -- Which of these messages, [idempotency_key, workspace, tenant] each, the store holds: the index in the list, the
@@ -30,14 +30,14 @@ SELECT entity.id, entity.version FROM json_each(?) AS wanted JOIN entity ON enti
 
 -- name: unpublished_of
 -- What the messages at these positions caused that is not marked published.
-SELECT event.position, event.record
+SELECT event.position, CAST(event.record AS BLOB)
 FROM json_each(?) AS wanted
 JOIN event ON event.cause = wanted.value AND event.cause IS NOT NULL AND event.published_at IS NULL
 ORDER BY event.position;
 
 -- name: unpublished
 -- Everything that is not marked published, oldest first.
-SELECT position, record FROM event WHERE cause IS NOT NULL AND published_at IS NULL ORDER BY position;
+SELECT position, CAST(record AS BLOB) FROM event WHERE cause IS NOT NULL AND published_at IS NULL ORDER BY position;
 
 -- name: append
 -- One more event.

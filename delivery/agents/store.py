@@ -143,7 +143,7 @@ def read_events(db: sqlite3.Connection, after: int = 0) -> Iterator[Event]:
     """Read every event after a position, a page at a time."""
     while page := db.execute(_QUERIES["read"], (after, _PAGE)).fetchall():
         for position, record, state_hash in page:
-            yield Event(position, _bytes(record), state_hash)
+            yield Event(position, record, state_hash)
         after = page[-1][0]
 
 
@@ -200,11 +200,7 @@ def _transact(work: Callable[[sqlite3.Connection], object], db: sqlite3.Connecti
 
 
 def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str, ...]) -> list[Outgoing]:
-    return [Outgoing(position, _bytes(record)) for position, record in db.execute(_QUERIES[query], parameters)]
-
-
-def _bytes(record: str | bytes) -> bytes:
-    return record.encode() if isinstance(record, str) else record
+    return [Outgoing(*row) for row in db.execute(_QUERIES[query], parameters)]
 
 
 def _unusable(path: Path, error: sqlite3.Error | OSError) -> Fatal:

@@ -1,0 +1,126 @@
+"""`postroom agent …`: run an agent, and look at what its event store holds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chassis.exits import Exit, Fatal
+from cli.noun import Config, Json, noun
+from cli.output import fields, json_line, line
+
+if TYPE_CHECKING:
+    from delivery.agents.inspecting import Verified
+    from postroom.agent import Agent
+    from worker.agent_config import AgentConfig
+
+app = noun("Run agents, and look at their event stores.")
+
+Name = Annotated[str, typer.Argument(metavar="MODULE:AGENT", help="The agent's class, as in shop.agents:Pricing.")]
+Tenant = Annotated[
+    str | None, typer.Option("--tenant", envvar="POSTROOM_MESH", help="The mesh that it works in.", metavar="SLUG")
+]
+Workspace = Annotated[str | None, typer.Option("--workspace", help="Its workspace there [default: default].")]
+State = Annotated[
+    Path | None,
+    typer.Option("--state-directory", help="Where its events.db lies [default: by the config].", metavar="DIRECTORY"),
+]
+
+
+@app.command()
+def run(*, agent: Name, config: Config = None, tenant: Tenant = None, workspace: Workspace = None) -> None:
+    """Handle messages until a signal says stop. Those of one agent on one host share its store and its work."""
+    from worker.agent import main  # noqa: PLC0415
+
+    agent_class, loaded = _load(agent, config, tenant, workspace)
+    raise SystemExit(main(agent_class, loaded))
+
+
+@app.command()
+def replay(
+    *,
+    agent: Name,
+    config: Config = None,
+    tenant: Tenant = None,
+    workspace: Workspace = None,
+    state_directory: State = None,
+    as_json: Json = False,
+) -> None:
+    """Build an agent's state from its store and show it; nothing is handled and nothing is published."""
+    from delivery.agents.inspecting import replay as replay_store  # noqa: PLC0415
+    from delivery.agents.loading import load_agent  # noqa: PLC0415
+    from delivery.agents.rebuilding import Differs  # noqa: PLC0415
+
+    database = _database(agent, config, tenant, workspace, state_directory)
+    try:
+        owner, memory = asyncio.run(replay_store(load_agent(agent), database))
+    except Differs as difference:
+        raise Fatal(Exit.FAILED, f"{database} was altered at {difference}") from difference
+    found = {
+        **owner._asdict(),
+        "position": memory.position,
+        "state_hash": memory.state_hash.hex(),
+        "state": memory.state,
+    }
+    json_line(found) if as_json else fields(found.items())
+
+
+@app.command()
+def verify(
+    *,
+    agent: Name,
+    config: Config = None,
+    tenant: Tenant = None,
+    workspace: Workspace = None,
+    state_directory: State = None,
+    expected: Annotated[
+        str | None, typer.Option("--hash", help="The state hash that it should have.", metavar="HEX")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute a store's state hash anew; exit code 1, and the first position that differs, where it is another."""
+    from delivery.agents.inspecting import verify as verify_store  # noqa: PLC0415
+
+    database = _database(agent, config, tenant, workspace, state_directory)
+    verified = asyncio.run(verify_store(database))
+    _show(verified, as_json=as_json)
+    if verified.first_difference is not None:
+        raise Fatal(Exit.FAILED, f"{database} was altered at {verified.why}")
+    if expected is not None and expected.lower() != verified.head.state_hash.hex():
+        raise Fatal(Exit.FAILED, f"{database} is sound, but its state hash is not {expected}")
+
+
+def _show(verified: Verified, *, as_json: bool) -> None:
+    found = {
+        **verified.owner._asdict(),
+        "position": verified.head.position,
+        "state_hash": verified.head.state_hash.hex(),
+        "first_difference": verified.first_difference,
+    }
+    json_line(found) if as_json else fields(found.items())
+    if verified.first_difference is None and not as_json:
+        line("ok")
+
+
+def _load(
+    agent: str, config: Path | None, tenant: str | None, workspace: str | None
+) -> tuple[type[Agent[Any]], AgentConfig]:
+    from delivery.agents.loading import load_agent  # noqa: PLC0415
+    from worker.agent_config import load_config  # noqa: PLC0415
+
+    return load_agent(agent), load_config(config, tenant=tenant, workspace=workspace)
+
+
+def _database(
+    agent: str, config: Path | None, tenant: str | None, workspace: str | None, directory: Path | None
+) -> Path:
+    from delivery.agents.runtime import database  # noqa: PLC0415
+    from worker.agent_config import state_directory  # noqa: PLC0415
+
+    if directory is not None:
+        return database(directory)
+    agent_class, loaded = _load(agent, config, tenant, workspace)
+    return database(state_directory(loaded, agent_class))

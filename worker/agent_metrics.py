@@ -1,0 +1,52 @@
+"""An agent's metrics: `postroom_agent_<what>` (spec operate.md, "Telemetry"); no label names a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from delivery.agents.runtime import AgentCounters, AgentRuntime
+from delivery.consuming import ConsumerCounters
+
+PREFIX: Final = "postroom_agent_"
+
+
+def expose(runtime: AgentRuntime, consumers: Sequence[ConsumerCounters]) -> bytes:
+    """Return every metric in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Scrape([*_agent(runtime.counters, runtime.position), *_consumers(consumers)]))
+    return generate_latest(registry)
+
+
+class _Scrape(Collector):
+    """What one scrape found."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _agent(counters: AgentCounters, position: int) -> Iterator[Metric]:
+    messages = CounterMetricFamily(
+        f"{PREFIX}messages", "Messages by what the agent did with them, or made of them.", labels=["what"]
+    )
+    for what, count in asdict(counters).items():
+        messages.add_metric([what], count)
+    yield messages
+    yield GaugeMetricFamily(f"{PREFIX}position", "The last position of the event store.", value=position)
+
+
+def _consumers(consumers: Sequence[ConsumerCounters]) -> Iterator[Metric]:
+    deliveries = CounterMetricFamily(
+        f"{PREFIX}deliveries", "Deliveries by what became of them; delivered counts all.", labels=["what"]
+    )
+    for what in ConsumerCounters.__slots__:
+        deliveries.add_metric([what], sum(getattr(counters, what) for counters in consumers))
+    yield deliveries
