@@ -69,7 +69,8 @@ def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterat
     for field in msgspec.structs.fields(config):
         bare, meta = _split(hints[field.name])
         if (section := _section(bare)) is not None:
-            yield from settings(section, (*path, field.name))
+            inner = settings(section, (*path, field.name))
+            yield from inner if section is bare else map(_may_be_left_out, inner)
         else:
             default = field.default_factory() if callable(field.default_factory) else field.default
             yield Setting((*path, field.name), bare, meta, default)
@@ -102,6 +103,10 @@ def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:
         tree = branch
     is_list = get_origin(setting.type) is list
     tree[key] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
+
+
+def _may_be_left_out(setting: Setting) -> Setting:
+    return setting._replace(default=None) if setting.default is msgspec.NODEFAULT else setting
 
 
 def _section(kind: Any) -> type[msgspec.Struct] | None:

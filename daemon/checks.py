@@ -17,17 +17,22 @@ from broker_client.window import max_age_hours
 from chassis.exits import Fatal
 from chassis.findings import Finding
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
+from delivery.nats import connect
+from delivery.settings import NatsSettings
 from ipc.listener import refuse_path
 from ipc.tokens import LocalToken
 from postroom.accept import Features
+from postroom.errors import PostroomError
 
 
 async def check(config: DaemonConfig) -> AsyncIterator[Finding]:
-    """Yield what is found about each thing that the daemon needs, the broker last."""
+    """Yield what is found about each thing that the daemon needs, the broker and NATS last."""
     for finding in (*_state(config), *_socket(config), *_secrets(config)):
         yield finding
     async for finding in _broker(config):
         yield finding
+    if config.nats is not None:
+        yield await _nats(config.nats)
 
 
 def _state(config: DaemonConfig) -> Iterator[Finding]:
@@ -88,6 +93,16 @@ async def _broker(config: DaemonConfig) -> AsyncIterator[Finding]:
     except RequestFailed as error:
         remedy = "start it, or set broker.url and broker.token_file; until then the daemon accepts and keeps"
         yield Finding("broker", "failed", str(error), remedy)
+
+
+async def _nats(settings: NatsSettings) -> Finding:
+    remedy = "start it, or set nats.url and nats.credentials_file; until then nothing arrives in the inbox"
+    try:
+        connection = await connect(settings, name="postroom daemon check", patience=settings.connect_seconds)
+    except (PostroomError, Fatal) as error:
+        return Finding("nats", "failed", str(error), remedy)
+    await connection.close()
+    return Finding("nats", "ok", "it answers")
 
 
 def _compatible(config: DaemonConfig, features: Features) -> Finding:

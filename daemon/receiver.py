@@ -37,6 +37,7 @@ _PRUNE_SECONDS: Final = 3600.0
 _LOOK_SECONDS: Final = 1.0  # between two looks at whom the token speaks for
 _FIRST_PAUSE: Final = 0.5  # seconds before the inbox is opened anew; doubles
 _LONGEST_PAUSE: Final = 60.0  # seconds
+_ACK_WAIT: Final = 5.0  # seconds: what a killed daemon had in hand comes again soon
 _UNLIMITED: Final = 1_000_000_000  # deliveries: what waits for space on the disk is never buried
 _BATCH: Final = 200  # messages that share a transaction
 _MEMBER_CHARACTERS: Final = 32  # of a durable's name, which has 64 at most
@@ -85,6 +86,8 @@ class Receiver:
             return self._trouble
         if self._filing is not None and self._filing.trouble is not None:
             return self._filing.trouble
+        if self._member is None:
+            return "the broker has not said yet for whom the token speaks"
         connected = self._connection is not None and self._connection.is_connected
         return None if connected else "NATS cannot be reached"
 
@@ -192,6 +195,7 @@ def consumer_settings(mesh: str, member: str, file_id: str) -> ConsumerSettings:
         stream=stream_name(mesh, "inbox"),
         durable=f"{member[:_MEMBER_CHARACTERS]}__{file_id}",
         filter_subjects=[inbox_subject(mesh, member)],
+        ack_wait_seconds=_ACK_WAIT,
         max_deliver=_UNLIMITED,
         batch=_BATCH,
     )

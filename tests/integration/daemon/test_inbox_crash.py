@@ -1,0 +1,109 @@
+"""A receiving daemon is killed (SIGKILL) at every step of pull, commit and ack: each message is filed once.
+
+The daemon runs as it is; around one of its collaborators stands one that ends the process before or after a call: the
+connection's fetch of a batch, the file's commit, the ack. The n-th call of each start is fatal, so that every kill hits
+another batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from inboxes import message
+from lone_daemon import LoneDaemon
+from mailroom import Process
+from nats.js import JetStreamContext
+from receiving import ids_in, publish, received, receiving_daemon, stream_of
+
+from postroom import AsyncClient
+
+MESSAGES = 400
+KILLS = 8  # at each point
+POINTS = ("before-handle", "before-commit", "after-commit", "before-settle", "after-settle")
+
+FATAL = """
+import os, signal, sqlite3, sys
+import daemon.filing as filing, inbox.writer as writer
+from daemon.main import main
+
+point, fatal = sys.argv[1], int(sys.argv[2])
+calls = 0
+
+def reached(here):
+    global calls
+    if here == point:
+        calls += 1
+        if calls == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+transact, handle = writer._transact, filing.Filing.handle
+
+def commit(group, db):
+    reached("before-commit")
+    outcomes = transact(group, db)
+    reached("after-commit")
+    return outcomes
+
+async def handled(self, batch, settle):
+    reached("before-handle")
+    async def settled(delivery, outcome):
+        reached("before-settle")
+        await settle(delivery, outcome)
+        reached("after-settle")
+    await handle(self, batch, settled)
+
+writer._transact, filing.Filing.handle = commit, handled
+sys.exit(main([]))
+"""
+
+_meshes = count(1)
+
+
+@pytest.fixture
+def mesh() -> str:
+    return f"inbox_crash_{next(_meshes)}"
+
+
+@pytest.fixture
+async def js(nats_url: str, mesh: str) -> AsyncIterator[JetStreamContext]:
+    async with stream_of(nats_url, mesh) as js:
+        yield js
+
+
+async def killed(daemon: LoneDaemon, point: str, call: int) -> None:
+    """Run the daemon until its own kill at the `call`-th time that it reaches `point`."""
+    process = Process(daemon.state.parent, "daemon", daemon.environment)
+    process._command = [sys.executable, "-c", FATAL, point, str(call)]
+    process.start()
+    assert process._running is not None
+    assert await asyncio.to_thread(process._running.wait, 30) == -9, process.log()
+
+
+@pytest.mark.parametrize("point", POINTS)
+async def test_each_message_is_filed_once_whatever_kills_the_daemon(
+    short_directory: Path, nats_url: str, mesh: str, js: JetStreamContext, point: str
+) -> None:
+    daemon = receiving_daemon(short_directory, nats_url, mesh)
+    expected = [f"id-{number}" for number in range(1, MESSAGES + 1)]
+    for kill in range(1, KILLS + 1):
+        first = (kill - 1) * MESSAGES // KILLS + 1
+        await publish(js, [message(number, mesh=mesh) for number in range(first, kill * MESSAGES // KILLS + 1)])
+        await killed(daemon, point, _call(point, kill))
+    await daemon.start()
+    async with AsyncClient(daemon.socket) as client:
+        found = [each.client_message_id for each in await received(client, MESSAGES)]
+    assert sorted(found) == sorted(expected)
+    assert daemon.process.stop() == 0
+    assert ids_in(daemon.state) == found
+
+
+def _call(point: str, kill: int) -> int:
+    """Say which call is fatal: the first transactions of a start are not all batches, and a batch settles many."""
+    if point == "before-handle":
+        return 1
+    return kill if "settle" in point else 1 + kill % 2
