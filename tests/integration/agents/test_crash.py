@@ -1,0 +1,94 @@
+"""The agent is killed (-9) before and after each commit, publish, mark and ack: each effect once, nothing missing.
+
+Among the points are the seed's crash table and the case that the seed loses: killed after the commit and before the
+publish, which it would acknowledge without ever publishing.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Counting, Tally, emitted, kept, place_orders, running_agent
+from jetstream import Context
+
+from delivery.agents.inspecting import verify
+from embedded.processes import tethered
+
+SUPPORT = Path(__file__).parents[2] / "support"
+ORDERS_PER_RUN = 12  # in four groups: enough for each of the points to be reached
+POINTS = [
+    *((f"{when} {what}", call) for when in ("before", "after") for what in ("commit", "mark") for call in range(1, 5)),
+    *((f"{when} {what}", call) for when in ("before", "after") for what in ("publish", "ack") for call in range(1, 13)),
+]
+Run = Callable[[str, int], Awaitable[int]]
+
+
+@pytest.fixture
+async def run(context: Context, nats_url: str, tmp_path: Path) -> AsyncIterator[Run]:
+    """Run the agent until it is killed at a point; returns how its process ended."""
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    command = tethered([sys.executable, "-m", "crashing_agent"])
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    async def one(point: str, call: int) -> int:
+        order = {"url": nats_url, "context": context.name, "directory": str(tmp_path), "point": point, "call": call}
+        stdin.write(json.dumps(order).encode() + b"\n")
+        return int(await stdout.readline())
+
+    yield one
+    stdin.close()
+    await process.wait()
+
+
+async def crash_at(points: list[tuple[str, int]], context: Context, run: Run) -> int:
+    """Kill the agent at each point, with new orders before each, then let it finish; returns how many orders there are."""
+    for number, (point, call) in enumerate(points):
+        await place_orders(context, [f"order-{number}-{index}" for index in range(ORDERS_PER_RUN)])
+        assert await run(point, call) == -signal.SIGKILL, point
+    assert await run("none", 0) == 0
+    return len(points) * ORDERS_PER_RUN
+
+
+async def check_everything_happened_once(orders: int, context: Context, directory: Path) -> None:
+    events = kept(directory)
+    handled = [event.envelope.id for event in events if event.role == "handled"]
+    assert (len(handled), len(set(handled))) == (orders, orders)
+    assert all(event.published for event in events if event.role == "emitted")
+    counts = await emitted(context)
+    assert set(counts) == {event.envelope.id for event in events if event.role == "emitted"}
+    assert (len(counts), set(counts.values())) == (2 * orders, {1})
+    verified = await verify(directory / "events.db")
+    assert (verified.first_difference, verified.head.position) == (None, 3 * orders)
+    assert await context.letters() == []
+
+
+async def test_each_effect_happens_once_whatever_point_the_agent_is_killed_at(
+    context: Context, run: Run, tmp_path: Path
+):
+    assert len(POINTS) == 64
+    orders = await crash_at(POINTS, context, run)
+    await check_everything_happened_once(orders, context, tmp_path)
+    async with running_agent(context, tmp_path, max_deliver=1000, ack_wait_seconds=0.3) as running:
+        assert running.runtime.state == Tally(orders, 2 * orders)
+        assert not Counting.runs
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+async def test_the_same_at_many_more_points(context: Context, run: Run, tmp_path: Path):
+    chance: Any = random.Random(7)
+    kills = int(os.environ.get("POSTROOM_SOAK_KILLS", "1000"))
+    orders = await crash_at(chance.choices(POINTS, k=kills), context, run)
+    await check_everything_happened_once(orders, context, tmp_path)

@@ -1,0 +1,131 @@
+"""Runs the counting agent, each time in a process of its own that kills itself at a named point.
+
+One process imports everything, then forks: a line of JSON on its input is one run, a line on its output how it ended.
+The points are those of the runtime's own collaborators; nothing in the runtime knows of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agents import Counting
+from jetstream import QUICK, Context
+
+from delivery.agents.consumers import open_consumers
+from delivery.agents.runtime import AgentRuntime
+from delivery.agents.settings import AgentSettings
+from delivery.consuming import Consumer, Delivery, Outcome, Settle
+from delivery.nats import connect
+from delivery.settings import ConsumerSettings, NatsSettings
+from postroom.agent import fill_subjects
+
+ACK_WAIT = 0.3  # seconds
+SETTINGS = AgentSettings(group_messages=3, retry_seconds=0.05)
+
+
+class Crash:
+    """Kills the process before or after call number `call` of `point`; never where `point` is "none"."""
+
+    def __init__(self, point: str, call: int) -> None:
+        self._when, _, self._point = point.partition(" ")
+        self._left = call
+
+    def wrap(self, point: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def wrapped(*arguments: Any, **named: Any) -> Any:
+            self.now("before", point)
+            result = await work(*arguments, **named)
+            self.now("after", point)
+            return result
+
+        return wrapped
+
+    def now(self, when: str, point: str) -> None:
+        if (when, point) == (self._when, self._point):
+            self._left -= 1
+            if not self._left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Handler:
+    """The runtime, whose settling crashes; an ack has left the process before "after" it."""
+
+    def __init__(self, runtime: AgentRuntime, crash: Crash, flush: Callable[[], Awaitable[None]]) -> None:
+        self._runtime = runtime
+        self._crash = crash
+        self._flush = flush
+
+    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
+        async def acked(delivery: Delivery, outcome: Outcome) -> None:
+            await settle(delivery, outcome)
+            await self._flush()
+
+        await self._runtime.handle(batch, self._crash.wrap("ack", acked))
+
+
+def crash_publishes(js: Any, crash: Crash) -> None:
+    """Crash before a message leaves, or once JetStream has acknowledged it."""
+    publish = js.publish_async
+
+    async def publish_async(*arguments: Any, **named: Any) -> Any:
+        crash.now("before", "publish")
+        future = await publish(*arguments, **named)
+        future.add_done_callback(lambda _: crash.now("after", "publish"))
+        return future
+
+    js.publish_async = publish_async
+
+
+async def run(order: dict[str, Any]) -> None:
+    nats = await connect(NatsSettings(url=order["url"]), name="crashing agent", patience=20)
+    js = nats.jetstream()
+    crash = Crash(order["point"], order["call"])
+    crash_publishes(js, crash)
+    runtime = await AgentRuntime.open(
+        Counting, js, Path(order["directory"]), tenant=order["context"], workspace="default", settings=SETTINGS
+    )
+    store: Any = runtime._store
+    store.append = crash.wrap("commit", store.append)
+    store.mark_published = crash.wrap("mark", store.mark_published)
+    wanted = ConsumerSettings(
+        stream="any", durable="counting_consumer", max_deliver=1000, ack_wait_seconds=ACK_WAIT, backoff=QUICK
+    )
+    subjects = fill_subjects(Counting, order["context"], "default")
+    consumers = await open_consumers(js, runtime, subjects, wanted)
+    for consumer in consumers:
+        consumer._handler = Handler(runtime, crash, nats.flush)
+    tasks = [asyncio.create_task(runtime.run()), *(asyncio.create_task(consumer.run()) for consumer in consumers)]
+    if order["point"] != "none":
+        await asyncio.gather(*tasks)
+    await Context(nats, order["context"]).settled("counting_consumer")
+    await stop(consumers, tasks)
+    await runtime.close()
+    await nats.close()
+
+
+async def stop(consumers: Sequence[Consumer], tasks: Sequence[asyncio.Task[None]]) -> None:
+    for consumer in consumers:
+        await consumer.stop()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            asyncio.run(run(json.loads(line)))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201 - the answer
+
+
+if __name__ == "__main__":
+    main()
