@@ -60,7 +60,7 @@ class Services:
     async def finish(self) -> None:
         """Claim nothing more, and wait for the batches in hand."""
         notify("STOPPING=1")
-        await asyncio.gather(*(publisher.stop() for publisher in self.publishers))
+        await asyncio.gather(self.upkeep.stop(), *(publisher.stop() for publisher in self.publishers))
 
 
 async def run(config: WorkerConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 import asyncpg
 import structlog
@@ -30,15 +31,25 @@ class Upkeep:
         self._config = config
         self._has_broker = has_broker
         self._one_at_a_time = asyncio.Lock()
+        self._working = asyncio.Lock()
+        self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Look after the streams for ever; NATS or Postgres away ends one round, no more."""
-        while True:
+        """Look after the streams until `stop`; NATS or Postgres away ends one round, no more."""
+        while not self._stop.is_set():
             try:
-                await self._round()
+                async with self._working:
+                    await self._round()
             except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
                 _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
-            await asyncio.sleep(self._config.record.check_seconds)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self._config.record.check_seconds)
+
+    async def stop(self) -> None:
+        """Finish the round; a cancellation in its midst could get lost in the client of NATS."""
+        self._stop.set()
+        async with self._working:
+            pass
 
     async def look_after(self, link: Link) -> None:
         """Declare what is missing and make unpublished what was lost, as seen through `link`.
