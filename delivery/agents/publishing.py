@@ -12,7 +12,7 @@ from nats.js.api import PubAck
 
 from delivery.agents.emitting import Draft
 from delivery.agents.envelopes import headers_of
-from delivery.agents.records import canonical, decode_record
+from delivery.agents.records import decode_record, payload_of
 from delivery.agents.store import Outgoing
 from delivery.errors import from_nats
 
@@ -39,7 +39,7 @@ def message_of(position: int, cause: int, draft: Draft) -> Message:
 def stored_message(outgoing: Outgoing) -> Message:
     """Return the same message, read back from the store."""
     record = decode_record(outgoing.record)
-    body = canonical(record.envelope.payload, "the stored payload")
+    body = payload_of(outgoing.record)
     return Message(outgoing.position, record.cause or 0, record.subject, headers_of(record.envelope), body)
 
 

@@ -42,6 +42,15 @@ class Record(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         return self.role in ("handled", "emitted")
 
 
+class _Payload(msgspec.Struct):
+    payload: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    envelope: _Payload
+
+
+_decode_payload: Final = msgspec.json.Decoder(_Body).decode
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(Record).decode
 _decode_any: Final = msgspec.json.Decoder().decode
@@ -70,6 +79,11 @@ def encode_record(record: Record, payload: bytes) -> bytes:
 def decode_record(text: str | bytes) -> Record:
     """Read a record; raises `msgspec.DecodeError` or `msgspec.ValidationError` for what is none."""
     return _decode(text)
+
+
+def payload_of(record: bytes) -> bytes:
+    """Return the payload of a record as its bytes stand there: what is published again is what was published."""
+    return bytes(_decode_payload(record).envelope.payload)
 
 
 def next_hash(previous: bytes, record: bytes) -> bytes:

@@ -53,7 +53,7 @@ async def run(context: Context, nats_url: str, tmp_path: Path) -> AsyncIterator[
 
 
 async def crash_at(points: list[tuple[str, int]], context: Context, run: Run) -> int:
-    """Kill the agent at each point, with new orders before each, then let it finish; returns how many orders there are."""
+    """Kill the agent at each point, with new orders before each, then let it finish; returns the number of orders."""
     for number, (point, call) in enumerate(points):
         await place_orders(context, [f"order-{number}-{index}" for index in range(ORDERS_PER_RUN)])
         assert await run(point, call) == -signal.SIGKILL, point

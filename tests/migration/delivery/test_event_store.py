@@ -1,0 +1,99 @@
+"""The agents' event store: schema.sql and the migrations lead to the same file, and its rules hold."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from chassis import sqlite_migrate
+from chassis.sql import read_sql
+from delivery.agents.records import NO_HASH, Record, encode_record, next_hash
+from delivery.agents.store import APPLICATION_ID, MIGRATIONS
+from postroom.agent import Envelope
+
+
+def described(db: sqlite3.Connection) -> tuple[object, ...]:
+    objects = db.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY type, name").fetchall()
+    return objects, *(db.execute(f"PRAGMA {name}").fetchone() for name in ("user_version", "application_id"))
+
+
+def migrated() -> sqlite3.Connection:
+    db = sqlite3.connect(":memory:")
+    sqlite_migrate.migrate(db, Path("events.db"), steps=MIGRATIONS, application_id=APPLICATION_ID)
+    return db
+
+
+def test_the_schema_and_the_migrations_are_equal():
+    with closing(sqlite3.connect(":memory:")) as whole, closing(migrated()) as stepwise:
+        whole.executescript(read_sql("delivery.agents", "schema.sql"))
+        assert described(whole) == described(stepwise)
+
+
+def record(role: str = "handled", cause: int | None = None, key: str = "k") -> str:
+    envelope = Envelope(id="m", type="x", idempotency_key=key)
+    made = Record(cause=cause, envelope=envelope, role="handled", subject="s")
+    return encode_record(msgspec.structs.replace(made, role=role), b"null").decode()  # type: ignore[arg-type]
+
+
+def store() -> sqlite3.Connection:
+    """A store with one handled message and what it emitted."""
+    db = migrated()
+    db.execute("INSERT INTO state VALUES (1, 'a', 't', 'w', 0, zeroblob(32), 0)")
+    first = next_hash(NO_HASH, record().encode())
+    db.execute("INSERT INTO event (position, record, state_hash) VALUES (1, ?, ?)", (record(), first))
+    emitted = record("emitted", 1, "e")
+    db.execute("INSERT INTO event (position, record, state_hash) VALUES (2, ?, ?)", (emitted, bytes(32)))
+    db.execute("UPDATE state SET position = 2, state_hash = zeroblob(32)")
+    return db
+
+
+INSERT = "INSERT INTO event (position, record, state_hash) VALUES (?, ?, zeroblob(32))"
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters"),
+    [
+        (INSERT, (4, record(key="new"))),  # a gap
+        (INSERT, (2, record(key="new"))),  # a position that is taken
+        (INSERT, (3, record())),  # a message that the store holds
+        (INSERT, (3, record("dreamt", key="new"))),
+        (INSERT, (3, record("emitted", None, "new"))),
+        (INSERT, (3, record("emitted", 3, "new"))),  # its own cause
+        (INSERT, (3, record("handled", 1, "new"))),
+        (INSERT, (3, record(key=""))),
+        (INSERT, (3, "{")),
+        ("INSERT INTO event (position, record, state_hash) VALUES (3, ?, x'00')", (record(key="new"),)),
+        ("UPDATE event SET record = record WHERE position = ?", (1,)),
+        ("UPDATE event SET state_hash = zeroblob(32) WHERE position = ?", (1,)),
+        ("UPDATE event SET published_at = ? WHERE position = 1", (1,)),  # it came in
+        ("DELETE FROM event WHERE position = ?", (2,)),
+        ("UPDATE state SET position = ?", (1,)),
+        ("UPDATE state SET position = ?", (3,)),
+        ("UPDATE state SET agent = ?", ("b",)),
+        ("DELETE FROM state WHERE only = ?", (1,)),
+        ("INSERT INTO entity VALUES ('e', ?)", (0,)),
+    ],
+)
+def test_what_would_break_the_log_is_refused(statement: str, parameters: tuple[object, ...]):
+    with closing(store()) as db, pytest.raises((sqlite3.IntegrityError, sqlite3.OperationalError)):
+        db.execute(statement, parameters)
+
+
+def test_a_message_is_marked_published_once():
+    with closing(store()) as db:
+        db.execute("UPDATE event SET published_at = 5 WHERE position = 2")
+        with pytest.raises(sqlite3.IntegrityError, match="stays published"):
+            db.execute("UPDATE event SET published_at = 6 WHERE position = 2")
+        with pytest.raises(sqlite3.IntegrityError, match="stays published"):
+            db.execute("UPDATE event SET published_at = NULL WHERE position = 2")
+
+
+def test_a_version_only_grows():
+    with closing(store()) as db:
+        db.execute("INSERT INTO entity VALUES ('e', 1)")
+        db.execute("UPDATE entity SET version = 2")
+        for statement in ("UPDATE entity SET version = 2", "DELETE FROM entity"):
+            with pytest.raises(sqlite3.IntegrityError):
+                db.execute(statement)

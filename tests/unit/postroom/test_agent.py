@@ -1,0 +1,103 @@
+"""Writing an agent: what the base class offers, and what its author is told."""
+
+from typing import Any
+
+import pytest
+
+from postroom.agent import (
+    Agent,
+    Command,
+    Emit,
+    Envelope,
+    InvalidAgent,
+    agent_name,
+    check_agent,
+    effects_of,
+    fill_subjects,
+)
+from postroom.errors import InvalidMessage
+
+
+class Pricing(Agent):
+    subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)
+
+    async def receive(self, envelope: Envelope) -> Emit:
+        return Emit("order_priced", {"order": envelope.payload["order"], "total": 42})
+
+
+async def test_an_agent_can_be_tried_without_a_runtime():
+    effect = await Pricing().receive(Envelope(type="order_placed", payload={"order": 7}))
+    assert effect == Emit("order_priced", {"order": 7, "total": 42})
+
+
+def test_a_right_agent_passes_and_its_subjects_are_filled_in():
+    check_agent(Pricing)
+    assert fill_subjects(Pricing, "demo", "default") == ["cmd.demo.default.pricing.>"]
+
+
+def test_an_agent_without_a_state_has_none_and_keeps_it():
+    agent = Pricing()
+    assert agent.initial_state() is None
+    assert agent.apply(None, Envelope(type="x")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "called"), [("Pricing", "pricing"), ("OrderPricing", "order_pricing"), ("HTTPProbe2", "http_probe2")]
+)
+def test_an_agent_is_called_after_its_class(name: str, called: str):
+    assert agent_name(type(name, (Pricing,), {})) == called
+
+
+def sync_receive(self: Any, envelope: Envelope) -> None:
+    del self, envelope
+
+
+async def async_apply(self: Any, state: None, event: Envelope) -> None:
+    del self, state, event
+
+
+def needs_an_argument(self: Any, database: str) -> None:
+    del self, database
+
+
+@pytest.mark.parametrize(
+    ("members", "sentence"),
+    [
+        ({"subjects": ()}, "has no subjects"),
+        ({"subjects": "cmd.demo.>"}, "must be a tuple of texts"),
+        ({"subjects": ("cmd.{mesh}.>",)}, "nothing else in braces"),
+        ({"receive": Agent.receive}, "has no receive"),
+        ({"receive": sync_receive}, "is not async"),
+        ({"apply": async_apply}, "apply is async"),
+        ({"name": "My Agent"}, "must be a lower-case letter"),
+        ({"__init__": needs_an_argument}, "cannot be made without arguments"),
+    ],
+)
+def test_a_wrong_agent_is_told_what_to_change(members: dict[str, Any], sentence: str):
+    with pytest.raises(InvalidAgent, match=sentence):
+        check_agent(type("Wrong", (Pricing,), members))
+
+
+@pytest.mark.parametrize("other", [Pricing(), dict, "Pricing"])
+def test_what_is_no_agent_is_refused(other: object):
+    with pytest.raises(InvalidAgent, match="is no agent"):
+        check_agent(other)
+
+
+@pytest.mark.parametrize(
+    ("returned", "effects"),
+    [
+        (None, ()),
+        (Emit("x"), (Emit("x"),)),
+        ([Emit("x"), Command("billing")], (Emit("x"), Command("billing"))),
+        (iter([Emit("x")]), (Emit("x"),)),
+    ],
+)
+def test_effects_are_nothing_one_or_several(returned: object, effects: tuple[object, ...]):
+    assert effects_of(returned, "pricing") == effects
+
+
+@pytest.mark.parametrize("returned", ["x", b"x", {"x": 1}, 7, [Emit("x"), None]])
+def test_what_is_no_effect_is_refused_with_what_to_return(returned: object):
+    with pytest.raises(InvalidMessage, match="return None, an Emit, a Command, or a list of them"):
+        effects_of(returned, "pricing")
