@@ -128,6 +128,8 @@ class Pull:
 
     async def _look(self) -> bool:
         """Find the consumer, or make it; False where that failed, which is logged."""
+        if not self._connection.is_connected:
+            return False  # a request would only wait until it times out
         connects = self._connection.stats["reconnects"]
         try:
             epoch = await self._find()
@@ -142,12 +144,17 @@ class Pull:
         return True
 
     async def _find(self) -> datetime:
+        """Return when the consumer was made, which may be now; raises `PostroomError`."""
+        try:
+            return await self._found_or_made()
+        except Exception as error:
+            raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error
+
+    async def _found_or_made(self) -> datetime:
         try:
             return await consumer_created(self._js, self._settings)
         except NotFoundError:
             pass
-        except Exception as error:
-            raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error
         try:
             await ensure_consumer(self._js, self._settings)
         except NotFound:

@@ -21,7 +21,7 @@ from delivery.settings import BackoffSettings, ConsumerSettings
 from delivery.streams import default_streams, ensure_stream
 
 DURABLE = "sea__from_us"
-SECONDS = 60.0
+SECONDS = 15.0
 QUICK = BackoffSettings(first_seconds=0.01, factor=1, most_seconds=0.01)
 _numbers = itertools.count(1)
 
@@ -110,15 +110,15 @@ class Context:
         async with running(consumer):
             yield consumer
 
-    async def info(self, durable: str = DURABLE) -> ConsumerInfo:
-        return await self.js.consumer_info(self.events, durable)
+    async def info(self, durable: str = DURABLE, stream: str | None = None) -> ConsumerInfo:
+        return await self.js.consumer_info(stream or self.events, durable)
 
-    async def settled(self, durable: str = DURABLE) -> None:
+    async def settled(self, durable: str = DURABLE, stream: str | None = None) -> None:
         """Return when the server waits for no ack and holds nothing back."""
 
         async def idle() -> bool:
             try:
-                info = await self.info(durable)
+                info = await self.info(durable, stream)
             except NotFoundError:  # not made yet
                 return False
             return info.num_ack_pending == 0 and info.num_pending == 0

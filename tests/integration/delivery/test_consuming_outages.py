@@ -1,0 +1,235 @@
+"""The consumer core while NATS is killed, paused, purged or emptied under it: everything still has its effect."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from jetstream import DURABLE, Context, Script, until
+from nats.errors import Error
+
+from delivery import pulling
+from delivery.consuming import DONE, Dead, Delivery, Done
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+from embedded import EmbeddedNats
+from postroom.errors import Unavailable
+
+FAST = {"connect_seconds": 1.0, "reconnect_seconds": 0.05, "ping_seconds": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notice within a second what takes a few in earnest."""
+    monkeypatch.setattr(pulling, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(pulling, "SILENCE_SECONDS", 0.8)
+    monkeypatch.setattr(pulling, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(pulling, "RETRY_SECONDS", 0.1)
+
+
+@pytest.fixture
+async def server(short_directory: Path) -> AsyncIterator[EmbeddedNats]:
+    """A NATS of this test's own."""
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def own(server: EmbeddedNats) -> AsyncIterator[Context]:
+    """A context on a server that the test may break."""
+    connection = await connect(NatsSettings(url=server.url, **FAST), name="test", patience=20)
+    context = Context(connection)
+    await context.declare()
+    yield context
+    await connection.close()
+
+
+def kill(server: EmbeddedNats) -> None:
+    """End the server as a power cut does, but with what the kernel had already."""
+    process = server.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    server.stop()
+
+
+async def reached(consumer_script: Script, ids: set[str]) -> None:
+    await until(lambda: _is(lambda: ids <= set(consumer_script.ids())), f"all {len(ids)}")
+
+
+async def test_a_killed_nats_is_found_again_and_nothing_is_lost(server: EmbeddedNats, own: Context) -> None:
+    first, second = ({f"{half}{number}" for number in range(200)} for half in "ab")
+    await own.publish(sorted(first))
+    script = Script(_slowly)
+    async with own.consuming(script, ack_wait_seconds=1, max_ack_pending=20):
+        await script.saw(50)
+        kill(server)
+        server.start()
+        await until(lambda: _exists(own), "it is back")
+        await own.publish(sorted(second))
+        await reached(script, first | second)
+        await own.settled()
+    assert await own.letters() == []
+
+
+async def test_what_is_done_while_nats_is_away_is_acknowledged_when_it_is_back(
+    server: EmbeddedNats, own: Context
+) -> None:
+    await own.publish(["a"])
+    gate = asyncio.Event()
+
+    async def wait(_: Delivery) -> Done:
+        await gate.wait()
+        return DONE
+
+    script = Script(wait)
+    async with own.consuming(script, ack_wait_seconds=3600) as consumer:
+        await script.saw(1)
+        kill(server)
+        gate.set()
+        await until(lambda: _is(lambda: not own.connection.is_connected), "the connection is lost")
+        server.start()
+        await until(lambda: _exists(own), "it is back")
+        await own.settled()
+        assert consumer.counters.done >= 1
+    assert set(script.ids()) == {"a"}  # a killed server may have forgotten that it was delivered
+
+
+async def test_a_paused_nats_goes_on_where_it_was(server: EmbeddedNats, own: Context) -> None:
+    ids = {str(number) for number in range(300)}
+    await own.publish(sorted(ids))
+    script = Script(_slowly)
+    process = server.process
+    assert process is not None
+    async with own.consuming(script, ack_wait_seconds=1, max_ack_pending=20) as consumer:
+        await script.saw(50)
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            await until(lambda: _is(lambda: not consumer._pull.sure), "the silence is noticed")
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        await reached(script, ids)
+        await own.settled()
+
+
+async def test_a_purged_stream_takes_what_nobody_has_seen_and_the_rest_goes_on(own: Context) -> None:
+    await own.publish(str(number) for number in range(100))
+    gate = asyncio.Event()
+
+    async def wait(_: Delivery) -> Done:
+        await gate.wait()
+        return DONE
+
+    script = Script(wait)
+    async with own.consuming(script, max_ack_pending=10):
+        await script.saw(10)
+        await own.js.purge_stream(own.events)
+        gate.set()
+        await own.publish(["after"])
+        await reached(script, {"after"})
+        await own.settled()
+    assert len(script.seen) == 11
+
+
+async def delete_consumer(context: Context) -> None:
+    await context.js.delete_consumer(context.events, DURABLE)
+
+
+async def delete_stream(context: Context) -> None:
+    await context.js.delete_stream(context.events)
+
+
+@pytest.mark.parametrize("delete", [delete_consumer, delete_stream])
+async def test_what_is_deleted_under_a_consumer_is_made_anew(own: Context, delete: Callable[[Context], object]) -> None:
+    await own.publish(["before"])
+    script = Script()
+    async with own.consuming(script):
+        await script.saw(1)
+        await own.settled()
+        await delete(own)  # type: ignore[misc]
+        await until(lambda: _exists(own), "the consumer is there again")
+        await own.publish(["after"])
+        await reached(script, {"after"})
+        await own.settled()
+
+
+async def test_an_ack_for_a_message_of_a_consumer_that_is_gone_settles_nothing_of_the_new_one(own: Context) -> None:
+    await own.publish(["old"])
+    gate = asyncio.Event()
+
+    async def wait(delivery: Delivery) -> Done:
+        if delivery.message_id == "old":
+            await gate.wait()
+        return DONE
+
+    script = Script(wait)
+    async with own.consuming(script, ack_wait_seconds=3600) as consumer:
+        await script.saw(1)
+        await own.js.delete_stream(own.events)
+        await until(lambda: _exists(own), "the consumer is there again")
+        epoch = (await own.info()).created
+        await until(lambda: _is(lambda: consumer._pull._epoch == epoch), "it is known to be another")
+        gate.set()
+        await until(lambda: _is(lambda: consumer.in_hand == 0), "the old one is forgotten")
+        assert consumer.counters.done == 0
+        await own.publish(["new"])  # has the sequence that the old one had
+        await reached(script, {"new"})
+        await own.settled()
+    assert consumer.counters.done == 1
+
+
+async def test_a_store_that_vanished_is_declared_again_and_new_messages_arrive(
+    server: EmbeddedNats, own: Context
+) -> None:
+    await own.publish(str(number) for number in range(50))
+    script = Script(_slowly)
+    async with own.consuming(script, max_ack_pending=5):
+        await script.saw(10)
+        kill(server)
+        shutil.rmtree(server.directory / "jetstream")
+        server.start()
+        await until(lambda: _exists(own), "stream and consumer are there again")
+        await own.publish(["after"])
+        await reached(script, {"after"})
+        await own.settled()
+
+
+async def test_a_dead_letter_stream_that_vanished_is_declared_again(own: Context) -> None:
+    await own.js.delete_stream(own.dlq)
+    await own.publish(["a"])
+    script = Script(lambda _: Dead("unprocessable", "no"))
+    async with own.consuming(script):
+        await script.saw(1)
+        await own.settled()
+    assert [letter.message_id for letter in await own.letters()] == ["a"]
+
+
+async def test_a_connection_that_was_closed_for_good_ends_the_consumer(own: Context) -> None:
+    consumer = own.consumer(Script())
+    task = asyncio.create_task(consumer.run())
+    await until(lambda: _is(lambda: consumer._pull.sure), "it runs")
+    await own.connection.close()
+    with pytest.raises(Unavailable, match="closed"):
+        await task
+    await consumer.stop()
+
+
+async def _exists(context: Context) -> bool:
+    try:
+        await context.info()
+    except (Error, TimeoutError):
+        return False
+    return True
+
+
+async def _is(condition: Callable[[], object]) -> bool:
+    return bool(condition())
+
+
+async def _slowly(_: Delivery) -> Done:
+    await asyncio.sleep(0.001)
+    return DONE
