@@ -16,7 +16,7 @@ from msgspec import Meta, field
 from chassis.config import load
 from chassis.exits import Exit, Fatal
 from delivery.agents.settings import AgentSettings
-from delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
+from delivery.settings import BackoffSettings, ConsumerSettings, Name, NatsSettings
 from delivery.subjects import DEFAULT_WORKSPACE
 from postroom.agent import Agent, agent_name
 
@@ -36,9 +36,7 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
         Path | None,
         Meta(description="where `events.db` lies; unset: $XDG_STATE_HOME/postroom/agents/<tenant>.<workspace>.<agent>"),
     ] = None
-    durable: Annotated[
-        str | None, Meta(pattern="^[A-Za-z0-9_-]{1,64}$", description="the durable consumer; unset: {agent}_consumer")
-    ] = None
+    durable: Annotated[Name | None, Meta(description="the durable consumer; unset: {agent}_consumer")] = None
     ack_wait_seconds: Annotated[
         float, Meta(ge=0.1, description="silence after which a message is delivered again, in seconds")
     ] = 30

@@ -1,0 +1,161 @@
+"""`postroom agent …` as processes: the example answers commands, is stopped, looked at and checked."""
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from agents import emitted
+from jetstream import Context
+
+from embedded.processes import tethered
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+AGENT = "counting_agent:Counter"
+DURABLE = "counter_consumer"
+
+
+class Ended(NamedTuple):
+    code: int
+    output: str
+    said: str
+
+
+class CommandLine:
+    """`postroom agent` for one context, with a state directory of its own."""
+
+    def __init__(self, context: Context, nats_url: str, state: Path) -> None:
+        self.context = context
+        self.database = state / "events.db"
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": str(EXAMPLES),
+            "POSTROOM_NATS_URL": nats_url,
+            "POSTROOM_MESH": context.name,
+            "POSTROOM_AGENT_STATE_DIRECTORY": str(state),
+        }
+
+    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *tethered([sys.executable, "-m", "cli", "agent", *arguments]),
+            env=self._environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+    async def run(self, *arguments: str) -> Ended:
+        process = await self.start(*arguments)
+        output, said = await process.communicate()
+        assert process.returncode is not None
+        return Ended(process.returncode, output.decode(), said.decode())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.subprocess.Process]:
+        """Run the example for the length of the block, from when it is ready on; it has to stop in order."""
+        process = await self.start("run", AGENT)
+        assert process.stderr is not None
+        lines = [line async for line in until_ready(process.stderr)]
+        assert b'"event":"ready"' in lines[-1], lines
+        yield process
+        process.send_signal(signal.SIGTERM)
+        _, said = await process.communicate()
+        assert process.returncode == 0, said.decode()
+
+    async def command(self, *ids: str) -> None:
+        await self.context.publish(ids, b'{"sender":"alice"}', f"cmd.{self.context.name}.default.counter.run")
+
+
+@pytest.fixture
+def command_line(context: Context, nats_url: str, tmp_path: Path) -> CommandLine:
+    context.events = f"{context.name}_COMMANDS".upper()  # whose consumer the tests wait for
+    return CommandLine(context, nats_url, tmp_path)
+
+
+async def until_ready(stderr: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    async for line in stderr:
+        yield line
+        if b'"event":"ready"' in line:
+            return
+
+
+async def answers(context: Context) -> list[str]:
+    context.events = f"{context.name}_EVENTS".upper()
+    return list((await emitted(context, "command_counted")).elements())
+
+
+async def test_the_example_answers_each_command_with_a_message(command_line: CommandLine):
+    context = command_line.context
+    await command_line.command("c-1", "c-2", "c-3")
+    async with command_line.running():
+        await context.settled(DURABLE)
+    replayed = json.loads((await command_line.run("replay", AGENT, "--json")).output)
+    assert (replayed["state"], replayed["position"], replayed["agent"]) == (3, 6, "counter")
+    verified = await command_line.run("verify", AGENT, "--hash", replayed["state_hash"])
+    assert (verified.code, verified.output.splitlines()[-1]) == (0, "ok")
+    found = await answers(context)
+    assert (len(found), len(set(found))) == (3, 3)
+
+
+async def test_two_processes_of_one_agent_share_the_work(command_line: CommandLine):
+    context = command_line.context
+    async with command_line.running(), command_line.running():
+        await command_line.command(*(f"c-{number}" for number in range(200)))
+        await context.settled(DURABLE)
+    replayed = json.loads((await command_line.run("replay", AGENT, "--json")).output)
+    assert replayed["state"] == 200
+    found = await answers(context)
+    assert (len(found), len(set(found))) == (200, 200)
+
+
+async def test_a_store_that_was_altered_is_found_by_verify_and_nothing_runs_on_it(command_line: CommandLine):
+    await command_line.command("c-1", "c-2")
+    async with command_line.running():
+        await command_line.context.settled(DURABLE)
+    with closing(sqlite3.connect(command_line.database)) as db:
+        db.execute("DROP TRIGGER event_append_only_update")
+        db.execute("UPDATE event SET record = replace(record, 'alice', 'mally') WHERE position = 3")
+        db.commit()
+    verified = await command_line.run("verify", AGENT, "--json")
+    assert (verified.code, json.loads(verified.output)["first_difference"]) == (1, 3)
+    assert "was altered at position 3" in verified.said
+    assert (await command_line.run("replay", AGENT)).code == 1
+    assert (await command_line.run("run", AGENT)).code == 78
+
+
+async def test_another_hash_than_the_expected_one_is_a_failure(command_line: CommandLine):
+    async with command_line.running():
+        pass
+    verified = await command_line.run("verify", AGENT, "--hash", "00" * 31 + "01")
+    assert verified.code == 1
+    assert "its state hash is not" in verified.said
+
+
+@pytest.mark.parametrize(
+    ("agent", "code", "sentence"),
+    [
+        ("counting_agent", 2, "give module:Agent"),
+        ("no_such_module:Agent", 78, "cannot import no_such_module"),
+        ("counting_agent:Nobody", 78, "there is no Nobody in counting_agent"),
+        ("counting_agent:Envelope", 78, "is no agent"),
+    ],
+)
+async def test_an_agent_that_cannot_be_found_is_said_so(
+    command_line: CommandLine, agent: str, code: int, sentence: str
+):
+    ended = await command_line.run("run", agent)
+    assert ended.code == code
+    assert sentence in ended.said
+
+
+async def test_a_subject_that_no_stream_keeps_is_said_so(command_line: CommandLine):
+    await command_line.context.remove()
+    ended = await command_line.run("run", AGENT)
+    assert ended.code == 75
+    assert "no stream keeps cmd." in ended.said
