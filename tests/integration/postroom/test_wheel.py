@@ -14,15 +14,24 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[3]
 PROGRAM = """
+import asyncio
 import sys
 from importlib.metadata import distribution
+from pathlib import Path
 from postroom import Client, SendRequest
+from postroom.once import open_registry
 import postroom
+
+async def once():
+    async with open_registry(f"sqlite://{Path.cwd()}/once.db") as registry:
+        async with registry.once("demo", "orders", "1") as claim:
+            assert claim.first
 
 with Client(sys.argv[1]) as post:
     receipt = post.send("topic:orders", "from a wheel")
     assert post.get(receipt.client_message_id).status == "pending"
     assert sum(1 for _ in post.send_many(SendRequest(to="topic:orders") for _ in range(10))) == 10
+asyncio.run(once())
 
 print(postroom.__file__)
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
