@@ -126,6 +126,7 @@ async def open_room(short_directory: Path) -> AsyncIterator[OpenRoom]:
             settings: OutboxSettings | None = None,
             token_file: Path | None = None,
             name: str = "s",
+            **more: Any,
         ) -> Room:
             outbox = await closing.enter_async_context(await Outbox.open(short_directory / name, settings))
             relay, counters = StillRelay(), Counters()
@@ -145,6 +146,7 @@ async def open_room(short_directory: Path) -> AsyncIterator[OpenRoom]:
                 counters=counters,
                 destinations=DestinationRule(destinations),
                 outbox_max_bytes=(settings or OutboxSettings()).max_bytes,
+                **more,
             )
             guard = None if token_file is None else TcpGuard(LocalToken(token_file))
             server = Server(
