@@ -5,19 +5,20 @@ from container import Machine
 
 pytestmark = pytest.mark.systemd
 
-SYSTEM_UNITS = ("postroomd@orders.service", "postroomd@orders.socket", "postroom-broker.service")
+SERVICES = ("postroomd@orders.service", "postroom-broker.service", "postroom-consumer@billing.service")
+SYSTEM_UNITS = (*SERVICES, "postroomd@orders.socket")
 
 
 def test_systemd_understands_every_line(machine: Machine) -> None:
     assert machine.attempt("systemd-analyze", "verify", *SYSTEM_UNITS).stderr == ""
 
 
-@pytest.mark.parametrize("unit", ["postroomd@orders.service", "postroom-broker.service"])
+@pytest.mark.parametrize("unit", SERVICES)
 def test_the_exposure_of_each_service_is_at_most_1_3(machine: Machine, unit: str) -> None:
     machine.run("systemd-analyze", "security", "--no-pager", "--threshold=13", unit)
 
 
-@pytest.mark.parametrize("unit", ["postroomd@orders.service", "postroom-broker.service"])
+@pytest.mark.parametrize("unit", SERVICES)
 def test_a_service_is_started_again_for_ever_but_for_a_wrong_config(machine: Machine, unit: str) -> None:
     shown = machine.run("systemctl", "show", unit).splitlines()
     assert {"Restart=always", "RestartPreventExitStatus=78 243", "StartLimitIntervalUSec=0"} <= set(shown)

@@ -1,0 +1,63 @@
+"""Every setting of a consumer is described, overridden by its variable, and masked where it is a secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chassis.config import MASK, effective, settings
+from chassis.exits import Exit, Fatal
+from worker.consumer_config import PREFIX, ConsumerConfig, direct_config, load_config
+
+EXAMPLE = Path(__file__).parents[3] / "systemd/examples/consumer.toml"
+SERVERS = {"POSTROOM_NATS_URL": "nats://u:hidden@host", "POSTROOM_DATABASE_URL": "postgresql://u:hidden@host/x"}
+
+
+def test_every_setting_says_what_it_does() -> None:
+    assert [setting.path for setting in settings(ConsumerConfig) if not setting.description] == []
+
+
+def test_the_example_is_a_config_whose_passwords_are_masked() -> None:
+    config = load_config(EXAMPLE, {})
+    shown = {".".join(setting.path): value for setting, value in effective(config)}
+
+    assert (config.context, config.consumer.durable, config.handler.secret_file) == ("orders", "billing", None)
+    assert (shown["database_url"], shown["nats.url"]) == (MASK, MASK)
+    assert config.stream is not None  # the context's default, declared where it is missing
+
+
+def test_a_variable_overrides_the_file() -> None:
+    config = load_config(EXAMPLE, {f"{PREFIX}CONSUMER_MAX_DELIVER": "3", f"{PREFIX}LISTEN_PORT": "0"})
+
+    assert (config.consumer.max_deliver, config.listen_port) == (3, 0)
+
+
+def test_three_words_make_a_config_of_a_contexts_events() -> None:
+    config = direct_config(context="demo", name="orders", handler="http://127.0.0.1:8000/handle", environ=SERVERS)
+
+    assert (config.consumer.stream, config.consumer.durable) == ("DEMO_EVENTS", "orders")
+    assert (config.consumer.filter_subjects, config.nats.url) == ([], "nats://u:hidden@host")
+
+
+def test_a_stream_and_subjects_can_be_named() -> None:
+    config = direct_config(
+        context="sea",
+        name="sea__from_vibespro",
+        handler="http://127.0.0.1:8000/",
+        stream="VIBESPRO_EVENTS",
+        subjects=["vibespro.event.a.>", "vibespro.event.b.>"],
+        environ=SERVERS,
+    )
+
+    assert config.consumer.filter_subjects == ["vibespro.event.a.>", "vibespro.event.b.>"]
+    assert config.stream is None  # another context's: nobody here may declare it
+
+
+@pytest.mark.parametrize(
+    ("context", "environ"), [("Demo", SERVERS), ("demo", {}), ("demo", {**SERVERS, "POSTROOM_NATS_URL": ""})]
+)
+def test_what_is_missing_or_wrong_is_refused(context: str, environ: dict[str, str]) -> None:
+    with pytest.raises(Fatal) as refused:
+        direct_config(context=context, name="orders", handler="http://host/", environ=environ)
+    assert refused.value.exit_code == Exit.CONFIG
