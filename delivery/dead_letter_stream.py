@@ -19,7 +19,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
 from delivery.dead_letters import REPLAY_OF, REPLAYED_FOR, DeadLetter, now
-from delivery.errors import from_nats, letter_not_found, no_payload
+from delivery.errors import NATS_ERRORS, from_nats, letter_not_found, no_payload
 from delivery.message import MESSAGE_ID
 from delivery.streams import covers
 from delivery.subjects import dead_letter_subject, stream_name
@@ -118,7 +118,7 @@ class DeadLetterStream:
         headers |= {MESSAGE_ID: new_id, REPLAY_OF: letter.message_id or "", REPLAYED_FOR: letter.consumer}
         try:
             await self._js.publish(letter.original_subject, letter.data(), headers=headers)
-        except Exception as error:
+        except NATS_ERRORS as error:
             raise from_nats(error, f"replaying the dead letter {stored.id}") from error
         await self._note("replayed", letter, stored.id, why=why, new_message_id=new_id)
         await self._remove(stored.id)
@@ -148,7 +148,7 @@ class DeadLetterStream:
             await pull.unsubscribe()
         except NotFoundError:
             return  # no stream, no letters: it is made with the first one
-        except Exception as error:
+        except NATS_ERRORS as error:
             raise from_nats(error, f"reading the dead letters of {self._context}") from error
 
     async def _note(
@@ -169,13 +169,13 @@ class DeadLetterStream:
         headers = {_EVENT_TYPE: _NOTE_TYPE, MESSAGE_ID: f"note:{act}:{letter.died_at.isoformat()}:{id_}"}
         try:
             await self._js.publish(subject, msgspec.json.encode(note), headers=headers)
-        except Exception as error:
+        except NATS_ERRORS as error:
             raise from_nats(error, f"noting what was done to the dead letter {id_}") from error
 
     async def _remove(self, id_: str) -> None:
         try:
             await self._js.delete_msg(self._name, int(id_))
-        except Exception as error:
+        except NATS_ERRORS as error:
             raise from_nats(error, f"removing the dead letter {id_}") from error
 
 

@@ -16,7 +16,7 @@ import msgspec
 from nats.js import JetStreamContext
 from nats.js.errors import NoStreamResponseError
 
-from delivery.errors import from_nats
+from delivery.errors import NATS_ERRORS, from_nats
 from delivery.message import MESSAGE_ID, Delivery, json_object
 from delivery.settings import StreamSettings
 from delivery.streams import dead_letter_stream, ensure_stream
@@ -94,7 +94,7 @@ class DeadLetters:
             except NoStreamResponseError:
                 await ensure_stream(self._js, self._stream)
                 await self._js.publish(subject, body, stream=self._stream.name, headers=headers)
-        except Exception as refused:
+        except NATS_ERRORS as refused:
             raise from_nats(refused, doing) from refused
 
     def _letter(self, delivery: Delivery, *, reason: str, error: str, consumer: str) -> DeadLetter:

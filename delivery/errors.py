@@ -10,6 +10,8 @@ from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableEr
 
 from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 
+NATS_ERRORS: Final = (nats.errors.Error, OSError, asyncio.TimeoutError)  # what nats-py raises; the rest are bugs
+
 _STREAM_NOT_FOUND: Final = 10059
 _NO_STORAGE: Final = frozenset({10023, 10028, 10047})  # resources, memory and disk of the server used up
 _UNREACHABLE: Final = (

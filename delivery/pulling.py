@@ -24,7 +24,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
-from delivery.errors import from_nats
+from delivery.errors import NATS_ERRORS, from_nats
 from delivery.settings import ConsumerSettings, StreamSettings
 from delivery.streams import consumer_created, ensure_consumer, ensure_stream
 from postroom.errors import NotFound, PostroomError, Unavailable
@@ -147,7 +147,7 @@ class Pull:
         """Return when the consumer was made, which may be now; raises `PostroomError`."""
         try:
             return await self._found_or_made()
-        except Exception as error:
+        except NATS_ERRORS as error:
             raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error
 
     async def _found_or_made(self) -> datetime:

@@ -18,7 +18,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import NotFoundError
 
-from delivery.errors import from_nats, would_lose
+from delivery.errors import NATS_ERRORS, from_nats, would_lose
 from delivery.settings import DAY, ConsumerSettings, StreamsConfig, StreamSettings
 from delivery.subjects import stream_name
 
@@ -82,7 +82,7 @@ async def ensure_stream(js: JetStreamContext, settings: StreamSettings) -> Recon
         _refuse(f"stream {settings.name}", changes)
         if changes:
             await js.update_stream(_merged(found, wanted))
-    except Exception as error:
+    except NATS_ERRORS as error:
         raise from_nats(error, f"declaring the stream {settings.name}") from error
     return Reconciled(settings.name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
 
@@ -100,7 +100,7 @@ async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> R
         _refuse(f"consumer {name}", changes)
         if changes:
             await js.add_consumer(settings.stream, _consumer_config(settings))
-    except Exception as error:
+    except NATS_ERRORS as error:
         raise from_nats(error, f"declaring the consumer {name}") from error
     return Reconciled(name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
 
@@ -140,8 +140,8 @@ def _stream_changes(found: StreamConfig, wanted: StreamSettings) -> Iterator[_Ch
 
 def _limits(config: StreamConfig) -> dict[str, object]:
     return {
-        "retention": (config.retention or RetentionPolicy.LIMITS).value,
-        "storage": (config.storage or StorageType.FILE).value,
+        "retention": RetentionPolicy(config.retention or "limits").value,
+        "storage": StorageType(config.storage or "file").value,
         "max_age_seconds": config.max_age or float("inf"),
         "max_bytes": float("inf") if config.max_bytes in (None, UNLIMITED) else config.max_bytes,
         "replicas": config.num_replicas or 1,

@@ -1,0 +1,185 @@
+"""Streams and consumers are brought to what a config declares, or it is said why not; the examples run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jetstream import Context, Script, running
+from nats.js.api import RetentionPolicy
+
+from chassis.config import load
+from chassis.exits import Fatal
+from delivery.consuming import Consumer, Dead
+from delivery.dead_letters import DeadLetters
+from delivery.nats import connect
+from delivery.settings import DAY, ConsumerSettings, NatsSettings, StreamsConfig, StreamSettings
+from delivery.streams import default_streams, ensure_consumer, ensure_stream, reconcile
+from embedded import EmbeddedNats
+from postroom.errors import Conflict, NotFound, TryAgain
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "streams"
+
+
+@pytest.fixture
+def stream(context: Context) -> StreamSettings:
+    return context.streams[0]
+
+
+def like(settings, **changes):
+    return type(settings)(**{name: getattr(settings, name) for name in settings.__struct_fields__} | changes)
+
+
+async def test_what_is_declared_is_created_and_a_second_time_nothing_changes(context: Context, stream: StreamSettings):
+    config = StreamsConfig(streams=context.streams, consumers=[context.settings(filter_subjects=stream.subjects)])
+    actions = [each.action for each in await reconcile(context.js, config)]
+    assert actions == ["unchanged"] * 4 + ["created"]
+    assert {each.action for each in await reconcile(context.js, config)} == {"unchanged"}
+
+
+async def test_a_stream_is_as_declared(context: Context):
+    events, commands, _, dlq = [
+        (await context.js.stream_info(each.name)).config for each in default_streams(context.name)
+    ]
+    assert (events.retention, events.max_age, events.duplicate_window) == (RetentionPolicy.LIMITS, 7 * DAY, 120)
+    assert commands.retention == RetentionPolicy.WORK_QUEUE
+    assert (dlq.max_age, dlq.duplicate_window) == (30 * DAY, DAY)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_age_seconds": 8 * DAY},
+        {"max_age_seconds": 0},
+        {"duplicate_window_seconds": 60},
+        {"duplicate_window_seconds": 600},
+    ],
+    ids=str,
+)
+async def test_a_change_that_loses_nothing_is_made(context: Context, stream: StreamSettings, changes: dict):
+    done = await ensure_stream(context.js, like(stream, **changes))
+    assert done.action == "changed"
+    assert next(iter(changes)) in done.changes[0]
+    assert (await ensure_stream(context.js, like(stream, **changes))).action == "unchanged"
+
+
+async def test_subjects_can_be_added(context: Context, stream: StreamSettings):
+    wider = like(stream, subjects=[*stream.subjects, f"{context.name}.other.>"])
+    assert (await ensure_stream(context.js, wider)).action == "changed"
+    await context.js.publish(f"{context.name}.other.x", b"")
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"retention": "workqueue"}, "retention limits → workqueue"),
+        ({"max_age_seconds": DAY}, "max_age_seconds 604800.0 → 86400.0"),
+        ({"max_bytes": 1000}, "max_bytes inf → 1000"),
+        ({"subjects": ["elsewhere.event.>"]}, "subjects"),
+    ],
+    ids=["retention", "max_age", "max_bytes", "subjects"],
+)
+async def test_a_change_that_could_lose_messages_is_refused_with_the_difference(
+    context: Context, stream: StreamSettings, changes: dict, difference: str
+):
+    await context.publish(["a"])
+    before = (await context.js.stream_info(stream.name)).config
+    with pytest.raises(Conflict, match=difference) as refused:
+        await ensure_stream(context.js, like(stream, **changes, duplicate_window_seconds=60))
+    assert refused.value.code == "stream_differs"
+    assert (await context.js.stream_info(stream.name)).config == before
+
+
+async def test_a_limit_that_somebody_else_set_is_kept(context: Context, stream: StreamSettings):
+    found = (await context.js.stream_info(stream.name)).config
+    await context.js.update_stream(found.evolve(max_msg_size=12_345))
+    await ensure_stream(context.js, like(stream, duplicate_window_seconds=60))
+    assert (await context.js.stream_info(stream.name)).config.max_msg_size == 12_345
+
+
+async def test_a_consumer_counts_attempts_itself_and_leaves_room_for_those_that_wait(context: Context):
+    await ensure_consumer(context.js, context.settings(max_deliver=5, max_ack_pending=50, max_waiting=100))
+    config = (await context.info()).config
+    assert (config.max_deliver, config.max_ack_pending, config.backoff) == (-1, 150, None)
+
+
+async def test_a_consumer_is_changed_where_that_loses_nothing(context: Context):
+    await ensure_consumer(context.js, context.settings(filter_subjects=[context.subject]))
+    wider = context.settings(ack_wait_seconds=77, filter_subjects=[f"{context.name}.event.>"])
+    assert (await ensure_consumer(context.js, wider)).action == "changed"
+    assert (await context.info()).config.ack_wait == 77
+    assert (await ensure_consumer(context.js, wider)).action == "unchanged"
+
+
+async def test_a_consumer_with_a_servers_own_limit_of_deliveries_is_freed_of_it(context: Context):
+    await context.js.add_consumer(context.events, durable_name="sea__from_us", name="sea__from_us", max_deliver=3)
+    done = await ensure_consumer(context.js, context.settings())
+    assert any("max_deliver 3 → -1" in change for change in done.changes)
+
+
+async def test_a_narrower_filter_is_refused(context: Context):
+    await ensure_consumer(context.js, context.settings())
+    with pytest.raises(Conflict, match="filter_subjects"):
+        await ensure_consumer(context.js, context.settings(filter_subjects=[context.subject]))
+
+
+async def test_a_consumer_that_somebody_made_otherwise_is_refused(context: Context):
+    await context.js.add_consumer(
+        context.events, durable_name="sea__from_us", name="sea__from_us", deliver_subject="somewhere"
+    )
+    with pytest.raises(Conflict, match="pull consumer"):
+        await ensure_consumer(context.js, context.settings())
+
+
+async def test_a_consumer_of_no_stream_says_so(context: Context):
+    with pytest.raises(NotFound, match="no such stream"):
+        await ensure_consumer(context.js, ConsumerSettings(stream="NOBODYS", durable="x"))
+
+
+async def test_a_stream_larger_than_the_disk_says_what_to_do(context: Context, stream: StreamSettings):
+    with pytest.raises(TryAgain, match="lower max_bytes"):
+        await ensure_stream(context.js, like(stream, name="HUGE", subjects=["huge.>"], max_bytes=10**17))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['[[streams]]\nname = "a.b"\nsubjects = ["x"]', '[[streams]]\nname = "A"\nsubjects = []', "[[streams]]\nnam = 1"],
+    ids=["name", "subjects", "unknown key"],
+)
+def test_a_config_that_makes_no_sense_is_refused_with_the_path(tmp_path: Path, text: str):
+    file = tmp_path / "streams.toml"
+    file.write_text(text)
+    with pytest.raises(Fatal, match=r"streams\[0\]"):
+        load(StreamsConfig, file, prefix="POSTROOM_TEST_")
+
+
+@pytest.fixture
+def own_server(short_directory: Path) -> Iterator[EmbeddedNats]:
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("example", "context_name", "durable", "subject"),
+    [
+        ("sea.toml", "sea", "sea__from_vibespro", "vibespro.event.vibe_created.v1"),
+        ("meshforge.toml", "meshforge", "scribe_consumer", "cmd.default.demo.scribe.write"),
+    ],
+)
+async def test_an_example_runs(own_server: EmbeddedNats, example: str, context_name: str, durable: str, subject: str):
+    config = load(StreamsConfig, EXAMPLES / example, prefix="POSTROOM_TEST_", environ={})
+    (consumer,) = config.consumers
+    connection = await connect(NatsSettings(url=own_server.url), name="test", patience=20)
+    context = Context(connection, context_name)
+    assert {each.action for each in await reconcile(context.js, config)} == {"created"}
+    assert {each.action for each in await reconcile(context.js, config)} == {"unchanged"}
+    await context.publish(["a"], subject=subject)
+    script = Script(lambda _: Dead("unprocessable", "no"))
+    running_consumer = Consumer(context.js, consumer, script, DeadLetters(context.js, context_name))
+    async with running(running_consumer):
+        await script.saw(1)
+        await context.settled(durable, consumer.stream)
+    (letter,) = await context.letters()
+    assert (letter.message_id, letter.consumer, letter.original_subject) == ("a", durable, subject)
+    await connection.close()
