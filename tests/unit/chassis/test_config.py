@@ -85,3 +85,27 @@ def test_the_effective_config_masks_secrets_and_lists_every_leaf():
 def test_settings_know_their_variable_and_description():
     depth = {setting.path: setting for setting in settings(Config)}["limits", "depth"]
     assert (depth.variable("P_"), depth.description, depth.default) == ("P_LIMITS_DEPTH", "How deep.", 8)
+
+
+class Remote(msgspec.Struct, forbid_unknown_fields=True):
+    url: Annotated[str, msgspec.Meta(description="Where.")]
+    seconds: float = 5.0
+
+
+class Optional(msgspec.Struct, forbid_unknown_fields=True):
+    remote: Remote | None = None
+
+
+def test_a_section_may_be_left_out_and_is_set_by_its_variables():
+    assert load(Optional, None, prefix="P_", environ={}).remote is None
+    environ = {"P_REMOTE_URL": "nats://x", "P_REMOTE_SECONDS": "2"}
+    assert load(Optional, None, prefix="P_", environ=environ).remote == Remote("nats://x", 2.0)
+
+
+def test_a_section_that_is_left_out_is_shown_without_values():
+    assert [(setting.path, setting.default) for setting in settings(Optional)] == [
+        (("remote", "url"), None),
+        (("remote", "seconds"), 5.0),
+    ]
+    assert [value for _, value in effective(Optional())] == [None, None]
+    assert [value for _, value in effective(Optional(Remote("nats://x")))] == ["nats://x", 5.0]
