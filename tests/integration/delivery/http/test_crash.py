@@ -38,7 +38,7 @@ def config_file(context: Context, nats_url: str, inbox_database: str, handler: C
 @asynccontextmanager
 async def running(file: Path, step: str, count: int) -> AsyncIterator[asyncio.subprocess.Process]:
     command = [sys.executable, crashing_consumer.__file__, str(file), step, str(count)]
-    process = await asyncio.create_subprocess_exec(*tethered(command), stderr=asyncio.subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(*tethered(command), stdout=asyncio.subprocess.DEVNULL)
     try:
         yield process
     finally:

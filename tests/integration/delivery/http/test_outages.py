@@ -1,0 +1,105 @@
+"""What a consumer does while others are away or stand still: it waits, blames no message, and commits nothing late."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import asyncpg
+import crashing_consumer
+import pytest
+from aiohttp import web
+from handlers import Call, CountingHandler
+from http_consumers import Inbox, config_of, consuming
+from jetstream import DURABLE, Context, until
+
+from delivery.database import migrate
+from delivery.http.settings import HandlerSettings
+from embedded import EmbeddedPostgres
+from embedded.processes import tethered
+from worker.consumer import Services
+
+
+@pytest.fixture
+async def own_postgres(short_directory: Path) -> AsyncIterator[EmbeddedPostgres]:
+    """A Postgres that the test may stop, with the migrated database `own`."""
+    server = EmbeddedPostgres(short_directory / "postgres", durable=False)
+    server.start()
+    connection = await asyncpg.connect(server.url)
+    await connection.execute("CREATE DATABASE own")
+    await connection.close()
+    await migrate(server.url_of("own"))
+    yield server
+    server.stop()
+
+
+async def test_a_postgres_that_is_away_is_waited_for_and_no_message_is_blamed(
+    context: Context, nats_url: str, handler: CountingHandler, own_postgres: EmbeddedPostgres
+) -> None:
+    ids = [f"m-{number}" for number in range(50)]
+    settings = HandlerSettings(url=handler.url)
+    config = config_of(context, nats_url, own_postgres.url_of("own"), settings, max_deliver=1)
+    async with consuming(config) as services:
+        await context.publish(ids[:25])
+        await context.settled()
+        own_postgres.stop()
+        await context.publish(ids[25:])
+        await until(lambda: _waits(services), "the consumer misses Postgres")
+        assert services.reasons() == ["database_unavailable"]
+        own_postgres.start()
+        await context.settled()
+
+        assert services.reasons() == []
+    assert handler.effects == dict.fromkeys(ids, 1)
+    assert await context.letters() == []
+
+
+async def _waits(services: Services) -> bool:
+    return services.inbox.waiting_for_postgres
+
+
+async def test_a_consumer_that_stood_still_cannot_commit_and_another_did_its_work(  # noqa: PLR0917 - fixtures
+    context: Context, nats_url: str, inbox_database: str, handler: CountingHandler, inbox: Inbox, tmp_path: Path
+) -> None:
+    answers = [asyncio.Event(), asyncio.Event()]
+
+    async def wait(call: Call) -> web.StreamResponse:
+        await answers[call.attempt - 1].wait()
+        return web.Response(status=200 if call.attempt == 2 else 422)
+
+    handler.answer = wait
+    settings = HandlerSettings(url=handler.url, timeout_seconds=0.5)
+    config = config_of(context, nats_url, inbox_database, settings, ack_wait_seconds=0.6)
+    file = tmp_path / "consumer.toml"
+    file.write_text(
+        f'context = "{context.name}"\ndatabase_url = "{inbox_database}"\n[nats]\nurl = "{nats_url}"\n'
+        f'[handler]\nurl = "{handler.url}"\ntimeout_seconds = 0.5\n'
+        f'[consumer]\nstream = "{context.events}"\ndurable = "{DURABLE}"\nack_wait_seconds = 0.6\n'
+    )
+    command = [sys.executable, crashing_consumer.__file__, str(file), "never", "1"]
+    process = await asyncio.create_subprocess_exec(*tethered(command), stdout=asyncio.subprocess.PIPE)
+    try:
+        await context.publish(["m-1"])
+        await handler.saw(1)
+        process.send_signal(signal.SIGSTOP)
+        answers[0].set()  # the answer of the first attempt, `dead`, waits in its socket
+        async with consuming(config):
+            await handler.saw(2)
+            answers[1].set()
+            await context.settled()
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            async for line in process.stdout:
+                if b"lease_lost" in line:
+                    break
+    finally:
+        process.kill()
+        await process.communicate()
+
+    row = await inbox.row("m-1")
+    assert (row["processed_at"] is not None, row["dead_at"], row["attempts"]) == (True, None, 2)
+    assert (row["last_error"], await context.letters()) == ("ack_timeout", [])
