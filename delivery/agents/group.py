@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 
 from delivery.agents.clock import after, to_microseconds
@@ -18,25 +17,24 @@ from delivery.consuming import DONE, Dead, Delivery, Outcome, Settle
 REFUSED = Dead("refused", "the message is of another tenant or workspace than the agent")
 
 
-@dataclass(slots=True, eq=False)
 class Job:
     """A delivery that waits to be handled and settled."""
 
-    delivery: Delivery
-    settle: Settle
-    done: asyncio.Future[None]
+    __slots__ = ("_settle", "delivery", "done", "order")
+
+    def __init__(self, delivery: Delivery, settle: Settle, done: asyncio.Future[None]) -> None:
+        self.delivery = delivery
+        self.done = done
+        # messages are handled in the order they were published, however they were pulled
+        self.order = delivery.published_at, delivery.stream, delivery.sequence
+        self._settle = settle
 
     def __lt__(self, other: Job) -> bool:
         return self.order < other.order
 
-    @property
-    def order(self) -> tuple[datetime, str, int]:
-        """The order in which messages are handled: as they were published, however they were pulled."""
-        return self.delivery.published_at, self.delivery.stream, self.delivery.sequence
-
     async def finish(self, outcome: Outcome) -> None:
         """Settle the delivery."""
-        await self.settle(self.delivery, outcome)
+        await self._settle(self.delivery, outcome)
         if not self.done.done():
             self.done.set_result(None)
 

@@ -85,6 +85,26 @@ async def test_each_effect_happens_once_whatever_point_the_agent_is_killed_at(
         assert not Counting.runs
 
 
+@pytest.mark.parametrize(
+    ("point", "runs"),
+    [
+        ("before commit", 1),  # the seed's table: nothing is stored, it is delivered again and handled
+        ("before ack", 0),  # the seed's table: it is stored, delivered again and only acknowledged
+        ("before publish", 0),  # what the seed loses: it is stored, and what it emitted is still to be published
+    ],
+)
+async def test_after_a_crash_a_message_goes_on_from_the_step_that_was_not_done(
+    context: Context, run: Run, tmp_path: Path, point: str, runs: int
+):
+    await place_orders(context, ["order-1"])
+    assert await run(point, 1) == -signal.SIGKILL
+    async with running_agent(context, tmp_path, max_deliver=1000, ack_wait_seconds=0.3) as running:
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(1, 2)
+    assert Counting.runs["order-1"] == runs
+    assert sorted((await emitted(context)).values()) == [1, 1]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 async def test_the_same_at_many_more_points(context: Context, run: Run, tmp_path: Path):

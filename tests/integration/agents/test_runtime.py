@@ -124,6 +124,23 @@ async def test_poison_is_dead_lettered_and_the_others_go_on(context: Context, tm
     assert "is not JSON" in letters["no json"].last_error
 
 
+async def test_a_message_whose_first_run_failed_is_handled_at_its_next_attempt(context: Context, tmp_path: Path):
+    class Moody(Counting):
+        async def receive(self, envelope: Envelope) -> list[Emit]:
+            effects = await super().receive(envelope)
+            if self.runs[envelope.id] == 1:
+                raise OSError("the database is away")
+            return effects
+
+    await place_orders(context, ["order-1"])
+    async with running_agent(context, tmp_path, Moody) as running:
+        await context.settled("counting_consumer")
+        assert running.runtime.state == Tally(1, 2)
+    assert Counting.runs["order-1"] == 2
+    assert sorted((await emitted(context)).values()) == [1, 1]
+    assert await context.letters() == []
+
+
 class Editor(Agent[tuple[str, ...]]):
     """Edits documents, each of which has a version."""
 
