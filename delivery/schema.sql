@@ -46,9 +46,9 @@ CREATE TABLE postroom.outbox_events (
     OR subject ~ '^cmd\.[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_-]{0,63}){3,}$'
   )
 );
-CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (occurred_at) WHERE published_at IS NULL;
+-- The seed's index of the unpublished, in the order in which they are claimed.
+CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (aggregate_id, position) WHERE published_at IS NULL;
 CREATE INDEX idx_outbox_correlation ON postroom.outbox_events (correlation_id) WHERE correlation_id IS NOT NULL;
-CREATE INDEX outbox_events_order ON postroom.outbox_events (aggregate_id, position) WHERE published_at IS NULL;
 CREATE INDEX outbox_events_place ON postroom.outbox_events (stream, stream_sequence) WHERE published_at IS NOT NULL;
 
 -- Puts an event into the outbox and returns its id; it is published if, and only if, the caller's transaction commits.
