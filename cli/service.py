@@ -39,6 +39,7 @@ SYSTEM: Final = Scope(
         "postroomd@.service": Path("/etc/systemd/system"),
         "postroomd@.socket": Path("/etc/systemd/system"),
         "postroom-broker.service": Path("/etc/systemd/system"),
+        "postroom-worker.service": Path("/etc/systemd/system"),
         "postroom-consumer@.service": Path("/etc/systemd/system"),
         "sysusers.d/postroom.conf": Path("/etc/sysusers.d"),
         "tmpfiles.d/postroom.conf": Path("/etc/tmpfiles.d"),
@@ -56,6 +57,8 @@ Next, for each mesh (here: orders):
   4. add who may send to the group: usermod -aG postroom USER
 For a broker on this machine: write /etc/postroom/broker.toml ({examples}/broker.toml shows how) and
 /etc/postroom/broker-admin.token, mode 0600 each; then systemctl enable --now postroom-broker
+For a worker, which publishes what brokers accept: write /etc/postroom/worker.toml, mode 0600 ({examples}/worker.toml
+shows how); then systemctl enable --now postroom-worker
 For a consumer (here: billing): write /etc/postroom/consumer/billing.toml, mode 0600 ({examples}/consumer.toml shows
 how); then systemctl enable --now postroom-consumer@billing""",
 )

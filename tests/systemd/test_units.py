@@ -5,7 +5,12 @@ from container import Machine
 
 pytestmark = pytest.mark.systemd
 
-SERVICES = ("postroomd@orders.service", "postroom-broker.service", "postroom-consumer@billing.service")
+SERVICES = (
+    "postroomd@orders.service",
+    "postroom-broker.service",
+    "postroom-worker.service",
+    "postroom-consumer@billing.service",
+)
 SYSTEM_UNITS = (*SERVICES, "postroomd@orders.socket")
 
 
