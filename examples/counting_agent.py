@@ -2,7 +2,7 @@
 
     postroom up
     postroom agent run counting_agent:Counter --tenant demo       # in this folder, with the `env` file that `up` names
-    postroom send --to queue:counter --body hello
+    postroom send queue:counter hello
 
 Each command on `cmd.demo.default.counter.run` becomes one event `command_counted`, whatever crashes.
 """
