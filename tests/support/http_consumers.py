@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
-from jetstream import DURABLE, Context
+from jetstream import DURABLE, Context, until
+from nats.js.errors import NotFoundError
 
 from delivery.http.settings import HandlerSettings
 from delivery.settings import NatsSettings
@@ -48,6 +49,21 @@ def config_of(context: Context, nats_url: str, database_url: str, handler: Handl
     )
 
 
+async def settled(context: Context, durable: str = DURABLE) -> None:
+    """Return when every event that the stream has was delivered to the consumer, and none waits for an ack."""
+
+    async def idle() -> bool:
+        try:
+            info = await context.info(durable)
+            last = (await context.js.stream_info(context.events)).state.last_seq
+        except NotFoundError:  # not made yet
+            return False
+        # The server counts a new message as pending a moment after it has confirmed it: the sequence tells for sure.
+        return info.delivered is not None and info.delivered.stream_seq >= last and info.num_ack_pending == 0
+
+    await until(idle, "everything is settled")
+
+
 @asynccontextmanager
 async def consuming(config: ConsumerConfig) -> AsyncIterator[Services]:
     """Run a consumer for the length of the block, then let it finish."""
@@ -59,6 +75,3 @@ async def consuming(config: ConsumerConfig) -> AsyncIterator[Services]:
             await services.finish()
             tasks[1].cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-__all__ = ["DURABLE", "Context", "Inbox", "config_of", "consuming"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from handlers import serving
+from http_consumers import settled
 from jetstream import Context
 from nats.aio.client import Client
 
@@ -91,7 +92,7 @@ async def test_three_options_and_the_environment_are_enough_for_a_first_try(
                 except Exception:  # noqa: BLE001 - no such stream yet
                     await asyncio.sleep(0.01)
             await handler.saw(1)
-            await context.settled("orders")
+            await settled(context, "orders")
             process.terminate()
             assert await process.wait() == 0
 
@@ -117,7 +118,7 @@ async def test_a_file_says_everything_and_the_page_tells_how_it_goes(
             async with running("--config", str(file), **watched) as process, aiohttp.ClientSession() as session:
                 page = str((await said(process, "consuming"))["page"])
                 await context.publish(["m-1"])
-                await context.settled("orders")
+                await settled(context, "orders")
                 async with session.get(f"{page}/ready") as ready, session.get(f"{page}/metrics") as metrics:
                     text = await metrics.text()
                     assert (ready.status, await ready.json()) == (200, {"status": "ok", "reasons": []})

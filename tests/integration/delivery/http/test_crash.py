@@ -13,7 +13,7 @@ from pathlib import Path
 import crashing_consumer
 import pytest
 from handlers import CountingHandler
-from http_consumers import Inbox
+from http_consumers import Inbox, settled
 from jetstream import DURABLE, Context
 
 from embedded.processes import tethered
@@ -62,7 +62,7 @@ async def test_killed_at_every_step_each_effect_happens_once_and_what_is_process
         assert not done & set(handler.ids()[calls:])
     done, calls = await inbox.processed(), len(handler.calls)
     async with running(config_file, "never", 1):
-        await context.settled()
+        await settled(context)
 
     assert not done & set(handler.ids()[calls:])
     assert handler.effects == dict.fromkeys(ids, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from handlers import Call, CountingHandler, serving
-from http_consumers import Inbox
+from http_consumers import Inbox, settled
 from jetstream import QUICK, Context, until
 
 from postroom.signatures import verify
@@ -44,7 +44,7 @@ async def test_a_success_or_409_processes_the_message_first_or_last(
     handler.answer = answering(status)
     async with start(max_deliver=max_deliver):
         await context.publish(["m-1"])
-        await context.settled()
+        await settled(context)
 
     row = await inbox.row("m-1")
     assert (row["attempts"], row["last_error"], row["owner"]) == (1, None, None)
@@ -59,7 +59,7 @@ async def test_422_is_dead_lettered_at_once_first_or_last(
     handler.answer = lambda call: answering(422 if call.request.message_id == "poison" else 200)(call)
     async with start(max_deliver=max_deliver):
         await context.publish(["poison", *OTHERS])
-        await context.settled()
+        await settled(context)
 
     row = await inbox.row("poison")
     assert (row["dead_reason"], row["processed_at"], row["attempts"]) == ("poison", None, 1)
@@ -76,7 +76,7 @@ async def test_any_other_answer_is_tried_again(
     handler.answer = lambda call: answering(200 if call.attempt == 2 else status, Location=handler.url)(call)
     async with start(max_deliver=3):
         await context.publish(["m-1"])
-        await context.settled()
+        await settled(context)
 
     row = await inbox.row("m-1")
     assert (row["attempts"], row["processed_at"] is not None) == (2, True)
@@ -93,7 +93,7 @@ async def test_any_other_answer_to_the_last_delivery_dead_letters_it(
     handler.answer = answering(status)
     async with start(max_deliver=2):
         await context.publish(["m-1"])
-        await context.settled()
+        await settled(context)
 
     (letter,) = await context.letters()
     assert (letter.message_id, letter.reason, letter.attempts) == ("m-1", "max_deliver", 2)
@@ -108,7 +108,7 @@ async def test_a_handler_that_is_silent_is_tried_again_and_at_last_buried(
     handler.answer = silent
     async with start({"timeout_seconds": 0.1}, max_deliver=2):
         await context.publish(["m-1"])
-        await context.settled()
+        await settled(context)
 
     (letter,) = await context.letters()
     assert (letter.reason, letter.last_error.partition(":")[0]) == ("max_deliver", "handler_timed_out")
@@ -120,7 +120,7 @@ async def test_a_handler_that_is_not_there_is_tried_again_and_at_last_buried(
 ) -> None:
     async with start({"url": "http://127.0.0.1:1/handle"}, max_deliver=2):
         await context.publish(["m-1"])
-        await context.settled()
+        await settled(context)
 
     (letter,) = await context.letters()
     assert (letter.reason, letter.last_error.partition(":")[0]) == ("max_deliver", "handler_unreachable")
@@ -140,7 +140,7 @@ async def test_what_is_no_answer_is_tried_again_and_at_last_buried(
         port = server.sockets[0].getsockname()[1]
         async with start({"url": f"http://127.0.0.1:{port}/"}, max_deliver=2):
             await context.publish(["m-1"])
-            await context.settled()
+            await settled(context)
 
     (letter,) = await context.letters()
     assert letter.reason == "max_deliver"
@@ -159,7 +159,7 @@ async def test_retry_after_is_honoured_before_the_schedule(
     handler.answer = answer
     async with start(backoff=QUICK):
         await context.publish(["m-1"])
-        await context.settled()
+        await settled(context)
 
     assert times[1] - times[0] >= 1.0  # clamped to a second at least; the schedule would have said 10 ms
 
@@ -169,7 +169,7 @@ async def test_a_redirect_is_not_followed(start: Start, context: Context, handle
         handler.answer = answering(307, Location=elsewhere.url)
         async with start(max_deliver=1):
             await context.publish(["m-1"])
-            await context.settled()
+            await settled(context)
 
         assert (len(handler.calls), elsewhere.calls) == (1, [])
 
@@ -189,7 +189,7 @@ async def test_an_answer_without_end_still_says_its_status(start: Start, context
         port = server.sockets[0].getsockname()[1]
         async with start({"url": f"http://127.0.0.1:{port}/", "max_answer_bytes": 1000}):
             await context.publish(["m-1"])
-            await context.settled()
+            await settled(context)
 
     row = await inbox.row("m-1")
     assert (row["dead_reason"], len(row["last_error"]) < 600) == ("poison", True)
@@ -234,7 +234,7 @@ async def test_what_can_make_no_request_goes_to_the_dead_letters_and_the_others_
         await context.publish(["an id with spaces"])
         await context.publish(["lost"], subject=f"{context.name}.event.Not-A-Name.v1")
         await context.publish(["good"])
-        await context.settled()
+        await settled(context)
 
     reasons = {letter.message_id: letter.reason for letter in await context.letters()}
     assert reasons == {
@@ -278,9 +278,9 @@ async def test_a_message_that_comes_again_after_it_was_processed_is_only_acknowl
 ) -> None:
     async with start() as services:
         await context.publish(["m-1"])
-        await context.settled()
+        await settled(context)
         await context.publish(["m-1/1", "m-1/2"])
-        await context.settled()
+        await settled(context)
 
         assert services.handler.counters.duplicates == 2
     assert len(handler.calls) == 1
@@ -292,7 +292,7 @@ async def test_the_same_message_twice_in_one_batch_is_called_once_at_a_time(
     await context.publish(["m-1", "m-1/1", "m-1/2"])
     async with start(ack_wait_seconds=1, max_deliver=100) as services:
         services_handler = services.handler
-        await context.settled()
+        await settled(context)
 
     assert (len(handler.calls), handler.most_at_once) == (1, 1)
     assert services_handler.counters.held >= 1
@@ -311,7 +311,7 @@ async def test_a_handler_that_outlives_its_lease_and_the_queue_before_it_is_not_
     settings = {"timeout_seconds": 0.95, "calls_at_once": 1}
     async with start(settings, ack_wait_seconds=1), start(settings, ack_wait_seconds=1):
         await context.publish([f"m-{number}" for number in range(5)])
-        await context.settled()
+        await settled(context)
 
     assert sorted(handler.ids()) == [f"m-{number}" for number in range(5)]
     assert handler.most_at_once == 1
@@ -324,7 +324,7 @@ async def test_two_consumers_of_one_name_share_the_work(
     small = {"max_ack_pending": 20, "batch": 5}
     async with start(**small) as one, start(**small) as other:
         await context.publish(ids)
-        await context.settled()
+        await settled(context)
         shares = one.consumer.counters.done, other.consumer.counters.done
 
     assert (sum(shares), min(shares) > 20) == (400, True)
@@ -337,8 +337,8 @@ async def test_consumers_of_two_names_both_get_every_message(
 ) -> None:
     async with start(durable="one"), start(durable="two"):
         await context.publish(["m-1", "m-2"])
-        await context.settled("one")
-        await context.settled("two")
+        await settled(context, "one")
+        await settled(context, "two")
 
     assert sorted(handler.ids()) == ["m-1", "m-1", "m-2", "m-2"]
 
@@ -364,7 +364,7 @@ async def test_a_stopped_consumer_gives_back_what_it_has_not_begun(
     attempts = sorted([(await inbox.row(f"m-{number}"))["attempts"] for number in (1, 2, 3)])
     assert attempts == [0, 0, 1]
     async with start():
-        await context.settled()
+        await settled(context)
     assert handler.effects == {"m-1": 1, "m-2": 1, "m-3": 1}
 
 

@@ -13,7 +13,7 @@ import crashing_consumer
 import pytest
 from aiohttp import web
 from handlers import Call, CountingHandler
-from http_consumers import Inbox, config_of, consuming
+from http_consumers import Inbox, config_of, consuming, settled
 from jetstream import DURABLE, Context, until
 
 from delivery.database import migrate
@@ -44,13 +44,13 @@ async def test_a_postgres_that_is_away_is_waited_for_and_no_message_is_blamed(
     config = config_of(context, nats_url, own_postgres.url_of("own"), settings, max_deliver=1)
     async with consuming(config) as services:
         await context.publish(ids[:25])
-        await context.settled()
+        await settled(context)
         own_postgres.stop()
         await context.publish(ids[25:])
         await until(lambda: _waits(services), "the consumer misses Postgres")
         assert services.reasons() == ["database_unavailable"]
         own_postgres.start()
-        await context.settled()
+        await settled(context)
 
         assert services.reasons() == []
     assert handler.effects == dict.fromkeys(ids, 1)
@@ -89,7 +89,7 @@ async def test_a_consumer_that_stood_still_cannot_commit_and_another_did_its_wor
         async with consuming(config):
             await handler.saw(2)
             answers[1].set()
-            await context.settled()
+            await settled(context)
         process.send_signal(signal.SIGCONT)
         assert process.stdout is not None
         async with asyncio.timeout(60):

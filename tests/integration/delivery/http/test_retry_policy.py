@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
 from handlers import Call, CountingHandler
-from http_consumers import Inbox
+from http_consumers import Inbox, settled
 from jetstream import DURABLE, Context, until
 
 from worker.consumer import Services
@@ -27,7 +27,7 @@ async def test_after_its_last_attempt_a_message_is_dead_and_each_was_told_why_th
     await context.publish(["m-1"], BODY)
     async with start(max_deliver=20):
         await handler.saw(3)
-        await context.settled()
+        await settled(context)
 
     row = await inbox.row("m-1")
     (letter,) = await context.letters()
