@@ -1,6 +1,6 @@
 """What a worker can be told: one TOML file; `POSTROOM_WORKER_<KEY>` overrides a key (spec operate.md, "Config").
 
-`POSTROOM_DATABASE_URL` and `POSTROOM_NATS_URL`, which every verb reads, stand in for the worker's own.
+Without a file, `POSTROOM_DATABASE_URL` and `POSTROOM_NATS_URL`, which every verb reads, stand in for the worker's own.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> WorkerConfig:
     """Read and check the config; raises `Fatal` (78) with the path of what is wrong."""
-    shared = {PREFIX + key: environ[name] for name, key in _SHARED.items() if name in environ}
+    shared = {PREFIX + key: environ[name] for name, key in _SHARED.items() if name in environ and file is None}
     config = load(WorkerConfig, file, prefix=PREFIX, environ={**shared, **environ})
     if config.record.keep_days < config.record.horizon_days:
         raise Fatal(

@@ -47,7 +47,8 @@ async def test_a_queue_message_becomes_a_command_and_has_no_recipient(
 
     rows = await counts()
     assert (rows["message_queue"], rows["delivery_queue"], rows["outbox_events"]) == (1, 0, 1)
-    assert await postgres.fetchval("SELECT aggregate_type FROM postroom.outbox_events") == "queue"
+    event = await postgres.fetchrow("SELECT aggregate_type, subject FROM postroom.outbox_events")
+    assert tuple(event) == ("queue", "cmd.demo.default.work.run")
 
 
 async def test_a_topic_message_becomes_an_event_named_like_the_topic(
@@ -60,6 +61,7 @@ async def test_a_topic_message_becomes_an_event_named_like_the_topic(
     event = await postgres.fetchrow("SELECT * FROM postroom.outbox_events")
     assert (event["event_type"], event["event_version"]) == ("orders", 3)
     assert (event["aggregate_type"], event["aggregate_id"]) == ("topic", "demo/topic:orders")
+    assert event["subject"] == "demo.event.orders.v3"
     assert str(event["id"]) == answer.broker_message_id
     assert (str(event["correlation_id"]), event["causation_id"]) == (correlation, None)
     payload = json.loads(event["payload"])

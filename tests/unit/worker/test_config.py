@@ -1,0 +1,40 @@
+"""Every setting of the worker is described, overridden by its variable, and masked where it is a secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chassis.config import MASK, effective, settings
+from chassis.exits import Exit, Fatal
+from worker.config import WorkerConfig, load_config
+
+ENVIRON = {"POSTROOM_DATABASE_URL": "postgresql://user:secret@host/db", "POSTROOM_NATS_URL": "nats://user:secret@host"}
+
+
+def test_every_setting_says_what_it_does() -> None:
+    assert [setting.path for setting in settings(WorkerConfig) if not setting.description] == []
+
+
+def test_a_worker_needs_only_its_two_servers_by_the_variables_that_every_verb_reads() -> None:
+    config = load_config(None, ENVIRON)
+    assert (config.database_url, config.nats.url) == tuple(ENVIRON.values())
+
+
+def test_its_own_variables_and_its_file_win_over_those_that_every_verb_reads(tmp_path: Path) -> None:
+    file = tmp_path / "worker.toml"
+    file.write_text('database_url = "postgresql://file"\n[nats]\nurl = "nats://file"\n')
+    config = load_config(file, {**ENVIRON, "POSTROOM_WORKER_NATS_URL": "nats://own"})
+    assert (config.database_url, config.nats.url) == ("postgresql://file", "nats://own")
+
+
+def test_the_urls_are_secrets() -> None:
+    shown = {setting.path: value for setting, value in effective(load_config(None, ENVIRON))}
+    assert (shown[("database_url",)], shown[("nats", "url")]) == (MASK, MASK)
+
+
+def test_what_may_have_to_be_published_again_must_be_kept() -> None:
+    with pytest.raises(Fatal, match=r"record\.keep_days \(3\) is shorter than record\.horizon_days \(7\)") as refused:
+        load_config(None, {**ENVIRON, "POSTROOM_WORKER_RECORD_KEEP_DAYS": "3"})
+    assert refused.value.exit_code == Exit.CONFIG
