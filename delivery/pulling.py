@@ -35,6 +35,7 @@ EXPIRES_SECONDS: Final = 30.0  # how long the server keeps a request that it can
 HEARTBEAT_SECONDS: Final = 2.0  # how often it says so meanwhile
 SILENCE_SECONDS: Final = 2.5 * HEARTBEAT_SECONDS  # after which nobody is there any more
 TICK_SECONDS: Final = 0.5  # how often a lost connection is looked for
+STOP_SECONDS: Final = 2.0  # longest wait for what the server has sent before it heard of a stop
 RETRY_SECONDS: Final = 1.0  # pause after a look at the consumer that failed
 _NANOSECONDS: Final = 1_000_000_000
 _BUFFER_MESSAGES: Final = 1_000_000  # held by the client; what was asked for is what limits it
@@ -93,9 +94,14 @@ class Pull:
         self._stopped, self._asked = True, 0
         self._wake.set()
         self._known.set()
-        if self._subscription is not None and not self._connection.is_closed:
-            await self._subscription.unsubscribe()
-            self._subscription = None
+        subscription, self._subscription = self._subscription, None
+        if subscription is None or self._connection.is_closed:
+            return
+        try:
+            async with asyncio.timeout(STOP_SECONDS):  # what is on its way still arrives, and is handed back
+                await subscription.drain()
+        except NATS_ERRORS:
+            _log.info("pull_stopped_without_nats", consumer=self._settings.durable)
 
     def more(self) -> None:
         """Say that there is room again."""

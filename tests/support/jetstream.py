@@ -114,12 +114,15 @@ class Context:
         return await self.js.consumer_info(stream or self.events, durable)
 
     async def settled(self, durable: str = DURABLE, stream: str | None = None) -> None:
-        """Return when the server waits for no ack and holds nothing back."""
+        """Return when the server has delivered the whole stream, and waits for no ack."""
+        last = (await self.js.stream_info(stream or self.events)).state.last_seq
 
         async def idle() -> bool:
             try:
                 info = await self.info(durable, stream)
             except NotFoundError:  # not made yet
+                return False
+            if info.delivered is None or info.delivered.stream_seq < last:  # the count of a new one lags behind
                 return False
             return info.num_ack_pending == 0 and info.num_pending == 0
 
