@@ -40,6 +40,7 @@ _LONGEST_PAUSE: Final = 60.0  # seconds
 _ACK_WAIT: Final = 5.0  # seconds: what a killed daemon had in hand comes again soon
 _UNLIMITED: Final = 1_000_000_000  # deliveries: what waits for space on the disk is never buried
 _BATCH: Final = 200  # messages that share a transaction
+_CLOSE_SECONDS: Final = 5.0  # longest wait for the batches in hand where the inbox has failed
 _MEMBER_CHARACTERS: Final = 32  # of a durable's name, which has 64 at most
 
 
@@ -108,6 +109,9 @@ class Receiver:
     async def stop(self, grace_seconds: float) -> None:
         """Take nothing more, and finish what is in hand, for at most `grace_seconds`; safe to repeat."""
         self._stopping = True
+        await self._stop_consumer(grace_seconds)
+
+    async def _stop_consumer(self, grace_seconds: float) -> None:
         if self._filing is not None:
             self._filing.stop()
         if self._consumer is not None:
@@ -147,7 +151,10 @@ class Receiver:
             js = self._connection.jetstream()
             settings = consumer_settings(self._mesh, member, inbox.id)
             self._consumer = Consumer(js, settings, self._filing, DeadLetters(js, self._mesh))
-            await self._consumer.run()
+            try:
+                await self._consumer.run()
+            finally:  # also where another part of the inbox failed: what is in hand goes back to the stream
+                await self._stop_consumer(_CLOSE_SECONDS)
         finally:
             self._consumer = None
             await self._connection.close()

@@ -1,0 +1,133 @@
+"""The receiver within this process: a file that fails under it, a token that becomes another member's, retention."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+from inboxes import message, wire
+from nats.js import JetStreamContext
+from receiving import ids_in, publish, stream_of
+
+from broker_client.settings import BrokerClientSettings
+from daemon.receiver import Receiver
+from delivery.settings import NatsSettings
+from inbox import InboxSettings
+from postroom.accept import Features
+from postroom.errors import TryAgain
+
+_meshes = count(1)
+
+
+@pytest.fixture
+def mesh() -> str:
+    return f"inbox_receiver_{next(_meshes)}"
+
+
+@pytest.fixture
+async def js(nats_url: str, mesh: str) -> AsyncIterator[JetStreamContext]:
+    async with stream_of(nats_url, mesh) as js:
+        yield js
+
+
+class Running:
+    """A receiver that runs, and whom the broker says that its token speaks for."""
+
+    def __init__(self, directory: Path, nats_url: str, mesh: str, **settings: float) -> None:
+        self.state = directory / "state"
+        self.member = "alice"
+        self.mesh = mesh
+        token = directory / "token"
+        token.write_text("nobody checks it")
+        self.receiver = Receiver(
+            NatsSettings(url=nats_url),
+            BrokerClientSettings(url="http://127.0.0.1:9", token_file=token),
+            InboxSettings(**settings),  # type: ignore[arg-type]
+            mesh=mesh,
+            state_directory=self.state,
+            features=lambda: Features(mesh=mesh, member=self.member, max_batch=1),
+        )
+        self.task = asyncio.create_task(self.receiver.run())
+
+    async def filed(self, number: int) -> None:
+        """Wait until so many messages were filed since the start."""
+        await until(lambda: self.receiver.counters.filed >= number)
+
+    async def stop(self) -> None:
+        await self.receiver.stop(5)
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - any of its many parts may bring it about
+            await asyncio.sleep(0.01)
+
+
+Start = Callable[..., Awaitable[Running]]
+
+
+@pytest.fixture
+async def start(short_directory: Path, nats_url: str, mesh: str) -> AsyncIterator[Start]:
+    started: list[Running] = []
+
+    async def begin(**settings: float) -> Running:
+        started.append(Running(short_directory, nats_url, mesh, **settings))
+        await until(lambda: started[-1].receiver.trouble() is None)
+        return started[-1]
+
+    yield begin
+    for each in started:
+        await each.stop()
+
+
+async def test_a_file_that_fails_is_opened_anew_and_nothing_is_missing(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    running = await start()
+    await publish(js, [message(1, mesh=mesh)])
+    await running.filed(1)
+    before = running.receiver.opened()
+    before.failed.set()
+    await publish(js, [message(2, mesh=mesh), message(3, mesh=mesh)])
+    await until(lambda: running.receiver.inbox not in (None, before))
+    assert running.receiver.opened().id == before.id
+    await running.filed(3)
+    assert sorted(ids_in(running.state)) == ["id-1", "id-2", "id-3"]
+
+
+async def test_a_token_of_another_member_brings_that_members_messages(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    running = await start()
+    await publish(js, [message(1, mesh=mesh)])
+    await running.filed(1)
+    subject, body, headers = wire(message(2, mesh=mesh, to="dm:bob"), "bob")
+    await js.publish(subject, body, headers=headers)
+    running.member = "bob"
+    await running.filed(2)
+    assert ids_in(running.state) == ["id-1", "id-2"]
+
+
+async def test_what_is_older_than_the_retention_is_deleted_at_a_start(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    running = await start()
+    await publish(js, [message(1, mesh=mesh)])
+    await running.filed(1)
+    await running.stop()
+    assert ids_in(running.state) == ["id-1"]
+    again = await start(retention_days=1e-9)
+    await until(lambda: ids_in(again.state) == [])
+
+
+async def test_a_receiver_that_has_stopped_says_that_it_is_not_open(start: Start) -> None:
+    running = await start()
+    await running.stop()
+    with pytest.raises(TryAgain) as refusal:
+        running.receiver.opened()
+    assert refusal.value.code == "inbox_unavailable"
