@@ -14,6 +14,7 @@ from embedded.server import EmbeddedServer
 
 _USER = "postroom"
 _ANY_PORT = -1
+_MAX_PAYLOAD = 8 * 1024 * 1024  # bytes: the largest body that a broker accepts, in JSON, with all of it escaped
 
 
 class EmbeddedNats(EmbeddedServer):
@@ -52,6 +53,7 @@ class EmbeddedNats(EmbeddedServer):
                 "host": "127.0.0.1",
                 "port": config["port"] if _is_free(config["port"]) else _ANY_PORT,
                 "authorization": config["authorization"],
+                "max_payload": _MAX_PAYLOAD,
                 "jetstream": {"store_dir": str(self.directory / "jetstream"), "sync_interval": "always"},
                 "ports_file_dir": str(self.directory),
             }

@@ -11,7 +11,7 @@ CREATE SCHEMA mesh;
 
 CREATE TABLE mesh.mesh (
   id integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
-  slug text COLLATE "C" NOT NULL UNIQUE CHECK (slug ~ '^[a-z][a-z0-9_]{0,63}$'),
+  slug text COLLATE "C" NOT NULL UNIQUE CHECK (slug ~ '^[a-z][a-z0-9_]{0,63}$' AND slug <> 'cmd'),
   created_at timestamptz NOT NULL DEFAULT now()
 );
 

@@ -23,7 +23,8 @@ _END: Final = r"$(?!\n)"  # `$` alone lets a newline follow
 _SNAKE: Final = "^[a-z][a-z0-9_]{0,63}" + _END
 _WORD: Final = "[a-z][a-z0-9_-]{0,63}"
 
-Slug = Annotated[str, msgspec.Meta(pattern=_SNAKE, description="a mesh, in snake_case")]
+_NOT_CMD: Final = r"^(?!cmd$)"  # the subjects of all commands begin with that word
+Slug = Annotated[str, msgspec.Meta(pattern=_NOT_CMD + _SNAKE, description="a mesh, in snake_case; not `cmd`")]
 MemberName = Annotated[str, msgspec.Meta(pattern=f"^{_WORD}{_END}", description="a member of a mesh")]
 TopicName = Annotated[str, msgspec.Meta(pattern=_SNAKE, description="a topic, in snake_case")]
 QueueName = Annotated[

@@ -76,6 +76,7 @@ NO_NAMES: list[tuple[str, Any]] = [
     ("/v1/meshes", {"slug": "Upper"}),
     ("/v1/meshes", {"slug": "a" * 65}),
     ("/v1/meshes", {"slug": "with-dash"}),
+    ("/v1/meshes", {"slug": "cmd"}),
     ("/v1/meshes", {"slug": "demo2", "unknown": 1}),
     ("/v1/meshes", []),
     ("/v1/members", {"mesh": "demo", "name": "carol", "role": "owner"}),

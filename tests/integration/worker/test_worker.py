@@ -287,3 +287,14 @@ async def cli(*arguments: str, **environment: str) -> str:
     said, _ = await process.communicate()
     assert process.returncode == 0
     return said.decode()
+
+
+async def test_the_largest_body_that_a_broker_accepts_reaches_its_streams(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    await accepting.send({"to": "topic:orders", "body": "\x01" * MAX_BODY_BYTES})
+    with worker(**urls(accepting, own_nats)):
+        await asyncio.wait_for(accepting.published(), 30)
+    (event,) = await read(own_nats, "DEMO_EVENTS")
+    assert len(event.data) > 6 * MAX_BODY_BYTES
+    assert len(await read(own_nats, "DEMO_INBOX")) == 2

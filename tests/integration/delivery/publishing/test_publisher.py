@@ -106,7 +106,7 @@ async def test_an_event_without_a_stream_holds_up_its_own_aggregate_and_no_other
 
 async def test_an_event_above_the_servers_limit_is_kept_with_the_reason_and_holds_up_no_other(office: Any) -> None:
     await office.add_stream()
-    large = await office.emit("a", payload=json.dumps({"text": "x" * 1_100_000}))
+    large = await office.emit("a", payload=json.dumps({"text": "x" * 8_400_000}))
     small = await office.emit("b")
     publisher = office.publisher()
     await drain(publisher)
