@@ -99,7 +99,7 @@ class Pull:
             return
         try:
             async with asyncio.timeout(STOP_SECONDS):  # what is on its way still arrives, and is handed back
-                await subscription.drain()
+                await subscription.drain()  # type: ignore[no-untyped-call]
         except NATS_ERRORS:
             _log.info("pull_stopped_without_nats", consumer=self._settings.durable)
 

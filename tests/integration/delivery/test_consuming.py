@@ -236,6 +236,16 @@ async def test_without_a_place_for_dead_letters_the_message_comes_again(context:
     assert len(await context.letters()) == 1
 
 
+async def test_a_message_too_large_for_a_dead_letter_is_kept_and_comes_again(context: Context):
+    bytes_that_grow = b"\xff" * (context.connection.max_payload - 1000)
+    await context.publish(["a"], bytes_that_grow)
+    script = Script(lambda _: POISON)
+    async with context.consuming(script, max_deliver=1) as consumer:
+        await until(lambda: _is(lambda: consumer.counters.retried >= 1), "it comes again")
+    assert consumer.counters.dead_lettered == 0
+    assert len(await context.stored(context.events)) == 1
+
+
 async def test_two_consumers_of_one_name_share_the_work(context: Context):
     ids = [str(number) for number in range(400)]
     await context.publish(ids)

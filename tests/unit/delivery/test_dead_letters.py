@@ -1,0 +1,104 @@
+"""What ids, delays and dead letters are made of."""
+
+from datetime import UTC, datetime
+
+import msgspec
+import pytest
+
+from delivery.consuming import delay_after
+from delivery.dead_letter_stream import LetterFilter, StoredLetter, replay_id
+from delivery.dead_letters import DeadLetter, _payload, letter_id
+from delivery.message import message_id_of
+from delivery.settings import BackoffSettings
+
+DIED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def letter(**members) -> DeadLetter:
+    return DeadLetter(
+        **{
+            "message_id": "m1",
+            "original_subject": "sea.event.order_placed.v1",
+            "reason": "max_deliver",
+            "attempts": 20,
+            "stream": "SEA_EVENTS",
+            "sequence": 7,
+            "consumer": "billing",
+            "died_at": DIED,
+            **members,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "message_id"),
+    [
+        ({"Nats-Msg-Id": "m1"}, b"{}", "m1"),
+        ({"Nats-Msg-Id": "m1/12"}, b"{}", "m1"),
+        ({"Nats-Msg-Id": "a/b"}, b"{}", "a/b"),
+        ({"Nats-Msg-Id": "m1"}, b'{"broker_message_id":"m2"}', "m1"),
+        ({}, b'{"broker_message_id":"m2","more":[1]}', "m2"),
+        ({"Nats-Msg-Id": ""}, b'{"broker_message_id":""}', None),
+        ({}, b'{"broker_message_id":7}', None),
+        ({}, b"[]", None),
+        ({}, b"\xff", None),
+        ({}, b"", None),
+    ],
+)
+def test_the_message_id_is_the_publishers_else_the_brokers(headers, body, message_id):
+    assert message_id_of(headers, body) == message_id
+
+
+def test_a_delay_grows_by_its_factor_up_to_the_most():
+    backoff = BackoffSettings(first_seconds=1, factor=3, most_seconds=20)
+    assert [delay_after(attempt, backoff) for attempt in (1, 2, 3, 4, 5_000)] == [1, 3, 9, 20, 20]
+
+
+def test_a_replay_has_the_same_id_each_time_and_another_after_each_death():
+    first = replay_id(letter())
+    assert first == replay_id(letter()) == "m1~billing.1"
+    assert replay_id(letter(message_id=first)) == "m1~billing.2"
+    assert replay_id(letter(message_id="m1~billing.9")) == "m1~billing.10"
+    assert replay_id(letter(message_id=None)) == "SEA_EVENTS.7~billing.1"
+
+
+def test_two_consumers_that_bury_one_message_write_two_letters():
+    assert letter_id(letter()) != letter_id(letter(consumer="shipping"))
+    assert letter_id(letter(attempts=20)) == letter_id(letter(attempts=21))
+
+
+def test_messages_without_an_id_have_letters_of_their_own():
+    assert letter_id(letter(message_id=None)) != letter_id(letter(message_id=None, sequence=8))
+
+
+@pytest.mark.parametrize("data", [b"", b'{"a": 1}\n', "é".encode(), b"\x00\xff"])
+def test_a_payload_comes_back_byte_for_byte(data):
+    stored = msgspec.json.decode(msgspec.json.encode(letter(**_payload(data))), type=DeadLetter)
+    assert stored.data() == data
+
+
+@pytest.mark.parametrize(
+    ("members", "matches"),
+    [
+        ({}, True),
+        ({"ids": frozenset({"4"})}, True),
+        ({"ids": frozenset({"m1"})}, True),
+        ({"ids": frozenset({"5"})}, False),
+        ({"subject": "sea.event.>"}, True),
+        ({"subject": "sky.event.>"}, False),
+        ({"reason": "max_deliver", "consumer": "billing"}, True),
+        ({"reason": "max_deliver", "consumer": "shipping"}, False),
+        ({"older_than_seconds": 60}, True),
+        ({"older_than_seconds": 61}, False),
+    ],
+)
+def test_a_filter_means_what_it_says(members, *, matches):
+    a_minute_later = DIED.replace(minute=5)
+    assert LetterFilter(**members).matches(StoredLetter("4", letter()), a_minute_later) is matches
+
+
+def test_what_is_no_letter_is_only_meant_by_its_id_or_by_no_filter_at_all():
+    stranger = StoredLetter("4", None)
+    assert LetterFilter().matches(stranger, DIED)
+    assert LetterFilter(ids=frozenset({"4"})).matches(stranger, DIED)
+    assert not LetterFilter(reason="max_deliver").matches(stranger, DIED)
