@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections import defaultdict
 from typing import Any
 
@@ -135,6 +137,29 @@ async def test_what_waits_while_nats_is_away_is_published_when_it_is_back(
         server.start()
         await asyncio.wait_for(office.drained(), 30)
     assert await count(server, office) == 550
+    server.stop()
+
+
+async def test_a_server_that_stands_still_costs_no_event_and_repeats_none(
+    office: Any, running: Any, short_directory: Any
+) -> None:
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    publisher = office.publisher(
+        PublisherSettings(ack_seconds=0.2, first_seconds=0.01, most_seconds=0.05), url=server.url
+    )
+    await add_stream(server, office)
+    async with running(publisher):
+        await office.emit_many(10)
+        await asyncio.wait_for(office.drained(), 30)
+        assert server.process is not None
+        os.kill(server.process.pid, signal.SIGSTOP)
+        await office.emit_many(300, aggregates=5)
+        while not publisher.counters.failed:  # noqa: ASYNC110 - the counter has no event
+            await asyncio.sleep(0.005)
+        os.kill(server.process.pid, signal.SIGCONT)
+        await asyncio.wait_for(office.drained(), 30)
+    assert await count(server, office) == 310
     server.stop()
 
 
