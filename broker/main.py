@@ -21,7 +21,7 @@ from broker.retention import Sweeper
 from broker.server import serving
 from broker.store import AcceptStore
 from chassis.runtime import run_until_stopped, stop_on_signals
-from chassis.systemd import notify, watchdog_seconds
+from chassis.systemd import answer_watchdog, notify, watchdog_seconds
 
 _log = structlog.get_logger(__name__)
 
@@ -74,12 +74,5 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
     if services.config.retention.sweep:
         tasks["sweeper"] = Sweeper(services.database, services.config.retention, services.metrics).run()
     if (seconds := watchdog_seconds()) is not None:
-        tasks["watchdog"] = _answer_watchdog(seconds / 2)
+        tasks["watchdog"] = answer_watchdog(seconds / 2)
     return tasks
-
-
-async def _answer_watchdog(interval: float) -> None:
-    """Answer from the event loop, so that a loop that hangs is noticed; a Postgres that is away is no reason to die."""
-    while True:
-        notify("WATCHDOG=1")
-        await asyncio.sleep(interval)

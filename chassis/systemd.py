@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Mapping
@@ -25,6 +26,16 @@ def watchdog_seconds(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return how often the service manager wants to hear `WATCHDOG=1`, or None where it does not."""
     usec = environ.get("WATCHDOG_USEC")
     return None if usec is None or _is_foreign("WATCHDOG_PID", environ) else int(usec) / 1e6
+
+
+async def answer_watchdog(interval: float) -> None:
+    """Answer every `interval` seconds, for ever; a task, so that a loop that hangs is noticed.
+
+    A server that is away is no reason to die: nobody asks after that here.
+    """
+    while True:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(interval)
 
 
 def listen_sockets(environ: Mapping[str, str] = os.environ) -> list[socket.socket]:

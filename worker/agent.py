@@ -16,7 +16,7 @@ from chassis import logs
 from chassis.exits import Exit, Fatal
 from chassis.runtime import run as run_program
 from chassis.runtime import run_until_stopped, stop_on_signals
-from chassis.systemd import notify, watchdog_seconds
+from chassis.systemd import answer_watchdog, notify, watchdog_seconds
 from delivery.agents.consumers import open_consumers
 from delivery.agents.runtime import AgentRuntime
 from delivery.consuming import Consumer
@@ -116,15 +116,8 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
     for number, consumer in enumerate(services.consumers, 1):
         tasks[f"consumer {number}"] = consumer.run()
     if (seconds := watchdog_seconds()) is not None:
-        tasks["watchdog"] = _answer_watchdog(seconds / 2)
+        tasks["watchdog"] = answer_watchdog(seconds / 2)
     return tasks
-
-
-async def _answer_watchdog(interval: float) -> None:
-    """Answer from the event loop, so that a loop that hangs is noticed; a NATS that is away is no reason to die."""
-    while True:
-        notify("WATCHDOG=1")
-        await asyncio.sleep(interval)
 
 
 def _exit(error: PostroomError) -> Exit:

@@ -19,7 +19,7 @@ from chassis.exits import Exit, Fatal
 from chassis.postgres import UNREACHABLE, Pool
 from chassis.runtime import run as run_program
 from chassis.runtime import run_until_stopped, stop_on_signals
-from chassis.systemd import notify, watchdog_seconds
+from chassis.systemd import answer_watchdog, notify, watchdog_seconds
 from delivery.consuming import Consumer
 from delivery.dead_letters import DeadLetters
 from delivery.http.client import HandlerClient
@@ -145,7 +145,7 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
         "status": _tell_status(services),
     }
     if (seconds := watchdog_seconds()) is not None:
-        tasks["watchdog"] = _answer_watchdog(seconds / 2)
+        tasks["watchdog"] = answer_watchdog(seconds / 2)
     return tasks
 
 
@@ -156,10 +156,3 @@ async def _tell_status(services: Services) -> None:
         if not notify(f"STATUS={waiting} messages waiting, {services.handler.counters.calls_under_way} being handled"):
             await asyncio.Event().wait()  # nobody listens
         await asyncio.sleep(_STATUS_SECONDS)
-
-
-async def _answer_watchdog(interval: float) -> None:
-    """Answer from the event loop, so that a loop that hangs is noticed; a server that is away is no reason to die."""
-    while True:
-        notify("WATCHDOG=1")
-        await asyncio.sleep(interval)

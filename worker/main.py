@@ -18,7 +18,7 @@ import structlog
 
 from chassis.postgres import UNREACHABLE, Pool
 from chassis.runtime import run_until_stopped, stop_on_signals
-from chassis.systemd import notify, watchdog_seconds
+from chassis.systemd import answer_watchdog, notify, watchdog_seconds
 from delivery.database import open_database
 from delivery.publishing import DELIVERIES, EVENTS, Backlog, Publisher, Record, sources_of
 from worker.config import WorkerConfig
@@ -110,7 +110,7 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
     tasks["upkeep"] = services.upkeep.run()
     tasks["status"] = _tell_status(services)
     if (seconds := watchdog_seconds()) is not None:
-        tasks["watchdog"] = _answer_watchdog(seconds / 2)
+        tasks["watchdog"] = answer_watchdog(seconds / 2)
     return tasks
 
 
@@ -120,10 +120,3 @@ async def _tell_status(services: Services) -> None:
         if not notify(f"STATUS={', '.join(waiting) or 'Postgres does not answer'}"):
             await asyncio.Event().wait()  # nobody listens
         await asyncio.sleep(_STATUS_SECONDS)
-
-
-async def _answer_watchdog(interval: float) -> None:
-    """Answer from the event loop, so that a loop that hangs is noticed; a server that is away is no reason to die."""
-    while True:
-        notify("WATCHDOG=1")
-        await asyncio.sleep(interval)
