@@ -23,7 +23,7 @@ from receiving import ids_in, publish, received, receiving_daemon, stream_of
 from postroom import AsyncClient
 
 MESSAGES = 400
-KILLS = 8  # at each point
+KILLS = 5  # at each point
 POINTS = ("before-handle", "before-commit", "after-commit", "before-settle", "after-settle")
 
 FATAL = """
