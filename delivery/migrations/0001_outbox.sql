@@ -47,6 +47,8 @@ CREATE TABLE postroom.outbox_events (
 -- The seed's index of the unpublished, in the order in which they are claimed.
 CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (aggregate_id, position) WHERE published_at IS NULL;
 CREATE INDEX idx_outbox_correlation ON postroom.outbox_events (correlation_id) WHERE correlation_id IS NOT NULL;
+-- Rows lie about in the order of their publishing: a coarse index is enough for "since" and "before", and costs nothing.
+CREATE INDEX outbox_events_published ON postroom.outbox_events USING brin (published_at) WITH (autosummarize = on);
 CREATE INDEX outbox_events_place ON postroom.outbox_events (stream, stream_sequence) WHERE published_at IS NOT NULL;
 
 -- Puts an event into the outbox and returns its id; it is published if, and only if, the caller's transaction commits.
