@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
-from jetstream import QUICK, Context
+from jetstream import QUICK, Context, until
+from nats.js.errors import NotFoundError
 
 from delivery.agents.consumers import open_consumers
 from delivery.agents.runtime import AgentRuntime
@@ -100,6 +101,24 @@ async def running_agent(
     for outcome in ended:
         if isinstance(outcome, Exception):
             raise outcome
+
+
+async def settled(context: Context, durable: str = "counting_consumer", stream: str | None = None) -> None:
+    """Return when a durable was given the last message that it wants, and the server waits for no ack."""
+    stream = stream or context.events
+
+    async def idle() -> bool:
+        try:
+            info = await context.js.consumer_info(stream, durable)
+            wanted = info.config.filter_subjects or [info.config.filter_subject or ">"]
+            last = [(await context.js.get_last_msg(stream, subject)).seq or 0 for subject in wanted]
+        except NotFoundError:  # the consumer is not made yet, or has nothing to do
+            return False
+        if info.delivered is None or info.delivered.stream_seq < max(last):  # the count of a new one lags behind
+            return False
+        return info.num_ack_pending == 0 and info.num_pending == 0
+
+    await until(idle, "everything is settled")
 
 
 async def place_orders(context: Context, ids: Iterable[str], **headers: str) -> None:

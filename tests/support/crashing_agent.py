@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agents import Counting
+from agents import Counting, settled
 from jetstream import QUICK, Context
 
 from delivery.agents.consumers import open_consumers
@@ -103,7 +103,7 @@ async def run(order: dict[str, Any]) -> None:
     tasks = [asyncio.create_task(runtime.run()), *(asyncio.create_task(consumer.run()) for consumer in consumers)]
     if order["point"] != "none":
         await asyncio.gather(*tasks)
-    await Context(nats, order["context"]).settled("counting_consumer")
+    await settled(Context(nats, order["context"]))
     await stop(consumers, tasks)
     await runtime.close()
     await nats.close()

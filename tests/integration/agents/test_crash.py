@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Counting, Tally, emitted, kept, place_orders, running_agent
+from agents import Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context
 
 from delivery.agents.inspecting import verify
@@ -99,7 +99,7 @@ async def test_after_a_crash_a_message_goes_on_from_the_step_that_was_not_done(
     await place_orders(context, ["order-1"])
     assert await run(point, 1) == -signal.SIGKILL
     async with running_agent(context, tmp_path, max_deliver=1000, ack_wait_seconds=0.3) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(1, 2)
     assert Counting.runs["order-1"] == runs
     assert sorted((await emitted(context)).values()) == [1, 1]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from agents import Counting, Tally, emitted, kept, place_orders, running_agent
+from agents import Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
 from delivery.nats import connect
@@ -34,7 +34,7 @@ async def test_an_agent_goes_on_when_nats_comes_back(short_directory: Path, tmp_
                 return running.runtime.counters.published == 2 * ORDERS and not running.consumers[0].in_hand
 
             await until(all_are_done, "everything is published and acknowledged")
-            await context.settled("counting_consumer")
+            await settled(context)
             assert running.runtime.state == Tally(ORDERS, 2 * ORDERS)
         assert set(Counting.runs.values()) == {1}
         counts = await emitted(context)

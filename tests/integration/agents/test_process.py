@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from agents import emitted
+from agents import emitted, settled
 from jetstream import Context
 
 from embedded.processes import tethered
@@ -68,13 +68,16 @@ class CommandLine:
         _, said = await process.communicate()
         assert process.returncode == 0, said.decode()
 
+    async def settled(self) -> None:
+        """Return when every command was handled and acknowledged."""
+        await settled(self.context, DURABLE, f"{self.context.name}_COMMANDS".upper())
+
     async def command(self, *ids: str) -> None:
         await self.context.publish(ids, b'{"sender":"alice"}', f"cmd.{self.context.name}.default.counter.run")
 
 
 @pytest.fixture
 def command_line(context: Context, nats_url: str, tmp_path: Path) -> CommandLine:
-    context.events = f"{context.name}_COMMANDS".upper()  # whose consumer the tests wait for
     return CommandLine(context, nats_url, tmp_path)
 
 
@@ -86,7 +89,6 @@ async def until_ready(stderr: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def answers(context: Context) -> list[str]:
-    context.events = f"{context.name}_EVENTS".upper()
     return list((await emitted(context, "command_counted")).elements())
 
 
@@ -94,7 +96,7 @@ async def test_the_example_answers_each_command_with_a_message(command_line: Com
     context = command_line.context
     await command_line.command("c-1", "c-2", "c-3")
     async with command_line.running():
-        await context.settled(DURABLE)
+        await command_line.settled()
     replayed = json.loads((await command_line.run("replay", AGENT, "--json")).output)
     assert (replayed["state"], replayed["position"], replayed["agent"]) == (3, 6, "counter")
     verified = await command_line.run("verify", AGENT, "--hash", replayed["state_hash"])
@@ -107,7 +109,7 @@ async def test_two_processes_of_one_agent_share_the_work(command_line: CommandLi
     context = command_line.context
     async with command_line.running(), command_line.running():
         await command_line.command(*(f"c-{number}" for number in range(200)))
-        await context.settled(DURABLE)
+        await command_line.settled()
     replayed = json.loads((await command_line.run("replay", AGENT, "--json")).output)
     assert replayed["state"] == 200
     found = await answers(context)
@@ -117,7 +119,7 @@ async def test_two_processes_of_one_agent_share_the_work(command_line: CommandLi
 async def test_a_store_that_was_altered_is_found_by_verify_and_nothing_runs_on_it(command_line: CommandLine):
     await command_line.command("c-1", "c-2")
     async with command_line.running():
-        await command_line.context.settled(DURABLE)
+        await command_line.settled()
     with closing(sqlite3.connect(command_line.database)) as db:
         db.execute("DROP TRIGGER event_append_only_update")
         db.execute("UPDATE event SET record = replace(record, 'alice', 'mally') WHERE position = 3")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent
+from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
 from chassis.exits import Fatal
@@ -21,7 +21,7 @@ TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 async def test_each_message_is_handled_once_and_what_it_emits_is_published_once(context: Context, tmp_path: Path):
     await place_orders(context, ORDERS)
     async with running_agent(context, tmp_path) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(20, 40)
         assert (running.runtime.counters.handled, running.runtime.counters.published) == (20, 40)
     assert set(Counting.runs.values()) == {1}
@@ -33,26 +33,26 @@ async def test_each_message_is_handled_once_and_what_it_emits_is_published_once(
 async def test_messages_are_handled_in_the_order_they_were_published(context: Context, tmp_path: Path):
     await place_orders(context, ORDERS)
     async with running_agent(context, tmp_path, batch=3):
-        await context.settled("counting_consumer")
+        await settled(context)
     assert [event.envelope.id for event in kept(tmp_path) if event.role == "handled"] == ORDERS
 
 
 async def test_a_restart_builds_the_state_from_the_store_and_goes_on(context: Context, tmp_path: Path):
     await place_orders(context, ORDERS[:10])
     async with running_agent(context, tmp_path) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         before = running.runtime.state_hash
     async with running_agent(context, tmp_path) as running:
         assert (running.runtime.state, running.runtime.state_hash) == (Tally(10, 20), before)
         await place_orders(context, ORDERS[10:])
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(20, 40)
 
 
 async def test_a_second_message_with_the_same_key_is_not_handled(context: Context, tmp_path: Path):
     await place_orders(context, ["first", "second"], **{"Idempotency-Key": "the-order"})
     async with running_agent(context, tmp_path) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert (running.runtime.state, running.runtime.counters.found) == (Tally(1, 2), 1)
     assert sum(Counting.runs.values()) == 1
 
@@ -63,14 +63,14 @@ async def test_a_message_that_is_published_again_after_the_duplicate_window_is_n
     await place_orders(context, ["order-1"])
     await place_orders(context, ["order-1/2"])  # what a redrive publishes: the same event, another epoch
     async with running_agent(context, tmp_path) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(1, 2)
 
 
 async def test_a_replayed_dead_letter_is_handled_once_under_the_id_it_had(context: Context, tmp_path: Path):
     await place_orders(context, ["replay-1", "replay-2"], **{"Postroom-Replay-Of": "order-1"})
     async with running_agent(context, tmp_path) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(1, 2)
 
 
@@ -78,7 +78,7 @@ async def test_an_emitted_message_carries_correlation_causation_and_a_span_of_it
     headers = {"X-Correlation-Id": "c-1", "traceparent": TRACE, "X-Occurred-At": "2026-11-21T10:00:00+02:00"}
     await place_orders(context, ["order-1"], **headers)
     async with running_agent(context, tmp_path):
-        await context.settled("counting_consumer")
+        await settled(context)
     received, first, second = (event.envelope for event in kept(tmp_path))
     assert (received.trace_id, received.span_id) == ("a" * 32, "b" * 16)
     assert received.ts == datetime(2026, 11, 21, 8, tzinfo=UTC)
@@ -97,7 +97,7 @@ async def test_a_message_without_a_time_gets_the_logical_clocks(context: Context
     await place_orders(context, ["order-1"], **{"X-Occurred-At": "2026-11-21T10:00:00Z"})
     await place_orders(context, ["order-2"])
     async with running_agent(context, tmp_path):
-        await context.settled("counting_consumer")
+        await settled(context)
     times = [event.envelope.ts for event in kept(tmp_path)]
     assert times == sorted(set(times))
     assert times[3] == datetime(2026, 11, 21, 10, 0, 0, 3, tzinfo=UTC)
@@ -111,7 +111,7 @@ async def test_poison_is_dead_lettered_and_the_others_go_on(context: Context, tm
     await context.js.publish(context.subject, b'{"total":1}')  # without an id
     await place_orders(context, ORDERS[5:])
     async with running_agent(context, tmp_path) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(20, 40)
     letters = {letter.message_id: letter for letter in await context.letters()}
     assert {message_id: (letter.reason, letter.attempts) for message_id, letter in letters.items()} == {
@@ -134,7 +134,7 @@ async def test_a_message_whose_first_run_failed_is_handled_at_its_next_attempt(c
 
     await place_orders(context, ["order-1"])
     async with running_agent(context, tmp_path, Moody) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(1, 2)
     assert Counting.runs["order-1"] == 2
     assert sorted((await emitted(context)).values()) == [1, 1]
@@ -161,7 +161,7 @@ async def test_a_wrong_expected_version_is_a_conflict_and_changes_nothing(contex
         headers = {"Postroom-Entity-Id": "document-1", "Postroom-Expected-Version": version}
         await place_orders(context, [message_id], **headers)
     async with running_agent(context, tmp_path, Editor) as running:
-        await context.settled("editor_consumer")
+        await settled(context, "editor_consumer")
         assert running.runtime.state == ("a", "b", "c")
         assert running.runtime.counters.conflicts == 1
     (conflict,) = [event.envelope for event in kept(tmp_path) if event.role == "reported"]
@@ -180,7 +180,7 @@ async def test_a_message_of_somebody_else_is_refused_with_one_security_event(
     await place_orders(context, ["theirs", "theirs/2"], **foreign)
     await place_orders(context, ["ours"])
     async with running_agent(context, tmp_path) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(1, 2)
         assert running.runtime.counters.refused == 1
     (event,) = [event.envelope for event in kept(tmp_path) if event.role == "reported"]
@@ -210,7 +210,6 @@ class Wrong(Agent):
         (Emit("OrderCounted"), "snake_case"),
         (Emit("order_counted", {"at": object()}), "is not JSON"),
         (Emit("order_counted", {"share": float("nan")}), "is not JSON"),
-        (Emit("order_counted", "x" * 2_000_000), "JetStream takes"),
         (Command("Billing"), "lower-case letter"),
     ],
 )
@@ -220,9 +219,19 @@ async def test_a_wrong_effect_is_a_sentence_for_its_author_and_stores_nothing(
     Wrong.returns = returns
     await place_orders(context, ["order-1"])
     async with running_agent(context, tmp_path, Wrong, max_deliver=1):
-        await context.settled("wrong_consumer")
+        await settled(context, "wrong_consumer")
     (letter,) = await context.letters()
     assert sentence in letter.last_error
+    assert kept(tmp_path) == []
+
+
+async def test_what_jetstream_would_never_take_is_refused_before_it_is_stored(context: Context, tmp_path: Path):
+    Wrong.returns = Emit("order_counted", "x" * context.connection.max_payload)
+    await place_orders(context, ["order-1"])
+    async with running_agent(context, tmp_path, Wrong, max_deliver=1):
+        await settled(context, "wrong_consumer")
+    (letter,) = await context.letters()
+    assert "JetStream takes" in letter.last_error
     assert kept(tmp_path) == []
 
 
@@ -248,7 +257,7 @@ async def test_what_cannot_be_published_now_is_published_later_and_holds_up_nobo
             "run"
         ]
         await ensure_stream(context.js, commands)
-        await context.settled("counting_consumer")
+        await settled(context)
     assert all(event.published for event in kept(tmp_path) if event.role == "emitted")
 
 
@@ -263,14 +272,14 @@ async def test_what_a_receive_takes_too_long_for_is_tried_again(context: Context
     await place_orders(context, ["order-1"])
     settings = msgspec.structs.replace(SETTINGS, receive_seconds=0.01)
     async with running_agent(context, tmp_path, Slow, settings=settings) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         assert running.runtime.state == Tally(1, 2)
 
 
 async def test_a_message_whose_attempts_are_used_up_is_done_where_the_store_holds_it(context: Context, tmp_path: Path):
     await place_orders(context, ["order-1"])
     async with running_agent(context, tmp_path) as running:
-        await context.settled("counting_consumer")
+        await settled(context)
         now = datetime.now(UTC)
         known = Delivery(context.subject, b"", {}, "order-1", context.events, 1, 6, last=True, published_at=now)
         assert await running.runtime.is_done(known)
@@ -285,7 +294,7 @@ async def test_two_agents_of_one_name_on_one_host_share_the_work_the_store_and_t
         running_agent(context, tmp_path, batch=5, max_ack_pending=5) as two,
     ):
         await place_orders(context, [f"order-{number}" for number in range(200)])
-        await context.settled("counting_consumer")
+        await settled(context)
         shares = one.runtime.counters.handled, two.runtime.counters.handled
     assert sum(shares) == 200
     assert min(shares) > 0
