@@ -30,11 +30,13 @@ def demo(
         typer.Option("--state", metavar="DIR", help="Keep everything in DIR, a new one [default: removed at the end]."),
     ] = None,
 ) -> None:
-    """Send a file of events through broker stops and a killed daemon, and count that nothing is lost or doubled."""
+    """Send a file of events through broker stops and a killed daemon to a handler, and count that nothing is lost."""
     from chassis.exits import Exit, Fatal  # noqa: PLC0415
     from cli.demo.acts import Demo  # noqa: PLC0415
+    from cli.demo.programs import DemoStack  # noqa: PLC0415
+    from cli.demo.receiver import Receiver  # noqa: PLC0415
     from cli.demo.stage import Stage  # noqa: PLC0415
-    from cli.stack import Layout, Stack, fatal_failures  # noqa: PLC0415
+    from cli.stack import Layout, fatal_failures  # noqa: PLC0415
     from cli.stack.interruption import interruptible  # noqa: PLC0415
     from cli.stack.supervisor import supervising  # noqa: PLC0415
 
@@ -42,10 +44,10 @@ def demo(
         layout = Layout(directory)
         if layout.outbox_file.exists():
             raise Fatal(Exit.CONFLICT, f"{directory} holds an outbox already: a demo counts in a new one")
-        with supervising(layout):
-            stack = Stack(directory)
+        with supervising(layout), Receiver() as receiver:
+            stack = DemoStack(directory, receiver)
             try:
-                holds = Demo(stack, Stage()).run()
+                holds = Demo(stack, Stage(), receiver).run()
             finally:
                 stack.stop()
     if not holds:

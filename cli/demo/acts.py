@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
@@ -11,17 +12,19 @@ from typing import Final
 
 import msgspec
 
-import cli
 from chassis.exits import Exit, Fatal
-from cli.demo.reckoning import Line, Told, reckon
+from cli.demo.delivering import COMMANDS, QUEUE, Delivering
+from cli.demo.programs import EXAMPLES, DemoStack
+from cli.demo.receiver import Receiver
+from cli.demo.reckoning import TOPIC, Handled, Line, Meant, Told, reckon
 from cli.demo.stage import Stage
-from cli.stack import Stack
+from cli.stack.layout import MESH
 from embedded import EmbeddedServer
 from postroom import Client, PostroomError
 from postroom.message import SendRequest
 from postroom.sends import BatchResult
 
-EVENTS: Final = Path(cli.__file__).parents[1] / "examples" / "events.ndjson"
+EVENTS: Final = EXAMPLES / "events.ndjson"
 TYPO: Final = "topic:ordres"
 _SENT_AGAIN: Final = 500  # events
 _PATIENCE: Final = 60.0  # seconds that a client keeps trying while a process is away
@@ -32,10 +35,11 @@ _POLL_SECONDS: Final = 0.1
 class Demo:
     """One run on a stack of its own; `run` says whether every number holds."""
 
-    def __init__(self, stack: Stack, stage: Stage) -> None:
-        self._stack = stack
-        self._stage = stage
-        self._told = Told()
+    def __init__(self, stack: DemoStack, stage: Stage, receiver: Receiver) -> None:
+        self.stack = stack
+        self.stage = stage
+        self.receiver = receiver
+        self.told = Told()
         self._events = read_events(EVENTS)
 
     def run(self) -> bool:
@@ -43,7 +47,7 @@ class Demo:
         try:
             return self._acts()
         except PostroomError as error:
-            for program in self._stack.programs:
+            for program in self.stack.programs:
                 if program.process is None:
                     raise Fatal(Exit.FAILED, f"{program.failure()}") from error
             raise
@@ -56,85 +60,94 @@ class Demo:
         self._send_the_rest(self._events[2 * third :])
         self._misaddress_one()
         self._send_again(self._events[:_SENT_AGAIN])
-        return self._count()
+        delivering = Delivering(self)
+        to_topic = sum(event.to == f"topic:{TOPIC}" for event in self._events) + len(self.told.requeued)
+        delivering.handle_everything(to_topic)
+        delivering.ask_the_agent()
+        delivering.bury_and_replay()
+        meant = Meant(sends=len(self._events) + 1 + COMMANDS + 1, to_topic=to_topic + 1)
+        return self._count(delivering.handled(), meant)
 
     def _start(self) -> None:
-        self._stage.act("Start Postgres, Redis, NATS, a broker and a daemon")
-        self._stack.start(self._say_ready)
+        self.stage.act("Start Postgres, Redis, NATS, a broker, a worker, a daemon, a consumer and an agent")
+        self.stack.start(self._say_ready)
+        asyncio.run(self._create_queue())
+
+    async def _create_queue(self) -> None:
+        async with self.stack.broker.client() as broker:
+            await broker.create_queue(MESH, QUEUE)
 
     def _say_ready(self, program: EmbeddedServer) -> None:
         process = program.process
-        self._stage.say(f"{program.name:<9} ready, pid {process.pid if process else '-'}")
+        self.stage.say(f"{program.name:<9} ready, pid {process.pid if process else '-'}")
 
     def _stop_the_broker(self, events: Sequence[SendRequest]) -> None:
-        self._stage.act(f"Send {len(events):,} events, and stop the broker in the middle")
+        self.stage.act(f"Send {len(events):,} events, and stop the broker in the middle")
         self._send(events, "sending", self._stop_while_it_works)
-        with self._client() as client:
+        with self.client() as client:
             rows = client.health().rows
-        self._stage.say(f"every event was acknowledged; {rows['pending'] + rows['inflight']:,} wait on disk", "yellow")
-        self._stack.broker.start()
-        self._stage.say("the broker is back")
+        self.stage.say(f"every event was acknowledged; {rows['pending'] + rows['inflight']:,} wait on disk", "yellow")
+        self.stack.broker.start()
+        self.stage.say("the broker is back")
 
     def _stop_while_it_works(self, go_on: Callable[[], None]) -> None:
-        with self._client() as client:
-            self._wait(lambda: client.health().rows["done"] > 0, "for the broker to accept the first event")
-        self._stack.broker.stop()
+        with self.client() as client:
+            self.wait(lambda: client.health().rows["done"] > 0, "for the broker to accept the first event")
+        self.stack.broker.stop()
         go_on()
 
     def _kill_the_daemon(self, events: Sequence[SendRequest]) -> None:
-        self._stage.act(f"Send {len(events):,} more, and kill the daemon with -9 in the middle")
+        self.stage.act(f"Send {len(events):,} more, and kill the daemon with -9 in the middle")
         repeated = self._send(events, "sending", self._kill_and_start)
-        self._stage.say(
+        self.stage.say(
             f"the client carried on by itself; {repeated:,} events whose answer was lost went twice, under one id"
         )
 
     def _kill_and_start(self, go_on: Callable[[], None]) -> None:
         go_on()
-        process = self._stack.daemon.process
+        process = self.stack.daemon.process
         if process is not None:
             process.end((signal.SIGKILL, _PATIENCE))
-        self._stack.daemon.start()
+        self.stack.daemon.start()
 
     def _send_the_rest(self, events: Sequence[SendRequest]) -> None:
-        self._stage.act(f"Send the last {len(events):,}, and let everything arrive")
+        self.stage.act(f"Send the last {len(events):,}, and let everything arrive")
         self._send(events, "sending", lambda go_on: go_on())
         self._drain()
 
     def _misaddress_one(self) -> None:
-        self._stage.act(f"Send one to {TYPO}, see it die, and repair it")
-        with self._client() as client:
+        self.stage.act(f"Send one to {TYPO}, see it die, and repair it")
+        with self.client() as client:
             identity = client.send(TYPO, "a misspelt destination").client_message_id
-            self._told.sent.append(identity)
+            self.told.sent.append(identity)
             row = client.wait(identity, _DRAIN_SECONDS)
-            self._stage.say(f"{row.status}: {row.last_error}", "red")
+            self.stage.say(f"{row.status}: {row.last_error}", "red")
             if row.status != "dead":
                 raise Fatal(Exit.FAILED, f"a message to {TYPO} should be dead, but is {row.status}")
-            self._told.dead.append(identity)
+            self.told.dead.append(identity)
             patched = SendRequest(to="topic:orders", body="a destination put right")
             successor = client.requeue(row.id, reason="the destination was misspelt", message=patched)
-            self._told.requeued.append(successor.client_message_id)
+            self.told.requeued.append(successor.client_message_id)
             row = client.wait(successor.client_message_id, _DRAIN_SECONDS)
-            self._stage.say(f"requeued to {row.destination} under the fresh id {row.client_message_id}: {row.status}")
+            self.stage.say(f"requeued to {row.destination} under the fresh id {row.client_message_id}: {row.status}")
 
     def _send_again(self, events: Sequence[SendRequest]) -> None:
-        self._stage.act(f"Send the first {len(events):,} events again")
-        with self._client() as client:
+        self.stage.act(f"Send the first {len(events):,} events again")
+        with self.client() as client:
             for result in client.send_many(events):
                 identity = _acknowledged(result)
-                self._told.sent_again.append(identity)
-                self._told.duplicates += bool(result.result and result.result.duplicate)
-        self._stage.say(f"{self._told.duplicates:,} of {len(events):,} were known already")
+                self.told.sent_again.append(identity)
+                self.told.duplicates += bool(result.result and result.result.duplicate)
+        self.stage.say(f"{self.told.duplicates:,} of {len(events):,} were known already")
         self._drain()
 
-    def _count(self) -> bool:
-        self._stage.act("Stop the daemon, and count in SQLite and in Postgres")
-        self._stack.daemon.stop()
-        lines = reckon(
-            self._told, self._stack.layout.outbox_file, self._stack.postgres.url, events=len(self._events) + 1
-        )
-        self._stage.table(("what", "means", "told", "SQLite", "Postgres", "holds"), map(_cells, lines))
+    def _count(self, handled: Handled, meant: Meant) -> bool:
+        self.stage.act("Stop the daemon, and count in SQLite and in Postgres")
+        self.stack.daemon.stop()
+        lines = reckon(self.told, handled, self.stack.layout.outbox_file, self.stack.postgres.url, meant)
+        self.stage.table(("what", "means", "told", "SQLite", "Postgres", "holds"), map(_cells, lines))
         if holds := all(line.holds for line in lines):
-            self._stage.say("Nothing was lost, and nothing is there twice.", "bold green")
+            self.stage.say("Nothing was lost, and nothing is there twice.", "bold green")
         return holds
 
     def _send(self, events: Sequence[SendRequest], label: str, halfway: Callable[[Callable[[], None]], None]) -> int:
@@ -142,37 +155,39 @@ class Demo:
         gate = threading.Event()
         half = len(events) // 2
         repeated = 0
-        with self._client() as client, self._stage.progress(label, len(events)) as show:
+        with self.client() as client, self.stage.progress(label, len(events)) as show:
             for number, result in enumerate(client.send_many(_gated(events, half, gate)), 1):
-                self._told.sent.append(_acknowledged(result))
+                self.told.sent.append(_acknowledged(result))
                 repeated += bool(result.result and result.result.duplicate)
                 show(number)
                 if number == half:
                     halfway(gate.set)
-        self._stage.say(f"{len(events):,} events acknowledged", "green")
+        self.stage.say(f"{len(events):,} events acknowledged", "green")
         return repeated
 
     def _drain(self) -> None:
         """Wait until the broker has everything."""
-        with self._client() as client, self._stage.progress("arriving", len(self._events)) as show:
+        with self.client() as client, self.stage.progress("arriving", len(self._events)) as show:
 
             def arrived() -> bool:
                 waiting = _waiting(client.health().rows)
                 show(len(self._events) - waiting)
                 return waiting == 0
 
-            self._wait(arrived, "for every event to arrive")
-        self._stage.say("nothing waits any more: the broker has all of it", "green")
+            self.wait(arrived, "for every event to arrive")
+        self.stage.say("nothing waits any more: the broker has all of it", "green")
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds; raises `Fatal` where it does not come to that."""
         deadline = time.monotonic() + _DRAIN_SECONDS
         while not condition():
             if time.monotonic() > deadline:
                 raise Fatal(Exit.FAILED, f"waited {_DRAIN_SECONDS:.0f} s {what}, in vain")
             time.sleep(_POLL_SECONDS)
 
-    def _client(self) -> Client:
-        return Client(self._stack.layout.socket, patience=_PATIENCE)
+    def client(self) -> Client:
+        """Return a client that outlives a daemon."""
+        return Client(self.stack.layout.socket, patience=_PATIENCE)
 
 
 def read_events(file: Path) -> list[SendRequest]:

@@ -14,7 +14,10 @@ from typing import Final, NamedTuple
 import asyncpg
 
 from chassis.sql import load_queries
+from cli.stack.layout import MESH
 
+TOPIC: Final = "orders"  # where the events go
+ANSWER: Final = "command_counted"  # the event that the agent answers with
 _OUTBOX: Final = load_queries("cli.demo", "outbox.sql")
 _BROKER: Final = load_queries("cli.demo", "broker.sql")
 
@@ -28,6 +31,8 @@ class Told:
     duplicates: int = 0  # answers that called them duplicates
     dead: list[str] = field(default_factory=list)
     requeued: list[str] = field(default_factory=list)  # the successors' ids
+    commands: list[str] = field(default_factory=list)  # ids of what was sent to the agent
+    buried: str = ""  # id of the message that the handler could not read
 
 
 class Count(NamedTuple):
@@ -60,6 +65,21 @@ class Line(NamedTuple):
         return self.told.holds and self.outbox.holds and self.broker.holds
 
 
+class Meant(NamedTuple):
+    """What the demo set out to do."""
+
+    sends: int  # under ids of their own
+    to_topic: int  # of what is accepted in the end
+
+
+class Handled(NamedTuple):
+    """What the handler did."""
+
+    events: int  # of the topic
+    answers: int  # of the agent
+    buried: int  # the one that it could not read at first
+
+
 Accepted = dict[str, bytes]  # client_message_id → fingerprint
 
 
@@ -72,6 +92,9 @@ class Outbox(NamedTuple):
     requeued: int
     unsettled: int
     accepted: Accepted
+    to_topic: int
+    commands: int
+    buried: int
 
 
 class Broker(NamedTuple):
@@ -82,27 +105,31 @@ class Broker(NamedTuple):
     sent_again: int
     died: int
     requeued: int
+    processed: int
+    answered: int
+    buried: int
 
 
-def reckon(told: Told, outbox_file: Path, database_url: str, events: int) -> list[Line]:
-    """Count everything; `events` are the messages handed in under ids of their own. The daemon must have stopped."""
+def reckon(told: Told, handled: Handled, outbox_file: Path, database_url: str, meant: Meant) -> list[Line]:
+    """Count everything, and hold it against what was `meant`. The daemon must have stopped."""
     outbox = _read_outbox(outbox_file, told)
     broker = asyncio.run(_read_broker(database_url, told))
-    return compare(told, outbox, broker, events)
+    return compare(told, handled, outbox, broker, meant)
 
 
-def compare(told: Told, outbox: Outbox, broker: Broker, events: int) -> list[Line]:
-    """Hold what was told and what both databases hold against what they should be."""
-    again, dead, requeued = len(told.sent_again), len(told.dead), len(told.requeued)
-    arrived = events - dead + requeued
+def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant: Meant) -> list[Line]:
+    """Hold what was told, what the handler did and what both databases hold against what they should be."""
+    again, dead, requeued, commands = len(told.sent_again), len(told.dead), len(told.requeued), len(told.commands)
+    arrived = meant.sends - dead + requeued
+    to_topic = meant.to_topic
     missing_here = set(told.sent) - outbox.accepted.keys() - set(told.dead)
     return [
         Line(
             "sent",
             "handed in and acknowledged",
-            Count(len(set(told.sent)), events),
-            Count(outbox.first_rows, events),
-            Count(len(broker.accepted.keys() & set(told.sent)), events - dead),
+            Count(len(set(told.sent)), meant.sends),
+            Count(outbox.first_rows, meant.sends),
+            Count(len(broker.accepted.keys() & set(told.sent)), meant.sends - dead),
         ),
         Line(
             "accepted",
@@ -125,6 +152,27 @@ def compare(told: Told, outbox: Outbox, broker: Broker, events: int) -> list[Lin
             Count(requeued, 1),
             Count(outbox.requeued, 1),
             Count(broker.requeued, 1),
+        ),
+        Line(
+            "handled",
+            "each had its effect at the handler, once",
+            Count(handled.events, to_topic),
+            Count(outbox.to_topic, to_topic),
+            Count(broker.processed, to_topic),
+        ),
+        Line(
+            "answered",
+            "commands, each answered by the agent, once",
+            Count(handled.answers, commands),
+            Count(outbox.commands, commands),
+            Count(broker.answered, commands),
+        ),
+        Line(
+            "replayed",
+            "dead at the handler, handled after its repair",
+            Count(handled.buried, 1),
+            Count(outbox.buried, 1),
+            Count(broker.buried, 1),
         ),
         Line(
             "lost",
@@ -155,6 +203,9 @@ def _read_outbox(file: Path, told: Told) -> Outbox:
             requeued=count("requeued"),
             unsettled=count("unsettled"),
             accepted=_accepted(connection.execute(_OUTBOX["accepted"])),
+            to_topic=count("done_to_topics"),
+            commands=count("rows_with_ids", told.commands),
+            buried=count("rows_with_ids", [told.buried]),
         )
 
 
@@ -167,6 +218,9 @@ async def _read_broker(url: str, told: Told) -> Broker:
             sent_again=await connection.fetchval(_BROKER["history_of_ids"], told.sent_again),
             died=await connection.fetchval(_BROKER["history_of_ids"], told.dead),
             requeued=await connection.fetchval(_BROKER["history_of_ids"], told.requeued),
+            processed=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{TOPIC}.v1"),
+            answered=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{ANSWER}.v1"),
+            buried=await connection.fetchval(_BROKER["buried"]),
         )
     finally:
         await connection.close()

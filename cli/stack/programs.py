@@ -86,6 +86,15 @@ class PortProgram(Program):
         return port if is_free(port) else choose_port()
 
 
+class PageProgram(PortProgram):
+    """A program that serves a page about itself there, and nothing else."""
+
+    async def _probe(self) -> object:
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/health") as answer:
+            answer.raise_for_status()
+            return answer.status
+
+
 class BrokerProgram(PortProgram):
     """The broker."""
 
@@ -157,7 +166,7 @@ class DaemonProgram(Program):
             return await client.ready()
 
 
-class WorkerProgram(PortProgram):
+class WorkerProgram(PageProgram):
     """The worker, which publishes what the broker accepted."""
 
     name = "worker"
@@ -173,10 +182,6 @@ class WorkerProgram(PortProgram):
             "listen_port": self._port(),
             "nats": {"url": self._nats.url},
         }
-
-    async def _probe(self) -> object:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/health") as answer:
-            return answer.raise_for_status()
 
 
 def toml(settings: Mapping[str, Any]) -> str:

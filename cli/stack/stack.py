@@ -42,12 +42,11 @@ class Stack:
     def start(self, say: Callable[[EmbeddedServer], None]) -> None:
         """Start what does not run, tell `say` of each that is ready, make the mesh and write the `env` file."""
         self.layout.create()
-        for program in self.programs[:-1]:
+        for program in self.programs:
             program.start()
             say(program)
-        asyncio.run(create_mesh(self.broker, self.layout))
-        self.daemon.start()
-        say(self.daemon)
+            if program is self.broker:
+                asyncio.run(create_mesh(self.broker, self.layout))
         write_secret(self.layout.env_file, "\n".join(f"{k}={_quoted(v)}" for k, v in self.environment().items()))
 
     def stop(self) -> None:

@@ -20,7 +20,8 @@ WITH RECURSIVE head AS (
 SELECT recipient_id AS aggregate, pg_try_advisory_xact_lock(hashint8extended(recipient_id, 2)) AS claimed FROM due;
 
 -- name: claim
--- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least).
+-- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least); each row is
+-- looked up by itself, as in events.sql.
 WITH oldest AS MATERIALIZED (
   SELECT following.*
   FROM unnest($1::integer[]) AS claimed (recipient_id), LATERAL (
@@ -30,15 +31,21 @@ WITH oldest AS MATERIALIZED (
     ORDER BY history_id LIMIT $2
   ) AS following
   ORDER BY history_id LIMIT $2
+), locked AS MATERIALIZED (
+  SELECT oldest.place, delivery.*
+  FROM oldest, LATERAL (
+    SELECT epoch, publish_attempts, recipient_id, mesh_id, history_id FROM mesh.delivery_queue AS delivery
+    WHERE delivery.broker_message_id = oldest.broker_message_id AND delivery.recipient_id = oldest.recipient_id
+      AND delivery.history_id = oldest.history_id
+      AND delivery.published_at IS NULL AND delivery.next_attempt_at <= now()
+    FOR UPDATE SKIP LOCKED
+  ) AS delivery
 ), page AS (
-  SELECT oldest.place, delivery.epoch, delivery.publish_attempts, delivery.recipient_id, member.name AS recipient,
-    message.*
-  FROM oldest
-  JOIN mesh.delivery_queue AS delivery USING (broker_message_id, recipient_id)
-  JOIN mesh.member ON member.id = delivery.recipient_id
-  JOIN mesh.message ON message.mesh_id = delivery.mesh_id AND message.history_id = delivery.history_id
-  WHERE delivery.published_at IS NULL AND delivery.next_attempt_at <= now()
-  FOR UPDATE OF delivery SKIP LOCKED
+  SELECT locked.place, locked.epoch, locked.publish_attempts, locked.recipient_id, member.name AS recipient, message.*
+  FROM locked JOIN mesh.member ON member.id = locked.recipient_id, LATERAL (
+    SELECT * FROM mesh.message
+    WHERE message.mesh_id = locked.mesh_id AND message.history_id = locked.history_id LIMIT 1
+  ) AS message
 ), measured AS (
   SELECT page.*, sum(octet_length(body)) OVER (ORDER BY history_id, recipient_id) - octet_length(body) AS bytes_before
   FROM page

@@ -19,11 +19,13 @@ SELECT aggregate_id AS aggregate, pg_try_advisory_xact_lock(hashtextextended(agg
 
 -- name: claim
 -- The oldest $2 unpublished events of the aggregates $1, of $3 bytes at most (one at least). `place` counts within the
--- aggregate: where a number is missing, a row is held by somebody else or not due, and nothing behind it may go.
+-- aggregate: where a number is missing, a row is held by somebody else or not due, and nothing behind it may go. Each row
+-- is looked up by itself (LATERAL): after a quiet time the planner believes that nothing is unpublished, and would join
+-- every row with every other.
 WITH oldest AS MATERIALIZED (
   SELECT following.*, sum(bytes) OVER (ORDER BY position) - bytes AS bytes_before
   FROM unnest($1::text[]) AS claimed (aggregate_id), LATERAL (
-    SELECT id, position, pg_column_size(payload) AS bytes, row_number() OVER (ORDER BY position) AS place
+    SELECT id, aggregate_id, position, pg_column_size(payload) AS bytes, row_number() OVER (ORDER BY position) AS place
     FROM postroom.outbox_events AS event
     WHERE published_at IS NULL AND event.aggregate_id = claimed.aggregate_id
     ORDER BY position LIMIT $2
@@ -33,10 +35,14 @@ WITH oldest AS MATERIALIZED (
 SELECT event.id::text AS id, event.aggregate_id AS aggregate, oldest.place, event.subject, event.epoch,
   event.publish_attempts, event.payload::text AS body, event.event_type, event.event_version, event.occurred_at,
   event.correlation_id, event.causation_id, event.traceparent
-FROM oldest JOIN postroom.outbox_events AS event USING (id)
-WHERE oldest.bytes_before < $3 AND event.published_at IS NULL AND event.next_attempt_at <= now()
-ORDER BY event.position
-FOR UPDATE OF event SKIP LOCKED;
+FROM oldest, LATERAL (
+  SELECT * FROM postroom.outbox_events AS event
+  WHERE event.id = oldest.id AND event.aggregate_id = oldest.aggregate_id AND event.position = oldest.position
+    AND event.published_at IS NULL AND event.next_attempt_at <= now()
+  FOR UPDATE SKIP LOCKED
+) AS event
+WHERE oldest.bytes_before < $3
+ORDER BY event.position;
 
 -- name: mark_published
 -- Notes where the server put the events $1: streams $2, their creations $3 and the numbers in them $4. An event that was

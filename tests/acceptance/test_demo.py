@@ -45,11 +45,14 @@ def test_every_number_of_the_demo_holds_and_nothing_is_left(short_directory: Pat
     assert demo.returncode == 0, errors
     rows = {line.split()[0]: line.split()[-4:] for line in output.splitlines() if line.endswith(("yes", "NO"))}
     assert rows == {
-        "sent": ["3,001", "3,001", "3,000", "yes"],
-        "accepted": ["3,001", "3,001", "3,001", "yes"],
+        "sent": ["3,005", "3,005", "3,004", "yes"],
+        "accepted": ["3,005", "3,005", "3,005", "yes"],
         "duplicates": ["500", "500", "500", "yes"],
         "dead": ["1", "1", "0", "yes"],
         "requeued": ["1", "1", "1", "yes"],
+        "handled": ["2,232", "2,232", "2,232", "yes"],
+        "answered": ["3", "3", "3", "yes"],
+        "replayed": ["1", "1", "1", "yes"],
         "lost": ["0", "0", "0", "yes"],
     }
     assert processes_of(short_directory) == []
