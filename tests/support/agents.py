@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from jetstream import QUICK, Context, until
+from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
 from delivery.agents.consumers import open_consumers
@@ -110,15 +111,23 @@ async def settled(context: Context, durable: str = "counting_consumer", stream: 
     async def idle() -> bool:
         try:
             info = await context.js.consumer_info(stream, durable)
-            wanted = info.config.filter_subjects or [info.config.filter_subject or ">"]
-            last = [(await context.js.get_last_msg(stream, subject)).seq or 0 for subject in wanted]
-        except NotFoundError:  # the consumer is not made yet, or has nothing to do
+        except NotFoundError:  # not made yet
             return False
-        if info.delivered is None or info.delivered.stream_seq < max(last):  # the count of a new one lags behind
+        last = await last_wanted(context, stream, info)
+        if info.delivered is None or info.delivered.stream_seq < last:  # the count of a new one lags behind
             return False
         return info.num_ack_pending == 0 and info.num_pending == 0
 
     await until(idle, "everything is settled")
+
+
+async def last_wanted(context: Context, stream: str, info: ConsumerInfo) -> int:
+    """Return the last sequence of a stream that a consumer wants; 0 where the stream keeps none of it any more."""
+    wanted = info.config.filter_subjects or [info.config.filter_subject or ">"]
+    try:
+        return max([(await context.js.get_last_msg(stream, subject)).seq or 0 for subject in wanted])
+    except NotFoundError:
+        return 0
 
 
 async def place_orders(context: Context, ids: Iterable[str], **headers: str) -> None:
