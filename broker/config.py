@@ -65,6 +65,9 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     listen_host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     listen_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 7420
     socket_path: Annotated[Path | None, Meta(description="listen on this Unix socket instead")] = None
+    socket_group: Annotated[
+        str | None, Meta(description="group that may connect (mode 0660); unset: only the broker's user (mode 0600)")
+    ] = None
     tls_cert: Annotated[Path | None, Meta(description="certificate chain (PEM); TLS is on where it is set")] = None
     tls_key: Annotated[Path | None, Meta(description="private key (PEM) of `tls_cert`")] = None
     connections: Annotated[int, Meta(ge=1, le=100, description="Postgres connections for accepting")] = 6
@@ -92,4 +95,6 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> B
         )
     if (config.tls_cert is None) != (config.tls_key is None):
         raise Fatal(Exit.CONFIG, "tls_cert and tls_key belong together: set both or neither")
+    if config.socket_group is not None and config.socket_path is None:
+        raise Fatal(Exit.CONFIG, "socket_group is for a socket: set socket_path as well, or neither")
     return config

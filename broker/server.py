@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Final
 
 from aiohttp import web
@@ -12,6 +14,7 @@ from aiohttp import web
 from broker.app import Services, build
 from broker.config import BrokerConfig
 from chassis.exits import Exit, Fatal
+from chassis.listener import remove, unix_listener
 
 _SHUTDOWN_SECONDS: Final = 20.0  # how long the batches at work may take to finish
 _IDLE_SECONDS: Final = 75.0  # how long an idle connection is kept
@@ -21,9 +24,11 @@ _IDLE_SECONDS: Final = 75.0  # how long an idle connection is kept
 async def serving(services: Services) -> AsyncIterator[str]:
     """Listen, and yield the URL; at the end finish the requests at work.
 
-    Raises `Fatal`: 69 where the address is taken, 78 where certificate and key are no pair.
+    Raises `Fatal`: 69 where the address is taken or a process answers on the socket, 78 where certificate and key are
+    no pair, or the socket cannot be created.
     """
     config = services.config
+    tls = _tls(config)
     runner = web.AppRunner(
         build(services),
         access_log=None,
@@ -33,36 +38,44 @@ async def serving(services: Services) -> AsyncIterator[str]:
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     await runner.setup()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(runner.cleanup)
+        if config.socket_path is None:
+            yield await _listen_on_tcp(runner, config, tls)
+        else:
+            sock = stack.enter_context(_unix_socket(config.socket_path, config.socket_group))
+            await web.SockSite(runner, sock, ssl_context=tls).start()
+            yield f"unix://{config.socket_path}"
+
+
+@contextmanager
+def _unix_socket(path: Path, group: str | None) -> Iterator[socket.socket]:
+    """Listen on `path`, and take its file away at the end."""
+    sock = unix_listener(path, group)
+    inode = path.lstat().st_ino
+    sock.setblocking(False)
     try:
-        try:
-            await _site(runner, config).start()
-        except OSError as error:
-            raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {_where(config)}: {error.strerror}") from error
-        yield _url(runner, config)
+        yield sock
     finally:
-        await runner.cleanup()
+        remove(path, inode)
 
 
-def _site(runner: web.AppRunner, config: BrokerConfig) -> web.BaseSite:
-    tls = None
-    if config.tls_cert is not None:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            tls.load_cert_chain(config.tls_cert, config.tls_key)
-        except (OSError, ssl.SSLError) as error:
-            raise Fatal(Exit.CONFIG, f"cannot load tls_cert {config.tls_cert} with tls_key: {error}") from error
-    if config.socket_path is not None:
-        return web.UnixSite(runner, str(config.socket_path), ssl_context=tls)
-    return web.TCPSite(runner, config.listen_host, config.listen_port, ssl_context=tls)
-
-
-def _url(runner: web.AppRunner, config: BrokerConfig) -> str:
-    if config.socket_path is not None:
-        return f"unix://{config.socket_path}"
-    scheme = "http" if config.tls_cert is None else "https"
+async def _listen_on_tcp(runner: web.AppRunner, config: BrokerConfig, tls: ssl.SSLContext | None) -> str:
+    try:
+        await web.TCPSite(runner, config.listen_host, config.listen_port, ssl_context=tls).start()
+    except OSError as error:
+        where = f"{config.listen_host}:{config.listen_port}"
+        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {where}: {error.strerror}") from error
     host, port = runner.addresses[0][:2]
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _where(config: BrokerConfig) -> str:
-    return str(config.socket_path or f"{config.listen_host}:{config.listen_port}")
+def _tls(config: BrokerConfig) -> ssl.SSLContext | None:
+    if config.tls_cert is None:
+        return None
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        tls.load_cert_chain(config.tls_cert, config.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise Fatal(Exit.CONFIG, f"cannot load tls_cert {config.tls_cert} with tls_key: {error}") from error
+    return tls

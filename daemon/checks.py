@@ -16,10 +16,10 @@ from broker_client.link import BrokerLink
 from broker_client.window import max_age_hours
 from chassis.exits import Fatal
 from chassis.findings import Finding
+from chassis.listener import refuse_path
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from delivery.nats import connect
 from delivery.settings import NatsSettings
-from ipc.listener import refuse_path
 from ipc.tokens import LocalToken
 from postroom.accept import Features
 from postroom.errors import PostroomError

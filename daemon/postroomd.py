@@ -18,6 +18,7 @@ import structlog
 
 from broker_client.link import BrokerLink
 from broker_client.relay import Relay
+from chassis.listener import loopback_listener, refuse_path, remove, unix_listener
 from chassis.systemd import listen_sockets
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
@@ -25,7 +26,6 @@ from daemon.receiver import Receiver
 from daemon.service_manager import answer_watchdog, keep_status
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
-from ipc.listener import loopback_listener, refuse_path, remove, unix_listener
 from ipc.peers import Policy
 from ipc.routes import routes
 from ipc.server import Server

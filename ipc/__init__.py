@@ -1,1 +1,1 @@
-"""The socket: listener, peer credentials, limits, the route table, problem answers."""
+"""The socket: peer credentials, limits, the route table, problem answers."""

@@ -18,13 +18,13 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
+from chassis.listener import BACKLOG
 from chassis.routes import Route
 from ipc.answers import Answer, problem_answer, problem_of
 from ipc.connection import Connection
 from ipc.counters import Counters
 from ipc.dispatch import MethodNotAllowed, Table
 from ipc.limits import Limits
-from ipc.listener import BACKLOG
 from ipc.peers import Policy
 from ipc.request import Request
 from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query

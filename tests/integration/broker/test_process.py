@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import grp
 import json
+import os
 import socket
 import ssl
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -178,6 +181,33 @@ async def test_it_listens_on_a_unix_socket_and_replaces_a_stale_one(
         session.get("http://broker/ready") as answer,
     ):
         assert answer.status == 200
+
+
+@pytest.mark.parametrize(("grouped", "mode"), [(False, 0o600), (True, 0o660)])
+async def test_its_sockets_mode_is_there_at_once_whatever_the_umask(
+    migrated: BrokerConfig, short_directory: Path, *, grouped: bool, mode: int
+) -> None:
+    path = short_directory / "broker.sock"
+    group = grp.getgrgid(os.getgid()).gr_name if grouped else None
+    config = msgspec.structs.replace(migrated, socket_path=path, socket_group=group)
+    before = os.umask(0o000)
+    try:
+        async with open_services(config) as services, serving(services):
+            found = path.stat()
+    finally:
+        os.umask(before)
+    assert (stat.S_IMODE(found.st_mode), found.st_gid) == (mode, os.getgid())
+    assert not path.exists()
+
+
+async def test_a_second_broker_leaves_a_live_socket_alone(migrated: BrokerConfig, short_directory: Path) -> None:
+    path = short_directory / "broker.sock"
+    async with open_services(msgspec.structs.replace(migrated, socket_path=path)) as services, serving(services):
+        inode = path.stat().st_ino
+        with pytest.raises(Fatal, match="already running") as refused:
+            async with serving(services):
+                pass
+        assert (refused.value.exit_code, path.stat().st_ino) == (Exit.UNAVAILABLE, inode)
 
 
 async def test_a_postgres_that_cannot_be_reached_is_69_and_its_password_stays_secret(rewrite: Any) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from wire import Reply, encode, parse
 
+from chassis.listener import loopback_listener, unix_listener
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
 from ipc.limits import Limits
-from ipc.listener import loopback_listener, unix_listener
 from ipc.peers import Policy
 from ipc.routes import routes
 from ipc.server import Server

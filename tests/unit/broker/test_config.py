@@ -48,6 +48,7 @@ def test_the_urls_are_secrets() -> None:
         ("RETENTION_DEDUPE_DAYS", "6"),
         ("TLS_CERT", "/cert.pem"),
         ("TLS_KEY", "/key.pem"),
+        ("SOCKET_GROUP", "proxy"),
         ("MAX_BATCH", "1001"),
         ("LIMITER_ON_ERROR", "open"),
     ],

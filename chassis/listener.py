@@ -1,4 +1,4 @@
-"""The sockets that the daemon listens on: a Unix socket with its final mode from the start, and a loopback TCP one.
+"""The sockets that programs listen on: a Unix socket with its final mode from the start, and a loopback TCP one.
 
 A stale socket file is replaced; a live one, a symlink or any other file in the way ends the process with a sentence
 (spec send.md, "The socket"). Sockets that systemd passes in are used as they are and never come through here.
@@ -68,9 +68,9 @@ def refuse_path(path: Path) -> None:
     except OSError as error:
         raise Fatal(Exit.CONFIG, f"cannot look at the socket path {path}: {error.strerror}") from error
     if stat.S_ISLNK(mode):
-        raise Fatal(Exit.CONFIG, f"{path} is a symbolic link: remove it or configure another socket.path")
+        raise Fatal(Exit.CONFIG, f"{path} is a symbolic link: remove it or configure another path")
     if not stat.S_ISSOCK(mode):
-        raise Fatal(Exit.CONFIG, f"{path} is there and is no socket: remove it or configure another socket.path")
+        raise Fatal(Exit.CONFIG, f"{path} is there and is no socket: remove it or configure another path")
     if _is_live(path):
         raise Fatal(Exit.UNAVAILABLE, f"already running: a process answers on {path}")
 
@@ -101,13 +101,13 @@ def _bind(path: Path, gid: int | None) -> socket.socket:
 
 @contextmanager
 def _only_starter(directory: Path) -> Iterator[None]:
-    """Keep two daemons that start at once from taking each other's fresh socket for a stale one."""
+    """Keep two programs that start at once from taking each other's fresh socket for a stale one."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Fatal(Exit.TRY_AGAIN, f"another daemon is just starting in {directory}: try again") from error
+            raise Fatal(Exit.TRY_AGAIN, f"another program is just starting in {directory}: try again") from error
         yield
     finally:
         os.close(fd)
@@ -124,4 +124,4 @@ def _group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError as error:
-        raise Fatal(Exit.CONFIG, f"socket.group: there is no group {group!r} on this machine") from error
+        raise Fatal(Exit.CONFIG, f"the socket's group: there is no group {group!r} on this machine") from error
