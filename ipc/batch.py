@@ -2,7 +2,8 @@
 
 Whatever has arrived, up to 1000 lines, shares one durable transaction; while it commits the next lines are read and
 checked. A bad line, or one that is too long, fails alone. Answers come in the order of the lines. A caller that does
-not read its answers is not read from either: at most one chunk commits and one waits.
+not read its answers is not read from either: at most one chunk commits and one waits. An unfinished line has the
+deadline of a body, and a line draws on `limits.buffered_bytes` from its first byte until its commit.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ _encode_lines: Final = msgspec.json.Encoder().encode_lines
 
 
 class Chunk(NamedTuple):
-    """Lines that share a transaction: each prepared, or refused already; `first` is the number of the first."""
+    """Lines that share a transaction: each prepared, or refused already.
+
+    `first` is the number of the first; `size` is what they draw on the budget, in bytes.
+    """
 
     first: int
+    size: int
     lines: Sequence[PreparedSend | PostroomError]
 
 
@@ -55,42 +60,51 @@ class Batch:
         start_body(self._request)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         await response.prepare(self._request)
-        self._request.connection.streams = True
+        self._request.connection.between_lines = True
         try:
             await self._stream(response)
         except (PostroomError, RequestPayloadError) as error:
             raise ConnectionResetError("the stream broke off") from error  # an answer cannot begin a second time
         finally:
-            self._request.connection.streams = False
+            self._request.connection.between_lines = False
         return response
 
     async def _stream(self, response: web.StreamResponse) -> None:
-        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(_WAITING_CHUNKS)
-        reader = asyncio.create_task(self._read_chunks(chunks), name="batch-reader")
-        try:
-            while (chunk := await chunks.get()) is not None:
-                await response.write(_encode_lines(await self._accept(chunk)))
-            await reader
-        finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+        with closing(Splitter(self._limits.request_bytes, self._services.budget)) as splitter:
+            chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(_WAITING_CHUNKS)
+            reader = asyncio.create_task(self._read_chunks(chunks, splitter), name="batch-reader")
+            try:
+                while (chunk := await chunks.get()) is not None:
+                    answers = await self._accept(chunk)
+                    splitter.release(chunk.size)
+                    await response.write(_encode_lines(answers))
+                await reader
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
         await response.write_eof()
 
-    async def _read_chunks(self, chunks: asyncio.Queue[Chunk | None]) -> None:
+    async def _read_chunks(self, chunks: asyncio.Queue[Chunk | None], splitter: Splitter) -> None:
         """Put what arrives into `chunks`, and None at its end; once cancelled there is nobody to tell."""
         try:
-            await self._put_chunks(chunks)
+            await self._put_chunks(chunks, splitter)
         except Exception:
             await chunks.put(None)
             raise
         await chunks.put(None)
 
-    async def _put_chunks(self, chunks: asyncio.Queue[Chunk | None]) -> None:
+    async def _put_chunks(self, chunks: asyncio.Queue[Chunk | None], splitter: Splitter) -> None:
+        connection = self._request.connection
         first = 1
-        with closing(Splitter(self._limits.request_bytes, self._services.budget)) as splitter:
-            async for lines in arrived_lines(self._request.content, splitter):
-                await chunks.put(Chunk(first, await self._prepared(lines)))
+        async for lines in arrived_lines(self._request.content, splitter):
+            if lines:
+                connection.between_lines = True  # if it takes long now, that is not the caller's doing
+                size = sum(len(line) for line in lines if isinstance(line, bytes))
+                await chunks.put(Chunk(first, size, await self._prepared(lines)))
                 first += len(lines)
+            if connection.between_lines:
+                connection.begin()
+            connection.between_lines = not splitter.unfinished
 
     async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> list[PreparedSend | PostroomError]:
         """Check the lines, a few at a time, so that a large batch does not hold up everybody else."""
@@ -147,57 +161,62 @@ def _outcome(
 async def arrived_lines(content: StreamReader, splitter: Splitter) -> AsyncIterator[list[bytes | PostroomError]]:
     """Yield the complete lines that have arrived, at most `CHUNK_LINES` at a time, without their line ends.
 
-    The last line needs no line end.
+    What completes no line yields an empty list. The last line needs no line end.
     """
     while data := await content.readany():
         lines = splitter.feed(data)
-        for start in range(0, len(lines), CHUNK_LINES):
+        for start in range(0, max(1, len(lines)), CHUNK_LINES):
             yield lines[start : start + CHUNK_LINES]
     if last := splitter.rest():
         yield last
 
 
 class Splitter:
-    """Cuts a stream of bytes into lines, holding at most one unfinished line of `limit` bytes, out of `budget`.
+    """Cuts a stream of bytes into lines; what it holds or has yielded draws on `budget` until it is released.
 
-    A line that is longer (413), or for which the budget has no room (429), becomes its refusal, and its bytes are
-    dropped as they come.
+    It holds at most one unfinished line of `limit` bytes. A line that is longer (413), or for which the budget has no
+    room (429), becomes its refusal, draws on nothing, and its bytes are dropped as they come.
     """
 
     def __init__(self, limit: int, budget: Budget) -> None:
         self._limit = limit
         self._budget = budget
+        self._held = 0
         self._partial = bytearray()
         self._refusal: PostroomError | None = None
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a line has begun whose end has not arrived."""
+        return bool(self._partial) or self._refusal is not None
+
     def feed(self, data: bytes) -> list[bytes | PostroomError]:
         """Return the lines that `data` completes."""
-        first, *others = data.split(b"\n")
-        if not others:
-            self._extend(first)
-            return []
-        tail = others.pop()
-        lines = [self._finish(first), *map(self._whole, others)]
+        *ends, tail = data.split(b"\n")
+        lines = [self._finish(end) for end in ends]
         self._extend(tail)
         return lines
 
     def rest(self) -> list[bytes | PostroomError]:
         """Return the last line where it had no line end."""
-        return [self._finish(b"")] if self._partial or self._refusal else []
+        return [self._finish(b"")] if self.unfinished else []
+
+    def release(self, count: int) -> None:
+        """Give back the room of lines that have `count` bytes together."""
+        self._held -= count
+        self._budget.give_back(count)
 
     def close(self) -> None:
-        """Drop what is unfinished, and give its room back."""
-        self._budget.give_back(len(self._partial))
+        """Drop what is unfinished, and give all room back that has not been released."""
         self._partial.clear()
+        self.release(self._held)
 
     def _finish(self, piece: bytes) -> bytes | PostroomError:
-        line = self._refusal or self._whole(bytes(self._partial) + piece)
-        self.close()
+        self._extend(piece)
+        line = self._refusal or bytes(self._partial)
+        self._partial.clear()
         self._refusal = None
         return line
-
-    def _whole(self, line: bytes) -> bytes | PostroomError:
-        return line if len(line) <= self._limit else self._too_long()
 
     def _extend(self, piece: bytes) -> None:
         if self._refusal is not None:
@@ -206,14 +225,13 @@ class Splitter:
             self._hold(piece)
         except PostroomError as refusal:
             self._refusal = refusal
-            self.close()
+            self.release(len(self._partial))
+            self._partial.clear()
 
     def _hold(self, piece: bytes) -> None:
         if len(self._partial) + len(piece) > self._limit:
-            raise self._too_long()
+            detail = f"the line has more than {self._limit} bytes (limits.request_bytes)"
+            raise InvalidMessage.of(413, "request_too_large", detail)
         self._budget.take(len(piece))
+        self._held += len(piece)
         self._partial += piece
-
-    def _too_long(self) -> InvalidMessage:
-        detail = f"the line has more than {self._limit} bytes (limits.request_bytes)"
-        return InvalidMessage.of(413, "request_too_large", detail)

@@ -42,17 +42,17 @@ class Connection(RequestHandler):
         "_head_since",
         "_heard_at",
         "_last_body",
+        "between_lines",
         "caller",
         "is_tcp",
         "starting",
-        "streams",
     )
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
         self.caller = Caller(-1, -1)
         self.is_tcp = False
-        self.streams = False  # a batch: its body may take as long as bytes keep coming
+        self.between_lines = False  # a batch with no line begun: the next may take its time, as long as bytes come
         self.starting = False  # a request has been taken from the queue, and its task has not begun
         self._last_body: StreamReader | None = None
         self._end: asyncio.Future[None] = loop.create_future()
@@ -138,7 +138,7 @@ class Connection(RequestHandler):
         return None if self.busy else self._heard_at
 
     def begin(self) -> None:
-        """Note that a request begins whose body has not arrived in full."""
+        """Note that a body begins which has not arrived in full, or a line of a batch."""
         self._body_since = self._loop.time()
 
     def overdue(self, now: float, limits: Limits) -> str | None:
@@ -152,7 +152,7 @@ class Connection(RequestHandler):
         request = self._current_request
         if request is not None and not request.content.is_eof() and self._body_since != _NEVER:
             yield "body_stalled", _passed(self._heard_at, now, limits.stall_seconds)
-            yield "body_too_slow", not self.streams and _passed(self._body_since, now, limits.body_seconds)
+            yield "body_too_slow", not self.between_lines and _passed(self._body_since, now, limits.body_seconds)
 
     def _has_hung_up(self) -> bool:
         """Tell a caller that has closed its socket from one that only has nothing more to say."""

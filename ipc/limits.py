@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
         Seconds, msgspec.Meta(description="Time for the head of a request, from its first byte, in seconds.")
     ] = 10.0
     body_seconds: Annotated[
-        Seconds, msgspec.Meta(description="Time for the body of a request (not of a batch), in seconds.")
+        Seconds, msgspec.Meta(description="Time for the body of a request, or for a line of a batch, in seconds.")
     ] = 30.0
     stall_seconds: Annotated[
         Seconds, msgspec.Meta(description="Time without a byte within a body, or without a reply being read.")

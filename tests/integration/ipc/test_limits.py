@@ -174,6 +174,37 @@ async def test_a_batch_may_take_its_time_as_long_as_lines_come(room: Any) -> Non
     writer.close()
 
 
+async def test_a_line_of_a_batch_that_drips_is_dropped_although_it_never_stalls(open_room: Any) -> None:
+    room = await open_room(limits=Limits(stall_seconds=1000, body_seconds=30))
+    reader, writer = await room.connect()
+    left = room.services.budget.left
+    writer.write(_head(9999, "/v1/send/batch", "application/x-ndjson") + SEND + b"\n")
+    await reader.readuntil(b"queued")
+    await drop_after(room, 31)
+    writer.write(b"{")
+    await _until(lambda: room.services.budget.left == left - 1)
+    await drop_after(room, 29)
+    assert room.services.counters.dropped == {}
+    await drop_after(room, 31)
+    await reader.read()
+    assert room.services.counters.dropped == {"body_too_slow": 1}
+    await _until(lambda: room.services.budget.left == left)
+    writer.close()
+
+
+async def test_lines_that_wait_for_their_commit_draw_on_the_bytes_that_may_be_held(open_room: Any) -> None:
+    room = await open_room(limits=_SMALL)
+    reader, writer = await room.connect()
+    lines = [SEND[:-2] + b" " * 1400 + SEND[-2:]] * 3
+    writer.write(_head(9999, "/v1/send/batch", "application/x-ndjson") + b"\n".join(lines) + b"\n")
+    answers = [await reader.readuntil(b'{"line":'), await reader.readuntil(b"}\n"), await reader.readuntil(b"}\n")]
+    assert b"queued" in answers[1]
+    assert b"queued" in answers[2]
+    assert b"too_busy" in await reader.readuntil(b"retryable")
+    writer.close()
+    await _until(lambda: room.services.budget.left == 4096)
+
+
 async def test_an_idle_connection_is_closed_in_the_end(open_room: Any) -> None:
     room = await open_room(limits=Limits(idle_seconds=0.05))
     reader, writer = await room.connect()

@@ -28,7 +28,7 @@ LIMIT = 8
 
 @given(st.lists(st.binary(max_size=20)))
 def test_lines_come_out_whole_however_the_bytes_arrive(pieces: list[bytes]) -> None:
-    budget = Budget(LIMIT)
+    budget = Budget(10_000)
     splitter = Splitter(LIMIT, budget)
     lines = [line for piece in pieces for line in splitter.feed(piece)] + splitter.rest()
     whole = b"".join(pieces)
@@ -38,7 +38,9 @@ def test_lines_come_out_whole_however_the_bytes_arrive(pieces: list[bytes]) -> N
     assert [None if isinstance(line, PostroomError) else line for line in lines] == [
         line if len(line) <= LIMIT else None for line in expected
     ]
-    assert budget.left == LIMIT
+    assert 10_000 - budget.left == sum(len(line) for line in expected if len(line) <= LIMIT)
+    splitter.close()
+    assert budget.left == 10_000
 
 
 def test_a_line_too_long_is_never_held() -> None:
@@ -50,20 +52,33 @@ def test_a_line_too_long_is_never_held() -> None:
     (line, rest) = splitter.feed(b"\nok\n")
     assert isinstance(line, InvalidMessage)
     assert rest == b"ok"
-    assert budget.left == 2 * LIMIT
+    assert budget.left == 2 * LIMIT - len(b"ok")
 
 
 def test_a_line_for_which_no_room_is_left_may_be_sent_again_and_the_next_one_is_taken() -> None:
-    budget = Budget(6)
+    budget = Budget(9)
     first, second = Splitter(LIMIT, budget), Splitter(LIMIT, budget)
     assert first.feed(b"abcd") == []
-    assert second.feed(b"efg") == []
-    (refused, whole) = second.feed(b"h\nwhole\n")
+    assert second.feed(b"efgh") == []
+    (refused, whole) = second.feed(b"ij\nwhole\n")
     assert isinstance(refused, TryAgain)
     assert refused.problem.retryable
     assert whole == b"whole"
+    assert budget.left == 0
+    second.release(len(b"whole"))
     assert first.feed(b"ef\n") == [b"abcdef"]
-    assert budget.left == 6
+
+
+def test_a_whole_line_draws_on_the_budget_until_it_is_released() -> None:
+    budget = Budget(LIMIT)
+    splitter = Splitter(LIMIT, budget)
+    assert splitter.feed(b"abcde\n") == [b"abcde"]
+    (refused,) = splitter.feed(b"fghi\n")
+    assert isinstance(refused, TryAgain)
+    splitter.release(len(b"abcde"))
+    assert splitter.feed(b"fghi\n") == [b"fghi"]
+    splitter.close()
+    assert budget.left == LIMIT
 
 
 def test_a_line_that_never_ends_gives_its_room_back() -> None:
