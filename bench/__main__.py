@@ -10,6 +10,7 @@ from typing import Final
 
 from bench.accept import accept
 from bench.backlog import backlog
+from bench.deliver import deliver, handle, publish
 from bench.relay import relay
 from bench.report import machine
 from bench.send import against_jetstream, batch_sends, single_sends
@@ -21,6 +22,9 @@ BENCHMARKS: Final[dict[str, Callable[[Path, int, float], None]]] = {
     "backlog": backlog,
     "accept": accept,
     "relay": relay,
+    "publish": publish,
+    "handle": handle,
+    "deliver": deliver,
 }
 
 

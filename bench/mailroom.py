@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bench.processes import await_http, output_of, program
+from bench.processes import await_http, free_port, output_of, program
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom import BrokerClient
 
@@ -29,7 +28,7 @@ async def broker(directory: Path) -> AsyncIterator[Broker]:
     """Run Postgres (fsync on), Redis and a broker whose limiter never refuses, while the block lasts."""
     directory.mkdir(mode=0o711)  # noqa: ASYNC240 - nothing else runs yet
     postgres, redis = EmbeddedPostgres(directory / "postgres"), EmbeddedRedis(directory / "redis")
-    port = _free_port()
+    port = free_port()
     admin = secrets.token_urlsafe(32)
     (directory / "admin.token").touch(mode=0o600)
     (directory / "admin.token").write_text(admin)
@@ -55,9 +54,3 @@ async def broker(directory: Path) -> AsyncIterator[Broker]:
             await administrator.create_topic(MESH, "orders")
             await administrator.subscribe(MESH, "orders", "alice")
         yield Broker(f"http://127.0.0.1:{port}", token, settings["DATABASE_URL"])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

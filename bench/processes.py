@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from bench.load import Figures
 from embedded.processes import tethered
@@ -140,3 +140,47 @@ def output_of(command: Sequence[str], environment: Mapping[str, str] | None = No
         [sys.executable, "-m", *command], stdout=subprocess.PIPE, env={**os.environ, **(environment or {})}, check=True
     )
     return ran.stdout
+
+
+class Calls(NamedTuple):
+    """What a handler has seen: how many messages, and when the first and the last came (seconds since the epoch)."""
+
+    count: int
+    first: float
+    last: float
+
+
+class Handler:
+    """A running handler behind HTTP, and what it tells of itself."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        self.url = f"{base}/handle"
+
+    def calls(self) -> Calls:
+        """Return what it has seen so far."""
+        return Calls(**self._get("calls"))
+
+    def times(self) -> dict[str, float]:
+        """Return when each message came, by its id, in seconds since the epoch."""
+        return dict(self._get("times"))
+
+    def _get(self, page: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self._base}/{page}") as answer:  # noqa: S310 - a loopback address of ours
+            return dict(json.load(answer))
+
+
+@contextmanager
+def handler(directory: Path) -> Iterator[Handler]:
+    """Run a handler that does nothing, as a process of its own."""
+    port = free_port()
+    with program(directory / "handler.log", "bench.handler", str(port)):
+        await_http(f"http://127.0.0.1:{port}/calls")
+        yield Handler(f"http://127.0.0.1:{port}")
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

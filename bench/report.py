@@ -42,6 +42,14 @@ class Limit(NamedTuple):
     most: float | None = None
 
 
+class Floor(NamedTuple):
+    """Messages a second of several runs, and the least that their median may be."""
+
+    what: str
+    per_second: Sequence[float]
+    least: float
+
+
 def machine() -> str:
     """Describe what the figures were taken on, and how busy it is with other things."""
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
@@ -75,6 +83,13 @@ def judge_limit(limit: Limit) -> None:
     if limit.most is not None:
         line += f"   goal {limit.most:g}: {'reached' if limit.value <= limit.most else 'MISSED'}"
     print(line, flush=True)
+
+
+def judge_floor(floor: Floor) -> None:
+    """Print a rate beside the least that it may be."""
+    line = f"  {floor.what:<44}{spread(floor.per_second, '/s', 0):>34}"
+    reached = median(floor.per_second) >= floor.least
+    print(f"{line}   goal {floor.least:,.0f}: {'reached' if reached else 'MISSED'}", flush=True)
 
 
 def spread(values: Sequence[float], unit: str, digits: int) -> str:
