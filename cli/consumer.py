@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from cli.noun import Config, noun
-
-if TYPE_CHECKING:
-    from worker.consumer_config import ConsumerConfig
 
 app = noun("Give messages to a handler behind HTTP.")
 
@@ -32,6 +30,16 @@ Subjects = Annotated[
     typer.Option("--subject", help="Without a file: only these subjects [default: all].", metavar="FILTER"),
 ]
 
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        help="Without a file: the secret that signs requests [default: unsigned].",
+        readable=False,  # reading it says better what is wrong
+        metavar="FILE",
+    ),
+]
+
 
 @app.callback()
 def consumer() -> None:
@@ -47,27 +55,31 @@ def run(
     handler: Handler = None,
     stream: Stream = None,
     subject: Subjects = None,
+    secret_file: SecretFile = None,
 ) -> None:
     """Consume until a signal says stop: by a file (--config), or directly by --context, --name and --handler.
 
     Directly, POSTROOM_NATS_URL and POSTROOM_DATABASE_URL name the servers, as `postroom up` writes them.
     """
     from worker.consumer import main  # noqa: PLC0415
-    from worker.consumer_config import PREFIX, load_config  # noqa: PLC0415
+    from worker.consumer_config import PREFIX, direct_config, load_config  # noqa: PLC0415
 
-    direct = (context, name, handler, stream, subject)
+    direct = (context, name, handler, stream, subject, secret_file)
     if not any(direct) and (config is not None or any(variable.startswith(PREFIX) for variable in os.environ)):
         raise SystemExit(main(load_config(config)))
     if config is not None:
         raise typer.BadParameter("--config stands alone: the file says everything")
-    raise SystemExit(main(_direct(context, name, handler, stream, subject or [])))
-
-
-def _direct(
-    context: str | None, name: str | None, handler: str | None, stream: str | None, subjects: list[str]
-) -> ConsumerConfig:
-    from worker.consumer_config import direct_config  # noqa: PLC0415
-
     if not (context and name and handler):
         raise typer.BadParameter("give --context, --name and --handler, or --config")
-    return direct_config(context=context, name=name, handler=handler, stream=stream, subjects=subjects)
+    raise SystemExit(
+        main(
+            direct_config(
+                context=context,
+                name=name,
+                handler=handler,
+                stream=stream,
+                subjects=subject or [],
+                secret_file=secret_file,
+            )
+        )
+    )

@@ -68,6 +68,7 @@ def direct_config(
     handler: str,
     stream: str | None = None,
     subjects: Sequence[str] = (),
+    secret_file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ConsumerConfig:
     """Make the config of the consumer `name` of a context's events, with the servers that the environment names.
@@ -90,5 +91,7 @@ def direct_config(
         "CONSUMER_FILTER_SUBJECTS": ",".join(subjects),
         "HANDLER_URL": handler,
     }
+    if secret_file is not None:
+        given["HANDLER_SECRET_FILE"] = str(secret_file)
     variables = {PREFIX + key: value for key, value in given.items()}
     return load_config(None, {**environ, **variables})

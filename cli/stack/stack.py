@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
-from cli.stack.layout import SENDER, Layout, write_secret
+from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from cli.stack.mesh import create_mesh
 from cli.stack.programs import BrokerProgram, DaemonProgram, WorkerProgram
 from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer
@@ -58,6 +58,7 @@ class Stack:
         """Return the variables by which every verb finds the stack (spec operate.md, "CLI")."""
         return {
             "POSTROOM_SOCKET": self.daemon.url,
+            "POSTROOM_MESH": MESH,
             "POSTROOM_BROKER_URL": self.broker.url,
             "POSTROOM_BROKER_TOKEN_FILE": str(self.layout.token_file(SENDER)),
             "POSTROOM_ADMIN_TOKEN_FILE": str(self.layout.admin_token_file),

@@ -22,6 +22,7 @@ from embedded.server import wait_until
 SECONDS = 60.0  # a bound for what happens at once on an idle machine
 VARIABLES = {
     "POSTROOM_SOCKET",
+    "POSTROOM_MESH",
     "POSTROOM_BROKER_URL",
     "POSTROOM_BROKER_TOKEN_FILE",
     "POSTROOM_ADMIN_TOKEN_FILE",

@@ -54,6 +54,14 @@ def test_a_stream_and_subjects_can_be_named() -> None:
     assert config.stream is None  # another context's: nobody here may declare it
 
 
+def test_requests_can_be_signed() -> None:
+    config = direct_config(
+        context="demo", name="orders", handler="http://host/", secret_file=Path("/run/secret"), environ=SERVERS
+    )
+
+    assert config.handler.secret_file == Path("/run/secret")
+
+
 @pytest.mark.parametrize(
     ("context", "environ"), [("Demo", SERVERS), ("demo", {}), ("demo", {**SERVERS, "POSTROOM_NATS_URL": ""})]
 )
