@@ -57,7 +57,7 @@ class Batch:
     async def run(self) -> web.StreamResponse:
         """Stream answers until the request ends; raises `InvalidMessage` before the first byte of an answer."""
         check_media(self._request, NDJSON)
-        start_body(self._request)
+        start_body(self._request, self._services.budget, 1)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         await response.prepare(self._request)
         self._request.connection.between_lines = True

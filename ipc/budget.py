@@ -15,10 +15,14 @@ class Budget:
     def __init__(self, size: int) -> None:
         self.left = size
 
-    def take(self, count: int) -> None:
-        """Hold `count` bytes more; raises `TryAgain` (429), and takes nothing, where they are not left."""
+    def ask(self, count: int) -> None:
+        """Raise `TryAgain` (429) where `count` bytes are not left; nothing is taken."""
         if count > self.left:
             raise TryAgain.of(429, "too_busy", "too much is being received", retryable=True, retry_after=_BUSY_RETRY)
+
+    def take(self, count: int) -> None:
+        """Hold `count` bytes more; raises `TryAgain` (429), and takes nothing, where they are not left."""
+        self.ask(count)
         self.left -= count
 
     def give_back(self, count: int) -> None:

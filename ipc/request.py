@@ -54,7 +54,7 @@ class BodyReader:
 
     async def _receive(self, request: Request) -> bytes:
         """Take in the body as it comes; what has arrived, not what is promised, draws on the budget."""
-        start_body(request)
+        start_body(request, self._budget, request.content_length or 1)
         received = bytearray()
         try:
             while chunk := await request.content.readany():
@@ -71,14 +71,18 @@ class BodyReader:
         raise InvalidMessage.of(413, "request_too_large", detail)
 
 
-def start_body(request: Request) -> None:
-    """Start the body's deadline, and tell a caller that waits for `100 Continue` to go on."""
+def start_body(request: Request, budget: Budget, size: int) -> None:
+    """Start the body's deadline, and tell a caller that waits for `100 Continue` to go on.
+
+    Such a caller is refused (429) where `budget` has no room for `size` bytes now: it has not sent them in vain.
+    """
     request.connection.begin()
     expect = request.headers.get(hdrs.EXPECT)
     if expect is None or request.version != HttpVersion11:
         return
     if expect.lower() != "100-continue":
         raise InvalidMessage.of(417, "expectation_failed", "the only expectation that can be met is 100-continue")
+    budget.ask(size)
     if request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

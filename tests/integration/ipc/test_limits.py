@@ -94,6 +94,31 @@ async def test_bytes_that_are_only_promised_refuse_nobody(open_room: Any) -> Non
         writer.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "media", "length"),
+    [
+        ("/v1/send", "application/json", "Content-Length: 3000"),
+        ("/v1/send", "application/json", "Transfer-Encoding: chunked"),
+        ("/v1/send/batch", "application/x-ndjson", "Content-Length: 3000"),
+    ],
+)
+async def test_nobody_is_told_to_continue_while_there_is_no_room(
+    open_room: Any, path: str, media: str, length: str
+) -> None:
+    room = await open_room(limits=_SMALL)
+    _, first = await room.connect()
+    first.write(_head(4096) + b" " * 4095)
+    await _until(lambda: room.services.budget.left == 1)
+    room.services.budget.take(1)
+    reader, writer = await room.connect()
+    fields = f"Host: x\r\nContent-Type: {media}\r\n{length}\r\nExpect: 100-continue\r\n"
+    writer.write(f"POST {path} HTTP/1.1\r\n{fields}\r\n".encode())
+    assert (await reader.readline()).startswith(b"HTTP/1.1 429")
+    room.services.budget.give_back(1)
+    first.close()
+    writer.close()
+
+
 async def test_unfinished_lines_of_batches_draw_on_the_same_bytes(open_room: Any) -> None:
     room = await open_room(limits=_SMALL)
     _, first = await room.connect()
