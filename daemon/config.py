@@ -20,6 +20,7 @@ from delivery.settings import NatsSettings
 from inbox import InboxSettings
 from ipc.limits import Limits
 from outbox.settings import OutboxSettings
+from postroom.administration import SLUG_PATTERN
 
 PREFIX: Final = "POSTROOM_DAEMON_"
 
@@ -57,7 +58,7 @@ class TcpSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
 class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """Everything that the daemon of one mesh may be told."""
 
-    mesh: Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="The mesh that this daemon sends into.")]
+    mesh: Annotated[str, Meta(pattern=SLUG_PATTERN, description="The mesh that this daemon sends into.")]
     broker: BrokerClientSettings
     state_directory: Annotated[
         Path | None, Meta(description="Where `outbox.db` and `inbox.db` lie; unset: `$XDG_STATE_HOME/postroom/<mesh>`.")

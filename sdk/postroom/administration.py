@@ -17,6 +17,7 @@ from postroom.message import DestinationKind, Priority
 Role = Literal["member", "admin"]
 
 MAX_PAGE = 1000  # messages in one page of the history
+MAX_URL = 2048  # characters in the address of a webhook
 
 # Names obey the rules of destinations (postroom.message), so that everything that can be created can be written to.
 _END: Final = r"$(?!\n)"  # `$` alone lets a newline follow
@@ -24,7 +25,8 @@ _SNAKE: Final = "^[a-z][a-z0-9_]{0,63}" + _END
 _WORD: Final = "[a-z][a-z0-9_-]{0,63}"
 
 _NOT_CMD: Final = r"^(?!cmd$)"  # the subjects of all commands begin with that word
-Slug = Annotated[str, msgspec.Meta(pattern=_NOT_CMD + _SNAKE, description="a mesh, in snake_case; not `cmd`")]
+SLUG_PATTERN: Final = _NOT_CMD + _SNAKE
+Slug = Annotated[str, msgspec.Meta(pattern=SLUG_PATTERN, description="a mesh, in snake_case; not `cmd`")]
 MemberName = Annotated[str, msgspec.Meta(pattern=f"^{_WORD}{_END}", description="a member of a mesh")]
 TopicName = Annotated[str, msgspec.Meta(pattern=_SNAKE, description="a topic, in snake_case")]
 QueueName = Annotated[
@@ -126,6 +128,41 @@ class SubscriptionList(msgspec.Struct, kw_only=True):
     """The body of `GET /v1/topics/{mesh}/{name}/subscriptions`, by member."""
 
     subscriptions: list[Subscription]
+
+
+class CreateWebhook(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/topics/{mesh}/{name}/webhooks`."""
+
+    url: Annotated[
+        str,
+        msgspec.Meta(
+            max_length=MAX_URL,
+            pattern="^https?://[!-~]+" + _END,
+            description="where the topic's messages are posted to: http or https, a public address, no credentials",
+        ),
+    ]
+
+
+class Webhook(msgspec.Struct, kw_only=True):
+    """Where the messages of a topic are posted to, from those on that were accepted after `created_at`."""
+
+    id: str
+    mesh: str
+    topic: str
+    url: str
+    created_at: datetime
+
+
+class NewWebhook(Webhook, kw_only=True):
+    """The answer to registering a webhook: the only time that the secret, which signs its requests, is shown."""
+
+    secret: str
+
+
+class WebhookList(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/topics/{mesh}/{name}/webhooks`, the oldest first."""
+
+    webhooks: list[Webhook]
 
 
 class CreateQueue(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

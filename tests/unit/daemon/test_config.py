@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from chassis.config import effective, settings
 from chassis.exits import Exit, Fatal
 from daemon.config import DaemonConfig, load_config, socket_path, state_directory, token_file
+from postroom.administration import CreateMesh
 
 LEAST = {
     "POSTROOM_DAEMON_MESH": "demo",
@@ -22,6 +24,14 @@ def test_the_environment_alone_is_enough() -> None:
     config = load_config(None, LEAST)
     assert (config.mesh, config.broker.url) == ("demo", "https://broker.example.com")
     assert config.tcp.port is None
+
+
+@pytest.mark.parametrize("slug", ["my-mesh", "cmd", "Demo", "demo\n", "1st", "x" * 65])
+def test_a_mesh_that_no_broker_could_have_is_refused(slug: str) -> None:
+    with pytest.raises(Fatal, match="mesh"):
+        load_config(None, {**LEAST, "POSTROOM_DAEMON_MESH": slug})
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"slug": slug}, CreateMesh)
 
 
 def test_a_list_and_a_number_come_from_the_environment_too() -> None:
