@@ -1,0 +1,121 @@
+"""What is wrong with an entry or a step, as types; of each, what becomes of the message that asked for it.
+
+A fault changes nothing in the ledgers (but a replayed leg 1 is counted, seed §18.1). Every message is acknowledged in
+the end (Rule G): at once, after another delivery, or when its activity was failed.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar, Self
+
+from postroom.errors import InvalidMessage, PostroomError
+
+
+class Then(Enum):
+    """What becomes of the message."""
+
+    ACKNOWLEDGE = "acknowledge"
+    RETRY = "retry"
+    ESCALATE = "escalate"  # fail the activity, visibly, then acknowledge
+
+
+class Fault(PostroomError):
+    """The base of what an entry or a step can be refused with."""
+
+    then: ClassVar[Then]
+
+
+class Missing(Fault):
+    """There is no such job or activity."""
+
+    then = Then.ACKNOWLEDGE
+
+    @classmethod
+    def of_activity(cls, activity: object) -> Self:
+        """Say that there is no such activity."""
+        return cls.of(404, "activity_missing", f"there is no activity {activity}: its job was removed, or never begun")
+
+    @classmethod
+    def of_job(cls, job: object) -> Self:
+        """Say that there is no such job."""
+        return cls.of(404, "job_missing", f"there is no job {job}: see `postroom jobs list`")
+
+
+class Duplicate(Fault):
+    """It has happened already: the message is a replay."""
+
+    then = Then.ACKNOWLEDGE
+
+    @classmethod
+    def of_what(cls, what: str) -> Self:
+        """Say what has happened already."""
+        return cls.of(409, "duplicate", f"{what}: this is a replay, nothing is left to do")
+
+
+class Inactive(Fault):
+    """The job has ended, or the activity has failed: nothing more is done for it."""
+
+    then = Then.ACKNOWLEDGE
+
+    @classmethod
+    def of_activity(cls, activity: object, state: str) -> Self:
+        """Say what state forbids it."""
+        return cls.of(409, "inactive", f"the activity {activity} takes no message: {state}")
+
+
+class Forbidden(Fault):
+    """Leg 2 before leg 1 is complete, or a step before the one that it follows: it comes again later."""
+
+    then = Then.RETRY
+
+    @classmethod
+    def of_step(cls, step: str, needs: str) -> Self:
+        """Say which step was refused, and what it waits for."""
+        return cls.of(409, "forbidden", f"{step} comes after {needs}: try again later", retryable=True)
+
+
+class Held(Fault):
+    """Somebody else does it now."""
+
+    then = Then.RETRY
+
+    @classmethod
+    def of_seconds(cls, seconds: float) -> Self:
+        """Say for how many `seconds` their lease lasts, unless they renew it."""
+        detail = f"another worker has it, for {seconds:.0f} s unless it renews its lease: try again later"
+        return cls.of(409, "held", detail, retryable=True, retry_after=seconds)
+
+
+class LeaseLost(Fault):
+    """The lease ran out, and somebody else may have begun: whatever is in this transaction must not be committed."""
+
+    then = Then.RETRY
+
+    @classmethod
+    def of_entry(cls) -> Self:
+        """Say what to do."""
+        detail = "the lease ran out before the step was done: nothing of it was committed; enter again"
+        return cls.of(409, "lease_lost", detail, retryable=True)
+
+
+class Overflow(Fault):
+    """A counter is full: the activity fails fast (seed §3, Rule F)."""
+
+    then = Then.ESCALATE
+
+    @classmethod
+    def of_leg1(cls, ledger: str) -> Self:
+        """Refuse the thousandth attempt."""
+        return cls.of(409, "overflow", f"leg 1 was attempted 999 times (ledger {ledger}): there is no further attempt")
+
+    @classmethod
+    def of_leg2(cls, ledger: str) -> Self:
+        """Refuse entry 100,000,000."""
+        return cls.of(409, "overflow", f"leg 2 was entered 99999999 times (ledger {ledger}): there is no further entry")
+
+
+def not_a_ledger(text: str) -> InvalidMessage:
+    """Refuse what is no ledger."""
+    detail = f"{text!r} is no ledger: it has 15 digits, of which those at positions 4 to 7 are 0 or 1"
+    return InvalidMessage.of(400, "invalid_ledger", detail, field="ledger")
