@@ -57,6 +57,8 @@ def load(config: type[C], file: Path | None, *, prefix: str, environ: Mapping[st
     for setting in settings(config):
         if (text := environ.get(setting.variable(prefix))) is not None:
             _set(tree, setting, text)
+    if file is None:
+        _refuse_too_little(config, prefix, environ)
     try:
         return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
     except msgspec.ValidationError as error:
@@ -83,6 +85,14 @@ def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
         for name in setting.path:
             value = getattr(value, name, None)  # None for all of a section that is left out
         yield setting, MASK if setting.secret and value else value
+
+
+def _refuse_too_little(config: type[C], prefix: str, environ: Mapping[str, str]) -> None:
+    """Refuse an environment that, without a file, leaves out what has no default."""
+    needed = [setting.variable(prefix) for setting in settings(config) if setting.default is msgspec.NODEFAULT]
+    if missing := [variable for variable in needed if variable not in environ]:
+        sentence = "no config file was named, and the environment alone is not enough: give one with --config FILE"
+        raise Fatal(Exit.CONFIG, f"{sentence}, or set {', '.join(missing)}")
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -62,6 +62,13 @@ def test_what_is_wrong_in_a_file_is_named_with_its_path(tmp_path, text, said):
     assert said in refusal(write(tmp_path, text))
 
 
+def test_without_a_file_it_says_that_none_was_read_and_what_to_do():
+    said = refusal(None)
+    assert "no config file was named" in said
+    assert "--config FILE" in said
+    assert "P_MESH" in said
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     assert "No such file" in refusal(tmp_path / "absent.toml")
     assert "Is a directory" in refusal(tmp_path)
