@@ -44,6 +44,15 @@ def write_failed(path: Path, error: BaseException) -> Fatal:
     return Fatal(Exit.IO_ERROR, f"writing {path} failed: {error}; check the disk, then start again")
 
 
+def recovery_failed(path: Path, error: OSError | sqlite3.Error) -> Fatal:
+    """End a recovery that could not write its new file; the old one has every row that it had."""
+    if is_full(error):
+        what = "free some space, about as much as the outbox takes, then recover again"
+        return Fatal(Exit.TRY_AGAIN, f"the disk is full: {path} cannot be recovered now, and nothing is lost; {what}")
+    sentence = f"recovering {path} failed: {error}; nothing is lost: check the disk, then recover again"
+    return Fatal(Exit.IO_ERROR, sentence)
+
+
 def row_not_found(row_id: str) -> NotFound:
     """Say that no row has this id."""
     return NotFound.of(404, "row_not_found", f"there is no outbox row {row_id!r}: see `postroom outbox list`")

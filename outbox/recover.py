@@ -21,6 +21,7 @@ from chassis.ownership import hand_over
 from chassis.sql import load_queries
 from chassis.sqlite import QUERIES as CONNECTION
 from chassis.sqlite_file import PARTS, OwnedFile, move, set_aside, sync
+from outbox.errors import recovery_failed
 from outbox.migrate import migrate
 from outbox.outbox import NAME, now_ms
 from postroom.ids import new_id
@@ -47,7 +48,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms, new_id: Calla
     The old one becomes `outbox.db.damaged-<ms>` once the new one is whole; until then a failure leaves everything as it
     was. After a kill between the two, the next call saves from what was set aside.
 
-    Raises `Fatal`: 69 while a daemon runs there, 78 where there is no outbox.
+    Raises `Fatal`: 69 while a daemon runs there, 78 where there is no outbox, 75 on a full disk, 74 on one that fails.
     """
     file = OwnedFile(directory, NAME)
     saved = False
@@ -60,6 +61,8 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms, new_id: Calla
         fresh.rename(file.path)
         sync(file.path.parent)
         saved = True
+    except (OSError, sqlite3.Error) as error:
+        raise recovery_failed(file.path, error) from error
     finally:
         file.end(clean=saved)
     return recovery

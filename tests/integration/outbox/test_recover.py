@@ -143,13 +143,41 @@ async def test_a_recovery_that_fails_leaves_the_outbox_where_it_was(state: Path,
 
     overwrite(database, pages_of(database, b"1000:1000")[3])
     before = database.read_bytes()
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(Fatal, match="free some space") as refused:
         recover(state, new_id=on_a_full_disk)
+    assert refused.value.exit_code == Exit.TRY_AGAIN
     assert database.read_bytes() == before
     assert not list(state.glob("*.damaged-*"))
     recovery = recover(state)
     assert recovery.rows + recovery.buried == 304
     assert not list(state.glob("*.recovering*"))
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from chassis.exits import Fatal
+from outbox.recover import recover
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 4096, 4 * 4096))
+try:
+    recover(Path(sys.argv[1]))
+except Fatal as fatal:
+    sys.stderr.write(str(fatal))
+    sys.exit(int(fatal.exit_code))
+"""
+
+
+@pytest.mark.usefixtures("filled")
+async def test_a_new_file_that_cannot_be_written_is_74_and_a_sentence(state: Path, database: Path) -> None:
+    before = database.read_bytes()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", LIMITED, str(state)), stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    assert (process.returncode, b"Traceback" in said) == (Exit.IO_ERROR, False)
+    assert b"check the disk" in said
+    assert database.read_bytes() == before
 
 
 KILLED = """
