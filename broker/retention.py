@@ -55,8 +55,11 @@ class Sweeper:
         async with self._database.reading.acquire() as connection:
             if not await connection.fetchval(QUERIES["lead_sweeping"]):
                 return False
-            while any(await self._timed_step(connection)):
-                pass
+            try:
+                while any(await self._timed_step(connection)):
+                    pass
+            finally:
+                await connection.reset()  # lets the lock go, which the pool itself does not
         return True
 
     async def _timed_step(self, connection: Connection) -> Swept:

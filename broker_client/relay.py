@@ -39,6 +39,7 @@ _log = structlog.get_logger(__name__)
 HOUR: Final = 3_600_000  # ms
 PROBE_MESSAGES: Final = 10  # claimed for a probe; what is least suspicious of them is posted
 IDLE_SECONDS: Final = 60.0  # longest wait for work, should nobody wake the relay
+GATHER_SECONDS: Final = 0.005  # for which work gathers while a post is under way: few posts are cheaper than many
 
 Batch = Sequence[ClaimedRow]
 State = Literal["starting", "relaying", "paused", "waiting", "stopped"]
@@ -180,6 +181,8 @@ class Relay:
             self._start(self._posting.relay(batch), batch)
         elif not await self._claim_rows():
             await self._wait(self._controls.wait_seconds(self._clock()), for_work=True)
+            if self._posts:
+                await self._sleep(GATHER_SECONDS)
 
     def _hold_seconds(self) -> float:
         """Return how long not to post: 0 to go on, infinite where something will wake the relay."""

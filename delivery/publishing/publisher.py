@@ -43,7 +43,8 @@ from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
-_SHORTEST_SECONDS: Final = 0.002  # the first pause after a batch; each empty look doubles it
+_GATHER_SECONDS: Final = 0.005  # after a batch: what comes meanwhile shares the next; each empty look doubles it
+_MANY: Final = 100  # rows: a batch that large has a backlog behind it, and no pause after it
 _TROUBLE_SECONDS: Final = 0.5  # between two tries to reach NATS or Postgres
 _REFRESH_SECONDS: Final = 5.0  # how old the picture of the streams may be
 
@@ -91,17 +92,17 @@ class Publisher:
 
     async def run(self) -> None:
         """Publish until `stop`; NATS or Postgres away is waited out."""
-        pause = _SHORTEST_SECONDS
+        pause = _GATHER_SECONDS
         while not self._stop.is_set():
             try:
                 async with self._working:
                     moved = await self.step()
-                pause = _SHORTEST_SECONDS if moved else min(2 * pause, self._settings.idle_seconds)
+                pause = _GATHER_SECONDS if moved else min(2 * pause, self._settings.idle_seconds)
                 self.counters.trouble = None
             except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
                 self._troubled(str(error) or type(error).__name__)
-                pause, moved = _TROUBLE_SECONDS, False
-            if not moved:
+                pause, moved = _TROUBLE_SECONDS, 0
+            if moved < _MANY:
                 await self._rest(pause)
 
     async def stop(self) -> None:
@@ -111,8 +112,8 @@ class Publisher:
             if self._link is not None:
                 await self._link.close()
 
-    async def step(self) -> bool:
-        """Publish one batch; whether there was anything to claim. Raises what NATS and Postgres fail with."""
+    async def step(self) -> int:
+        """Publish one batch; return how many rows it had. Raises what NATS and Postgres fail with."""
         link = await self._connected()
         async with self._pool.acquire() as connection, connection.transaction():
             claims = await self.source.claim_aggregates(connection, self._after, self._settings.aggregates)
@@ -130,7 +131,7 @@ class Publisher:
                 connection, [(message, error, self._wait(message)) for message, error in failed]
             )
         self._count(placed, failed)
-        return bool(placed or failed)
+        return len(placed) + len(failed)
 
     async def _publish(self, link: Link, batch: Sequence[Outgoing]) -> tuple[list[tuple[Outgoing, Place]], _Failures]:
         ready, refused = _split(batch, link.refusal)

@@ -124,6 +124,13 @@ async def test_one_broker_sweeps_and_the_lock_goes_with_its_connection(broker: A
     assert await sweeper.sweep()
 
 
+async def test_a_sweep_that_ended_lets_other_brokers_sweep(broker: Any, postgres: Any) -> None:
+    sweeper = Sweeper(broker.services.database, RetentionConfig(), broker.services.metrics)
+
+    assert await sweeper.sweep()
+    assert await postgres.fetchval(QUERIES["lead_sweeping"])
+
+
 async def test_an_id_stays_bound_to_its_message_whoever_tries(broker: Any, message: Message, postgres: Any) -> None:
     await broker.member("alice").send_one(message("id-1"))
     changes = [
