@@ -29,7 +29,7 @@ _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
 _ORDINARY_BYTES: Final = 8192  # of a payload: what a row counts as one for, so that no transaction floods the WAL
 _PLACES: Final = {"insert": "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", "insert_payloads": "(?, ?)"}
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_INSERT_ROWS: Final = 512  # most rows of a statement: a step of SQLite's, after which the loop may hold the lock again
+_INSERT_ROWS: Final = 1024  # most rows of a statement: a step of SQLite's, after which the loop may hold the lock again
 _INSERT_STEP: Final = 64  # more than this many rows go in multiples of it, so that few statements are kept prepared
 
 AcceptOutcome = list[AcceptedRow | PostroomError]

@@ -38,6 +38,7 @@ class Transactor:
         self._max_bytes = max_bytes
         self._walked = walked
         self.used_bytes = 0  # of the file, after the last transaction
+        self.last_bytes = 0  # about what the last transaction added to the WAL
         self.logged_bytes = 0  # about what the WAL holds that a checkpoint has not moved
 
     def run(self, group: Sequence[Operation[Any]], db: sqlite3.Connection) -> list[Outcome]:
@@ -79,6 +80,7 @@ class Transactor:
                 raise WriteFailed(str(error)) from error
             raise
         self.used_bytes = transaction.used_bytes
+        self.last_bytes = transaction.logged_bytes
         self.logged_bytes += transaction.logged_bytes
         return outcomes
 
