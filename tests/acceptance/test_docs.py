@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from cli.stack.programs import choose_port
+
 ROOT = Path(__file__).parents[2]
-FENCE = re.compile(r"^```(console|python|http)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PART = re.compile(
+    r"^```(?P<language>console|python|http|sql|toml)\n(?P<text>.*?)^```$|^<!-- until (?P<until>.*?) -->$",
+    re.MULTILINE | re.DOTALL,
+)
+NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
+PORT = "8000"  # of the examples' handlers; another one may be free
+PAGES = ["README.md", "docs/operations.md", "docs/delivery.md", "sdk/README.md"]
 EXCHANGE = """
 import os, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
@@ -20,20 +28,53 @@ with socket.socket(socket.AF_UNIX) as connection:
 print(answer)
 sys.exit(not answer.startswith("HTTP/1.1 2"))
 """
-PAGES = ["README.md", "docs/operations.md", "sdk/README.md"]
+EXECUTE = """
+import asyncio, asyncpg, os, sys
+async def execute():
+    connection = await asyncpg.connect(os.environ["POSTROOM_DATABASE_URL"])
+    await connection.execute(sys.stdin.read())
+    await connection.close()
+asyncio.run(execute())
+"""
+BEGINNING = """
+exec 2>&1
+trap 'jobs -p | xargs --no-run-if-empty kill; wait' EXIT
+until_it_is_so() {
+    SECONDS=0
+    until eval "$1"; do test $SECONDS -lt 60 || { echo "waited in vain: $1"; exit 1; }; sleep 0.1; done
+}
+"""
+UP = """
+postroom up --state ~/mailroom --detach
+set -a; . ~/mailroom/env; set +a
+"""
 
 
 def script(page: Path) -> str:
-    """Turn a page into a shell script: its `$` lines, its Python examples and its HTTP requests, in order."""
-    parts = []
-    for language, text in FENCE.findall(page.read_text()):
-        if language == "python":
-            parts.append(f"python - <<'END'\n{text}END")
-        elif language == "http":
-            parts.append(f"python exchange.py <<'END'\n{text}END")
-        else:
-            parts += [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
-    return "\n".join(parts)
+    """Turn a page into a shell script, in order.
+
+    It types the `$` lines, saves the examples that begin with a file's name, runs the other ones, and sends the HTTP
+    requests. `<!-- until COMMAND -->` waits as a reader does, who takes longer to type.
+    """
+    return "\n".join(_step(part) for part in PART.finditer(page.read_text()))
+
+
+def _step(part: re.Match[str]) -> str:
+    language, text, until = part["language"], part["text"], part["until"]
+    if until is not None:
+        return f"until_it_is_so '{until}'"
+    if named := NAMED.match(text):
+        return f"cat > {named['name']} <<'END'\n{text}END"
+    match language:
+        case "python":
+            return f"python - <<'END'\n{text}END"
+        case "http":
+            return f"python exchange.py <<'END'\n{text}END"
+        case "sql":
+            return f"python execute.py <<'END'\n{text}END"
+        case "console":
+            return "\n".join(line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ "))
+    raise AssertionError(f"an example in {language} has to begin with the name of its file: {text}")
 
 
 @pytest.fixture
@@ -51,15 +92,15 @@ def home(short_directory: Path):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_command_of_a_page_works_in_the_order_it_stands(name, home):
-    commands = script(ROOT / name)
+    commands = script(ROOT / name).replace(PORT, str(choose_port()))
     assert commands
-    if "postroom up" not in commands:
-        commands = "postroom up --state ~/mailroom --detach\nset -a; . ~/mailroom/env; set +a\n" + commands
     place = Path(home["HOME"]) / "place"
     place.mkdir()
     (place / "exchange.py").write_text(EXCHANGE)
-    for file in ("Makefile", ".venv", "requirements.lock", "embedded.lock", "pyproject.toml", "sdk"):
+    (place / "execute.py").write_text(EXECUTE)
+    for file in ("Makefile", ".venv", "requirements.lock", "embedded.lock", "pyproject.toml", "sdk", "examples"):
         (place / file).symlink_to(ROOT / file)
-    shell = ["bash", "-euo", "pipefail", "-c", commands]
+    typed = BEGINNING + ("" if "postroom up" in commands else UP) + commands
+    shell = ["bash", "-euo", "pipefail", "-c", typed]
     ran = subprocess.run(shell, cwd=place, env=home, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
