@@ -26,9 +26,9 @@ TOPIC = "topic:orders"
 class Process:
     """One program under `python -m`, with its settings in the environment."""
 
-    def __init__(self, directory: Path, module: str, settings: dict[str, object]) -> None:
+    def __init__(self, directory: Path, module: str, settings: dict[str, object], *arguments: str) -> None:
         self._log = directory / f"{module}.log"
-        self._command = [sys.executable, "-m", module]
+        self._command = [sys.executable, "-m", module, *arguments]
         self._environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
         self._running: subprocess.Popen[bytes] | None = None
 

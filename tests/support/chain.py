@@ -1,0 +1,164 @@
+"""The whole chain for a test: daemon → broker → worker → JetStream → consumer, agent and another daemon's inbox.
+
+Each is a process of its own that may be killed at any moment, NATS too; what they keep is in the database and in files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import nats
+from mailroom import MESH, Mailroom, Process
+from nats.errors import Error
+
+from embedded import EmbeddedNats
+from postroom import AsyncClient, BrokerClient
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUEUE = "queue:counter"  # whose commands the agent of `examples/counting_agent.py` takes
+READER = "bob"
+_QUICK = {"NATS_RECONNECT_SECONDS": 0.1, "NATS_PING_SECONDS": 1, "NATS_CONNECT_SECONDS": 1}
+_RETRIES = {"FIRST_SECONDS": 0.1, "MOST_SECONDS": 1}
+
+
+class Chain:
+    """A mail room with all that comes behind it; `await open()` before use, `close()` after."""
+
+    def __init__(self, directory: Path, database_url: str, redis_url: str, handler_url: str) -> None:
+        self.directory = directory
+        self.room = Mailroom(directory, database_url, redis_url)
+        self.nats = EmbeddedNats(directory / "nats")
+        self._database_url = database_url
+        self._handler_url = handler_url
+        self.agent_state = directory / "counter"
+        self.reader_state = directory / "bob"
+        self.reader_socket = directory / "b.sock"
+        self.programs: dict[str, Process] = {}
+
+    async def open(self) -> None:
+        url = self.nats.start()
+        await self.room.open()
+        async with BrokerClient(self.room.broker_urls[0], self.room.admin_token) as administrator:
+            self.room._secret("bob.token", (await administrator.create_member(MESH, READER)).token)
+            await administrator.subscribe(MESH, "orders", READER)
+            await administrator.create_queue(MESH, QUEUE.removeprefix("queue:"))
+        self.programs = {
+            "worker": self._worker(url),
+            "consumer": self._consumer(url),
+            "agent": self._agent(url),
+            "reader": self._reader(url),
+        }
+        for program in self.programs.values():
+            program.start()
+
+    def close(self) -> None:
+        for program in self.programs.values():
+            if program.exit_code is None:
+                program.kill()
+        self.room.close()
+        self.nats.stop()
+
+    def restart(self, name: str) -> None:
+        """Kill a program with -9 and start it again."""
+        self.programs[name].kill()
+        self.programs[name].start()
+
+    def revive(self) -> None:
+        """Start what has ended by itself, as a service manager does; raises where that was a wrong config."""
+        for name, program in self.programs.items():
+            if program.exit_code is not None:
+                assert program.exit_code in (69, 75), f"{name}: {program.log()}"
+                program.start()
+
+    def kill_nats(self, *, forget: bool = False) -> None:
+        """End NATS as a power cut does and start it again, without what it had stored where it shall `forget`."""
+        process = self.nats.process
+        assert process is not None
+        process.end((signal.SIGKILL, 10))
+        self.nats.stop()
+        if forget:
+            shutil.rmtree(self.directory / "nats" / "jetstream")
+        self.nats.start()
+
+    async def pause_nats(self, until: Callable[[], Awaitable[None]]) -> None:
+        """Stop NATS in its tracks until `until` returns."""
+        process = self.nats.process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            await until()
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+
+    async def purge(self, kind: str) -> None:
+        """Remove every message of the mesh's stream of `kind`, EVENTS or INBOX; nothing where it is not there."""
+        connection = await nats.connect(self.nats.url)
+        try:
+            await connection.jetstream().purge_stream(f"{MESH.upper()}_{kind}")
+        except Error:  # deleted, and not yet declared again
+            return
+        finally:
+            await connection.close()
+
+    async def reader_ready(self) -> None:
+        async with AsyncClient(self.reader_socket, patience=60) as client:
+            await client.ready()
+
+    def _worker(self, nats_url: str) -> Process:
+        settings = {"DATABASE_URL": self._database_url, "NATS_URL": nats_url, "RECORD_CHECK_SECONDS": 0.5, **_QUICK}
+        settings |= {f"{source}_{key}": value for source in ("EVENTS", "DELIVERIES") for key, value in _RETRIES.items()}
+        return Process(self.directory, "worker", _variables("WORKER", settings | {"EVENTS_ACK_SECONDS": 1}))
+
+    def _consumer(self, nats_url: str) -> Process:
+        settings = {
+            "CONTEXT": MESH,
+            "DATABASE_URL": self._database_url,
+            "NATS_URL": nats_url,
+            "CONSUMER_STREAM": f"{MESH.upper()}_EVENTS",
+            "CONSUMER_DURABLE": "counting",
+            "CONSUMER_ACK_WAIT_SECONDS": 2,
+            "HANDLER_URL": self._handler_url,
+            "HANDLER_TIMEOUT_SECONDS": 1.5,
+            **_QUICK,
+            **{f"CONSUMER_BACKOFF_{key}": value for key, value in _RETRIES.items()},
+        }
+        place = self._place("consumer")
+        return Process(place, "cli", _variables("CONSUMER", settings), "consumer", "run")
+
+    def _agent(self, nats_url: str) -> Process:
+        settings = {
+            "TENANT": MESH,
+            "NATS_URL": nats_url,
+            "STATE_DIRECTORY": self.agent_state,
+            "ACK_WAIT_SECONDS": 2,
+            "MAX_DELIVER": 50,  # kills count as attempts, and there are many
+            **_QUICK,
+            **{f"BACKOFF_{key}": value for key, value in _RETRIES.items()},
+        }
+        variables = {"PYTHONPATH": EXAMPLES, **_variables("AGENT", settings)}
+        return Process(self._place("agent"), "cli", variables, "agent", "run", "counting_agent:Counter")
+
+    def _reader(self, nats_url: str) -> Process:
+        settings = {
+            "MESH": MESH,
+            "SOCKET_PATH": self.reader_socket,
+            "STATE_DIRECTORY": self.reader_state,
+            "BROKER_URL": self.room.broker_urls[0],
+            "BROKER_TOKEN_FILE": self.directory / "bob.token",
+            "NATS_URL": nats_url,
+            **_QUICK,
+        }
+        return Process(self._place("reader"), "daemon", _variables("DAEMON", settings))
+
+    def _place(self, name: str) -> Path:
+        place = self.directory / f"{name}-log"
+        place.mkdir()
+        return place
+
+
+def _variables(program: str, settings: dict[str, object]) -> dict[str, object]:
+    return {f"POSTROOM_{program}_{key}": value for key, value in settings.items()}
