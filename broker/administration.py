@@ -80,7 +80,7 @@ class Administration:
 
     async def revoke_member(self, request: web.Request) -> web.Response:
         """`DELETE /v1/members/{mesh}/{name}`: its token is worth nothing from now on, and its name stays taken."""
-        mesh, name = _path_mesh(request), request.match_info["name"]
+        mesh, name = path_mesh(request), request.match_info["name"]
         async with self._database.read() as connection:
             mesh_id = await _mesh_id(connection, mesh)
             if await connection.fetchval(QUERIES["revoke_member"], mesh_id, name) is None:
@@ -90,7 +90,7 @@ class Administration:
 
     async def rotate_token(self, request: web.Request) -> web.Response:
         """`POST /v1/members/{mesh}/{name}/token`: by an admin, or by the member itself."""
-        mesh, name = _path_mesh(request), request.match_info["name"]
+        mesh, name = path_mesh(request), request.match_info["name"]
         _require_self_or_admin(request, name)
         token = new_token()
         async with self._database.read() as connection:
@@ -122,7 +122,7 @@ class Administration:
 
     async def delete_topic(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}`: its subscriptions go, its messages stay in the history."""
-        mesh, name = _path_mesh(request), request.match_info["name"]
+        mesh, name = path_mesh(request), request.match_info["name"]
         async with self._database.read() as connection:
             if await connection.fetchval(QUERIES["delete_topic"], await _mesh_id(connection, mesh), name) is None:
                 raise _missing("topic", name)
@@ -131,7 +131,7 @@ class Administration:
     async def subscribe(self, request: web.Request) -> web.Response:
         """`POST /v1/topics/{mesh}/{name}/subscriptions`: 201, or 200 where the member was subscribed already."""
         wanted = await decode_body(request, api.Subscribe)
-        mesh, topic = _path_mesh(request), request.match_info["name"]
+        mesh, topic = path_mesh(request), request.match_info["name"]
         member = _subscriber(request, wanted.member)
         async with self._database.read() as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
@@ -144,16 +144,16 @@ class Administration:
 
     async def list_subscriptions(self, request: web.Request) -> web.Response:
         """`GET /v1/topics/{mesh}/{name}/subscriptions`."""
-        mesh, topic = _path_mesh(request), request.match_info["name"]
+        mesh, topic = path_mesh(request), request.match_info["name"]
         async with self._database.read() as connection:
-            topic_id = await _topic_id(connection, mesh, topic)
+            topic_id = await find_topic_id(connection, mesh, topic)
             rows = await connection.fetch(QUERIES["list_subscriptions"], topic_id)
         found = [api.Subscription(mesh=mesh, topic=topic, member=name, created_at=since) for name, since in rows]
         return json_response(api.SubscriptionList(subscriptions=found))
 
     async def unsubscribe(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}/subscriptions/{member}`: by an admin, or by the member itself."""
-        mesh, topic, member = _path_mesh(request), request.match_info["name"], request.match_info["member"]
+        mesh, topic, member = path_mesh(request), request.match_info["name"], request.match_info["member"]
         _require_self_or_admin(request, member)
         async with self._database.read() as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
@@ -182,7 +182,7 @@ class Administration:
 
     async def delete_queue(self, request: web.Request) -> web.Response:
         """`DELETE /v1/queues/{mesh}/{name}`: its messages stay in the history."""
-        mesh, name = _path_mesh(request), request.match_info["name"]
+        mesh, name = path_mesh(request), request.match_info["name"]
         async with self._database.read() as connection:
             if await connection.fetchval(QUERIES["delete_queue"], await _mesh_id(connection, mesh), name) is None:
                 raise _missing("queue", name)
@@ -193,7 +193,8 @@ def _asked_mesh(request: web.Request) -> str:
     return own_mesh(request[PRINCIPAL], decode_query(request, api.MeshQuery).mesh)
 
 
-def _path_mesh(request: web.Request) -> str:
+def path_mesh(request: web.Request) -> str:
+    """Return the mesh in the path, which must be the caller's own."""
     return own_mesh(request[PRINCIPAL], request.match_info["mesh"])
 
 
@@ -220,7 +221,8 @@ async def _mesh_id(connection: Connection, slug: str) -> int:
     return mesh_id
 
 
-async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
+async def find_topic_id(connection: Connection, mesh: str, topic: str) -> int:
+    """Return the id of a topic; raises `NotFound`."""
     topic_id: int | None = await connection.fetchval(QUERIES["find_topic"], await _mesh_id(connection, mesh), topic)
     if topic_id is None:
         raise _missing("topic", topic)
@@ -228,7 +230,7 @@ async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
 
 
 async def _subscription_ids(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
-    topic_id = await _topic_id(connection, mesh, topic)
+    topic_id = await find_topic_id(connection, mesh, topic)
     mesh_id = await _mesh_id(connection, mesh)
     member_id: int | None = await connection.fetchval(QUERIES["find_active_member"], mesh_id, member)
     if member_id is None:

@@ -18,8 +18,10 @@ from broker.history import History
 from broker.limiter import Limiter
 from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, read_body
+from broker.webhooks import Webhooks
 from chassis.postgres import UNREACHABLE
 from chassis.routes import Route, application, json_response, openapi
+from delivery.http.addresses import Guard
 from postroom import administration as api
 from postroom.accept import AcceptBatch, AcceptResponse, DedupeFeature, Features, PayloadFeature, RateLimitFeature
 from postroom.errors import TryAgain
@@ -39,6 +41,7 @@ class Services:
     accepting: Accepting
     limiter: Limiter
     metrics: Metrics
+    guard: Guard
 
 
 def build(services: Services) -> web.Application:
@@ -56,6 +59,7 @@ def routes(services: Services) -> list[Route]:
     control = _Control(services)
     admin = Administration(services.database, services.authentication)
     history = History(services.database)
+    webhooks = Webhooks(services.database, services.guard)
     topics = "/v1/topics/{mesh}/{name}"
     return [
         Route(method="POST", path="/v1/accept", handler=accept.accept, access="member",
@@ -94,6 +98,13 @@ def routes(services: Services) -> list[Route]:
         Route(method="DELETE", path=f"{topics}/subscriptions/{{member}}", handler=admin.unsubscribe, access="reader",
               summary="End a subscription; for an admin, or the member itself",
               answers={204: None}, problems=_WRITE),
+        Route(method="POST", path=f"{topics}/webhooks", handler=webhooks.create_webhook, access="mesh_admin",
+              summary="Have a topic's messages posted to an address; the secret that signs them is shown this once",
+              body=api.CreateWebhook, answers={201: api.NewWebhook}, problems=_WRITE),
+        Route(method="GET", path=f"{topics}/webhooks", handler=webhooks.list_webhooks, access="mesh_admin",
+              summary="List the webhooks of a topic", answers={200: api.WebhookList}, problems=_READ),
+        Route(method="DELETE", path=f"{topics}/webhooks/{{webhook}}", handler=webhooks.delete_webhook,
+              access="mesh_admin", summary="Delete a webhook", answers={204: None}, problems=_WRITE),
         Route(method="POST", path="/v1/queues", handler=admin.create_queue, access="mesh_admin",
               summary="Create a queue", body=api.CreateQueue, answers={201: api.Queue}, problems=_WRITE),
         Route(method="GET", path="/v1/queues", handler=admin.list_queues, access="reader",

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from chassis.config import SECRET, load
 from chassis.exits import Exit, Fatal
+from delivery.webhooks.settings import AddressSettings, networks_of
 from postroom.accept import MAX_BATCH
 from postroom.message import MAX_BODY_BYTES
 
@@ -81,6 +82,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
     limiter: LimiterConfig = msgspec.field(default_factory=LimiterConfig)
     retention: RetentionConfig = msgspec.field(default_factory=RetentionConfig)
+    webhooks: AddressSettings = msgspec.field(default_factory=AddressSettings)
 
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> BrokerConfig:
@@ -97,4 +99,5 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> B
         raise Fatal(Exit.CONFIG, "tls_cert and tls_key belong together: set both or neither")
     if config.socket_group is not None and config.socket_path is None:
         raise Fatal(Exit.CONFIG, "socket_group is for a socket: set socket_path as well, or neither")
+    networks_of(config.webhooks)
     return config

@@ -22,6 +22,8 @@ from broker.server import serving
 from broker.store import AcceptStore
 from chassis.runtime import run_until_stopped, stop_on_signals
 from chassis.systemd import answer_watchdog, notify, watchdog_seconds
+from delivery.http.addresses import Guard
+from delivery.webhooks.settings import networks_of
 
 _log = structlog.get_logger(__name__)
 
@@ -62,6 +64,7 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
                 accepting=Accepting(store, limiter, metrics, config),
                 limiter=limiter,
                 metrics=metrics,
+                guard=Guard(networks_of(config.webhooks)),
             )
         finally:
             await database.close()

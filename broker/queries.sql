@@ -226,6 +226,20 @@ WHERE held.topic_id = $1 ORDER BY member.name;
 -- Ends a subscription.
 DELETE FROM mesh.topic_subscription WHERE topic_id = $1 AND member_id = $2 RETURNING member_id;
 
+-- name: create_webhook
+-- A webhook; no row where the topic has $4 of them.
+INSERT INTO mesh.webhook (topic_id, url, secret)
+SELECT $1, $2, $3 WHERE (SELECT count(*) FROM mesh.webhook WHERE topic_id = $1) < $4
+RETURNING id, created_at;
+
+-- name: list_webhooks
+-- The webhooks of a topic, without their secrets.
+SELECT id, url, created_at FROM mesh.webhook WHERE topic_id = $1 ORDER BY created_at, id;
+
+-- name: delete_webhook
+-- A webhook of a topic; workers notice that it is gone.
+DELETE FROM mesh.webhook WHERE topic_id = $1 AND id = $2 RETURNING id;
+
 -- name: create_queue
 -- A queue; no row where the name is taken.
 INSERT INTO mesh.queue (mesh_id, name) VALUES ($1, $2) ON CONFLICT DO NOTHING RETURNING created_at;

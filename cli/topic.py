@@ -1,4 +1,4 @@
-"""`postroom topic …`: administer topics and subscriptions.
+"""`postroom topic …`: administer topics, subscriptions and (`cli.webhook`) webhooks.
 
 Where no member is named, a subscription goes through the daemon, for the member that it acts as.
 """
@@ -12,12 +12,14 @@ import typer
 from cli.connect import mesh_of, with_broker, with_daemon
 from cli.noun import Json, Mesh, Socket, TokenFile, Url, Yes, noun
 from cli.output import confirm, json_line, line, listing
+from cli.webhook import app as webhook
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
     from postroom.administration import Subscription, Topic
 
 app = noun("Administer topics, and who gets them.")
+app.add_typer(webhook, name="webhook")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The topic, in snake_case.")]
 Member = Annotated[

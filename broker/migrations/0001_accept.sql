@@ -51,6 +51,17 @@ CREATE TABLE mesh.topic_subscription (
 );
 CREATE INDEX topic_subscription_member ON mesh.topic_subscription (member_id);
 
+-- Where the messages of a topic are posted to. The secret is kept as it is, since the worker signs with it; no route of
+-- the broker reads it back. The url was checked by the broker, and each connection to it is checked again.
+CREATE TABLE mesh.webhook (
+  id uuid PRIMARY KEY DEFAULT gen_random_uuid(),
+  topic_id integer NOT NULL REFERENCES mesh.topic ON DELETE CASCADE,
+  url text NOT NULL CHECK (url ~ '^https?://[!-~]+$' AND length(url) <= 2048),
+  secret text NOT NULL CHECK (length(secret) BETWEEN 32 AND 128),
+  created_at timestamptz NOT NULL DEFAULT now()
+);
+CREATE INDEX webhook_topic ON mesh.webhook (topic_id);
+
 CREATE TABLE mesh.queue (
   id integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
   mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,6 +21,7 @@ import msgspec
 from chassis.backoff import read_retry_after
 from chassis.exits import Exit, Fatal
 from chassis.words import clean
+from delivery.http.addresses import Guard
 from delivery.http.answers import Answer
 from delivery.http.settings import HandlerSettings
 from postroom.signatures import MIN_SECRET_BYTES, SIGNATURE, sign
@@ -40,12 +41,23 @@ class _Problem(msgspec.Struct):
 class HandlerClient:
     """The connections to one handler; opened lazily inside the running event loop."""
 
-    def __init__(self, settings: HandlerSettings, *, clock: Callable[[], float] = time.time) -> None:
-        """Check the settings; raises `Fatal` (78) for an address or a file that cannot be used."""
+    def __init__(
+        self,
+        settings: HandlerSettings,
+        *,
+        secret: bytes | None = None,
+        guard: Guard | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Check the settings; raises `Fatal` (78) for an address or a file that cannot be used.
+
+        Signs with `secret` rather than what `secret_file` holds; connects only to addresses that `guard` lets through.
+        """
         self._settings = settings
         self._url = _checked_url(settings.url)
         self._name = self._url.partition("?")[0]  # a query may hold a secret
-        self._secret = read_secret(settings.secret_file)
+        self._secret = secret or read_secret(settings.secret_file)
+        self._guard = guard
         self._ssl = _ssl_context(settings.ca_file)
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
@@ -101,7 +113,7 @@ class HandlerClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl, keepalive_timeout=_IDLE_SECONDS),
+                connector=self._connector(),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(
                     total=self._settings.timeout_seconds, sock_connect=self._settings.connect_seconds
@@ -115,6 +127,12 @@ class HandlerClient:
                 trust_env=False,
             )
         return self._session
+
+    def _connector(self) -> aiohttp.TCPConnector:
+        guarded: dict[str, Any] = {}
+        if self._guard is not None:
+            guarded = {"resolver": self._guard.resolver, "socket_factory": self._guard.open_socket}
+        return aiohttp.TCPConnector(limit=0, ssl=self._ssl, keepalive_timeout=_IDLE_SECONDS, **guarded)
 
 
 def read_secret(file: Path | None) -> bytes | None:

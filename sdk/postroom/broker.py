@@ -21,6 +21,7 @@ from postroom.administration import (
     CreateMesh,
     CreateQueue,
     CreateTopic,
+    CreateWebhook,
     HistoryMessage,
     HistoryPage,
     HistoryQuery,
@@ -30,6 +31,7 @@ from postroom.administration import (
     Mesh,
     MeshList,
     MeshQuery,
+    NewWebhook,
     Queue,
     QueueList,
     Role,
@@ -38,6 +40,8 @@ from postroom.administration import (
     SubscriptionList,
     Topic,
     TopicList,
+    Webhook,
+    WebhookList,
 )
 from postroom.calls import Calls
 from postroom.peer import Peer
@@ -121,6 +125,18 @@ class BrokerClient(Calls):
     async def unsubscribe(self, mesh: str, topic: str, member: str) -> None:
         """End a member's subscription."""
         await self._delete("topics", mesh, topic, "subscriptions", member)
+
+    async def create_webhook(self, mesh: str, topic: str, url: str) -> NewWebhook:
+        """Have a topic's messages posted to `url`, and return the secret that signs them, which is shown this once."""
+        return await self._change("POST", _path("topics", mesh, topic, "webhooks"), NewWebhook, CreateWebhook(url=url))
+
+    async def list_webhooks(self, mesh: str, topic: str) -> list[Webhook]:
+        """Return where a topic's messages are posted to, the oldest first."""
+        return (await self._read(_path("topics", mesh, topic, "webhooks"), WebhookList)).webhooks
+
+    async def delete_webhook(self, mesh: str, topic: str, webhook: str) -> None:
+        """Post a topic's messages there no longer; `webhook` is its id."""
+        await self._delete("topics", mesh, topic, "webhooks", webhook)
 
     async def create_queue(self, mesh: str, name: str) -> Queue:
         """Create a queue; raises `Conflict` where there is one of that name."""

@@ -11,7 +11,7 @@ from broker.authentication import Authentication, digest
 
 Message = Callable[..., dict[str, Any]]
 
-PATH = {"mesh": "demo", "name": "orders", "member": "bob", "broker_message_id": "x"}
+PATH = {"mesh": "demo", "name": "orders", "member": "bob", "webhook": "x", "broker_message_id": "x"}
 CONTROL_PLANE = {"/health", "/ready", "/metrics", "/openapi.json"}
 
 

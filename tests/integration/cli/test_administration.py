@@ -152,6 +152,23 @@ async def test_no_token_is_issued_where_it_could_not_be_kept(mailroom: Mailroom)
     assert "dave" not in names
 
 
+async def test_a_webhook_is_added_listed_and_removed_and_its_secret_stands_alone(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    await user.run("topic", "create", "hooked", "--mesh", "demo")
+    verb = ("topic", "webhook")
+    added = await user.run(*verb, "add", "hooked", "https://93.184.216.34/hook", "--mesh", "demo")
+    assert (added.code, added.out.startswith("whsec_"), len(added.out.split())) == (0, True, 1)
+    listed = await user.run(*verb, "list", "hooked", "--mesh", "demo", "--json")
+    assert [each["url"] for each in listed.json] == ["https://93.184.216.34/hook"]
+    assert "secret" not in listed.out
+    shown = await user.run(*verb, "list", "hooked", "--mesh", "demo")
+    assert listed.json[0]["id"] in shown.out
+    assert (await user.run(*verb, "remove", "hooked", listed.json[0]["id"], "--mesh", "demo", "--yes")).code == 0
+    assert (await user.run(*verb, "remove", "hooked", listed.json[0]["id"], "--mesh", "demo", "--yes")).code == 3
+    refused = await user.run(*verb, "add", "hooked", "http://10.0.0.1/", "--mesh", "demo")
+    assert (refused.code, "private address" in refused.sentence()) == (2, True)
+
+
 @pytest.mark.parametrize("verb", [("mesh", "delete", "demo"), ("topic", "delete", "orders", "--mesh", "demo")])
 async def test_what_destroys_asks_first(verb: tuple[str, ...], mailroom: Mailroom) -> None:
     refused = await Administrator(mailroom).run(*verb)

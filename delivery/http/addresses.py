@@ -1,0 +1,120 @@
+"""Which addresses a webhook may have: a tenant chooses them, and the worker stands inside the operator's network.
+
+Public addresses pass, and those in networks that the config allows (spec operate.md, "Security"). An address is judged
+twice: when a webhook is registered, so that whoever does it is told, and when a connection is opened, where the very
+address that is connected to counts. A name that has another address by then (DNS rebinding) is refused there, and so is
+whatever way of writing an address a URL may know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Any, Final, TypeAlias
+from urllib.parse import SplitResult, urlsplit
+
+import aiohttp
+from aiohttp.abc import AbstractResolver
+
+from postroom.errors import InvalidMessage, TryAgain
+
+Network: TypeAlias = IPv4Network | IPv6Network
+AddressInfo: TypeAlias = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
+
+_RESOLVE_SECONDS: Final = 5.0
+_PORTS: Final = {"http": 80, "https": 443}
+_NAMED: Final = {
+    ip_network("169.254.169.254/32"): "a metadata",
+    ip_network("fd00:ec2::254/128"): "a metadata",
+    ip_network("100.100.100.200/32"): "a metadata",
+    ip_network("168.63.129.16/32"): "a metadata",  # public by its number, and reached only from inside
+    ip_network("64:ff9b::/96"): "a translated",  # these lead to an IPv4 address, whichever it is
+    ip_network("2002::/16"): "a tunnelled",
+    ip_network("2001::/32"): "a tunnelled",
+    ip_network("fec0::/10"): "a site-local",
+}
+_KINDS: Final = (
+    ("is_loopback", "a loopback"),
+    ("is_link_local", "a link-local"),
+    ("is_multicast", "a multicast"),
+    ("is_unspecified", "the unspecified"),
+    ("is_private", "a private"),
+    ("is_reserved", "a reserved"),
+)
+
+
+class Guard:
+    """Lets connections through to public addresses and to `allowed` networks; use it inside the running event loop."""
+
+    def __init__(self, allowed: Iterable[Network] = (), *, resolver: AbstractResolver | None = None) -> None:
+        """Let `resolver`, or the system's where none is given, turn names into addresses at both moments."""
+        self.resolver = resolver or aiohttp.ThreadedResolver()
+        self._allowed = tuple(allowed)
+
+    async def check(self, url: str) -> None:
+        """Return where a webhook may have this address.
+
+        Raises `InvalidMessage` (400, `invalid_webhook`) where it may not, `TryAgain` (503) while no name is resolved.
+        """
+        parts = _split(url)
+        for address in await self._addresses(str(parts.hostname), parts.port or _PORTS[parts.scheme]):
+            if (refusal := self.refusal(address)) is not None:
+                raise _invalid(f"{parts.hostname} cannot be a webhook's: {refusal}")
+
+    def open_socket(self, info: AddressInfo) -> socket.socket:
+        """Make the socket for a connection to `info`; raises `OSError` (EACCES) where none may go there."""
+        family, kind, protocol, _, address = info
+        if (refusal := self.refusal(address[0])) is not None:
+            raise OSError(errno.EACCES, refusal)
+        return socket.socket(family, kind, protocol)
+
+    def refusal(self, address: str) -> str | None:
+        """Say why nothing may be posted to `address`; None where it may."""
+        found = _unmapped(ip_address(address))
+        if any(found in network for network in self._allowed):
+            return None
+        kind = next((name for network, name in _NAMED.items() if found in network), None)
+        kind = kind or next((name for test, name in _KINDS if getattr(found, test)), None)
+        if kind is None and found.is_global:
+            return None
+        return f"{found} is {kind or 'no public'} address (webhooks.allow_networks does not allow it)"
+
+    async def _addresses(self, host: str, port: int) -> list[str]:
+        try:
+            return [str(ip_address(host))]
+        except ValueError:
+            pass
+        try:
+            async with asyncio.timeout(_RESOLVE_SECONDS):
+                return [found["host"] for found in await self.resolver.resolve(host, port, socket.AF_UNSPEC)]
+        except TimeoutError as error:
+            sentence = f"the name {host} was not resolved within {_RESOLVE_SECONDS:g} s: try again"
+            raise TryAgain.of(503, "name_service_unavailable", sentence, retryable=True) from error
+        except (OSError, UnicodeError) as error:
+            raise _invalid(f"the name {host} has no address: check it") from error
+
+
+def _split(url: str) -> SplitResult:
+    """Take an address apart; raises `InvalidMessage` where nothing could be posted to it, or it holds credentials."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in _PORTS and parts.hostname and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        usable = False
+    if not usable or "\\" in url or parts.fragment:
+        raise _invalid("give the webhook's address as http[s]://host[:port]/path, without a fragment")
+    if parts.username is not None:
+        raise _invalid("a webhook's address holds no credentials: its requests are signed with the secret")
+    return parts
+
+
+def _unmapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
+    """Return the IPv4 address that an IPv4-mapped IPv6 address means."""
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _invalid(sentence: str) -> InvalidMessage:
+    return InvalidMessage.of(400, "invalid_webhook", sentence, field="url")
