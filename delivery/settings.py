@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -85,6 +86,10 @@ class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     batch: Annotated[int, Meta(ge=1, le=10_000, description="most messages that a handler is given at once")] = 100
     batches_at_once: Annotated[int, Meta(ge=1, description="most batches that are being handled at once")] = 4
     backoff: BackoffSettings = msgspec.field(default_factory=BackoffSettings)
+    since: Annotated[
+        datetime | None,
+        Meta(description="when it is made, it begins with what was published from then on; unset: with the oldest"),
+    ] = None
 
 
 class StreamsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

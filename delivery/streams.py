@@ -15,7 +15,15 @@ from datetime import datetime
 from typing import Final, Literal, NamedTuple
 
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    ConsumerInfo,
+    DeliverPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
 from nats.js.errors import NotFoundError
 
 from delivery.errors import NATS_ERRORS, from_nats, would_lose
@@ -210,6 +218,8 @@ def _consumer_config(settings: ConsumerSettings) -> ConsumerConfig:
         max_deliver=UNLIMITED,
         max_ack_pending=settings.max_ack_pending + settings.max_waiting,
         filter_subjects=settings.filter_subjects or None,
+        deliver_policy=DeliverPolicy.ALL if settings.since is None else DeliverPolicy.BY_START_TIME,
+        opt_start_time=settings.since,
     )
 
 

@@ -18,6 +18,7 @@ from chassis.exits import Exit, Fatal
 from delivery.publishing import PublisherSettings, RecordSettings
 from delivery.settings import NatsSettings, StreamSettings
 from delivery.streams import GIGABYTE
+from delivery.webhooks.settings import WebhookSettings, check_webhooks
 
 PREFIX: Final = "POSTROOM_WORKER_"
 _SHARED: Final = {"POSTROOM_DATABASE_URL": "DATABASE_URL", "POSTROOM_NATS_URL": "NATS_URL"}
@@ -46,6 +47,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     events: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     deliveries: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     record: RecordSettings = msgspec.field(default_factory=RecordSettings)
+    webhooks: WebhookSettings = msgspec.field(default_factory=WebhookSettings)
 
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> WorkerConfig:
@@ -58,4 +60,5 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> W
             f"record.keep_days ({config.record.keep_days:g}) is shorter than record.horizon_days "
             f"({config.record.horizon_days:g}): what may have to be published again must be kept",
         )
+    check_webhooks(config.webhooks)
     return config

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from delivery.publishing import Backlog, Publisher, Record
+from delivery.webhooks.webhooks import Webhooks
 
 
-def expose(publishers: Sequence[Publisher], record: Record, backlogs: Mapping[str, Backlog]) -> bytes:
+def expose(
+    publishers: Sequence[Publisher], record: Record, backlogs: Mapping[str, Backlog], webhooks: Webhooks | None
+) -> bytes:
     """Return every metric in Prometheus' text format; without `backlogs`, which Postgres knows, none of them."""
     registry = CollectorRegistry()
-    registry.register(_Scrape([*_counters(publishers, record), *_backlogs(backlogs)]))
+    registry.register(_Scrape([*_counters(publishers, record), *_backlogs(backlogs), *_webhooks(webhooks)]))
     return generate_latest(registry)
 
 
@@ -48,6 +52,17 @@ def _backlogs(backlogs: Mapping[str, Backlog]) -> Iterable[Metric]:
     yield _gauge("backlog_messages", "Messages that wait to be published.", _pick(backlogs, "count"))
     yield _gauge("backlog_failing_messages", "Those of them that failed before.", _pick(backlogs, "failing"))
     yield _gauge("backlog_age_seconds", "How long the oldest has waited.", ages)
+
+
+def _webhooks(webhooks: Webhooks | None) -> Iterable[Metric]:
+    if webhooks is None:
+        return
+    yield GaugeMetricFamily("postroom_worker_webhooks", "Webhooks that are delivered to.", len(webhooks.running))
+    name, text = "postroom_worker_webhook_deliveries", "Messages to webhooks, by what became of a delivery."
+    family = CounterMetricFamily(name, text, labels=["outcome"])
+    for outcome, count in asdict(webhooks.counters).items():
+        family.add_metric([outcome], count)
+    yield family
 
 
 def _pick(values: Mapping[str, object], field: str) -> dict[str, float]:

@@ -69,7 +69,7 @@ def body(incoming: Incoming) -> bytes:
             subject=delivery.subject,
             event_type=_event_type(incoming.subject, headers),
             event_version=_event_version(incoming.subject, headers),
-            occurred_at=_occurred_at(delivery),
+            occurred_at=occurred_at(delivery),
             correlation_id=_words(headers.get("X-Correlation-Id")),
             causation_id=_words(headers.get("X-Causation-Id")),
             payload=msgspec.Raw(delivery.data),
@@ -112,7 +112,7 @@ def _event_version(subject: Subject, headers: Mapping[str, str]) -> int:
     return int(version) if _VERSION.fullmatch(version) else 1
 
 
-def _occurred_at(delivery: Delivery) -> datetime:
+def occurred_at(delivery: Delivery) -> datetime:
     """Return when it happened, as its publisher says; else when it was published."""
     try:
         moment = msgspec.convert(delivery.headers.get("X-Occurred-At"), datetime)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import aiohttp
 import msgspec
 import nats
 import pytest
+from workers import worker
 
 from broker.authentication import Member
 from broker.config import RetentionConfig
@@ -27,7 +27,6 @@ from broker.incoming import Item, check, read_items
 from broker.migrate import migrate
 from broker.store import AcceptStore, Candidate
 from embedded import EmbeddedNats
-from embedded.processes import tethered
 from postroom.administration import HistoryMessage
 from postroom.message import MAX_BODY_BYTES, prepare
 
@@ -98,28 +97,6 @@ def own_nats(short_directory: Path) -> Iterator[EmbeddedNats]:
     server.start()
     yield server
     server.stop()
-
-
-@contextmanager
-def worker(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Run a worker, and yield it with its first log line that says that it publishes."""
-    process = subprocess.Popen(
-        tethered([sys.executable, "-m", "worker", *arguments]),
-        stderr=subprocess.PIPE,
-        text=True,
-        env={"PATH": os.environ["PATH"], "POSTROOM_WORKER_LISTEN_PORT": "0", **environment},
-    )
-    assert process.stderr is not None
-    try:
-        started: dict[str, Any] = {}
-        while started.get("event") != "publishing":
-            line = process.stderr.readline()
-            assert line, "the worker ended"
-            started = json.loads(line)
-        yield process, started
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def urls(accepting: Accepting, server: EmbeddedNats) -> dict[str, str]:

@@ -1,0 +1,166 @@
+"""Every webhook of a database, each with its consumer: what is registered begins, what is deleted ends, by polling.
+
+A consumer goes from JetStream when its webhook is gone: each worker deletes it after it has stopped its own part of it,
+so the last one does for good; what a killed worker left behind, the next to start deletes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Final
+
+import asyncpg
+import structlog
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from chassis.exits import Fatal
+from chassis.postgres import UNREACHABLE, Pool
+from chassis.sql import load_queries
+from delivery.consuming import ConsumerCounters
+from delivery.errors import NATS_ERRORS
+from delivery.http.addresses import Guard
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+from delivery.subjects import event_subject
+from delivery.webhooks.consumer import PREFIX, Webhook, WebhookConsumer
+from delivery.webhooks.settings import WebhookSettings
+from postroom.errors import PostroomError
+
+_log = structlog.get_logger(__name__)
+
+QUERIES: Final = load_queries("delivery.webhooks")
+
+_PAGE: Final = 256  # consumers in one answer of the server
+
+
+class Webhooks:
+    """The webhooks of one database: `run` it as a task."""
+
+    def __init__(self, pool: Pool, nats: NatsSettings, settings: WebhookSettings, guard: Guard) -> None:
+        self.running: dict[str, WebhookConsumer] = {}  # by id
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._pool = pool
+        self._nats = nats
+        self._settings = settings
+        self._guard = guard
+        self._unusable: set[str] = set()
+        self._ended = ConsumerCounters()  # of those that are gone
+        self._strays: set[tuple[str, str]] | None = None  # stream and name of consumers to delete; None: not looked yet
+        self._stop = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Deliver until `stop`; NATS or Postgres away ends one look, no more."""
+        connecting = asyncio.create_task(connect(self._nats, name="postroom-worker webhooks"))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                await self._look_after(connecting.result())
+        finally:
+            connecting.cancel()
+            stopping.cancel()
+            await asyncio.wait({connecting, stopping})
+            self._stopped.set()
+
+    async def stop(self) -> None:
+        """Begin no further request, and wait for those under way."""
+        self._stop.set()
+        await self._stopped.wait()
+
+    @property
+    def counters(self) -> ConsumerCounters:
+        """What all of them have done since the start."""
+        return _sum(self._ended, *(one.consumer.counters for one in self.running.values()))
+
+    async def _look_after(self, connection: Client) -> None:
+        try:
+            while not self._stop.is_set():
+                await self._try_look(connection.jetstream())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), self._settings.check_seconds)
+        finally:
+            await asyncio.gather(*(self._end(key) for key in list(self.running)))
+            await connection.close()
+
+    async def _try_look(self, js: JetStreamContext) -> None:
+        try:
+            await self._look(js)
+        except (PostroomError, asyncpg.PostgresError, *UNREACHABLE, *NATS_ERRORS) as error:
+            _log.warning("webhooks_not_looked_after", error=f"{type(error).__name__}: {error}")
+
+    async def _look(self, js: JetStreamContext) -> None:
+        """Begin what is new, end what is gone, delete what was left; raises where the task of one ended by itself."""
+        for task in self._tasks.values():
+            if task.done():
+                task.result()
+        wanted = {row["id"]: Webhook(**row) for row in await self._pool.fetch(QUERIES["list_webhooks"])}
+        if self._strays is None:
+            self._strays = await self._find_strays(js)
+        for key in self.running.keys() - wanted.keys():
+            gone = await self._end(key)
+            self._strays.add((gone.stream, gone.webhook.durable))
+        for key in wanted.keys() - self.running.keys() - self._unusable:
+            await self._begin(js, wanted[key])
+        for stream, durable in list(self._strays):
+            await self._delete(js, stream, durable)
+            self._strays.discard((stream, durable))
+
+    async def _begin(self, js: JetStreamContext, webhook: Webhook) -> None:
+        try:
+            stream = await js.find_stream_name_by_subject(event_subject(webhook.mesh, webhook.topic))
+        except NotFoundError:
+            return  # nobody has declared it yet: the next look will find it
+        try:
+            begun = WebhookConsumer(webhook, js, stream, pool=self._pool, settings=self._settings, guard=self._guard)
+        except Fatal as error:  # one row that is no good stops neither the others nor the worker
+            self._unusable.add(webhook.id)
+            _log.error("webhook_unusable", webhook=webhook.id, error=str(error))
+            return
+        self.running[webhook.id] = begun
+        self._tasks[webhook.id] = asyncio.create_task(begun.run())
+        _log.info("webhook_begun", webhook=webhook.id, stream=stream)
+
+    async def _end(self, key: str) -> WebhookConsumer:
+        ending, task = self.running[key], self._tasks[key]
+        await ending.stop()
+        await asyncio.wait({task})
+        del self.running[key], self._tasks[key]
+        self._ended = _sum(self._ended, ending.consumer.counters)
+        _log.info("webhook_ended", webhook=key)
+        return ending
+
+    async def _delete(self, js: JetStreamContext, stream: str, durable: str) -> None:
+        with suppress(NotFoundError):
+            await js.delete_consumer(stream, durable)
+        await self._pool.execute(QUERIES["forget_unfinished"], durable)
+
+    async def _find_strays(self, js: JetStreamContext) -> set[tuple[str, str]]:
+        """Find the consumers of webhooks that went while no worker ran.
+
+        The webhooks are read after the consumers: one that another worker makes meanwhile has its row by then.
+        """
+        found = set()
+        for row in await self._pool.fetch(QUERIES["list_meshes"]):
+            with suppress(NotFoundError):
+                stream = await js.find_stream_name_by_subject(f"{row['slug']}.event.>")
+                found |= {(stream, name) for name in await _consumers(js, stream) if name.startswith(PREFIX)}
+        known = {PREFIX + row["id"] for row in await self._pool.fetch(QUERIES["list_webhooks"])}
+        return {(stream, name) for stream, name in found if name not in known}
+
+
+def _sum(*counters: ConsumerCounters) -> ConsumerCounters:
+    return ConsumerCounters(*(sum(column) for column in zip(*map(astuple, counters), strict=True)))
+
+
+async def _consumers(js: JetStreamContext, stream: str) -> list[str]:
+    names: list[str] = []
+    while True:
+        page = await js.consumers_info(stream, offset=len(names))
+        names += [info.name for info in page]
+        if len(page) < _PAGE:
+            return names

@@ -1,0 +1,313 @@
+"""Webhooks, the whole way: registered at a broker, accepted, published, and posted by workers to a real receiver."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import asyncpg
+import msgspec
+import pytest
+from aiohttp import web
+from handlers import Call, CountingHandler, ok, serving
+from http_consumers import Inbox, settled
+from jetstream import Context, until
+from nats.js.errors import NotFoundError
+from workers import worker
+
+from broker.app import build
+from broker.config import BrokerConfig
+from broker.main import open_services
+from broker.migrate import migrate
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+from delivery.webhooks.settings import AddressSettings
+from postroom import BrokerClient
+from postroom.administration import NewWebhook
+from postroom.errors import NotPermitted
+from postroom.message import prepare
+from postroom.signatures import SIGNATURE, verify
+
+ADMIN = "an administrator's token for tests"
+LOOPBACK = "127.0.0.0/8"
+QUICK = {
+    "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2",
+    "POSTROOM_WORKER_WEBHOOKS_ALLOW_NETWORKS": LOOPBACK,
+    "POSTROOM_WORKER_WEBHOOKS_CHECK_SECONDS": "0.05",
+    "POSTROOM_WORKER_WEBHOOKS_TIMEOUT_SECONDS": "20",
+    "POSTROOM_WORKER_WEBHOOKS_BACKOFF_FIRST_SECONDS": "0.01",
+    "POSTROOM_WORKER_WEBHOOKS_BACKOFF_MOST_SECONDS": "0.01",
+}
+_numbers = itertools.count(1)
+
+
+class Mesh:
+    """A mesh at a broker in this process, with alice and the topic `orders`; workers are processes."""
+
+    def __init__(
+        self, slug: str, context: Context, client: BrokerClient, url: str, environment: dict[str, str]
+    ) -> None:
+        self.slug = slug
+        self.context = context
+        self.client = client
+        self._url = url
+        self._environment = environment
+        self._token = ""
+
+    async def prepare(self) -> None:
+        await self.client.create_mesh(self.slug)
+        self._token = (await self.client.create_member(self.slug, "alice")).token
+        await self.client.create_topic(self.slug, "orders")
+        await self.client.subscribe(self.slug, "orders", "alice")
+
+    async def send(self, *bodies: str) -> None:
+        """Have the broker accept a message of each body."""
+        prepared = [prepare(msgspec.json.encode({"to": "topic:orders", "body": body})) for body in bodies]
+        batch = {
+            "messages": [
+                {
+                    "client_message_id": one.client_message_id,
+                    "request_fingerprint": one.fingerprint.hex(),
+                    "message": msgspec.Raw(one.payload),
+                }
+                for one in prepared
+            ]
+        }
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(f"{self._url}/v1/accept", data=msgspec.json.encode(batch)) as answer,
+        ):
+            assert {one["status"] for one in (await answer.json())["answers"]} == {201}
+
+    async def add(self, handler: CountingHandler) -> NewWebhook:
+        return await self.client.create_webhook(self.slug, "orders", handler.url)
+
+    async def begun(self, webhook: NewWebhook) -> None:
+        """Return when the webhook has its consumer."""
+        await until(lambda: self._is_there(webhook), "the consumer is there")
+
+    async def gone(self, webhook: NewWebhook) -> None:
+        async def is_gone() -> bool:
+            return not await self._is_there(webhook)
+
+        await until(is_gone, "the consumer is gone")
+
+    def worker(self, **changes: str) -> AbstractContextManager[Any]:
+        return worker(**{**self._environment, **QUICK, **changes})
+
+    async def _is_there(self, webhook: NewWebhook) -> bool:
+        try:
+            await self.context.info(f"webhook__{webhook.id}")
+        except NotFoundError:
+            return False
+        return True
+
+
+@pytest.fixture
+async def mesh(database_url: str, redis_url: str, nats_url: str, tmp_path: Path) -> AsyncIterator[Mesh]:
+    await migrate(database_url)
+    token_file = tmp_path / "admin-token"
+    token_file.touch(0o600)
+    token_file.write_text(ADMIN)
+    config = BrokerConfig(
+        database_url=database_url,
+        redis_url=redis_url,
+        admin_token_file=token_file,
+        webhooks=AddressSettings(allow_networks=[LOOPBACK]),
+    )
+    connection = await connect(NatsSettings(url=nats_url), name="test", patience=20)
+    context = Context(connection, f"w{os.getpid()}_{next(_numbers)}")
+    async with open_services(config) as services:
+        runner = web.AppRunner(build(services), access_log=None, auto_decompress=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        environment = {"POSTROOM_DATABASE_URL": database_url, "POSTROOM_NATS_URL": nats_url}
+        async with BrokerClient(url, ADMIN) as client:
+            mesh = Mesh(context.name, context, client, url, environment)
+            await mesh.prepare()
+            yield mesh
+        await runner.cleanup()
+    await context.remove()
+    await connection.close()
+
+
+def bodies(handler: CountingHandler) -> Counter[str]:
+    return Counter(body(call) for call in handler.calls)
+
+
+def body(call: Call) -> str:
+    return str(call.request.payload["message"]["body"])
+
+
+async def test_messages_accepted_after_the_registration_are_posted_and_signed_with_its_secret(mesh: Mesh) -> None:
+    async with serving() as handler:
+        with mesh.worker() as (_, started):
+            await mesh.send("before")
+            await until(lambda: holds(mesh.context, mesh.context.events, 1), "it is published")
+            webhook = await mesh.add(handler)
+            await mesh.send("after")
+            await handler.saw(1)
+            await settled(mesh.context, f"webhook__{webhook.id}")
+            metrics = await metrics_of(started["page"])
+
+    (call,) = handler.calls
+    assert (bodies(handler), call.request.event_type, call.attempt) == ({"after": 1}, "orders", 1)
+    assert call.headers["Idempotency-Key"] == call.request.message_id
+    verify(webhook.secret.encode(), call.body, call.headers[SIGNATURE])
+    with pytest.raises(NotPermitted):
+        verify(b"another secret of enough bytes", call.body, call.headers[SIGNATURE])
+    assert "postroom_worker_webhooks 1.0" in metrics
+    assert 'postroom_worker_webhook_deliveries_total{outcome="done"} 2.0' in metrics
+
+
+async def test_what_was_accepted_while_no_worker_ran_is_posted_when_one_does(mesh: Mesh) -> None:
+    async with serving() as handler:
+        await mesh.send("before")
+        await mesh.add(handler)
+        await mesh.send("1", "2", "3")
+        with mesh.worker(), mesh.worker():
+            await handler.saw(3)
+
+    assert bodies(handler) == {"1": 1, "2": 1, "3": 1}
+
+
+async def test_a_failed_post_is_repeated_and_what_is_refused_or_fails_to_the_end_becomes_a_dead_letter(
+    mesh: Mesh,
+) -> None:
+    def answer(call: Call) -> web.StreamResponse:
+        word = body(call)
+        statuses = {"poison": 422, "lost": 500, "moved": 301, "later": 200 if call.attempt == 2 else 503}
+        return web.Response(status=statuses[word], text=f"{word} will not do", headers={"Location": handler.url})
+
+    async with serving(answer) as handler:
+        with mesh.worker(POSTROOM_WORKER_WEBHOOKS_MAX_DELIVER="3"):
+            webhook = await mesh.add(handler)
+            await mesh.send("poison", "lost", "moved", "later")
+            await until(lambda: holds(mesh.context, mesh.context.dlq, 3), "three are dead")
+            await settled(mesh.context, f"webhook__{webhook.id}")
+
+    assert bodies(handler) == {"poison": 1, "lost": 3, "moved": 3, "later": 2}
+    letters = {msgspec.json.decode(letter.data())["message"]["body"]: letter for letter in await mesh.context.letters()}
+    assert {letter.consumer for letter in letters.values()} == {f"webhook__{webhook.id}"}
+    reasons = {word: (letter.reason, letter.attempts) for word, letter in letters.items()}
+    assert reasons == {"poison": ("poison", 1), "lost": ("max_deliver", 3), "moved": ("max_deliver", 3)}
+    assert letters["poison"].last_error == "http_422: poison will not do"
+
+
+async def test_a_deleted_webhook_gets_nothing_more_and_the_others_go_on(mesh: Mesh) -> None:
+    async with serving() as deleted, serving() as other:
+        with mesh.worker() as (_, one), mesh.worker() as (_, another):
+            webhook, staying = await mesh.add(deleted), await mesh.add(other)
+            await mesh.send("1")
+            await asyncio.gather(deleted.saw(1), other.saw(1))
+            await settled(mesh.context, f"webhook__{webhook.id}")
+            await mesh.client.delete_webhook(mesh.slug, "orders", webhook.id)
+            for page in (one["page"], another["page"]):
+                await until(lambda page=page: delivers_to(page, 1), "each worker knows")
+            await mesh.gone(webhook)
+            await mesh.send("2")
+            await other.saw(2)
+            await settled(mesh.context, f"webhook__{staying.id}")
+
+    assert (bodies(deleted), bodies(other)) == ({"1": 1}, {"1": 1, "2": 1})
+
+
+async def test_the_consumer_of_a_webhook_that_went_while_no_worker_ran_goes_too(mesh: Mesh) -> None:
+    async with serving() as handler:
+        webhook = await mesh.add(handler)
+        with mesh.worker():
+            await mesh.begun(webhook)
+        await mesh.client.delete_topic(mesh.slug, "orders")
+        with mesh.worker():
+            await mesh.gone(webhook)
+
+
+async def test_an_address_that_the_worker_does_not_allow_is_never_connected_to(mesh: Mesh, database_url: str) -> None:
+    async with serving() as handler, asyncpg.create_pool(database_url, min_size=1, max_size=1) as pool:
+        changes = {
+            "POSTROOM_WORKER_WEBHOOKS_ALLOW_NETWORKS": "10.0.0.0/8",
+            "POSTROOM_WORKER_WEBHOOKS_MAX_DELIVER": "2",
+        }
+        with mesh.worker(**changes):
+            await mesh.add(handler)
+            await mesh.send("1")
+            await until(lambda: holds(mesh.context, mesh.context.dlq, 1), "it is dead")
+        (letter,) = await mesh.context.letters()
+        row = await Inbox(pool, mesh.slug).row(letter.message_id or "")
+
+    assert (handler.calls, letter.reason, letter.attempts) == ([], "max_deliver", 2)
+    assert "127.0.0.1 is a loopback address" in letter.last_error
+    assert row["last_error"] == letter.last_error
+
+
+async def test_a_webhook_that_nothing_can_be_posted_to_stops_neither_the_others_nor_the_worker(
+    mesh: Mesh, database_url: str
+) -> None:
+    async with serving() as handler, asyncpg.create_pool(database_url, min_size=1, max_size=1) as pool:
+        broken = await mesh.add(handler)
+        await pool.execute("UPDATE mesh.webhook SET url = 'http://host:99999/' WHERE id = $1", broken.id)
+        with mesh.worker():
+            await mesh.add(handler)
+            await mesh.send("1")
+            await handler.saw(1)
+
+
+@pytest.mark.parametrize("moment", ["before the answer", "after the answer"])
+async def test_a_worker_killed_while_it_posts_loses_nothing(mesh: Mesh, moment: str) -> None:
+    wanted = [str(number) for number in range(20)]
+    impatient = {
+        "POSTROOM_WORKER_WEBHOOKS_TIMEOUT_SECONDS": "0.9",
+        "POSTROOM_WORKER_WEBHOOKS_ACK_WAIT_SECONDS": "1",
+    }
+    killers: list[Callable[[], None]] = []
+
+    async def answer(call: Call) -> web.StreamResponse:
+        if killers and len(handler.calls) % 5 == 0:
+            if moment == "after the answer":
+                asyncio.get_running_loop().call_soon(killers.pop())
+                return ok(call)
+            killers.pop()()
+            return web.Response(status=503)
+        return ok(call)
+
+    async with serving(answer) as handler:
+        await mesh.add(handler)
+        await mesh.send(*wanted)
+        for _ in range(3):
+            with mesh.worker(**impatient) as (process, _):
+                killers.append(process.kill)
+                await asyncio.to_thread(process.wait, 60)
+        with mesh.worker(**impatient):
+            await until(lambda: handled(handler, wanted), "each has had its effect")
+
+    assert set(handler.effects.values()) == {1}
+    assert handler.most_at_once == 1
+
+
+async def handled(handler: CountingHandler, wanted: Sequence[str]) -> bool:
+    return len(handler.effects) == len(wanted)
+
+
+async def metrics_of(page: str) -> str:
+    async with aiohttp.ClientSession(page) as session, session.get("/metrics") as answer:
+        return await answer.text()
+
+
+async def delivers_to(page: str, webhooks: int) -> bool:
+    return f"postroom_worker_webhooks {webhooks}.0" in await metrics_of(page)
+
+
+async def holds(context: Context, stream: str, messages: int) -> bool:
+    try:
+        return bool((await context.js.stream_info(stream)).state.messages == messages)
+    except NotFoundError:  # a worker declares it in a moment
+        return False

@@ -1,0 +1,95 @@
+"""What a worker is made of: publishers, upkeep and webhooks, on pools of their own, as its config says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import asyncpg
+
+from chassis.postgres import UNREACHABLE, Pool
+from chassis.systemd import notify
+from delivery.database import open_database
+from delivery.http.addresses import Guard
+from delivery.http.inbox_messages import open_inbox_pool
+from delivery.publishing import DELIVERIES, EVENTS, Backlog, Publisher, Record, sources_of
+from delivery.webhooks.settings import networks_of
+from delivery.webhooks.webhooks import Webhooks
+from worker.config import WorkerConfig
+from worker.metrics import expose
+from worker.upkeep import Upkeep
+
+_CONNECTIONS: Final = 6  # one for each publisher, two for the upkeep, and some for who asks
+_WEBHOOK_CONNECTIONS: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """What one worker is made of."""
+
+    pool: Pool
+    record: Record
+    upkeep: Upkeep
+    publishers: list[Publisher]
+    webhooks: Webhooks | None  # None: this database has no meshes
+
+    def reasons(self) -> list[str]:
+        """Return what keeps it from publishing now."""
+        troubles = ((publisher.source.name, publisher.counters.trouble) for publisher in self.publishers)
+        return [f"{source} wait: {trouble}" for source, trouble in troubles if trouble is not None]
+
+    async def backlogs(self) -> dict[str, Backlog]:
+        """Ask QRY-050 of every source; none where Postgres can't tell."""
+        try:
+            return {one.source.name: await one.source.backlog(self.pool) for one in self.publishers}
+        except (*UNREACHABLE, asyncpg.PostgresError):
+            return {}
+
+    async def metrics(self) -> bytes:
+        """Return the metrics as text."""
+        return expose(self.publishers, self.record, await self.backlogs(), self.webhooks)
+
+    async def finish(self) -> None:
+        """Begin nothing more, and wait for what is in hand."""
+        notify("STOPPING=1")
+        webhooks = [] if self.webhooks is None else [self.webhooks.stop()]
+        await asyncio.gather(self.upkeep.stop(), *webhooks, *(publisher.stop() for publisher in self.publishers))
+
+
+@asynccontextmanager
+async def open_services(config: WorkerConfig) -> AsyncIterator[Services]:
+    """Build everything, and close it; raises `Fatal`."""
+    async with AsyncExitStack() as stack:
+        pool = await open_database(config.database_url, name="postroom-worker", connections=_CONNECTIONS)
+        stack.push_async_callback(pool.close)
+        sources = await sources_of(pool)
+        record = Record(pool, sources, config.record)
+        upkeep = Upkeep(pool, record, config, has_broker=DELIVERIES in sources)
+        settings = {EVENTS.name: config.events, DELIVERIES.name: config.deliveries}
+        publishers = [
+            Publisher(
+                pool,
+                source,
+                settings[source.name],
+                config.nats,
+                horizon=record.horizon,
+                opened=upkeep.look_after,
+                rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
+            )
+            for source in sources
+        ]
+        webhooks = await stack.enter_async_context(_open_webhooks(config)) if DELIVERIES in sources else None
+        yield Services(pool=pool, record=record, upkeep=upkeep, publishers=publishers, webhooks=webhooks)
+
+
+@asynccontextmanager
+async def _open_webhooks(config: WorkerConfig) -> AsyncIterator[Webhooks]:
+    pool = await open_inbox_pool(config.database_url, name="postroom-worker webhooks", connections=_WEBHOOK_CONNECTIONS)
+    try:
+        yield Webhooks(pool, config.nats, config.webhooks, Guard(networks_of(config.webhooks)))
+    finally:
+        await pool.close()
