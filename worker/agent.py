@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import structlog
 from nats.aio.client import Client
@@ -23,13 +23,12 @@ from delivery.consuming import Consumer
 from delivery.nats import connect
 from postroom.agent import Agent, agent_name, fill_subjects
 from postroom.errors import PostroomError
+from postroom.retry import Patience, retrying
 from worker.agent_config import AgentConfig, state_directory
 from worker.agent_metrics import expose
 from worker.page import serving_page
 
 _log = structlog.get_logger(__name__)
-
-_NATS_PATIENCE: Final = 20.0  # seconds; then the process ends, and whoever started it tries again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIt
     subjects = fill_subjects(agent, config.tenant, config.workspace)
     async with AsyncExitStack() as stack:
         try:
-            nats = await connect(config.nats, name=f"postroom-agent {agent_name(agent)}", patience=_NATS_PATIENCE)
+            nats = await connect(config.nats, name=f"postroom-agent {agent_name(agent)}", patience=config.start_seconds)
             stack.push_async_callback(nats.close)
             js = nats.jetstream()
             runtime = await AgentRuntime.open(
@@ -105,7 +104,10 @@ async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIt
                 settings=config.agent,
             )
             stack.push_async_callback(runtime.close)
-            consumers = await open_consumers(js, runtime, subjects, config.consumer(agent))
+            # A worker that starts beside it may be about to declare the stream.
+            consumers = await retrying(
+                lambda: open_consumers(js, runtime, subjects, config.consumer(agent)), Patience(config.start_seconds)
+            )
         except PostroomError as error:
             raise Fatal(_exit(error), str(error)) from error
         yield Services(config=config, nats=nats, runtime=runtime, consumers=consumers)

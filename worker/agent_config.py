@@ -42,6 +42,9 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
     ] = 30
     max_deliver: Annotated[int, Meta(ge=1, description="attempts after which a message is dead-lettered")] = 5
     max_ack_pending: Annotated[int, Meta(ge=1, description="messages that this process has in hand at most")] = 1000
+    start_seconds: Annotated[
+        float, Meta(ge=0, le=600, description="longest wait at a start for NATS and for its streams, in seconds")
+    ] = 20
     stop_seconds: Annotated[
         float, Meta(gt=0, le=600, description="longest wait at a stop for messages in hand, in seconds")
     ] = 10

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -16,30 +15,25 @@ from chassis.exits import Exit, Fatal
 from cli.demo.delivering import COMMANDS, QUEUE, Delivering
 from cli.demo.programs import EXAMPLES, DemoStack
 from cli.demo.receiver import Receiver
-from cli.demo.reckoning import TOPIC, Handled, Line, Meant, Told, reckon
+from cli.demo.reckoning import TOPIC, Handled, Line, Meant, reckon
+from cli.demo.scene import PATIENCE, WAIT_SECONDS, Scene
 from cli.demo.stage import Stage
 from cli.stack.layout import MESH
 from embedded import EmbeddedServer
-from postroom import Client, PostroomError
+from postroom import PostroomError
 from postroom.message import SendRequest
 from postroom.sends import BatchResult
 
 EVENTS: Final = EXAMPLES / "events.ndjson"
 TYPO: Final = "topic:ordres"
 _SENT_AGAIN: Final = 500  # events
-_PATIENCE: Final = 60.0  # seconds that a client keeps trying while a process is away
-_DRAIN_SECONDS: Final = 300.0
-_POLL_SECONDS: Final = 0.1
 
 
-class Demo:
+class Demo(Scene):
     """One run on a stack of its own; `run` says whether every number holds."""
 
     def __init__(self, stack: DemoStack, stage: Stage, receiver: Receiver) -> None:
-        self.stack = stack
-        self.stage = stage
-        self.receiver = receiver
-        self.told = Told()
+        super().__init__(stack, stage, receiver)
         self._events = read_events(EVENTS)
 
     def run(self) -> bool:
@@ -107,7 +101,7 @@ class Demo:
         go_on()
         process = self.stack.daemon.process
         if process is not None:
-            process.end((signal.SIGKILL, _PATIENCE))
+            process.end((signal.SIGKILL, PATIENCE))
         self.stack.daemon.start()
 
     def _send_the_rest(self, events: Sequence[SendRequest]) -> None:
@@ -120,7 +114,7 @@ class Demo:
         with self.client() as client:
             identity = client.send(TYPO, "a misspelt destination").client_message_id
             self.told.sent.append(identity)
-            row = client.wait(identity, _DRAIN_SECONDS)
+            row = client.wait(identity, WAIT_SECONDS)
             self.stage.say(f"{row.status}: {row.last_error}", "red")
             if row.status != "dead":
                 raise Fatal(Exit.FAILED, f"a message to {TYPO} should be dead, but is {row.status}")
@@ -128,7 +122,7 @@ class Demo:
             patched = SendRequest(to="topic:orders", body="a destination put right")
             successor = client.requeue(row.id, reason="the destination was misspelt", message=patched)
             self.told.requeued.append(successor.client_message_id)
-            row = client.wait(successor.client_message_id, _DRAIN_SECONDS)
+            row = client.wait(successor.client_message_id, WAIT_SECONDS)
             self.stage.say(f"requeued to {row.destination} under the fresh id {row.client_message_id}: {row.status}")
 
     def _send_again(self, events: Sequence[SendRequest]) -> None:
@@ -176,18 +170,6 @@ class Demo:
 
             self.wait(arrived, "for every event to arrive")
         self.stage.say("nothing waits any more: the broker has all of it", "green")
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until `condition` holds; raises `Fatal` where it does not come to that."""
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while not condition():
-            if time.monotonic() > deadline:
-                raise Fatal(Exit.FAILED, f"waited {_DRAIN_SECONDS:.0f} s {what}, in vain")
-            time.sleep(_POLL_SECONDS)
-
-    def client(self) -> Client:
-        """Return a client that outlives a daemon."""
-        return Client(self.stack.layout.socket, patience=_PATIENCE)
 
 
 def read_events(file: Path) -> list[SendRequest]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from chassis.exits import Exit, Fatal
 from cli.demo.programs import CONSUMER
 from cli.demo.receiver import POISON
 from cli.demo.reckoning import ANSWER, TOPIC, Handled
+from cli.demo.scene import Scene
 from cli.stack.layout import MESH
 from delivery.dead_letter_stream import DeadLetterStream, LetterFilter, StoredLetter
 from delivery.nats import connect
 from delivery.settings import NatsSettings
-
-if TYPE_CHECKING:
-    from cli.demo.acts import Demo
 
 T = TypeVar("T")
 
@@ -28,11 +26,11 @@ _PATIENCE: Final = 20.0  # seconds
 class Delivering:
     """The acts that show what becomes of accepted messages."""
 
-    def __init__(self, demo: Demo) -> None:
-        self._demo = demo
-        self._stage = demo.stage
-        self._receiver = demo.receiver
-        self._told = demo.told
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._stage = scene.stage
+        self._receiver = scene.receiver
+        self._told = scene.told
 
     def handle_everything(self, events: int) -> None:
         """Wait until the handler has handled every event that was accepted."""
@@ -44,25 +42,25 @@ class Delivering:
                 show(done)
                 return done >= events
 
-            self._demo.wait(handled, "for the handler to get every event")
+            self._scene.wait(handled, "for the handler to get every event")
         again = f"{self._receiver.repeated:,} came twice and did nothing"
         self._stage.say(f"{len(self._receiver.effects):,} events handled; {again}", "green")
 
     def ask_the_agent(self) -> None:
         """Send commands to an agent, and see its answers at the handler."""
         self._stage.act(f"Send {COMMANDS} commands to an agent, which answers each with an event")
-        with self._demo.client() as client:
+        with self._scene.client() as client:
             for number in range(COMMANDS):
                 sent = client.send(f"queue:{QUEUE}", f"count this, {number}")
                 self._told.sent.append(sent.client_message_id)
                 self._told.commands.append(sent.client_message_id)
-        self._demo.wait(lambda: len(self._receiver.effects_of(ANSWER)) >= COMMANDS, "for the agent's answers")
+        self._scene.wait(lambda: len(self._receiver.effects_of(ANSWER)) >= COMMANDS, "for the agent's answers")
         self._stage.say(f"{COMMANDS} answers reached the handler as {MESH}.event.{ANSWER}.v1", "green")
 
     def bury_and_replay(self) -> None:
         """Send a message that the handler refuses; see its dead letter, repair the handler, replay it."""
         self._stage.act("Send one that the handler cannot read, repair the handler, and replay it")
-        with self._demo.client() as client:
+        with self._scene.client() as client:
             self._told.buried = client.send(f"topic:{TOPIC}", POISON).client_message_id
             self._told.sent.append(self._told.buried)
         letters: list[StoredLetter] = []
@@ -71,14 +69,14 @@ class Delivering:
             letters[:] = self._with_letters(lambda stream: stream.find(LetterFilter(consumer=CONSUMER)))
             return bool(letters)
 
-        self._demo.wait(dead, "for the dead letter")
+        self._scene.wait(dead, "for the dead letter")
         (stored,) = letters
         if stored.letter is None:
             raise Fatal(Exit.FAILED, f"the dead letter {stored.id} cannot be read")
         self._stage.say(f"dead: {stored.letter.reason}, {stored.letter.last_error}", "red")
         self._receiver.repair()
         self._with_letters(lambda stream: stream.replay(stored, why="the handler was repaired"))
-        self._demo.wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
+        self._scene.wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
         self._stage.say("replayed under a fresh message id, and handled", "green")
 
     def handled(self) -> Handled:
@@ -94,7 +92,7 @@ class Delivering:
 
     def _with_letters(self, work: Callable[[DeadLetterStream], Awaitable[T]]) -> T:
         async def run() -> T:
-            nats = await connect(NatsSettings(url=self._demo.stack.nats.url), name="postroom demo", patience=_PATIENCE)
+            nats = await connect(NatsSettings(url=self._scene.stack.nats.url), name="postroom demo", patience=_PATIENCE)
             try:
                 return await work(DeadLetterStream(nats.jetstream(), MESH, actor="demo"))
             finally:

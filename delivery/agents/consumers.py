@@ -48,7 +48,7 @@ async def _by_stream(js: JetStreamContext, subjects: Sequence[str]) -> dict[str,
             streams[await js.find_stream_name_by_subject(subject)].append(subject)
         except NotFoundError as error:
             detail = f"no stream keeps {subject}: declare one (`postroom worker run` declares those of a mesh)"
-            raise NotFound.of(404, "stream_not_found", detail) from error
+            raise NotFound.of(404, "stream_not_found", detail, retryable=True) from error
         except Exception as error:
             raise from_nats(error, f"looking for the stream of {subject}") from error
     return dict(streams)

@@ -5,18 +5,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from postroom.errors import Conflict, PostroomError
 from postroom.once.errors import LeaseLost
 from postroom.once.model import Done, Result, Run, Scope
 from postroom.retry import Patience, retrying
 
-if TYPE_CHECKING:
-    from postroom.once.registry import Registry
-
 _RENEWALS: Final = 3  # of each lease, so that two may fail
+
+
+class Keys(Protocol):
+    """What a claim needs of its registry: see `Registry`."""
+
+    lease: float
+    clock: Callable[[], float]
+    sleep: Callable[[float], Awaitable[None]]
+
+    async def begin_waiting(self, scope: Scope) -> Run | Done:
+        """Begin, and wait for whoever holds the key."""
+
+    async def renew(self, scope: Scope, owner: str) -> datetime | None:
+        """Let the lease run on."""
+
+    async def commit(self, scope: Scope, owner: str, result: Result) -> None:
+        """Record that it is done."""
+
+    async def fail(self, scope: Scope, owner: str, error: str) -> None:
+        """Record why it failed."""
 
 
 class Claim:
@@ -45,7 +63,7 @@ class Claim:
 
 
 @asynccontextmanager
-async def claimed(registry: Registry, scope: Scope) -> AsyncIterator[Claim]:
+async def claimed(registry: Keys, scope: Scope) -> AsyncIterator[Claim]:
     """Run a block with a claim on `scope`; see `Registry.once`."""
     begun = await registry.begin_waiting(scope)
     claim = Claim(begun)
@@ -65,7 +83,7 @@ async def claimed(registry: Registry, scope: Scope) -> AsyncIterator[Claim]:
 class _Lease:
     """Renews a lease while the block runs. Once it is lost, the block is cancelled, and ends with `LeaseLost`."""
 
-    def __init__(self, registry: Registry, scope: Scope, run: Run) -> None:
+    def __init__(self, registry: Keys, scope: Scope, run: Run) -> None:
         self._registry = registry
         self._scope = scope
         self._run = run

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from agents import emitted, settled
-from jetstream import Context
+from jetstream import Context, until
 
 from embedded.processes import tethered
 
@@ -34,7 +34,7 @@ class CommandLine:
     def __init__(self, context: Context, nats_url: str, state: Path) -> None:
         self.context = context
         self.database = state / "events.db"
-        self._environment = {
+        self.environment = {
             **os.environ,
             "PYTHONPATH": str(EXAMPLES),
             "POSTROOM_NATS_URL": nats_url,
@@ -45,7 +45,7 @@ class CommandLine:
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *tethered([sys.executable, "-m", "cli", "agent", *arguments]),
-            env=self._environment,
+            env=self.environment,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
@@ -105,6 +105,22 @@ async def test_the_example_answers_each_command_with_a_message(command_line: Com
     assert (len(found), len(set(found))) == (3, 3)
 
 
+async def test_an_agent_waits_for_a_stream_that_is_declared_after_its_start(command_line: CommandLine):
+    await command_line.context.remove()
+    process = await command_line.start("run", AGENT)
+
+    async def opened() -> bool:
+        return command_line.database.exists()
+
+    await until(opened, "for the store, which is opened before the stream is looked for")
+    await command_line.context.declare()
+    assert process.stderr is not None
+    assert b'"event":"ready"' in [line async for line in until_ready(process.stderr)][-1]
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 0
+
+
 async def test_two_processes_of_one_agent_share_the_work(command_line: CommandLine):
     context = command_line.context
     async with command_line.running(), command_line.running():
@@ -158,6 +174,7 @@ async def test_an_agent_that_cannot_be_found_is_said_so(
 
 async def test_a_subject_that_no_stream_keeps_is_said_so(command_line: CommandLine):
     await command_line.context.remove()
+    command_line.environment["POSTROOM_AGENT_START_SECONDS"] = "2"
     ended = await command_line.run("run", AGENT)
     assert ended.code == 75
     assert "no stream keeps cmd." in ended.said
