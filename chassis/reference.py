@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
+from msgspec.inspect import is_struct_type
 
 from chassis.config import Setting, settings
 
+_NAMES: Final = {
+    "str": "text",
+    "int": "integer",
+    "float": "number",
+    "bool": "true or false",
+    "Path": "path",
+    "datetime": "time",
+}
 
-def reference(config: type[msgspec.Struct], prefix: str) -> str:
-    """Describe every setting of `config` in a table, one row each."""
+
+def reference(config: type[msgspec.Struct], prefix: str | None) -> str:
+    """Describe every setting of `config` in a table, one row each; without a prefix no variable overrides them."""
     lines = ["| key | what it does | type | default | variable |", "|---|---|---|---|---|"]
     for setting in settings(config):
         key = ".".join(setting.path)
@@ -21,7 +31,7 @@ def reference(config: type[msgspec.Struct], prefix: str) -> str:
             _sentence(setting.description),
             _type(setting),
             _default(setting),
-            f"`{setting.variable(prefix)}`",
+            "-" if prefix is None or _holds_tables(setting.type) else f"`{setting.variable(prefix)}`",
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
@@ -42,11 +52,18 @@ def _name(kind: Any) -> str:
         return " or ".join(_name(part) for part in get_args(kind) if part is not type(None))
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in get_args(kind))
+    if _holds_tables(kind):
+        return "tables"
     if origin is list:
         return f"list of {_name(get_args(kind)[0])}"
     if get_args(kind):  # Annotated
         return _name(get_args(kind)[0])
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Path": "path"}[kind.__name__]
+    return _NAMES[kind.__name__]
+
+
+def _holds_tables(kind: Any) -> bool:
+    """Tell whether a setting is a list of tables, as `[[streams]]`."""
+    return get_origin(kind) is list and is_struct_type(get_args(kind)[0])
 
 
 def _bounds(setting: Setting) -> Iterator[str]:

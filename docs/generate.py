@@ -7,6 +7,13 @@ from broker.config import BrokerConfig
 from chassis.reference import reference
 from daemon.config import PREFIX as DAEMON_PREFIX
 from daemon.config import DaemonConfig
+from delivery.settings import StreamSettings
+from worker.agent_config import PREFIX as AGENT_PREFIX
+from worker.agent_config import AgentConfig
+from worker.config import PREFIX as WORKER_PREFIX
+from worker.config import WorkerConfig
+from worker.consumer_config import PREFIX as CONSUMER_PREFIX
+from worker.consumer_config import ConsumerConfig
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 
@@ -27,13 +34,34 @@ This page is written by `make docs` from the types that decode the files.
 {daemon}
 ## The broker
 
-{broker}"""
+{broker}
+## The worker
+
+{worker}
+## A consumer
+
+`postroom consumer run` makes most of it from `--context`, `--name` and `--handler`.
+
+{consumer}
+## An agent
+
+{agent}
+## Streams
+
+`streams` of the worker and of a consumer is a list of tables, `[[streams]]` each. A variable cannot set it.
+
+{stream}"""
 
 
 def configuration() -> str:
     """Return docs/configuration.md."""
     return _CONFIGURATION.format(
-        daemon=reference(DaemonConfig, DAEMON_PREFIX), broker=reference(BrokerConfig, BROKER_PREFIX)
+        daemon=reference(DaemonConfig, DAEMON_PREFIX),
+        broker=reference(BrokerConfig, BROKER_PREFIX),
+        worker=reference(WorkerConfig, WORKER_PREFIX),
+        consumer=reference(ConsumerConfig, CONSUMER_PREFIX),
+        agent=reference(AgentConfig, AGENT_PREFIX),
+        stream=reference(StreamSettings, None),
     )
 
 

@@ -34,7 +34,9 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
     nats: NatsSettings
     state_directory: Annotated[
         Path | None,
-        Meta(description="where `events.db` lies; unset: $XDG_STATE_HOME/postroom/agents/<tenant>.<workspace>.<agent>"),
+        Meta(
+            description="where `events.db` lies; unset: `$XDG_STATE_HOME/postroom/agents/<tenant>.<workspace>.<agent>`"
+        ),
     ] = None
     durable: Annotated[Name | None, Meta(description="the durable consumer; unset: {agent}_consumer")] = None
     ack_wait_seconds: Annotated[
