@@ -63,6 +63,18 @@ async def test_a_purged_stream_is_filled_again_but_for_what_a_consumer_has_handl
     assert identities(await office.ids()) == Counter(await recorded(office) - set(handled))
 
 
+async def test_what_a_webhook_got_is_published_again_for_those_that_it_is_really_for(office: Any, running: Any) -> None:
+    await office.add_stream()
+    await publish(office, running, 10)
+    by_both, by_webhook, waiting = (await office.ids())[:3]
+    await receive(office, [by_both, waiting], "now()")
+    await receive(office, [by_both, by_webhook], "now()", "webhook__one")
+    await receive(office, [waiting], "NULL", "webhook__one")
+    assert await office.compare(record := office.record()) == 0
+    await office.js.purge_stream(office.stream)
+    assert await office.compare(record) == 9
+
+
 async def test_the_newest_messages_that_a_server_forgot_are_published_again(office: Any, running: Any) -> None:
     """A power cut takes the end of a stream: its last number is smaller than what was given out."""
     await office.add_stream()
@@ -161,9 +173,9 @@ async def test_every_event_is_rebuilt_after_the_store_of_nats_was_deleted(
     server.stop()
 
 
-async def receive(office: Any, ids: list[str], processed_at: str) -> None:
+async def receive(office: Any, ids: list[str], processed_at: str, consumer: str = "someone") -> None:
     await office.pool.executemany(
         "INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject, processed_at) "  # noqa: S608
-        f"VALUES ('someone', $1, $2, 'any', {processed_at})",
-        [(office.context, identity) for identity in ids],
+        f"VALUES ($3, $1, $2, 'any', {processed_at})",
+        [(office.context, identity, consumer) for identity in ids],
     )
