@@ -1,0 +1,131 @@
+-- Jobs as trees of activities, and the ledgers that make each of their steps happen once (seed activity-collation-ledger).
+--
+-- A job has so many obligations open as its semaphore says: each activity owes one answer, and one more for each cycle.
+--
+--     running     obligations are open
+--     closed      none is; the message whose ledger has the snapshot has the completion tasks to do
+--     completed   they are done
+--     failed      an activity failed, and with it the job
+--
+-- Rows are always locked in one order: activity, message, job.
+
+CREATE SCHEMA ledger;
+
+-- Whether the digit of weight `marker` is 1.
+CREATE FUNCTION ledger.is_set(ledger bigint, marker bigint) RETURNS boolean LANGUAGE sql IMMUTABLE
+RETURN ledger / marker % 10 = 1;
+
+-- Whether the digits are at most 15, and those at positions 4 to 7 are 0 or 1.
+CREATE FUNCTION ledger.is_ledger(ledger bigint) RETURNS boolean LANGUAGE sql IMMUTABLE
+RETURN ledger BETWEEN 0 AND 999999999999999
+  AND ledger / 100000000000 % 10 <= 1 AND ledger / 10000000000 % 10 <= 1
+  AND ledger / 1000000000 % 10 <= 1 AND ledger / 100000000 % 10 <= 1;
+
+-- Whether no counter was set back and no marker was unset (Rule A).
+CREATE FUNCTION ledger.only_grew(before bigint, after bigint) RETURNS boolean LANGUAGE sql IMMUTABLE
+RETURN after / 1000000000000 >= before / 1000000000000
+  AND after / 100000000000 % 10 >= before / 100000000000 % 10
+  AND after / 10000000000 % 10 >= before / 10000000000 % 10
+  AND after / 1000000000 % 10 >= before / 1000000000 % 10
+  AND after / 100000000 % 10 >= before / 100000000 % 10
+  AND after % 100000000 >= before % 100000000;
+
+CREATE TABLE ledger.job (
+  id uuid PRIMARY KEY,
+  context text COLLATE "C" NOT NULL CHECK (context ~ '^[a-z][a-z0-9_]{0,63}$' AND context <> 'cmd'),
+  flow text COLLATE "C" NOT NULL CHECK (flow ~ '^[a-z][a-z0-9_-]{0,63}$'),
+  state text NOT NULL DEFAULT 'running' CHECK (state IN ('running', 'closed', 'completed', 'failed')),
+  semaphore integer NOT NULL DEFAULT 1 CHECK (semaphore >= 0),
+  started_at timestamptz NOT NULL DEFAULT now(),
+  ended_at timestamptz,
+  error text,
+
+  CONSTRAINT a_job_is_closed_when_nothing_is_open CHECK (
+    CASE state WHEN 'running' THEN semaphore > 0 WHEN 'failed' THEN true ELSE semaphore = 0 END
+  ),
+  CONSTRAINT an_ended_job_has_an_end CHECK ((state IN ('completed', 'failed')) = (ended_at IS NOT NULL)),
+  CONSTRAINT a_failed_job_says_why CHECK ((state = 'failed') = (error IS NOT NULL))
+) WITH (fillfactor = 50);
+
+-- An activity; the place of a child is its number among those that one message of its parent spawned, and the dimension
+-- says which of the parent's messages that was.
+CREATE TABLE ledger.activity (
+  id uuid PRIMARY KEY,
+  job_id uuid NOT NULL REFERENCES ledger.job ON DELETE CASCADE,
+  parent_id uuid REFERENCES ledger.activity ON DELETE CASCADE,
+  dimension integer CHECK (dimension >= 0),
+  place integer CHECK (place >= 1),
+  name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_-]{0,63}$'),
+  request jsonb NOT NULL,
+  ledger bigint NOT NULL DEFAULT 0,
+  answers_due integer NOT NULL DEFAULT 1,
+  answers_taken integer NOT NULL DEFAULT 0,
+  owner uuid,
+  leased_until timestamptz,
+  failed_at timestamptz,
+  error text,
+
+  UNIQUE (parent_id, dimension, place),
+  CONSTRAINT ledger_has_15_digits CHECK (ledger BETWEEN 0 AND 999999999999999),
+  CONSTRAINT markers_are_0_or_1 CHECK (ledger.is_ledger(ledger)),
+  CONSTRAINT leg_2_follows_leg_1 CHECK (ledger % 100000000000 = 0 OR ledger.is_set(ledger, 100000000000)),
+  CONSTRAINT steps_are_done_in_order CHECK (
+    (ledger.is_set(ledger, 10000000000) OR NOT ledger.is_set(ledger, 1000000000))
+    AND (ledger.is_set(ledger, 1000000000) OR NOT ledger.is_set(ledger, 100000000))
+  ),
+  CONSTRAINT no_answer_is_taken_that_is_not_due CHECK (answers_taken BETWEEN 0 AND answers_due),
+  CONSTRAINT a_child_has_a_place CHECK (num_nonnulls(parent_id, dimension, place) IN (0, 3)),
+  CONSTRAINT a_lease_has_an_owner_and_an_end CHECK ((owner IS NULL) = (leased_until IS NULL)),
+  CONSTRAINT a_failed_activity_says_why CHECK ((failed_at IS NULL) = (error IS NULL))
+) WITH (fillfactor = 70);
+CREATE INDEX activity_job ON ledger.activity (job_id);
+CREATE UNIQUE INDEX a_job_has_one_root ON ledger.activity (job_id) WHERE parent_id IS NULL;
+
+-- The ledger of each leg-2 message, and what the work of step 1 returned for step 2 to go on with.
+CREATE TABLE ledger.guid (
+  activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
+  guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]{1,255}$'),
+  job_id uuid NOT NULL REFERENCES ledger.job ON DELETE CASCADE,
+  ledger bigint NOT NULL,
+  attempts integer NOT NULL DEFAULT 1 CHECK (attempts >= 1),
+  result jsonb,
+  owner uuid,
+  leased_until timestamptz,
+
+  PRIMARY KEY (activity_id, guid),
+  CONSTRAINT ledger_has_15_digits CHECK (ledger BETWEEN 0 AND 999999999999999),
+  CONSTRAINT markers_are_0_or_1 CHECK (ledger.is_ledger(ledger)),
+  CONSTRAINT a_message_has_an_ordinal_and_no_attempts CHECK (ledger % 100000000 >= 1 AND ledger < 1000000000000),
+  CONSTRAINT steps_are_done_in_order CHECK (
+    (ledger.is_set(ledger, 10000000000) OR NOT ledger.is_set(ledger, 1000000000))
+    AND (ledger.is_set(ledger, 1000000000) OR NOT ledger.is_set(ledger, 100000000000))
+    AND (ledger.is_set(ledger, 100000000000) OR NOT ledger.is_set(ledger, 100000000))
+  ),
+  CONSTRAINT work_that_is_done_has_a_result CHECK (ledger.is_set(ledger, 10000000000) = (result IS NOT NULL)),
+  CONSTRAINT a_lease_has_an_owner_and_an_end CHECK ((owner IS NULL) = (leased_until IS NULL))
+) WITH (fillfactor = 50);
+CREATE UNIQUE INDEX one_message_closes_a_job ON ledger.guid (job_id) WHERE ledger.is_set(ledger, 100000000000);
+
+CREATE FUNCTION ledger.refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  RAISE EXCEPTION '%', TG_ARGV[0] USING ERRCODE = 'integrity_constraint_violation';
+END $$;
+
+CREATE TRIGGER only_grows BEFORE UPDATE ON ledger.activity
+  FOR EACH ROW WHEN (NOT ledger.only_grew(OLD.ledger, NEW.ledger))
+  EXECUTE FUNCTION ledger.refuse('a ledger only grows');
+CREATE TRIGGER only_grows BEFORE UPDATE ON ledger.guid
+  FOR EACH ROW WHEN (NOT ledger.only_grew(OLD.ledger, NEW.ledger) OR OLD.ledger % 100000000 <> NEW.ledger % 100000000)
+  EXECUTE FUNCTION ledger.refuse('a ledger only grows, and the ordinal of a message stays');
+CREATE TRIGGER starts_empty BEFORE INSERT ON ledger.activity
+  FOR EACH ROW WHEN (NEW.ledger <> 0)
+  EXECUTE FUNCTION ledger.refuse('the ledger of an activity starts with zeros');
+CREATE TRIGGER starts_with_its_ordinal BEFORE INSERT ON ledger.guid
+  FOR EACH ROW WHEN (NEW.ledger >= 100000000)
+  EXECUTE FUNCTION ledger.refuse('the ledger of a message starts with its ordinal alone');
+CREATE TRIGGER ends_once BEFORE UPDATE ON ledger.job
+  FOR EACH ROW WHEN (
+    OLD.state IN ('completed', 'failed')
+    OR (OLD.state = 'closed' AND NEW.state = 'running') OR (OLD.state = 'running' AND NEW.state = 'completed')
+  )
+  EXECUTE FUNCTION ledger.refuse('a job that has ended stays as it is, and one is closed before it is completed');

@@ -1,0 +1,238 @@
+"""The primitives of the ledgers: entries, steps, and the leases that they need (seed §4, §5, §7, §10 to §13).
+
+Each is one commit, or part of the caller's: in a transaction of the caller's, whatever it wrote before becomes durable
+together with the digit that proves it, or not at all (Rule B). Entries are bundled with nothing. Each raises a `Fault`
+that changes nothing; in a transaction, the caller rolls back what it wrote for the step.
+
+An entry leases its message to the caller, for `lease`. A step of a lease that ran out raises `LeaseLost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final, NamedTuple, NoReturn
+from uuid import UUID, uuid4
+
+import asyncpg
+
+from chassis.postgres import Connection
+from chassis.sql import load_queries
+from ledger.digits import GuidLedger, decode_guid, render
+from ledger.errors import Duplicate, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
+
+QUERIES: Final = load_queries("ledger")
+
+
+class Start(NamedTuple):
+    """A job to begin; ids are the caller's, so that a repeated start is known. `request` is JSON."""
+
+    job: UUID
+    context: str
+    flow: str
+    root: UUID
+    name: str
+    request: str = "null"
+
+
+class Child(NamedTuple):
+    """An activity to spawn; `request` is JSON."""
+
+    id: UUID
+    name: str
+    request: str = "null"
+
+
+class Leg1(NamedTuple):
+    """An attempt of leg 1, leased to `owner`."""
+
+    activity: UUID
+    owner: UUID
+    job: UUID
+    name: str
+    request: str
+    ledger: int
+
+
+class Leg2(NamedTuple):
+    """An entry into leg 2 with one message, leased to `owner`; `ledger` is the message's, as the entry found it.
+
+    `result` is what step 1 returned, where it is done; `attempt` counts the message's deliveries, from 1.
+    """
+
+    activity: UUID
+    guid: str
+    owner: UUID
+    job: UUID
+    name: str
+    request: str
+    result: str | None
+    activity_ledger: int
+    ledger: int
+    attempt: int
+
+    @property
+    def steps(self) -> GuidLedger:
+        """Which steps are done, and the dimension."""
+        return decode_guid(self.ledger)
+
+
+class Spawned(NamedTuple):
+    """What step 2 left: the message's ledger, the job's semaphore, and whether this closed the job."""
+
+    ledger: int
+    semaphore: int
+    threshold_hit: bool
+
+
+async def start_job(connection: Connection, start: Start) -> None:
+    """Begin a job with its root activity, and emit `job_started`; raises `Duplicate` where there is that job."""
+    row = await connection.fetchrow(QUERIES["start"], *start)
+    if row is None:
+        raise Duplicate.of_what(f"the job {start.job} is begun")
+
+
+async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta) -> Leg1:
+    """Count an attempt of leg 1, and lease it.
+
+    Raises `Duplicate` where leg 1 is complete, which is counted too (seed §18.1), `Overflow` for attempt 1000,
+    `Held`, `Inactive` and `Missing`.
+    """
+    owner = uuid4()
+    found = await _locked(connection, activity, "enter_leg1", owner, lease)
+    row = _done(found, activity, step="leg 1", needs="nothing")
+    return Leg1(activity, owner, row["job_id"], row["name"], row["request"], row["ledger"])
+
+
+async def complete_leg1(connection: Connection, leg1: Leg1, event_type: str, payload: str) -> int:
+    """Complete leg 1 and put its request, the event `event_type` with the JSON `payload`, into the outbox.
+
+    Returns the activity's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
+    """
+    row = await _locked(connection, leg1.activity, "complete_leg1", leg1.owner, event_type, payload)
+    return int(_done(row, leg1.activity, step="completing leg 1", needs="its entry")["ledger"])
+
+
+async def enter_leg2(connection: Connection, activity: UUID, guid: str, lease: timedelta) -> Leg2:
+    """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
+
+    Raises `Forbidden` before leg 1 is complete, `Duplicate` where the message is done or every answer that is due was
+    taken by another, `Overflow` for entry 100,000,000, `Held`, `Inactive` and `Missing`.
+    """
+    owner = uuid4()
+    found = await _locked(connection, activity, "enter_leg2", guid, owner, lease)
+    row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
+    return Leg2(
+        activity,
+        guid,
+        owner,
+        row["job_id"],
+        row["name"],
+        row["request"],
+        row["result"],
+        row["activity_ledger"],
+        row["ledger"],
+        row["attempt"],
+    )
+
+
+async def finish_work(connection: Connection, leg2: Leg2, result: str) -> int:
+    """Step 1: mark the work as done, and keep its `result` (JSON) for the steps after it; returns the message's ledger.
+
+    Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
+    """
+    row = await _locked(connection, leg2.activity, "finish_work", leg2.guid, leg2.owner, result)
+    return int(_done(row, leg2.activity, step="step 1", needs="the entry")["ledger"])
+
+
+async def spawn(
+    connection: Connection, leg2: Leg2, children: Sequence[Child] = (), again: Sequence[str] = ()
+) -> Spawned:
+    """Step 2, the compound primitive: one statement, whatever it spawns (Rule D).
+
+    `children` go out as `activity_spawned`; for each request in `again` (JSON) the activity is entered once more, with
+    the `activity_cycled` that goes out. Raises `Forbidden` before step 1, `LeaseLost`, `Duplicate`, `Inactive` and
+    `Missing`.
+    """
+    found = await _locked(
+        connection,
+        leg2.activity,
+        "spawn",
+        leg2.guid,
+        leg2.owner,
+        [child.id for child in children],
+        [child.name for child in children],
+        [child.request for child in children],
+        list(again),
+    )
+    row = _done(found, leg2.activity, step="step 2", needs="step 1")
+    return Spawned(row["ledger"], row["semaphore"], bool(row["threshold_hit"]))
+
+
+async def finish_job(connection: Connection, leg2: Leg2) -> int:
+    """Step 3: mark the completion tasks as done, and emit `job_completed`; returns the message's ledger.
+
+    Raises `Forbidden` for a message that did not close the job, `LeaseLost`, `Inactive` and `Missing`.
+    """
+    row = await _locked(connection, leg2.activity, "finish_job", leg2.guid, leg2.owner)
+    return int(_done(row, leg2.activity, step="step 3", needs="the snapshot")["ledger"])
+
+
+async def fail_activity(connection: Connection, activity: UUID, error: str) -> None:
+    """Fail an activity and its job, visibly: `error` stands in both, and in `job_failed`; no ledger moves.
+
+    Raises `Inactive` where the job has ended, and `Missing`.
+    """
+    row = await _locked(connection, activity, "fail", error)
+    _done(row, activity, step="failing", needs="nothing")
+
+
+async def renew(connection: Connection, entry: Leg1 | Leg2, lease: timedelta) -> None:
+    """Prolong a lease that still holds, by `lease` from now; raises `LeaseLost` where it ran out."""
+    query = QUERIES["renew_leg1"] if isinstance(entry, Leg1) else QUERIES["renew_leg2"]
+    if await connection.fetchrow(query, *_lease_of(entry), lease) is None:
+        raise LeaseLost.of_entry()
+
+
+async def release(connection: Connection, entry: Leg1 | Leg2) -> None:
+    """Give up a lease after an attempt that failed, so that the next one need not wait; one that is lost stays so."""
+    query = QUERIES["release_leg1"] if isinstance(entry, Leg1) else QUERIES["release_leg2"]
+    await connection.execute(query, *_lease_of(entry))
+
+
+async def _locked(connection: Connection, activity: UUID, query: str, *values: Any) -> asyncpg.Record | None:
+    """Run a primitive in turn with the others of its activity, in the caller's transaction or one of its own."""
+    async with connection.transaction():
+        await connection.execute(QUERIES["lock_activity"], activity)
+        return await connection.fetchrow(QUERIES[query], activity, *values)
+
+
+def _lease_of(entry: Leg1 | Leg2) -> tuple[Any, ...]:
+    return (entry.activity, entry.owner) if isinstance(entry, Leg1) else (entry.activity, entry.guid, entry.owner)
+
+
+def _done(row: asyncpg.Record | None, activity: UUID, *, step: str, needs: str) -> asyncpg.Record:
+    """Return the row of a primitive that did what it was asked for; raise what refused it."""
+    if row is None:
+        raise Missing.of_activity(activity)
+    if row["verdict"] != "done":
+        _refuse(row, activity, step, needs)
+    return row
+
+
+def _refuse(row: asyncpg.Record, activity: UUID, step: str, needs: str) -> NoReturn:
+    match row["verdict"]:
+        case "inactive":
+            raise Inactive.of_activity(activity, row["state"])
+        case "duplicate":
+            raise Duplicate.of_what(f"{step} of the activity {activity} is done")
+        case "forbidden":
+            raise Forbidden.of_step(step, needs)
+        case "held":
+            raise Held.of_seconds(row["seconds"])
+        case "lease_lost":
+            raise LeaseLost.of_entry()
+        case "overflow" if step == "leg 1":
+            raise Overflow.of_leg1(render(row["ledger"]))
+        case _:
+            raise Overflow.of_leg2(render(row["activity_ledger"]))
