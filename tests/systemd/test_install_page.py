@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from container import booted, host_settings
-from servers import start_postgres, start_redis
+from servers import start_nats, start_postgres, start_redis
 
 pytestmark = pytest.mark.systemd
 
@@ -15,6 +15,9 @@ editor() {
         */broker.toml) sed -i \\
             -e 's#^database_url.*#database_url = "postgresql://postgres@/postgres?host=/run/postgresql"#' \\
             -e 's#^redis_url.*#redis_url = "unix:///run/redis/redis.sock"#' "$1" ;;
+        */worker.toml | */billing.toml) sed -i \\
+            -e 's#^database_url.*#database_url = "postgresql://postgres@/postgres?host=/run/postgresql"#' \\
+            -e 's#^url = "nats:.*#url = "nats://127.0.0.1:4222"#' "$1" ;;
         */orders.toml) sed -i 's#https://broker.example.com#http://127.0.0.1:7420#' "$1" ;;
     esac
 }
@@ -30,6 +33,7 @@ def test_every_command_for_root_works_in_the_order_it_stands(installed_root: Pat
     with booted(installed_root, host_settings(), {TREE: "/src"}, console, alone) as machine:
         start_postgres(machine)
         start_redis(machine)
+        start_nats(machine)
         machine.run("useradd", "--create-home", "shop")
         machine.run("/bin/sh", "-c", script, environment={"PATH": "/usr/local/bin:/usr/sbin:/usr/bin", "HOME": "/root"})
         assert machine.attempt("systemctl", "list-unit-files", "--no-legend", "postroom*").stdout == ""
