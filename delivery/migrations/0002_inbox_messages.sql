@@ -11,9 +11,11 @@
 -- The owner is a fresh token of each claim, so that an attempt whose lease ran out settles nothing.
 
 CREATE TABLE postroom.inbox_messages (
-  consumer text COLLATE "C" NOT NULL CHECK (consumer ~ '^[A-Za-z0-9_-]{1,64}$'),
-  source_context text COLLATE "C" NOT NULL CHECK (source_context ~ '^[a-z][a-z0-9_]{0,63}$'),
-  message_id text COLLATE "C" NOT NULL CHECK (message_id ~ '^[!-~]{1,255}$'),
+  consumer text COLLATE "C" NOT NULL CHECK (consumer ~ '^[A-Za-z0-9_-]+$' AND length(consumer) <= 64),
+  source_context text COLLATE "C" NOT NULL CHECK (
+    source_context ~ '^[a-z][a-z0-9_]*$' AND length(source_context) <= 64
+  ),
+  message_id text COLLATE "C" NOT NULL CHECK (message_id ~ '^[!-~]+$' AND length(message_id) <= 255),
   subject text COLLATE "C" NOT NULL,
   received_at timestamptz NOT NULL DEFAULT now(),
   processed_at timestamptz,

@@ -144,7 +144,7 @@ async def at_rest(chain: Chain, condition: Callable[[], bool], what: str) -> Non
     """Wait until `condition` holds, and keep every program running meanwhile."""
     try:
         async with asyncio.timeout(PATIENCE):
-            while not await asyncio.to_thread(condition):
+            while not condition():
                 chain.revive()
                 await asyncio.sleep(0.1)
     except TimeoutError:

@@ -9,6 +9,7 @@ import signal
 from collections import defaultdict
 from typing import Any
 
+import asyncpg
 import pytest
 
 from delivery.publishing import EVENTS, PublisherSettings
@@ -190,6 +191,7 @@ async def test_a_second_publish_of_an_event_is_the_same_message(office: Any) -> 
         ("'sea', 'order', 'o', 'e', '{}', id => NULL", "POL-047-001", "INVALID_OUTBOX: the event has no id"),
         ("'sea', 'order', 'o', 'OrderPlaced', '{}'", "POL-047-001", "INVALID_OUTBOX: the event type 'OrderPlaced'"),
         ("'Sea', 'order', 'o', 'e', '{}'", "POL-047-001", "INVALID_OUTBOX: the context 'Sea'"),
+        (f"'sea', 'order', 'o', '{'x' * 65}', '{{}}'", "POL-047-001", "INVALID_OUTBOX: the event type 'x"),
         ("'sea', 'order', 'o', 'e', '{}', 0", "POL-047-001", "INVALID_OUTBOX: the version 0"),
         ("'sea', 'order', 'o', 'e', NULL", "POL-047-001", "INVALID_OUTBOX: the event has no payload"),
         (
@@ -206,6 +208,38 @@ async def test_emit_refuses_what_breaks_a_policy_and_names_it(
         await office.pool.execute(f"SELECT postroom.emit({arguments})")
     assert (refused.value.sqlstate, refused.value.constraint_name) == ("23514", policy)
     assert await office.unpublished() == 0
+
+
+LONGEST = "x" * 64
+
+
+@pytest.mark.parametrize(
+    ("subject", "allowed"),
+    [
+        (f"{LONGEST}.event.{LONGEST}.v123456789", True),
+        (f"cmd.{LONGEST}.{LONGEST}.{LONGEST}.{LONGEST}.{LONGEST}", True),
+        (f"{LONGEST}x.event.e.v1", False),
+        (f"sea.event.{LONGEST}x.v1", False),
+        (f"cmd.sea.default.work.{LONGEST}x", False),
+        ("sea.event.e.v1234567890", False),
+        ("sea.event.e.v0", False),
+        ("Sea.event.e.v1", False),
+        ("sea.inbox.alice", False),
+        ("cmd.sea.default.work", False),
+    ],
+)
+async def test_the_outbox_itself_takes_only_subjects_of_events_and_commands(
+    office: Any, subject: str, *, allowed: bool
+) -> None:
+    insert = (
+        "INSERT INTO postroom.outbox_events (id, aggregate_type, aggregate_id, event_type, payload, subject)"
+        " VALUES (gen_random_uuid(), 'order', 'o', 'e', '{}', $1)"
+    )
+    if allowed:
+        await office.pool.execute(insert, subject)
+    else:
+        with pytest.raises(asyncpg.CheckViolationError, match="subject"):
+            await office.pool.execute(insert, subject)
 
 
 async def test_emit_allows_a_minute_of_clock_skew_and_goes_with_its_transaction(office: Any) -> None:
