@@ -61,18 +61,18 @@ class Guard:
         """
         parts = _split(url)
         for address in await self._addresses(str(parts.hostname), parts.port or _PORTS[parts.scheme]):
-            if (refusal := self.refusal(address)) is not None:
-                raise _invalid(f"{parts.hostname} cannot be a webhook's: {refusal}")
+            if (refusal := self.refusal(address)) is not None:  # which one it is would tell of names inside
+                raise _invalid(f"{parts.hostname} cannot be a webhook's: it has {refusal}")
 
     def open_socket(self, info: AddressInfo) -> socket.socket:
         """Make the socket for a connection to `info`; raises `OSError` (EACCES) where none may go there."""
         family, kind, protocol, _, address = info
         if (refusal := self.refusal(address[0])) is not None:
-            raise OSError(errno.EACCES, refusal)
+            raise OSError(errno.EACCES, f"{address[0]} is {refusal}")
         return socket.socket(family, kind, protocol)
 
     def refusal(self, address: str) -> str | None:
-        """Say why nothing may be posted to `address`; None where it may."""
+        """Say what kind of address it is that nothing may be posted to; None where it may."""
         found = _unmapped(ip_address(address))
         if any(found in network for network in self._allowed):
             return None
@@ -80,7 +80,7 @@ class Guard:
         kind = kind or next((name for test, name in _KINDS if getattr(found, test)), None)
         if kind is None and found.is_global:
             return None
-        return f"{found} is {kind or 'no public'} address (webhooks.allow_networks does not allow it)"
+        return f"{kind or 'no public'} address, which webhooks.allow_networks does not allow"
 
     async def _addresses(self, host: str, port: int) -> list[str]:
         try:

@@ -81,7 +81,7 @@ class HandlerClient:
             return Answer(None, "handler_connection_lost", clean(str(error)))
         except Exception as error:  # noqa: BLE001 - whatever a peer can make an HTTP library raise is a failed call
             return Answer(
-                None, "handler_answer_invalid", f"{self._url} did not answer in HTTP ({type(error).__name__})"
+                None, "handler_answer_invalid", f"{self._name} did not answer in HTTP ({type(error).__name__})"
             )
 
     def _signature(self, body: bytes) -> dict[str, str]:
