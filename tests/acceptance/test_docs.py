@@ -81,6 +81,7 @@ def _step(part: re.Match[str]) -> str:
 def home(short_directory: Path):
     environment = {
         "HOME": str(short_directory),
+        "XDG_STATE_HOME": str(short_directory / "state"),  # root's would outlive the test
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "LANG": "C.UTF-8",
     }
