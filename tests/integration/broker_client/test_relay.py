@@ -98,6 +98,20 @@ async def test_a_send_that_comes_while_the_relay_is_idle_goes_at_once(scripted_b
     assert [row.status for row in await here.settled("a")] == ["done"]
 
 
+async def test_what_comes_while_a_post_is_under_way_shares_the_next_one(scripted_broker, station):
+    scripted_broker.gate.clear()
+    here = await station(scripted_broker.url, speed=0.01)
+    here.run()
+    await here.send("a")
+    await scripted_broker.until(lambda: len(scripted_broker.batches) == 1)
+    await here.send("b")
+    await here.send("c")
+    await scripted_broker.until(lambda: len(scripted_broker.batches) == 2)
+    scripted_broker.gate.set()
+    await here.settled("a", "b", "c")
+    assert scripted_broker.batches == [["a"], ["b", "c"]]
+
+
 # -- the answers for one message -----------------------------------------------------------------------------------
 
 
