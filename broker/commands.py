@@ -7,14 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from broker import orphans
 from broker.config import BrokerConfig, load_config
-from broker.database import check_version
 from broker.main import run
 from broker.migrate import migrate
-from broker.orphans import find_orphans
 from chassis import logs, runtime
 from chassis.exits import Exit, Fatal
-from chassis.postgres import connect
 
 
 async def run_broker(config: BrokerConfig) -> Exit:
@@ -35,12 +33,7 @@ async def migrate_database(config: BrokerConfig) -> Exit:
 
 async def check_orphans(config: BrokerConfig) -> Exit:
     """Print every violation of accept's atomicity; exit code 1 where there is one."""
-    connection = await connect(config.database_url)
-    try:
-        await check_version(connection)
-        violations = await find_orphans(connection)
-    finally:
-        await connection.close()
+    violations = await orphans.check(config.database_url)
     for kind, rows, examples in violations:
         sys.stdout.write(f"{kind}: {rows} rows, such as {', '.join(map(str, examples))}\n")
     if not violations:

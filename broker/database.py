@@ -36,12 +36,13 @@ class Database:
     async def open(cls, url: str, *, connections: int) -> Self:
         """Connect and check the schema's version.
 
-        Raises `Fatal`: 69 where Postgres can't be reached, 78 where its schema is not this program's.
+        Raises `Fatal` as `chassis.postgres.fatal_errors` says, and 78 where its schema is not this program's.
         """
         reading = await _pool(url, _READING_CONNECTIONS, {})
         try:
-            async with reading.acquire() as connection:
-                await check_version(connection)
+            with postgres.fatal_errors():
+                async with reading.acquire() as connection:
+                    await check_version(connection)
             accepting = await _pool(url, connections, {"enable_nestloop": "off"})
         except BaseException:
             await reading.close()

@@ -12,6 +12,6 @@ ROOMS: Final = ("delivery", "broker")
 async def migrate(url: str) -> list[str]:
     """Bring the database to this program's version and return the names of what was applied, in order.
 
-    Raises `Fatal`: 69 where Postgres can't be reached, 78 where the database is newer than the program.
+    Raises `Fatal` as `chassis.postgres.migrate` does.
     """
     return await postgres.migrate(url, *ROOMS)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 from uuid import UUID
 
-from broker.database import QUERIES
-from chassis.postgres import Connection
+from broker.database import QUERIES, check_version
+from chassis.postgres import Connection, connected
 
 
 class Violation(NamedTuple):
@@ -18,6 +18,13 @@ class Violation(NamedTuple):
     kind: str
     rows: int
     examples: list[UUID]
+
+
+async def check(url: str) -> list[Violation]:
+    """Return every violation in the database at `url`; raises `Fatal`, also where its schema is not this program's."""
+    async with connected(url) as connection:
+        await check_version(connection)
+        return await find_orphans(connection)
 
 
 async def find_orphans(connection: Connection) -> list[Violation]:

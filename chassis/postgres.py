@@ -6,8 +6,8 @@ processes may migrate at once: one does it, the others wait and find nothing lef
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final, TypeAlias
 
 import asyncpg
@@ -28,11 +28,38 @@ _SERVER_SETTINGS: Final = {"statement_timeout": "15s", "lock_timeout": "10s", "t
 # What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
 UNREACHABLE: Final = (OSError, TimeoutError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError)
 
+# Which exit code an error is; a server that starts, stops or is full can't be reached as little as one that is away.
+_EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
+    (UNREACHABLE, Exit.UNAVAILABLE),
+    ((asyncpg.CannotConnectNowError, asyncpg.AdminShutdownError, asyncpg.CrashShutdownError), Exit.UNAVAILABLE),
+    ((asyncpg.TooManyConnectionsError,), Exit.UNAVAILABLE),
+    ((asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError), Exit.CONFIG),
+    ((asyncpg.InsufficientPrivilegeError,), Exit.NOT_PERMITTED),
+)
+_SENTENCES: Final[Mapping[Exit, str]] = {
+    Exit.UNAVAILABLE: "cannot open the database (database_url)",
+    Exit.CONFIG: "the database does not let the program in: correct database_url, or create the role or the database",
+    Exit.NOT_PERMITTED: "the database does not let the role of database_url do this: grant it the rights",
+    Exit.FAILED: "the database refused",
+}
+_NO_URL: Final = "database_url is not a Postgres URL (postgresql://user@host/database)"
+
 
 async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
-    """Open one connection; raises `Fatal`: 69 where Postgres can't be reached, 78 where `url` is no such URL."""
+    """Open one connection; raises `Fatal` as `fatal_errors` says, and 78 where `url` is no such URL."""
     with _fatal_when_closed():
         return await asyncpg.connect(url, timeout=CONNECT_SECONDS)
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
+    """Lend a connection of its own to a program's one task; raises `Fatal` as `fatal_errors` says, to its end."""
+    connection = await connect(url)
+    with fatal_errors():
+        try:
+            yield connection
+        finally:
+            await connection.close()
 
 
 async def open_pool(url: str, *, name: str, connections: int, settings: Mapping[str, str] | None = None) -> Pool:
@@ -57,29 +84,46 @@ async def _as_it_is(_connection: asyncpg.Connection[asyncpg.Record]) -> None:
 
 
 @contextmanager
-def _fatal_when_closed() -> Iterator[None]:
+def fatal_errors() -> Iterator[None]:
+    """Turn what Postgres fails with into `Fatal`, for programs that cannot go on without it.
+
+    69 where it can't be reached, 78 where it knows no such role, password or database, 77 where the role may not do
+    what the program does, 1 for anything else.
+    """
     try:
         yield
-    except (asyncpg.ClientConfigurationError, ValueError) as error:
-        raise Fatal(Exit.CONFIG, "database_url is not a Postgres URL (postgresql://user@host/database)") from error
     except (*UNREACHABLE, asyncpg.PostgresError) as error:
-        sentence = f"cannot open the database (database_url): {type(error).__name__}: {error}"
-        raise Fatal(Exit.UNAVAILABLE, sentence) from error
+        raise _fatal(error) from error
+
+
+@contextmanager
+def _fatal_when_closed() -> Iterator[None]:
+    try:
+        with fatal_errors():
+            yield
+    except ValueError as error:
+        raise Fatal(Exit.CONFIG, _NO_URL) from error
+
+
+def _fatal(error: Exception) -> Fatal:
+    if isinstance(error, asyncpg.ClientConfigurationError):
+        return Fatal(Exit.CONFIG, _NO_URL)  # what it says may hold the password
+    exits = (code for kinds, code in _EXITS if isinstance(error, kinds))
+    code = next(exits, Exit.FAILED)
+    reason = str(error).partition("\n")[0]  # the lines after it are details and hints
+    return Fatal(code, f"{_SENTENCES[code]}: {type(error).__name__}: {reason}")
 
 
 async def migrate(url: str, *rooms: str) -> list[str]:
     """Bring the tables of `rooms` to this program's version, one room after the other; return what was applied.
 
-    Raises `Fatal`: 69 where Postgres can't be reached, 78 where the database is newer than the program.
+    Raises `Fatal` as `fatal_errors` says, and 78 where the database is newer than the program.
     """
-    connection = await connect(url)
-    try:
+    async with connected(url) as connection:
         async with connection.transaction():
             await connection.execute(_QUERIES["lock_migrations"])
             await connection.execute(_QUERIES["prepare_migrations"])
         return [name for room in rooms for name in await _migrate_room(connection, room)]
-    finally:
-        await connection.close()
 
 
 async def _migrate_room(connection: Connection, room: str) -> list[str]:

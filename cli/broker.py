@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from chassis.exits import Exit
 from cli.connect import with_broker
 from cli.noun import Config, Json, TokenFile, Url, noun
 from cli.output import fields, json_line
-
-if TYPE_CHECKING:
-    from broker.orphans import Violation
 
 app = noun("Run and check the broker.")
 
@@ -35,8 +32,9 @@ def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
     if not as_json:
         _command("orphan-check", config)
     from broker.config import load_config  # noqa: PLC0415
+    from broker.orphans import check  # noqa: PLC0415
 
-    violations = asyncio.run(_orphans(load_config(config).database_url))
+    violations = asyncio.run(check(load_config(config).database_url))
     for violation in violations:
         json_line(violation._asdict())
     if violations:
@@ -63,19 +61,6 @@ def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = 
             ("a member may send", limit and f"{limit.per_member} messages in {limit.window_seconds} s"),
         )
     )
-
-
-async def _orphans(database_url: str) -> list[Violation]:
-    from broker.database import check_version  # noqa: PLC0415
-    from broker.orphans import find_orphans  # noqa: PLC0415
-    from chassis.postgres import connect  # noqa: PLC0415
-
-    connection = await connect(database_url)
-    try:
-        await check_version(connection)
-        return await find_orphans(connection)
-    finally:
-        await connection.close()
 
 
 def _command(name: str, config: Path | None) -> NoReturn:

@@ -148,7 +148,7 @@ async def test_what_is_wrong_is_said_in_a_sentence_with_its_exit_code(servers: d
         (78, "shorter than consumer.ack_wait_seconds", direct, {**servers, **slow}),
         (78, "handler.url", (*direct[:5], "ftp://x"), servers),
         (69, "cannot open the database", direct, away),
-        (69, "cannot open the database", direct, empty),
+        (78, "create the role or the database", direct, empty),
     ]
     answers = await asyncio.gather(*(refused(*arguments, **environ) for _, _, arguments, environ in cases))
 

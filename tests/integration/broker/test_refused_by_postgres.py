@@ -1,0 +1,128 @@
+"""What the broker's commands say and end with where Postgres refuses them (spec operate.md, "CLI": exit codes)."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from broker import orphans
+from broker.database import Database
+from broker.migrate import migrate
+from chassis.exits import Exit, Fatal
+from chassis.postgres import fatal_errors
+from embedded import EmbeddedPostgres
+
+PASSWORD = "the-guest's-password"
+COMMANDS = (
+    ("broker", "run"),
+    ("broker", "migrate"),
+    ("broker", "orphan-check"),
+    ("cli", "broker", "run"),
+    ("cli", "broker", "migrate"),
+    ("cli", "broker", "orphan-check"),
+    ("cli", "broker", "orphan-check", "--json"),
+)
+
+
+@pytest.fixture(scope="module")
+def guarded(session_directory: Path) -> Iterator[EmbeddedPostgres]:
+    """A Postgres with the migrated database `own`, where the role `guest` has a password and no rights."""
+    server = EmbeddedPostgres(session_directory / "guarded", durable=False)
+    server.start()
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # leaves the loop of the test plugin alone
+        runner.run(_guard(server))
+    yield server
+    server.stop()
+
+
+async def _guard(server: EmbeddedPostgres) -> None:
+    postgres = await asyncpg.connect(server.url.replace("postroom@", "postgres@"))
+    await postgres.execute("CREATE DATABASE own OWNER postroom")
+    await postgres.execute(f"""CREATE ROLE guest LOGIN PASSWORD '{PASSWORD.replace("'", "''")}'""")
+    await migrate(server.url_of("own"))
+    rules = server.directory / "pg_hba.conf"
+    rules.write_text("local all guest scram-sha-256\n" + rules.read_text())
+    await postgres.execute("SELECT pg_reload_conf()")
+    await postgres.close()
+    while not await _gets_in(_as(server, "guest", PASSWORD)):  # until the server has read its rules again
+        pass
+
+
+async def _gets_in(url: str) -> bool:
+    try:
+        connection = await asyncpg.connect(url)
+    except asyncpg.InvalidAuthorizationSpecificationError:
+        return False
+    await connection.close()
+    return True
+
+
+def _as(server: EmbeddedPostgres, role: str, password: str = "") -> str:
+    return server.url_of("own").replace("postroom@", f"{role}:{password}@")
+
+
+REFUSALS = {
+    "a wrong password": (Exit.CONFIG, "password authentication failed"),
+    "a role that does not exist": (Exit.CONFIG, "stranger"),
+    "a database that does not exist": (Exit.CONFIG, '"nowhere" does not exist'),
+    "a malformed url": (Exit.CONFIG, "database_url is not a Postgres URL"),
+    "a role without rights": (Exit.NOT_PERMITTED, "permission denied"),
+    "nobody listening": (Exit.UNAVAILABLE, "cannot open the database"),
+}
+
+
+@pytest.fixture(params=REFUSALS)
+def refusal(request: pytest.FixtureRequest, guarded: EmbeddedPostgres) -> tuple[str, Exit, str]:
+    urls = {
+        "a wrong password": _as(guarded, "guest", "not-the-password"),
+        "a role that does not exist": _as(guarded, "stranger"),
+        "a database that does not exist": guarded.url_of("nowhere"),
+        "a malformed url": "nonsense:not-the-password",
+        "a role without rights": _as(guarded, "guest", PASSWORD),
+        "nobody listening": "postgresql://guest:not-the-password@127.0.0.1:1/own",
+    }
+    return urls[request.param], *REFUSALS[request.param]
+
+
+async def test_a_refusal_is_one_sentence_and_its_exit_code(refusal: tuple[str, Exit, str]) -> None:
+    url, code, words = refusal
+    for work in (migrate(url), Database.open(url, connections=1), orphans.check(url)):
+        with pytest.raises(Fatal, match=words) as refused:
+            await work
+        assert refused.value.exit_code == code
+        assert "\n" not in str(refused.value)
+        assert not any(secret in str(refused.value) for secret in ("not-the-password", PASSWORD))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+async def test_every_command_says_it_and_ends_with_it(
+    guarded: EmbeddedPostgres, config_file: Path, command: tuple[str, ...]
+) -> None:
+    good = config_file.read_text().splitlines()[1:]
+    config_file.write_text("\n".join([f'database_url = "{_as(guarded, "guest", PASSWORD)}"', *good]))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *command, "--config", str(config_file)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={},
+    )
+    output, said = await process.communicate()
+
+    assert (process.returncode, output) == (Exit.NOT_PERMITTED, b"")
+    assert said.decode().count("\n") == 1
+    assert b"permission denied" in said
+    assert b"Traceback" not in said
+
+
+async def test_whatever_else_postgres_refuses_is_a_failure(database_url: str) -> None:
+    connection = await asyncpg.connect(database_url)
+    with pytest.raises(Fatal, match="DivisionByZeroError: division by zero") as refused, fatal_errors():
+        await connection.execute("SELECT 1 / 0")
+    await connection.close()
+
+    assert refused.value.exit_code == Exit.FAILED
