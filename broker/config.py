@@ -45,6 +45,10 @@ class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = "retention_scoped"
     dedupe_days: Annotated[int, Meta(ge=MIN_DEDUPE_DAYS, description="how long an id is recognised, in days")] = 30
     message_days: Annotated[int, Meta(ge=1, description="how long a message is kept, in days")] = 30
+    event_days: Annotated[
+        float,
+        Meta(gt=0, description="how long every worker keeps published events at least (`record.keep_days`), in days"),
+    ] = 30
     sweep: Annotated[bool, Meta(description="whether this process takes part in sweeping (one leader sweeps)")] = True
     sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 60.0
     sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one step of a sweep")] = 500
@@ -53,6 +57,11 @@ class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 def dedupe_life(retention: RetentionConfig) -> timedelta | None:
     """Return how long an id is recognised; None: for ever."""
     return None if retention.mode == "permanent" else timedelta(days=retention.dedupe_days)
+
+
+def events_kept(retention: RetentionConfig) -> timedelta:
+    """Return how long a published event is kept at least."""
+    return timedelta(days=retention.event_days)
 
 
 class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +87,10 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         MAX_BODY_BYTES
     )
     max_in_flight: Annotated[int, Meta(ge=1, description="requests at work at once; more are asked to wait")] = 64
+    header_seconds: Annotated[float, Meta(gt=0, description="how long a request's head may take, in s")] = 10.0
     body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in s")] = 30.0
+    stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may lie unread, in s")] = 30.0
+    idle_seconds: Annotated[float, Meta(gt=0, description="how long a connection may idle, in s")] = 75.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
     limiter: LimiterConfig = msgspec.field(default_factory=LimiterConfig)
     retention: RetentionConfig = msgspec.field(default_factory=RetentionConfig)

@@ -55,6 +55,13 @@ class Metrics:
             "postroom_broker_swept_rows", "Rows that retention deleted, by kind.", ["kind"], registry=registry
         )
 
+        self.dropped = Counter(
+            "postroom_broker_connections_dropped",
+            "Connections ended by a deadline, by the reason.",
+            ["reason"],
+            registry=registry,
+        )
+
     def expose(self) -> bytes:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)

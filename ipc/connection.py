@@ -1,8 +1,8 @@
 """One connection: its peer, its deadlines, and the errors that HTTP itself makes.
 
-aiohttp's protocol parses and queues; this class adds what a socket open to every local process needs: the peer's
-credentials, read once on accept; deadlines for a head, a body and a reader that do not come to an end; an answer after
-a half-close; and problem+json where the parser refuses a request (bad-input.md, "Before HTTP" and "HTTP").
+Beside the deadlines that the broker's connections have as well, a socket open to every local process needs: the peer's
+credentials, read once on accept; deadlines for a body that does not come to an end; an answer after a half-close; and
+problem+json where the parser refuses a request (bad-input.md, "Before HTTP" and "HTTP").
 """
 
 from __future__ import annotations
@@ -18,34 +18,28 @@ import structlog
 from aiohttp import web
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler, RequestPayloadError
+from aiohttp.web_protocol import RequestPayloadError
 
+from chassis.deadlines import NEVER, Deadlines, TimedConnection, has_passed
 from ipc.answers import problem_answer, problem_of
-from ipc.limits import Limits
 from ipc.peers import peer_of
 from outbox.model import Caller
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
-_NEVER = 0.0  # "no such moment yet"; the loop's clock never reads zero here
 
-
-class Connection(RequestHandler):
-    """A caller's connection; `overdue` tells the server's sweep when to drop it."""
+class Connection(TimedConnection):
+    """A caller's connection."""
 
     __slots__ = (
-        "_blocked_since",
         "_body_since",
         "_end",
         "_half_closed",
-        "_head_since",
-        "_heard_at",
         "_last_body",
         "between_lines",
         "caller",
         "is_tcp",
-        "starting",
     )
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
@@ -53,14 +47,10 @@ class Connection(RequestHandler):
         self.caller = Caller(-1, -1)
         self.is_tcp = False
         self.between_lines = False  # a batch with no line begun: the next may take its time, as long as bytes come
-        self.starting = False  # a request has been taken from the queue, and its task has not begun
         self._last_body: StreamReader | None = None
         self._end: asyncio.Future[None] = loop.create_future()
         self._half_closed = False
-        self._head_since = _NEVER
-        self._body_since = _NEVER
-        self._heard_at = _NEVER
-        self._blocked_since = _NEVER
+        self._body_since = NEVER
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Read the peer's credentials, or hang up when it is already gone or one connection too many."""
@@ -70,19 +60,7 @@ class Connection(RequestHandler):
         except OSError:
             cast(asyncio.Transport, transport).abort()
         self.is_tcp = sock.family != socket.AF_UNIX
-        self._heard_at = self._loop.time()
         super().connection_made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse, and remember since when a head is incomplete."""
-        requests = self._request_count
-        super().data_received(data)
-        self._heard_at = self._loop.time()
-        if self._request_count != requests:
-            self._head_since = _NEVER
-            self._notice(*self._messages[-1])
-        elif not self.busy and self._head_since == _NEVER:
-            self._head_since = self._heard_at
 
     def _notice(self, message: object, body: StreamReader) -> None:
         """Remember the newest request's body; where the parser gave up within one, tell whoever reads it."""
@@ -117,42 +95,17 @@ class Connection(RequestHandler):
         if not self._end.done():
             self._end.set_result(None)
 
-    def pause_writing(self) -> None:
-        """Remember since when the caller has not read its answers."""
-        super().pause_writing()
-        self._blocked_since = self._loop.time()
-
-    def resume_writing(self) -> None:
-        """Forget it: the caller reads again."""
-        super().resume_writing()
-        self._blocked_since = _NEVER
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request is being answered or waits for its turn."""
-        return self._request_in_progress or self.starting or bool(self._messages)
-
-    @property
-    def idle_since(self) -> float | None:
-        """Since when (loop time) nothing has been going on here; None while something is."""
-        return None if self.busy else self._heard_at
-
     def begin(self) -> None:
         """Note that a body begins which has not arrived in full, or a line of a batch."""
         self._body_since = self._loop.time()
 
-    def overdue(self, now: float, limits: Limits) -> str | None:
-        """Say which deadline has passed, or nothing."""
-        return next((reason for reason, passed in self._deadlines(now, limits) if passed), None)
-
-    def _deadlines(self, now: float, limits: Limits) -> Iterator[tuple[str, bool]]:
+    def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
         yield "caller_gone", self._half_closed and self._has_hung_up()
-        yield "reply_not_read", _passed(self._blocked_since, now, limits.stall_seconds)
-        yield "head_too_slow", _passed(self._head_since, now, limits.header_seconds)
+        yield from super()._deadlines(now, limits)
         request = self._current_request
-        if request is not None and not request.content.is_eof() and self._body_since != _NEVER:
-            yield "body_stalled", _passed(self._heard_at, now, limits.stall_seconds)
-            yield "body_too_slow", not self.between_lines and _passed(self._body_since, now, limits.body_seconds)
+        if request is not None and not request.content.is_eof() and self._body_since != NEVER:
+            yield "body_stalled", has_passed(self._heard_at, now, limits.stall_seconds)
+            yield "body_too_slow", not self.between_lines and has_passed(self._body_since, now, limits.body_seconds)
 
     def _has_hung_up(self) -> bool:
         """Tell a caller that has closed its socket from one that only has nothing more to say."""
@@ -161,11 +114,6 @@ class Connection(RequestHandler):
         poller = select.poll()
         poller.register(self.transport.get_extra_info("socket").fileno(), 0)
         return any(events & select.POLLHUP for _, events in poller.poll(0))
-
-    def abort(self) -> None:
-        """Drop the connection without waiting for anything to be read."""
-        if self.transport is not None:
-            self.transport.abort()
 
     def handle_error(
         self,
@@ -183,7 +131,3 @@ class Connection(RequestHandler):
         _log.error("unforeseen_error", exc_info=exc)
         error = PostroomError.of(500, "internal_error", "an error that nobody foresaw; the log has it", retryable=True)
         return problem_answer(error.problem, close=True)
-
-
-def _passed(since: float, now: float, seconds: float) -> bool:
-    return since != _NEVER and now - since > seconds

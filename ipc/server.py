@@ -18,6 +18,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
+from chassis.deadlines import TimedServer
 from chassis.listener import BACKLOG
 from chassis.routes import Route
 from ipc.answers import Answer, problem_answer, problem_of
@@ -32,7 +33,6 @@ from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)
 
-SWEEP_SECONDS: Final = 1.0
 _BUSY: Final = problem_of(
     429, "too_busy", "too many requests are being answered: try again", retryable=True, retry_after=1.0
 )
@@ -42,8 +42,10 @@ _NOT_ALLOWED: Final = problem_of(
 _INTERNAL: Final = problem_of(500, "internal_error", "an error that nobody foresaw; the log has it", retryable=True)
 
 
-class Server(web.Server):
+class Server(TimedServer):
     """Serves the routes on any number of sockets, from `start` to `stop`."""
+
+    connection_type = Connection
 
     def __init__(
         self,
@@ -55,12 +57,13 @@ class Server(web.Server):
         tcp_guard: TcpGuard | None = None,
     ) -> None:
         super().__init__(
-            cast(Any, self._answer),
+            self._answer,
+            deadlines=limits,
+            on_drop=self._count_drop,
             request_factory=cast(Any, self._request),
             access_log=None,
             auto_decompress=False,
             tcp_keepalive=False,
-            keepalive_timeout=limits.idle_seconds,
             lingering_time=2.0,
             max_headers=limits.headers,
         )
@@ -71,11 +74,6 @@ class Server(web.Server):
         self._counters = counters
         self._tcp_guard = tcp_guard
         self._listeners: list[asyncio.Server] = []
-        self._running_loop = asyncio.get_running_loop()
-
-    def __call__(self) -> RequestHandler:
-        """Make the protocol of a new connection (aiohttp and asyncio call this)."""
-        return Connection(self, loop=self._running_loop, **self._kwargs)
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Listen on `sockets`."""
@@ -94,18 +92,8 @@ class Server(web.Server):
             connection.end_waiting()
         await self.shutdown(grace_seconds)
 
-    async def sweep(self) -> None:
-        """Drop connections whose deadline has passed, once a second, for ever."""
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            self.drop_overdue(self._running_loop.time())
-
-    def drop_overdue(self, now: float) -> None:
-        """Drop every connection whose deadline has passed at `now` (loop time)."""
-        for connection in cast("list[Connection]", self.connections):
-            if (reason := connection.overdue(now, self._limits)) is not None:
-                self._counters.dropped[reason] += 1
-                connection.abort()
+    def _count_drop(self, reason: str) -> None:
+        self._counters.dropped[reason] += 1
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         """Count the connection; where there is no room for it, the one that has idled longest makes some."""
@@ -134,12 +122,10 @@ class Server(web.Server):
         writer: AbstractStreamWriter,
         task: asyncio.Task[None],
     ) -> Request:
-        protocol.starting = True  # type: ignore[attr-defined] # every protocol of the server is a Connection
         return Request(message, payload, protocol, writer, task, self._running_loop)
 
     async def _answer(self, request: Request) -> web.StreamResponse:
         counters = self._counters
-        request.connection.starting = False
         if counters.in_flight >= self._limits.requests_in_flight:
             return problem_answer(_BUSY, close=not request.content.is_eof())
         counters.in_flight += 1

@@ -1,0 +1,137 @@
+"""Slow peers of an HTTP server: deadlines for a head and for a reader that do not come to an end.
+
+aiohttp bounds how long a connection idles, before a request and between two, and nothing else. `TimedConnection`
+remembers since when its peer owes something, and `TimedServer.sweep` drops whoever is overdue (bad-input.md,
+"Before HTTP").
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Final, Protocol, cast
+
+from aiohttp import web
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler
+
+SWEEP_SECONDS: Final = 1.0
+NEVER: Final = 0.0  # "no such moment yet"; the loop's clock never reads zero here
+
+
+class Deadlines(Protocol):
+    """How slow a peer may be, in seconds; a config holds them under these names."""
+
+    @property
+    def header_seconds(self) -> float:
+        """Time for the head of a request, from its first byte."""
+
+    @property
+    def body_seconds(self) -> float:
+        """Time for the body of a request."""
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time without an answer being read."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time that a connection may idle; aiohttp itself sees to it."""
+
+
+class TimedConnection(RequestHandler):
+    """A peer's connection; `overdue` tells the server's sweep when to drop it."""
+
+    __slots__ = ("_blocked_since", "_head_since", "_heard_at")
+
+    def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+        super().__init__(server, loop=loop, **options)
+        self._head_since = NEVER
+        self._heard_at = NEVER
+        self._blocked_since = NEVER
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember since when the peer may ask."""
+        self._heard_at = self._loop.time()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and remember since when a head is incomplete."""
+        requests = self._request_count
+        super().data_received(data)
+        self._heard_at = self._loop.time()
+        if self._request_count != requests:
+            self._head_since = NEVER
+            self._notice(*self._messages[-1])
+        elif not self.busy and self._head_since == NEVER:
+            self._head_since = self._heard_at
+
+    def _notice(self, message: object, body: StreamReader) -> None:
+        """Take note of the newest request: its head, or what the parser says against it, and its body."""
+
+    def pause_writing(self) -> None:
+        """Remember since when the peer has not read its answers."""
+        super().pause_writing()
+        self._blocked_since = self._loop.time()
+
+    def resume_writing(self) -> None:
+        """Forget it: the peer reads again."""
+        super().resume_writing()
+        self._blocked_since = NEVER
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered or waits for its turn."""
+        return self._waiter is None or self._waiter.done()
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when (loop time) nothing has been going on here; None while something is."""
+        return None if self.busy else self._heard_at
+
+    def overdue(self, now: float, limits: Deadlines) -> str | None:
+        """Say which deadline has passed, or nothing."""
+        return next((reason for reason, passed in self._deadlines(now, limits) if passed), None)
+
+    def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
+        yield "reply_not_read", has_passed(self._blocked_since, now, limits.stall_seconds)
+        yield "head_too_slow", has_passed(self._head_since, now, limits.header_seconds)
+
+    def abort(self) -> None:
+        """Drop the connection without waiting for anything to be read."""
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class TimedServer(web.Server):
+    """An aiohttp server that drops the connections of peers that are too slow, for as long as `sweep` runs."""
+
+    connection_type: ClassVar[type[TimedConnection]] = TimedConnection
+
+    def __init__(self, handler: Any, *, deadlines: Deadlines, on_drop: Callable[[str], None], **options: Any) -> None:
+        super().__init__(handler, keepalive_timeout=deadlines.idle_seconds, **options)
+        self._deadlines = deadlines
+        self._on_drop = on_drop
+        self._running_loop = asyncio.get_running_loop()
+
+    def __call__(self) -> RequestHandler:
+        """Make the protocol of a new connection (aiohttp and asyncio call this)."""
+        return self.connection_type(self, loop=self._running_loop, **self._kwargs)
+
+    async def sweep(self) -> None:
+        """Drop connections whose deadline has passed, once a second, for ever."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.drop_overdue(self._running_loop.time())
+
+    def drop_overdue(self, now: float) -> None:
+        """Drop every connection whose deadline has passed at `now` (loop time), and tell `on_drop` why."""
+        for connection in cast("list[TimedConnection]", self.connections):
+            if (reason := connection.overdue(now, self._deadlines)) is not None:
+                self._on_drop(reason)
+                connection.abort()
+
+
+def has_passed(since: float, now: float, seconds: float) -> bool:
+    """Say whether more than `seconds` lie between `since` and `now`; never where `since` is `NEVER`."""
+    return since != NEVER and now - since > seconds

@@ -1,0 +1,87 @@
+"""Clients that never come to an end: each is dropped at its deadline (bad-input.md, "Before HTTP")."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker.config import BrokerConfig
+from broker.main import open_services
+from broker.server import serving
+
+OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+HOUR = 3600.0
+
+Open = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+async def listen(migrated: BrokerConfig, short_directory: Path) -> AsyncIterator[Open]:
+    """How to listen on a socket, patient but for the deadlines given; returns the services."""
+    async with AsyncExitStack() as stack:
+
+        async def start(**deadlines: float) -> Any:
+            patient = {"header_seconds": HOUR, "body_seconds": HOUR, "stall_seconds": HOUR, "idle_seconds": HOUR}
+            where = {"socket_path": short_directory / "broker.sock"}
+            config = msgspec.structs.replace(migrated, **where, **(patient | deadlines))
+            services = await stack.enter_async_context(open_services(config))
+            await stack.enter_async_context(serving(services))
+            return services
+
+        yield start
+
+
+def _dropped(services: Any, reason: str) -> float | None:
+    value: float | None = services.metrics.registry.get_sample_value(
+        "postroom_broker_connections_dropped_total", {"reason": reason}
+    )
+    return value
+
+
+async def _answer(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(line for line in head.split(b"\r\n") if line.startswith(b"Content-Length:"))
+    await reader.readexactly(int(length.partition(b":")[2]))
+    return head
+
+
+async def test_a_head_that_does_not_come_to_an_end_is_dropped_and_a_healthy_client_is_not(listen: Open) -> None:
+    services = await listen(header_seconds=0.01)
+    healthy, asks = await asyncio.open_unix_connection(str(services.config.socket_path))
+    asks.write(OPENAPI)
+    assert (await _answer(healthy)).startswith(b"HTTP/1.1 200 ")
+    reader, writer = await asyncio.open_unix_connection(str(services.config.socket_path))
+    writer.write(b"GET /openapi.json HTTP/1.1\r\nX: ")
+    assert await reader.read() == b""
+    assert _dropped(services, "head_too_slow") == 1
+    asks.write(OPENAPI)
+    assert (await _answer(healthy)).startswith(b"HTTP/1.1 200 ")
+    writer.close()
+    asks.close()
+
+
+async def test_a_connection_that_asks_nothing_is_closed(listen: Open) -> None:
+    services = await listen(idle_seconds=0.01)
+    reader, writer = await asyncio.open_unix_connection(str(services.config.socket_path))
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_client_that_does_not_read_its_answers_is_dropped(listen: Open) -> None:
+    services = await listen(stall_seconds=0.01)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, str(services.config.socket_path))
+        await asyncio.get_running_loop().sock_sendall(client, OPENAPI * 1000)
+        hang_up = select.poll()
+        hang_up.register(client, 0)
+        assert await asyncio.to_thread(hang_up.poll, 60_000)
+    assert _dropped(services, "reply_not_read") == 1
