@@ -1,4 +1,4 @@
-"""The tables of jobs: bringing a database to this program's version, and opening it.
+"""The tables of jobs: bringing a database to this program's version.
 
 They stand beside delivering's: what a step sends goes through the event outbox, in the same transaction.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Final
 
 from chassis import postgres
-from chassis.postgres import Pool
 
 ROOMS: Final = ("delivery", "ledger")
 
@@ -16,21 +15,6 @@ ROOMS: Final = ("delivery", "ledger")
 async def migrate(url: str) -> list[str]:
     """Bring the database to this program's version and return the names of what was applied, in order.
 
-    Raises `Fatal`: 69 where Postgres can't be reached, 78 where the database is newer than the program.
+    Raises `Fatal` as `chassis.postgres.migrate` does.
     """
     return await postgres.migrate(url, *ROOMS)
-
-
-async def open_database(url: str, *, name: str, connections: int) -> Pool:
-    """Open a pool that Postgres knows as `name`, and check the tables' version; the caller closes it.
-
-    Raises `Fatal`: 69 where Postgres can't be reached, 78 where its tables are not this program's.
-    """
-    pool = await postgres.open_pool(url, name=name, connections=connections)
-    try:
-        async with pool.acquire() as connection:
-            await postgres.check_version(connection, *ROOMS, migrate_with="postroom broker migrate")
-    except BaseException:
-        await pool.close()
-        raise
-    return pool

@@ -27,7 +27,7 @@ class Fault(PostroomError):
 
 
 class Missing(Fault):
-    """There is no such job or activity."""
+    """There is no such activity."""
 
     then = Then.ACKNOWLEDGE
 
@@ -35,11 +35,6 @@ class Missing(Fault):
     def of_activity(cls, activity: object) -> Self:
         """Say that there is no such activity."""
         return cls.of(404, "activity_missing", f"there is no activity {activity}: its job was removed, or never begun")
-
-    @classmethod
-    def of_job(cls, job: object) -> Self:
-        """Say that there is no such job."""
-        return cls.of(404, "job_missing", f"there is no job {job}: see `postroom jobs list`")
 
 
 class Duplicate(Fault):
