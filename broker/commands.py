@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from broker import orphans
-from broker.config import BrokerConfig, load_config
+from broker.config import BrokerConfig, events_kept, load_config
 from broker.main import run
 from broker.migrate import migrate
 from chassis import logs, runtime
@@ -33,7 +33,7 @@ async def migrate_database(config: BrokerConfig) -> Exit:
 
 async def check_orphans(config: BrokerConfig) -> Exit:
     """Print every violation of accept's atomicity; exit code 1 where there is one."""
-    violations = await orphans.check(config.database_url)
+    violations = await orphans.check(config.database_url, events_kept=events_kept(config.retention))
     for kind, rows, examples in violations:
         sys.stdout.write(f"{kind}: {rows} rows, such as {', '.join(map(str, examples))}\n")
     if not violations:

@@ -47,7 +47,7 @@ class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     message_days: Annotated[int, Meta(ge=1, description="how long a message is kept, in days")] = 30
     event_days: Annotated[
         float,
-        Meta(gt=0, description="how long every worker keeps published events at least (`record.keep_days`), in days"),
+        Meta(gt=0, description="how long workers keep published events (their `record.keep_days`), in days"),
     ] = 30
     sweep: Annotated[bool, Meta(description="whether this process takes part in sweeping (one leader sweeps)")] = True
     sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 60.0

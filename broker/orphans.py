@@ -5,11 +5,15 @@ It reads one snapshot, so that it may run beside accepts and sweeps; each violat
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from datetime import timedelta
+from typing import Final, NamedTuple
 from uuid import UUID
 
+from broker.config import MIN_DEDUPE_DAYS
 from broker.database import QUERIES, check_version
 from chassis.postgres import Connection, connected
+
+_ID_LIFE: Final = timedelta(days=MIN_DEDUPE_DAYS)  # no broker forgets an id earlier, whatever its config was
 
 
 class Violation(NamedTuple):
@@ -20,14 +24,18 @@ class Violation(NamedTuple):
     examples: list[UUID]
 
 
-async def check(url: str) -> list[Violation]:
+async def check(url: str, *, events_kept: timedelta) -> list[Violation]:
     """Return every violation in the database at `url`; raises `Fatal`, also where its schema is not this program's."""
     async with connected(url) as connection:
         await check_version(connection)
-        return await find_orphans(connection)
+        return await find_orphans(connection, events_kept=events_kept)
 
 
-async def find_orphans(connection: Connection) -> list[Violation]:
-    """Return every violation, by kind; an empty list is the only good answer."""
+async def find_orphans(connection: Connection, *, events_kept: timedelta) -> list[Violation]:
+    """Return every violation, by kind; an empty list is the only good answer.
+
+    A published event is pruned after `events_kept` at the earliest: only a younger message must still have its own.
+    """
     async with connection.transaction(isolation="repeatable_read", readonly=True):
-        return [Violation(*row) for row in await connection.fetch(QUERIES["find_orphans"])]
+        rows = await connection.fetch(QUERIES["find_orphans"], events_kept, _ID_LIFE)
+    return [Violation(*row) for row in rows]

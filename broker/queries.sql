@@ -333,12 +333,21 @@ SELECT count(*) FROM forgotten;
 
 -- name: find_orphans
 -- Every row that an accept must have written and did not, or that is left without its accept, by kind (seed §4.7.3).
+-- $1 is how long an event is kept at least, from the accept on: an older one may have been pruned. $2 is how long an id
+-- is recognised at least: an older event may have outlived its message and the tombstone of that.
 WITH live AS MATERIALIZED (
   SELECT * FROM mesh.client_message_dedupe WHERE history_available
 ), message AS MATERIALIZED (
-  SELECT broker_message_id, 'topic' AS destination_kind FROM mesh.topic_message
+  SELECT broker_message_id, 'topic' AS destination_kind, accepted_at FROM mesh.topic_message
   UNION ALL
-  SELECT broker_message_id, CASE WHEN recipient_id IS NULL THEN 'queue' ELSE 'dm' END FROM mesh.message_queue
+  SELECT broker_message_id, CASE WHEN recipient_id IS NULL THEN 'queue' ELSE 'dm' END, accepted_at
+  FROM mesh.message_queue
+), announced AS (
+  -- Services write events of their own into the same table, of any aggregate: an accept's names itself in its payload.
+  SELECT id AS broker_message_id, aggregate_type AS destination_kind, occurred_at FROM postroom.outbox_events
+  WHERE aggregate_type IN ('topic', 'queue')
+    AND aggregate_id = (payload ->> 'mesh') || '/' || aggregate_type || ':' || event_type
+    AND payload ->> 'broker_message_id' = id::text
 ), violation AS (
   SELECT 'dedupe_without_message' AS kind, broker_message_id FROM live
   WHERE NOT EXISTS (
@@ -352,6 +361,26 @@ WITH live AS MATERIALIZED (
     WHERE history.broker_message_id = live.broker_message_id
       AND history.mesh_id = live.mesh_id AND history.history_id = live.history_id
   )
+  UNION ALL
+  SELECT 'message_without_event', broker_message_id FROM message
+  WHERE destination_kind <> 'dm' AND accepted_at > now() - $1::interval
+    AND NOT EXISTS (
+      SELECT FROM announced
+      WHERE announced.broker_message_id = message.broker_message_id
+        AND announced.destination_kind = message.destination_kind
+    )
+  UNION ALL
+  SELECT 'event_without_message', broker_message_id FROM announced
+  WHERE occurred_at > now() - $2::interval
+    AND NOT EXISTS (
+      SELECT FROM message
+      WHERE message.broker_message_id = announced.broker_message_id
+        AND message.destination_kind = announced.destination_kind
+    )
+    AND NOT EXISTS (
+      SELECT FROM mesh.client_message_dedupe AS tombstone
+      WHERE tombstone.broker_message_id = announced.broker_message_id AND NOT tombstone.history_available
+    )
   UNION ALL
   SELECT 'deliveries_incomplete', history.broker_message_id
   FROM mesh.message_history AS history

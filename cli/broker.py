@@ -31,10 +31,11 @@ def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
     """Check that every accept has all its rows; exit code 1 where one has not."""
     if not as_json:
         _command("orphan-check", config)
-    from broker.config import load_config  # noqa: PLC0415
+    from broker.config import events_kept, load_config  # noqa: PLC0415
     from broker.orphans import check  # noqa: PLC0415
 
-    violations = asyncio.run(check(load_config(config).database_url))
+    settings = load_config(config)
+    violations = asyncio.run(check(settings.database_url, events_kept=events_kept(settings.retention)))
     for violation in violations:
         json_line(violation._asdict())
     if violations:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,24 @@ import pytest
 
 from broker.orphans import find_orphans
 
+KEPT = timedelta(days=30)
+
 Message = Callable[..., dict[str, Any]]
 
 DAMAGE = {
-    "DELETE FROM mesh.topic_message": {"dedupe_without_message": 1},
-    "DELETE FROM mesh.message_queue": {"dedupe_without_message": 2},
+    "DELETE FROM mesh.topic_message": {"dedupe_without_message": 1, "event_without_message": 1},
+    "DELETE FROM mesh.message_queue": {"dedupe_without_message": 2, "event_without_message": 1},
+    "DELETE FROM postroom.outbox_events WHERE aggregate_type = 'topic'": {"message_without_event": 1},
+    "DELETE FROM postroom.outbox_events WHERE aggregate_type = 'queue'": {"message_without_event": 1},
+    "UPDATE postroom.outbox_events SET id = gen_random_uuid() WHERE aggregate_type = 'queue'": {
+        "message_without_event": 1
+    },
+    "WITH gone AS (DELETE FROM mesh.topic_message), forgotten AS (DELETE FROM mesh.client_message_dedupe "
+    "WHERE destination_kind = 'topic'), past AS (DELETE FROM mesh.message_history WHERE destination_kind = 'topic' "
+    "RETURNING broker_message_id), unmentioned AS (DELETE FROM mesh.mention_index) "
+    "DELETE FROM mesh.delivery_queue WHERE broker_message_id IN (SELECT broker_message_id FROM past)": {
+        "event_without_message": 1
+    },
     "DELETE FROM mesh.message_history": {"dedupe_without_history": 3},
     "DELETE FROM mesh.delivery_queue WHERE recipient_id = (SELECT id FROM mesh.member WHERE name = 'ada')": {
         "deliveries_incomplete": 1
@@ -45,7 +60,7 @@ async def send_all_kinds(broker: Any, message: Message) -> None:
 async def test_accepted_messages_of_every_kind_leave_no_orphan(broker: Any, message: Message, postgres: Any) -> None:
     await send_all_kinds(broker, message)
 
-    assert await find_orphans(postgres) == []
+    assert await find_orphans(postgres, events_kept=KEPT) == []
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -54,10 +69,34 @@ async def test_damage_of_every_kind_is_found(
 ) -> None:
     await send_all_kinds(broker, message)
     await tamper(damage)
-    violations = await find_orphans(postgres)
+    violations = await find_orphans(postgres, events_kept=KEPT)
 
     assert {violation.kind: violation.rows for violation in violations} == DAMAGE[damage]
     assert all(violation.examples for violation in violations)
+
+
+async def test_an_event_may_be_pruned_before_its_message_and_outlive_its_forgotten_id(
+    broker: Any, message: Message, postgres: Any, tamper: Callable[[str], Awaitable[None]]
+) -> None:
+    await broker.member("alice").send(message("id-1"), message("id-2", "queue:work"))
+    await postgres.execute("DELETE FROM postroom.outbox_events WHERE aggregate_type = 'queue'")
+    (violation,) = await find_orphans(postgres, events_kept=KEPT)
+    assert (violation.kind, violation.rows) == ("message_without_event", 1)
+    assert await find_orphans(postgres, events_kept=timedelta(0)) == []
+
+    await postgres.execute("UPDATE postroom.outbox_events SET occurred_at = now() - interval '8 days'")
+    for table in ("client_message_dedupe", "topic_message", "message_queue", "message_history", "delivery_queue"):
+        await tamper(f"DELETE FROM mesh.{table}")  # noqa: S608 - our own names
+    assert await find_orphans(postgres, events_kept=KEPT) == []
+
+
+async def test_events_of_other_services_need_no_message(broker: Any, message: Message, postgres: Any) -> None:
+    await send_all_kinds(broker, message)
+    for payload in ({}, {"mesh": "demo"}, {"mesh": "demo", "broker_message_id": "another"}):
+        emit = "SELECT postroom.emit('demo', 'topic', 'demo/topic:orders', 'orders', $1)"
+        await postgres.execute(emit, json.dumps(payload))
+
+    assert await find_orphans(postgres, events_kept=KEPT) == []
 
 
 async def test_the_command_ends_with_1_on_a_violation_and_0_without(

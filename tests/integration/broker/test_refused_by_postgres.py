@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import asyncpg
@@ -91,7 +92,7 @@ def refusal(request: pytest.FixtureRequest, guarded: EmbeddedPostgres) -> tuple[
 
 async def test_a_refusal_is_one_sentence_and_its_exit_code(refusal: tuple[str, Exit, str]) -> None:
     url, code, words = refusal
-    for work in (migrate(url), Database.open(url, connections=1), orphans.check(url)):
+    for work in (migrate(url), Database.open(url, connections=1), orphans.check(url, events_kept=timedelta(days=30))):
         with pytest.raises(Fatal, match=words) as refused:
             await work
         assert refused.value.exit_code == code

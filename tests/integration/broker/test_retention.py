@@ -57,7 +57,7 @@ async def test_an_expired_message_goes_whole_and_its_id_is_still_recognised(
     assert (again.status, again.history_available, again.history_id) == (200, False, first.history_id)
     assert other.status == 409
     assert (await alice.get("/v1/history")).body == {"messages": []}
-    assert await find_orphans(postgres) == []
+    assert await find_orphans(postgres, events_kept=LIFE) == []
 
 
 async def test_an_id_is_forgotten_after_its_time_and_only_when_its_message_is_gone(
