@@ -125,6 +125,15 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     os.umask(before)
 
 
+async def test_a_new_cluster_is_made_and_served_under_any_umask(short_directory: Path, umask: int) -> None:
+    assert os.umask(umask) == umask
+    server = EmbeddedPostgres(short_directory / "postgres", durable=False)
+    connection = await asyncpg.connect(server.start())
+    assert await connection.fetchval("SELECT 42") == 42
+    await connection.close()
+    server.stop()
+
+
 @as_root
 def test_programs_that_the_unprivileged_user_cannot_reach_are_copied(
     server: EmbeddedPostgres, short_directory: Path, monkeypatch: pytest.MonkeyPatch, umask: int
