@@ -13,6 +13,7 @@ from embedded.programs import nats_server
 from embedded.server import EmbeddedServer
 
 _USER = "postroom"
+_FILE_BYTES = 1 << 40  # what streams may reserve: by itself NATS goes by the free disk, and /tmp may lie in memory
 _ANY_PORT = -1
 _MAX_PAYLOAD = 8 * 1024 * 1024  # bytes: the largest body that a broker accepts, in JSON, with all of it escaped
 
@@ -54,7 +55,11 @@ class EmbeddedNats(EmbeddedServer):
                 "port": config["port"] if _is_free(config["port"]) else _ANY_PORT,
                 "authorization": config["authorization"],
                 "max_payload": _MAX_PAYLOAD,
-                "jetstream": {"store_dir": str(self.directory / "jetstream"), "sync_interval": "always"},
+                "jetstream": {
+                    "store_dir": str(self.directory / "jetstream"),
+                    "sync_interval": "always",
+                    "max_file_store": _FILE_BYTES,
+                },
                 "ports_file_dir": str(self.directory),
             }
         )

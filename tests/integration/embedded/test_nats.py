@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import nats
 import pytest
 
 from embedded import EmbeddedNats
@@ -42,3 +44,13 @@ def test_a_client_without_the_password_is_refused(server: EmbeddedNats, credenti
         stream.write(f"CONNECT {credentials}\r\nPING\r\n".encode())
         stream.flush()
         assert b"Authorization Violation" in stream.readline()
+
+
+async def test_a_stream_may_reserve_more_than_the_disk_has_free(nats_url: str) -> None:
+    connection = await nats.connect(nats_url)
+    js = connection.jetstream()
+    free = shutil.disk_usage("/").free
+    made = await js.add_stream(name="LARGE", subjects=["large"], max_bytes=2 * free)
+    assert made.config.max_bytes == 2 * free
+    await js.delete_stream("LARGE")
+    await connection.close()
