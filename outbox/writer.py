@@ -9,7 +9,8 @@ get it back from a busy loop.
 Checkpoints run on the same connection (chassis/sqlite.py). SQLite's own would run inside a commit, before its answers,
 and every 4 MB: everybody waits 13 to 18 ms for one. Here they run after the group has been answered, and every 1 MiB
 (`outbox.checkpoint_bytes`): 5 to 7 ms, which mostly pass while the event loop reads the next requests. They cost a
-tenth of the throughput instead of a twentieth. Batches write more than that in one group, and are spared one in four.
+tenth of the throughput instead of a twentieth. A group of batches writes more
+than that by itself: several of them share a checkpoint.
 """
 
 from __future__ import annotations
