@@ -1,7 +1,8 @@
 """Keep a stack running: one supervisor a state directory, which starts again what ends and stops all of it at the end.
 
 Every process ends with the supervisor, `kill -9` included (`embedded.tether`). A program that was killed is started
-again; one that says its config is wrong (exit code 78), or that ends again and again, ends the supervisor too.
+again; one that says its config is wrong (exit code 78), or that ends again and again, ends the supervisor too. Each
+program has a budget of its own: a Postgres that takes the worker along must not use up the daemon's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -17,11 +18,12 @@ from typing import Final
 from chassis.exits import Exit, Fatal
 from cli.stack.layout import Layout
 from cli.stack.stack import Stack
-from embedded import EmbeddedServer, ProcessIdentity
+from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import wait_for_any
 
 _RESTARTS: Final = 5
 _RESTART_SECONDS: Final = 60.0
+_PAUSE_SECONDS: Final = 0.5  # between a start that failed and the next
 
 
 @contextmanager
@@ -49,17 +51,26 @@ def supervisor_of(layout: Layout) -> ProcessIdentity | None:
 
 
 def keep_running(stack: Stack, say: Callable[[str], None]) -> None:
-    """Start again whatever ends; returns only by an exception: `Fatal`, `EmbeddedError`, or the interruption."""
-    ends: deque[float] = deque(maxlen=_RESTARTS)
+    """Start again whatever ends; returns only by an exception: `Fatal`, or the interruption."""
+    ends: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_RESTARTS))
     while True:
         running = [process for program in stack.programs if (process := program.process) is not None]
         if len(running) == len(stack.programs):  # else one has ended while another was started again
             wait_for_any(running)
         for program in stack.programs:
             if program.process is None:
-                _refuse_to_restart(program, ends)
+                _refuse_to_restart(program, ends[program.name])
                 say(f"{program.name} ended; it is started again")
-                program.start()
+                _start_again(program, say)
+
+
+def _start_again(program: EmbeddedServer, say: Callable[[str], None]) -> None:
+    """Start a program; one that does not start is one more end of it, and the others keep running meanwhile."""
+    try:
+        program.start()
+    except EmbeddedError as error:
+        say(str(error))
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _refuse_to_restart(program: EmbeddedServer, ends: deque[float]) -> None:

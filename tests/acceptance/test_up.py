@@ -131,7 +131,7 @@ def test_a_killed_process_is_started_again(stack: Stack, name: str) -> None:
     assert killed.end((signal.SIGKILL, SECONDS))
     assert wait_until(lambda: program.process not in {None, killed}, SECONDS)
     done = run("send", "topic:orders", f"after {name}", "--wait", environ=environment(stack.layout))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr + stack.layout.log_file.read_text()
 
 
 def test_killed_with_9_nothing_keeps_running_and_started_again_it_carries_on(stack: Stack) -> None:

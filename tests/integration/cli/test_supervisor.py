@@ -1,17 +1,17 @@
-"""The supervisor of `postroom up` on programs that end while another one is being started again."""
+"""The supervisor of `postroom up`: what it starts again, how often, and what does not disturb the others."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from chassis.exits import Fatal
 from cli.stack.supervisor import keep_running
-from embedded import ProcessIdentity
+from embedded import EmbeddedError, ProcessIdentity
 
 
 class Enough(Exception):
@@ -44,25 +44,69 @@ class Sleeper:
 
     def kill(self) -> None:
         assert self._child is not None
-        os.kill(self._child.pid, signal.SIGKILL)
+        self._child.kill()
         self._child.wait()
 
 
-def test_a_program_that_ends_while_another_is_started_again_is_started_too():
-    broker, daemon = Sleeper("broker"), Sleeper("daemon")
+def enough() -> None:
+    raise Enough
 
-    def enough() -> None:
-        raise Enough
 
-    for program in (broker, daemon):
+@pytest.fixture
+def programs() -> Iterator[list[Sleeper]]:
+    programs = [Sleeper("broker"), Sleeper("daemon")]
+    for program in programs:
         program.start()
-    try:
-        daemon.on_start = broker.kill
-        broker.on_start = enough
-        daemon.kill()
-        with pytest.raises(Enough):
-            keep_running(SimpleNamespace(programs=[broker, daemon]), lambda _: None)
-        assert (broker.starts, daemon.starts) == (2, 2)
-    finally:
-        for program in (broker, daemon):
-            program.kill()
+    yield programs
+    for program in programs:
+        program.kill()
+
+
+def supervise(programs: list[Sleeper]) -> list[str]:
+    """Keep them running, and return what the supervisor said until it ended."""
+    said: list[str] = []
+    with pytest.raises((Enough, Fatal)) as ended:
+        keep_running(SimpleNamespace(programs=programs), said.append)
+    return [*said, str(ended.value)]
+
+
+def test_a_program_that_ends_while_another_is_started_again_is_started_too(programs: list[Sleeper]) -> None:
+    broker, daemon = programs
+    daemon.on_start = broker.kill
+    broker.on_start = enough
+    daemon.kill()
+    supervise(programs)
+    assert (broker.starts, daemon.starts) == (2, 2)
+
+
+def test_a_program_that_ends_again_and_again_ends_the_supervisor(programs: list[Sleeper]) -> None:
+    broker, _ = programs
+    broker.on_start = broker.kill
+    broker.kill()
+    assert "broker ends again and again" in supervise(programs)[-1]
+
+
+def test_each_program_may_end_as_often_as_if_it_were_alone(programs: list[Sleeper]) -> None:
+    """Four ends each are below the limit of one program, and would be above it if they were added up."""
+    broker, daemon = programs
+    broker.on_start = lambda: broker.kill() if broker.starts < 5 else daemon.kill()
+    daemon.on_start = lambda: daemon.kill() if daemon.starts < 5 else enough()
+    broker.kill()
+    supervise(programs)
+    assert (broker.starts, daemon.starts) == (5, 5)
+
+
+def test_a_start_that_fails_is_tried_again_and_the_others_keep_running(programs: list[Sleeper]) -> None:
+    broker, daemon = programs
+    before = daemon.process
+
+    def fail_once() -> None:
+        if broker.starts == 2:
+            broker.kill()
+            raise EmbeddedError("the broker ended by itself")
+        enough()
+
+    broker.on_start = fail_once
+    broker.kill()
+    assert supervise(programs)[1] == "the broker ended by itself"
+    assert (broker.starts, daemon.process) == (3, before)
