@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PYTHON ?= python3
 STAMP  := $(VENV)/.installed
+SPARK_STAMP := $(VENV)/.installed-spark
 RESOLVE = uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --no-annotate
 
 .DEFAULT_GOAL := help
@@ -25,17 +26,23 @@ $(STAMP): requirements.lock embedded.lock pyproject.toml sdk/pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e sdk -e .
 	@touch $@
 
-lock: ## resolve requirements.lock and embedded.lock anew (needs uv)
+# Spark is large, and only the pipelines and their tests need it: the demo does without.
+$(SPARK_STAMP): $(STAMP) spark.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-build-isolation -r spark.lock
+	@touch $@
+
+lock: ## resolve the three lock files anew (needs uv)
 	$(RESOLVE) --python-version 3.11 --group dev --no-emit-package postroom -o requirements.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) --python-version 3.12 --no-deps -o embedded.lock embedded.in
+	$(RESOLVE) --python-version 3.11 --extra pipeline --no-emit-package postroom -c requirements.lock -o spark.lock pyproject.toml
 
 demo: setup ## the whole main job on embedded servers, with visible results
 	$(BIN)/postroom demo
 
-test: setup ## every test but the slow suites
+test: $(SPARK_STAMP) ## every test but the slow suites
 	$(BIN)/pytest -m "not soak and not systemd"
 
-check: setup ## ruff, mypy strict, import contracts
+check: $(SPARK_STAMP) ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -48,10 +55,10 @@ format: setup ## let ruff put the code in shape
 docs: setup ## write the pages that follow from the code
 	$(BIN)/python docs/generate.py
 
-bench: setup ## the benchmarks, each against its own baseline
+bench: $(SPARK_STAMP) ## the benchmarks, each against its own baseline
 	$(BIN)/python -m bench
 
-soak: setup ## the crash tests, for longer
+soak: $(SPARK_STAMP) ## the crash tests, for longer
 	$(BIN)/pytest -m soak
 
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)

@@ -1,0 +1,1 @@
+"""PySpark over the history: the pipelines that check it, measure it and write it elsewhere."""
