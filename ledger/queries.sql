@@ -221,7 +221,7 @@ FROM judged LEFT JOIN marked ON true LEFT JOIN moved ON true;
 -- the job is completed.
 WITH judged AS MATERIALIZED (
   SELECT guid.*, job.state, job.context, job.flow, CASE
-    WHEN job.state IN ('completed', 'failed') THEN 'inactive'
+    WHEN job.state IN ('completed', 'failed', 'cancelled') THEN 'inactive'
     WHEN (guid.owner = $3::uuid AND guid.leased_until > clock_timestamp()) IS NOT TRUE THEN 'lease_lost'
     WHEN NOT ledger.is_set(guid.ledger, 100000000000) THEN 'forbidden'
     ELSE 'done'

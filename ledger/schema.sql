@@ -7,7 +7,8 @@
 --     running     obligations are open
 --     closed      none is; the message whose ledger has the snapshot has the completion tasks to do
 --     completed   they are done
---     failed      an activity failed, and with it the job
+--     failed      an activity failed, and with it the job; an operator may let it go on, as running or closed
+--     cancelled   an operator ended it
 --
 -- Rows are always locked in one order: activity, message, job.
 
@@ -36,18 +37,21 @@ CREATE TABLE ledger.job (
   id uuid PRIMARY KEY,
   context text COLLATE "C" NOT NULL CHECK (context ~ '^[a-z][a-z0-9_]{0,63}$' AND context <> 'cmd'),
   flow text COLLATE "C" NOT NULL CHECK (flow ~ '^[a-z][a-z0-9_-]{0,63}$'),
-  state text NOT NULL DEFAULT 'running' CHECK (state IN ('running', 'closed', 'completed', 'failed')),
+  state text NOT NULL DEFAULT 'running' CHECK (state IN ('running', 'closed', 'completed', 'failed', 'cancelled')),
   semaphore integer NOT NULL DEFAULT 1 CHECK (semaphore >= 0),
   started_at timestamptz NOT NULL DEFAULT now(),
   ended_at timestamptz,
   error text,
 
   CONSTRAINT a_job_is_closed_when_nothing_is_open CHECK (
-    CASE state WHEN 'running' THEN semaphore > 0 WHEN 'failed' THEN true ELSE semaphore = 0 END
+    CASE WHEN state = 'running' THEN semaphore > 0 WHEN state IN ('closed', 'completed') THEN semaphore = 0 ELSE true END
   ),
-  CONSTRAINT an_ended_job_has_an_end CHECK ((state IN ('completed', 'failed')) = (ended_at IS NOT NULL)),
-  CONSTRAINT a_failed_job_says_why CHECK ((state = 'failed') = (error IS NOT NULL))
+  CONSTRAINT an_ended_job_has_an_end CHECK (
+    (state IN ('completed', 'failed', 'cancelled')) = (ended_at IS NOT NULL)
+  ),
+  CONSTRAINT a_job_that_ended_early_says_why CHECK ((state IN ('failed', 'cancelled')) = (error IS NOT NULL))
 ) WITH (fillfactor = 50);
+CREATE INDEX job_started ON ledger.job (started_at, id);
 
 -- An activity; the place of a child is its number among those that one message of its parent spawned, and the dimension
 -- says which of the parent's messages that was.
@@ -83,13 +87,15 @@ CREATE TABLE ledger.activity (
 CREATE INDEX activity_job ON ledger.activity (job_id);
 CREATE UNIQUE INDEX a_job_has_one_root ON ledger.activity (job_id) WHERE parent_id IS NULL;
 
--- The ledger of each leg-2 message, and what the work of step 1 returned for step 2 to go on with.
+-- The ledger of each leg-2 message, what it says (for an operator's retry), and what the work of step 1 returned for step 2
+-- to go on with.
 CREATE TABLE ledger.guid (
   activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
   guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]{1,255}$'),
   job_id uuid NOT NULL REFERENCES ledger.job ON DELETE CASCADE,
   ledger bigint NOT NULL,
   attempts integer NOT NULL DEFAULT 1 CHECK (attempts >= 1),
+  answer jsonb NOT NULL DEFAULT 'null',
   result jsonb,
   owner uuid,
   leased_until timestamptz,
@@ -125,9 +131,22 @@ CREATE TRIGGER starts_empty BEFORE INSERT ON ledger.activity
 CREATE TRIGGER starts_with_its_ordinal BEFORE INSERT ON ledger.guid
   FOR EACH ROW WHEN (NEW.ledger >= 100000000)
   EXECUTE FUNCTION ledger.refuse('the ledger of a message starts with its ordinal alone');
+-- Only an operator's retry lets a failed job go on; it opens and closes nothing.
 CREATE TRIGGER ends_once BEFORE UPDATE ON ledger.job
   FOR EACH ROW WHEN (
-    OLD.state IN ('completed', 'failed')
+    OLD.state IN ('completed', 'cancelled')
+    OR (OLD.state = 'failed' AND (NEW.state NOT IN ('running', 'closed') OR NEW.semaphore <> OLD.semaphore))
     OR (OLD.state = 'closed' AND NEW.state = 'running') OR (OLD.state = 'running' AND NEW.state = 'completed')
   )
   EXECUTE FUNCTION ledger.refuse('a job that has ended stays as it is, and one is closed before it is completed');
+
+-- What operators did to jobs.
+CREATE TABLE ledger.operator_log (
+  id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  job_id uuid NOT NULL REFERENCES ledger.job ON DELETE CASCADE,
+  at timestamptz NOT NULL DEFAULT now(),
+  verb text NOT NULL CHECK (verb IN ('retry', 'cancel')),
+  actor text NOT NULL,
+  reason text NOT NULL
+);
+CREATE INDEX operator_log_job ON ledger.operator_log (job_id);
