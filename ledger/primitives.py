@@ -114,14 +114,18 @@ async def complete_leg1(connection: Connection, leg1: Leg1, event_type: str, pay
     return int(_done(row, leg1.activity, step="completing leg 1", needs="its entry")["ledger"])
 
 
-async def enter_leg2(connection: Connection, activity: UUID, guid: str, lease: timedelta) -> Leg2:
+async def enter_leg2(
+    connection: Connection, activity: UUID, guid: str, lease: timedelta, answer: str = "null"
+) -> Leg2:
     """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
+
+    What the message says, `answer` (JSON), is kept beside it: a retry of the job goes on with it (`ledger.operating`).
 
     Raises `Forbidden` before leg 1 is complete, `Duplicate` where the message is done or every answer that is due was
     taken by another, `Overflow` for entry 100,000,000, `Held`, `Inactive` and `Missing`.
     """
     owner = uuid4()
-    found = await _locked(connection, activity, "enter_leg2", guid, owner, lease)
+    found = await _locked(connection, activity, "enter_leg2", guid, owner, lease, answer)
     row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
     return Leg2(
         activity,

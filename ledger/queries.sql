@@ -84,7 +84,7 @@ FROM judged LEFT JOIN completed ON true;
 
 -- name: enter_leg2
 -- Enters leg 2 of the activity $1 with the message $2, and leases the message to $3 for $4. A message
--- that is new takes an answer that is due, and the ordinal of its guid.
+-- that is new takes an answer that is due, and the ordinal of its guid; what it says ($5) is kept.
 WITH known AS MATERIALIZED (
   SELECT * FROM ledger.guid WHERE activity_id = $1 AND guid = $2
 ), judged AS MATERIALIZED (
@@ -110,8 +110,9 @@ WITH known AS MATERIALIZED (
   WHERE activity.id = judged.id AND verdict = 'done'
   RETURNING activity.id, activity.job_id, activity.ledger
 ), seeded AS (
-  INSERT INTO ledger.guid (activity_id, guid, job_id, ledger, owner, leased_until)
-  SELECT counted.id, $2, counted.job_id, counted.ledger % 100000000, $3::uuid, clock_timestamp() + $4::interval
+  INSERT INTO ledger.guid (activity_id, guid, job_id, ledger, answer, owner, leased_until)
+  SELECT counted.id, $2, counted.job_id, counted.ledger % 100000000, $5::jsonb, $3::uuid,
+    clock_timestamp() + $4::interval
   FROM counted, judged
   WHERE judged.known IS NULL
   RETURNING ledger, attempts
