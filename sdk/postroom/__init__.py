@@ -5,6 +5,7 @@ from postroom.blocking import Client
 from postroom.broker import BrokerClient
 from postroom.client import AsyncClient
 from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
+from postroom.flow import Flow
 from postroom.ids import new_id
 from postroom.message import SendRequest
 from postroom.operations import ListQuery, RowFilter
@@ -18,6 +19,7 @@ __all__ = [
     "Client",
     "Conflict",
     "EventsQuery",
+    "Flow",
     "HistoryQuery",
     "InboxMessage",
     "InboxQuery",

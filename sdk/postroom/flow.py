@@ -1,0 +1,304 @@
+"""Flows: jobs whose steps happen exactly once, whatever crashes and however often a message comes.
+
+    from postroom.flow import Flow
+
+    flow = Flow("nightly-export")
+
+    @flow.activity(sends="queue:extract", timeout=60, asks=3)
+    async def extract(ctx, request):                # leg 1: what it returns goes to the queue
+        return {"day": request["day"]}
+
+    @extract.answered
+    async def _(ctx, answer):                       # leg 2: what it returns is spawned
+        return [load.spawn(part) for part in answer["parts"]]
+
+    @flow.activity                                  # sends nothing: pure work, which answers itself
+    async def load(ctx, part):
+        connection = await ctx.connection()
+        await connection.execute("INSERT INTO loaded VALUES ($1)", part)
+
+    @flow.completed
+    async def report(ctx, job):                     # once per job, after everything
+        ...
+
+A worker runs it where its config says `flows = ["export:flow"]`, and `postroom jobs start` begins a job of it: a tree
+whose root is the flow's first activity, and which ends when nothing is open (spec jobs.md). Whatever a handler
+writes on `ctx.connection()` is committed with the digit that proves the step, or not at all, so it happens exactly
+once; an effect anywhere else may happen again where a worker died, and goes under `ctx.idempotency_key`.
+
+An agent that takes the request answers by emitting any event: it names its cause by itself. Any other program answers
+with an event whose `causation_id` is the request's message id (`postroom.emit`, or `meta.causation_id` of a send), or
+whose body has that id as `answers`. The first answer to a request counts; further ones are let go.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias, overload
+
+from postroom.errors import InvalidMessage, PostroomError
+from postroom.flow_context import Context, Job
+from postroom.message import parse_destination
+from postroom.retry_policy import RetryPolicy
+
+__all__ = ["Activity", "Again", "Context", "Flow", "InvalidFlow", "Job", "Spawn", "check_flow", "next_steps"]
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_NAME_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
+_ADVICE: Final = "return None, an activity.spawn(…), an activity.again(…), or a list of them"
+_MOST_TIMEOUT: Final = 30 * 86_400  # seconds
+_MOST_ASKS: Final = 1000
+
+Handler: TypeAlias = Callable[..., Awaitable[Any]]  # of a Context and one JSON value, or a Job
+
+
+class InvalidFlow(PostroomError):
+    """A flow cannot be run as it is written: the sentence says what its author has to change."""
+
+
+class Spawn(NamedTuple):
+    """A child that leg 2 returned: an activity, and the JSON that it begins with."""
+
+    activity: Activity
+    request: Any
+
+
+class Again(NamedTuple):
+    """A cycle that leg 2 returned: its activity is entered once more, with this JSON."""
+
+    activity: Activity
+    request: Any
+
+
+Step: TypeAlias = Spawn | Again
+
+
+class Activity:
+    """One activity of a flow; `Flow.activity` makes it.
+
+    With `sends`, its function is leg 1 and `answered` adds leg 2. Without, its function is the work itself: leg 2.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Handler,
+        *,
+        sends: str | None = None,
+        answer: str | None = None,
+        timeout: float | None = None,
+        asks: int = 1,
+        retry_policy: RetryPolicy | None = None,
+    ) -> None:
+        """Check everything; raises `InvalidFlow`."""
+        _check_name("the activity", name)
+        _check_handler(function, f"the activity {name!r}", "ctx, request")
+        _check_asking(name, sends, answer, timeout, asks)
+        self.name = name
+        self.queue = None if sends is None else sends.removeprefix("queue:")
+        self.answer = answer  # the event that answers; None: any that the request caused
+        self.timeout = timeout  # seconds
+        self.asks = asks
+        self.retry_policy = retry_policy
+        self._function = function
+        self._answered: Handler | None = None
+
+    def answered(self, function: Handler) -> Handler:
+        """Register leg 2, `async def _(ctx, answer)`, which returns what to spawn; raises `InvalidFlow`."""
+        if self.queue is None:
+            raise _invalid(f"the activity {self.name!r} sends nothing, so that nothing answers it: give it sends=…")
+        if self._answered is not None:
+            raise _invalid(f"the activity {self.name!r} has two handlers of its answer: leave one")
+        _check_handler(function, f"the answer of {self.name!r}", "ctx, answer")
+        self._answered = function
+        return function
+
+    def spawn(self, request: Any = None) -> Spawn:
+        """Return a child for leg 2 to return: this activity, beginning with `request` (JSON)."""
+        return Spawn(self, request)
+
+    def again(self, request: Any = None) -> Again:
+        """Return a cycle for this activity's own leg 2 to return: it is entered once more, with `request` (JSON).
+
+        One that sends asks again: leg 1 computes another request, and leg 2 runs with its answer. One that sends
+        nothing works again. `ctx.dimension` counts the cycles.
+        """
+        return Again(self, request)
+
+    @property
+    def leg1(self) -> Handler | None:
+        """What computes the request; None where nothing is sent."""
+        return None if self.queue is None else self._function
+
+    @property
+    def leg2(self) -> Handler | None:
+        """What does the work; None where an answer still lacks its handler."""
+        return self._function if self.queue is None else self._answered
+
+
+class Flow:
+    """A flow; its first activity is where each job begins."""
+
+    def __init__(self, name: str) -> None:
+        """Name it: the name is what jobs, their events and their consumers are known by. Raises `InvalidFlow`."""
+        _check_name("the flow", name)
+        self.name = name
+        self._activities: dict[str, Activity] = {}
+        self._completed: Handler | None = None
+
+    @overload
+    def activity(self, function: Handler, /) -> Activity: ...
+
+    @overload
+    def activity(
+        self,
+        /,
+        *,
+        name: str | None = None,
+        sends: str | None = None,
+        answer: str | None = None,
+        timeout: float | None = None,
+        asks: int = 1,
+        retry_policy: RetryPolicy | None = None,
+    ) -> Callable[[Handler], Activity]: ...
+
+    def activity(
+        self, function: Handler | None = None, /, *, name: str | None = None, **options: Any
+    ) -> Activity | Callable[[Handler], Activity]:
+        """Make an activity of `async def f(ctx, request)`, as `@flow.activity` or `@flow.activity(…)`.
+
+        `name` is the function's own unless it is given. `sends` is `queue:<name>`, to which leg 1's result goes as a
+        command; `answer` restricts what answers to events of that name. Where no answer came within `timeout` seconds,
+        the request goes out again under its own id, so that an agent that has handled it does not handle it twice;
+        after `asks` times in all, the activity has failed. `retry_policy` says how often a leg that raises is tried,
+        and how long it waits; unset, it is tried 20 times, within about an hour and a half. Then the activity has
+        failed, and with it the job. Raises `InvalidFlow`.
+        """
+        if function is not None:
+            return self._add(function, name, options)
+        return lambda decorated: self._add(decorated, name, options)
+
+    def completed(self, function: Handler) -> Handler:
+        """Register what runs once per job, after everything: `async def report(ctx, job)`; raises `InvalidFlow`.
+
+        What it returns (JSON) is the `result` in the event `job_completed`.
+        """
+        if self._completed is not None:
+            raise _invalid(f"the flow {self.name!r} has two completion handlers: leave one")
+        _check_handler(function, f"the completion of {self.name!r}", "ctx, job")
+        self._completed = function
+        return function
+
+    @property
+    def activities(self) -> Mapping[str, Activity]:
+        """The activities by name, in the order of their definition."""
+        return MappingProxyType(self._activities)
+
+    @property
+    def first(self) -> Activity:
+        """The activity that a job begins with; raises `InvalidFlow` where there is none."""
+        for activity in self._activities.values():
+            return activity
+        raise _invalid(f"the flow {self.name!r} has no activity: write one with @flow.activity")
+
+    @property
+    def completion(self) -> Handler | None:
+        """What runs once per job; None where nothing does."""
+        return self._completed
+
+    def _add(self, function: Handler, name: str | None, options: dict[str, Any]) -> Activity:
+        activity = Activity(str(name or getattr(function, "__name__", function)), function, **options)
+        if activity.name in self._activities:
+            raise _invalid(f"the flow {self.name!r} has two activities {activity.name!r}: rename one")
+        self._activities[activity.name] = activity
+        return activity
+
+
+def check_flow(flow: Any) -> None:
+    """Raise `InvalidFlow` with what its author has to change; a worker asks before it runs a flow."""
+    if not isinstance(flow, Flow):
+        raise _invalid(f"{flow!r} is no flow: make one with postroom.flow.Flow, and name that")
+    _ = flow.first
+    for activity in flow.activities.values():
+        if activity.leg2 is None:
+            raise _invalid(
+                f"the activity {activity.name!r} sends to {activity.queue!r}, and nothing takes its answer: write one "
+                f"with @{activity.name}.answered"
+            )
+
+
+def next_steps(flow: Flow, activity: Activity, returned: Any) -> tuple[Step, ...]:
+    """Return what a leg 2 of `activity` returned as a tuple; raises `InvalidFlow` where it is something else."""
+    if returned is None:
+        return ()
+    if isinstance(returned, (Spawn, Again)):
+        returned = (returned,)
+    if isinstance(returned, (str, bytes, dict)) or not isinstance(returned, Iterable):
+        raise _wrong_step(activity, returned)
+    steps = tuple(returned)
+    for step in steps:
+        _check_step(flow, activity, step)
+    return steps
+
+
+def _check_step(flow: Flow, activity: Activity, step: Any) -> None:
+    if not isinstance(step, (Spawn, Again)):
+        raise _wrong_step(activity, step)
+    if flow.activities.get(step.activity.name) is not step.activity:
+        raise _invalid(f"{activity.name!r} returned {step.activity.name!r}, which is no activity of {flow.name!r}")
+    if isinstance(step, Again) and step.activity is not activity:
+        raise _invalid(
+            f"{activity.name!r} returned {step.activity.name}.again(…): only an activity itself is entered again; "
+            f"return {step.activity.name}.spawn(…)"
+        )
+
+
+def _check_name(what: str, name: str) -> None:
+    if _NAME.fullmatch(name) is None:
+        raise _invalid(f"{what} cannot be called {name!r}: {_NAME_RULE}")
+
+
+def _check_asking(name: str, sends: str | None, answer: str | None, timeout: float | None, asks: int) -> None:
+    if sends is None and (answer is not None or timeout is not None or asks != 1):
+        raise _invalid(f"the activity {name!r} sends nothing: answer, timeout and asks are for one that does")
+    if sends is not None:
+        _check_queue(name, sends)
+    if answer is not None and (_NAME.fullmatch(answer) is None or "-" in answer):
+        raise _invalid(f"the activity {name!r} has the answer {answer!r}, which is no event's name: snake_case")
+    if timeout is not None and not 0 < timeout <= _MOST_TIMEOUT:
+        raise _invalid(f"the activity {name!r} has the timeout {timeout!r}: seconds, more than 0 and at most 30 days")
+    if not 1 <= asks <= _MOST_ASKS:
+        raise _invalid(f"the activity {name!r} asks {asks!r} times: from 1 to {_MOST_ASKS}")
+    if asks > 1 and timeout is None:
+        raise _invalid(f"the activity {name!r} asks {asks} times, and has no timeout after which: give it one")
+
+
+def _check_queue(name: str, sends: str) -> None:
+    try:
+        kind = parse_destination(sends).kind
+    except InvalidMessage as error:
+        raise _invalid(f"the activity {name!r} sends to {sends!r}: {error}") from error
+    if kind != "queue":
+        raise _invalid(f"the activity {name!r} sends to {sends!r}: a request goes to queue:<name>")
+
+
+def _check_handler(function: Any, what: str, arguments: str) -> None:
+    if not inspect.iscoroutinefunction(function):
+        raise _invalid(f"{what} is handled by {function!r}, which is not async: write `async def …({arguments})`")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise _invalid(
+            f"{what} is handled by {function.__qualname__}, which must take ({arguments}): {error}"
+        ) from None
+
+
+def _wrong_step(activity: Activity, value: Any) -> InvalidFlow:
+    return _invalid(f"{activity.name!r} returned {value!r:.80}, of type {type(value).__name__}: {_ADVICE}")
+
+
+def _invalid(detail: str) -> InvalidFlow:
+    return InvalidFlow.of(400, "invalid_flow", detail)

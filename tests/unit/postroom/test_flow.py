@@ -1,0 +1,113 @@
+"""Flows: what a right one offers, and the sentence that a wrong one is refused with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from postroom.flow import Flow, InvalidFlow, Spawn, check_flow, next_steps
+
+
+async def extract(_ctx: Any, _request: Any) -> Any:
+    return _request
+
+
+async def load(_ctx: Any, _request: Any) -> None:
+    return None
+
+
+async def one_argument(_ctx: Any) -> None:
+    return None
+
+
+def not_async(_ctx: Any, _request: Any) -> None:
+    return None
+
+
+def test_the_first_activity_begins_a_job_and_each_knows_its_legs() -> None:
+    flow = Flow("nightly-export")
+    asking = flow.activity(sends="queue:extract", timeout=60, asks=3)(extract)
+    working = flow.activity(load)
+    answered = asking.answered(one := _handler())
+
+    check_flow(flow)
+    assert answered is one
+    assert flow.first is asking
+    assert list(flow.activities) == ["extract", "load"]
+    assert (asking.queue, asking.leg1, asking.leg2) == ("extract", extract, one)
+    assert (working.queue, working.leg1, working.leg2) == (None, None, load)
+
+
+def test_what_leg_2_returns_is_nothing_one_step_or_many() -> None:
+    flow = Flow("nightly-export")
+    one, two = flow.activity(extract), flow.activity(load)
+    assert next_steps(flow, one, None) == ()
+    assert next_steps(flow, one, two.spawn(1)) == (Spawn(two, 1),)
+    assert next_steps(flow, one, (two.spawn(part) for part in (1, 2))) == (Spawn(two, 1), Spawn(two, 2))
+    assert next_steps(flow, one, [one.again({"page": 2}), two.spawn()]) == (one.again({"page": 2}), Spawn(two, None))
+
+
+@pytest.mark.parametrize("returned", ["load", {"load": 1}, 7, ["load"], [None]])
+def test_what_is_no_step_is_refused_with_what_would_be_one(returned: Any) -> None:
+    flow = Flow("nightly-export")
+    with pytest.raises(InvalidFlow, match=r"return None, an activity\.spawn"):
+        next_steps(flow, flow.activity(extract), returned)
+
+
+def test_only_an_activity_of_the_flow_is_spawned_and_only_itself_is_entered_again() -> None:
+    flow, other = Flow("nightly-export"), Flow("other")
+    one, two, stranger = flow.activity(extract), flow.activity(load), other.activity(load)
+    with pytest.raises(InvalidFlow, match="which is no activity of 'nightly-export'"):
+        next_steps(flow, one, stranger.spawn())
+    with pytest.raises(InvalidFlow, match=r"return load\.spawn"):
+        next_steps(flow, one, two.again())
+
+
+@pytest.mark.parametrize(
+    ("sentence", "define"),
+    [
+        ("the flow cannot be called 'Nightly'", lambda _: Flow("Nightly")),
+        ("cannot be called 'A'", lambda flow: flow.activity(name="A")(extract)),
+        ("sends to .extract.", lambda flow: flow.activity(sends="extract")(extract)),
+        ("a request goes to queue:<name>", lambda flow: flow.activity(sends="topic:extract")(extract)),
+        ("sends to 'queue:A'", lambda flow: flow.activity(sends="queue:A")(extract)),
+        ("two activities 'extract'", lambda flow: (flow.activity(extract), flow.activity(extract))),
+        ("which is not async", lambda flow: flow.activity(not_async)),
+        (r"must take \(ctx, request\)", lambda flow: flow.activity(one_argument)),
+        ("answer, timeout and asks are for one that does", lambda flow: flow.activity(timeout=3)(extract)),
+        ("more than 0", lambda flow: flow.activity(sends="queue:a", timeout=0)(extract)),
+        ("has no timeout after which", lambda flow: flow.activity(sends="queue:a", asks=2)(extract)),
+        ("from 1 to 1000", lambda flow: flow.activity(sends="queue:a", timeout=1, asks=0)(extract)),
+        ("which is no event's name", lambda flow: flow.activity(sends="queue:a", answer="a.b")(extract)),
+        ("sends nothing, so that nothing answers it", lambda flow: flow.activity(extract).answered(load)),
+        ("two handlers of its answer", _answered_twice),
+        (r"must take \(ctx, answer\)", lambda flow: flow.activity(sends="queue:a")(extract).answered(one_argument)),
+        ("two completion handlers", lambda flow: (flow.completed(load), flow.completed(load))),
+        ("is no flow", lambda _: check_flow(extract)),
+        ("has no activity", check_flow),
+        (r"write one with @extract\.answered", _unanswered),
+    ],
+)
+def test_a_wrong_flow_is_refused_with_what_to_change(sentence: str, define: Callable[[Flow], Any]) -> None:
+    with pytest.raises(InvalidFlow, match=sentence):
+        define(Flow("nightly-export"))
+
+
+def _handler() -> Any:
+    async def answered(_ctx: Any, _answer: Any) -> None:
+        return None
+
+    return answered
+
+
+def _answered_twice(flow: Flow) -> None:
+    asking = flow.activity(sends="queue:a")(extract)
+    asking.answered(load)
+    asking.answered(load)
+
+
+def _unanswered(flow: Flow) -> None:
+    flow.activity(sends="queue:extract")(extract)
+    check_flow(flow)
