@@ -65,6 +65,24 @@ def test_only_an_activity_of_the_flow_is_spawned_and_only_itself_is_entered_agai
         next_steps(flow, one, two.again())
 
 
+def _handler() -> Any:
+    async def answered(_ctx: Any, _answer: Any) -> None:
+        return None
+
+    return answered
+
+
+def _answered_twice(flow: Flow) -> None:
+    asking = flow.activity(sends="queue:a")(extract)
+    asking.answered(load)
+    asking.answered(load)
+
+
+def _unanswered(flow: Flow) -> None:
+    flow.activity(sends="queue:extract")(extract)
+    check_flow(flow)
+
+
 @pytest.mark.parametrize(
     ("sentence", "define"),
     [
@@ -93,21 +111,3 @@ def test_only_an_activity_of_the_flow_is_spawned_and_only_itself_is_entered_agai
 def test_a_wrong_flow_is_refused_with_what_to_change(sentence: str, define: Callable[[Flow], Any]) -> None:
     with pytest.raises(InvalidFlow, match=sentence):
         define(Flow("nightly-export"))
-
-
-def _handler() -> Any:
-    async def answered(_ctx: Any, _answer: Any) -> None:
-        return None
-
-    return answered
-
-
-def _answered_twice(flow: Flow) -> None:
-    asking = flow.activity(sends="queue:a")(extract)
-    asking.answered(load)
-    asking.answered(load)
-
-
-def _unanswered(flow: Flow) -> None:
-    flow.activity(sends="queue:extract")(extract)
-    check_flow(flow)
