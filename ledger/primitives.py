@@ -114,9 +114,7 @@ async def complete_leg1(connection: Connection, leg1: Leg1, event_type: str, pay
     return int(_done(row, leg1.activity, step="completing leg 1", needs="its entry")["ledger"])
 
 
-async def enter_leg2(
-    connection: Connection, activity: UUID, guid: str, lease: timedelta, answer: str = "null"
-) -> Leg2:
+async def enter_leg2(connection: Connection, activity: UUID, guid: str, lease: timedelta, answer: str = "null") -> Leg2:
     """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
 
     What the message says, `answer` (JSON), is kept beside it: a retry of the job goes on with it (`ledger.operating`).

@@ -63,6 +63,7 @@ CREATE TABLE ledger.activity (
   place integer CHECK (place >= 1),
   name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_-]{0,63}$'),
   request jsonb NOT NULL,
+  spawned_at timestamptz NOT NULL DEFAULT now(),
   ledger bigint NOT NULL DEFAULT 0,
   answers_due integer NOT NULL DEFAULT 1,
   answers_taken integer NOT NULL DEFAULT 0,

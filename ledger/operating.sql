@@ -1,0 +1,65 @@
+-- What an operator asks of jobs and does to them (spec jobs.md; operate.md, "CLI").
+--
+-- Whoever ends a job or lets it go on holds all its activities first, and by that every entry and step of them.
+
+-- name: find_jobs
+-- The newest $4 jobs of the context $1, the flow $2 and the state $3, each of which may be null.
+SELECT id, context, flow, state, semaphore, started_at, ended_at, error
+FROM ledger.job
+WHERE ($1::text IS NULL OR context = $1) AND ($2::text IS NULL OR flow = $2) AND ($3::text IS NULL OR state = $3)
+ORDER BY started_at DESC, id DESC
+LIMIT $4;
+
+-- name: find_job
+-- The job $1.
+SELECT id, context, flow, state, semaphore, started_at, ended_at, error FROM ledger.job WHERE id = $1;
+
+-- name: find_start
+-- What the job $1 was started with, where there is one.
+SELECT job.context, job.flow, activity.name, activity.request = $2::jsonb AS same_request
+FROM ledger.job JOIN ledger.activity ON activity.job_id = job.id AND activity.parent_id IS NULL
+WHERE job.id = $1;
+
+-- name: find_activities
+-- The activities of the job $1, children in the order in which they were spawned, and of each how far its messages are.
+SELECT activity.id, activity.parent_id, activity.dimension, activity.name, activity.spawned_at, activity.ledger,
+  activity.answers_due, activity.answers_taken, activity.failed_at, activity.error,
+  messages.undone, messages.closing, messages.deliveries
+FROM ledger.activity, LATERAL (
+  SELECT count(*) FILTER (WHERE NOT ledger.is_set(guid.ledger, 1000000000)) AS undone,
+    coalesce(
+      bool_or(ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000)), false
+    ) AS closing,
+    coalesce(max(guid.attempts), 0) AS deliveries
+  FROM ledger.guid
+  WHERE guid.activity_id = activity.id
+) AS messages
+WHERE activity.job_id = $1
+ORDER BY activity.dimension NULLS FIRST, activity.place, activity.id;
+
+-- name: find_log
+-- What operators did to the job $1, in order.
+SELECT at, verb, actor, reason FROM ledger.operator_log WHERE job_id = $1 ORDER BY id;
+
+-- name: hold_activities
+-- Holds the activities of the job $1 until the end of the transaction, root first, and counts them.
+SELECT count(*) FROM (
+  SELECT FROM ledger.activity WHERE job_id = $1 ORDER BY parent_id NULLS FIRST, id FOR NO KEY UPDATE
+) AS held;
+
+-- name: cancel
+-- Ends the job $1, as $2 wants it for the reason $3, where it has not ended; no row: there is no such job.
+WITH ended AS (
+  UPDATE ledger.job SET state = 'cancelled', ended_at = clock_timestamp(), error = $3
+  WHERE id = $1 AND state IN ('running', 'closed')
+  RETURNING *
+), logged AS (
+  INSERT INTO ledger.operator_log (job_id, verb, actor, reason) SELECT id, 'cancel', $2, $3 FROM ended
+), emitted AS (
+  SELECT postroom.emit(context, 'job', id::text, 'job_cancelled',
+    jsonb_build_object('job', id, 'flow', flow, 'by', $2::text, 'reason', $3::text), correlation_id => id)
+  FROM ended
+)
+SELECT job.state, ended.id IS NOT NULL AS done, (SELECT count(*) FROM emitted) AS emitted
+FROM ledger.job LEFT JOIN ended ON true
+WHERE job.id = $1;
