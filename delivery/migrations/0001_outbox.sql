@@ -103,3 +103,55 @@ BEGIN
   );
   RETURN id;
 END $$;
+
+-- Puts a command for one worker into the outbox, as a send to `queue:<queue>` does, and returns its id, which is its
+-- message id; the payload is the body that the worker gets, everything else is as with `postroom.emit`.
+CREATE FUNCTION postroom.emit_command(
+  context text,
+  queue text,
+  payload jsonb,
+  aggregate_type text DEFAULT 'queue',
+  aggregate_id text DEFAULT NULL,
+  correlation_id uuid DEFAULT NULL,
+  causation_id uuid DEFAULT NULL,
+  traceparent text DEFAULT NULL,
+  id uuid DEFAULT gen_random_uuid()
+) RETURNS uuid LANGUAGE plpgsql AS $$
+DECLARE
+  problem text := CASE
+    WHEN id IS NULL THEN 'the command has no id'
+    WHEN payload IS NULL THEN 'the command has no payload'
+    WHEN context = 'cmd' THEN 'the context cannot be ''cmd'': commands of every context begin with that word'
+    WHEN coalesce(context, '') !~ '^[a-z][a-z0-9_]*$' OR length(context) > 64
+      THEN format('the context %L is not snake_case of at most 64 characters', context)
+    WHEN coalesce(queue, '') !~ '^[a-z][a-z0-9_-]*(\.[a-z][a-z0-9_-]*){0,3}$' OR queue ~ '[^.]{65}'
+      THEN format('the queue %L is not one to four words of at most 64 lower-case letters, digits, _ or -', queue)
+  END;
+BEGIN
+  IF problem IS NOT NULL THEN
+    RAISE EXCEPTION 'INVALID_OUTBOX: %', problem USING ERRCODE = 'check_violation', CONSTRAINT = 'POL-047-001';
+  END IF;
+  INSERT INTO postroom.outbox_events (
+    id, aggregate_type, aggregate_id, event_type, payload, correlation_id, causation_id, subject, traceparent
+  ) VALUES (
+    id, aggregate_type, coalesce(aggregate_id, queue), queue, payload, correlation_id, causation_id,
+    'cmd.' || context || '.' || CASE cardinality(string_to_array(queue, '.'))
+      WHEN 1 THEN 'default.' || queue || '.run'
+      WHEN 2 THEN 'default.' || queue
+      ELSE queue
+    END,
+    traceparent
+  );
+  RETURN id;
+END $$;
+
+-- Has what was published under an id published again, under the next epoch: whoever has it knows it by its id. Returns
+-- whether the outbox still has it.
+CREATE FUNCTION postroom.emit_again(id uuid) RETURNS boolean LANGUAGE plpgsql AS $$
+BEGIN
+  UPDATE postroom.outbox_events AS event SET
+    published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL,
+    epoch = event.epoch + CASE WHEN event.published_at IS NULL THEN 0 ELSE 1 END, next_attempt_at = now()
+  WHERE event.id = emit_again.id;
+  RETURN FOUND;
+END $$;
