@@ -26,7 +26,14 @@ _COMMAND_SECONDS: Final = 20.0  # above the server's own statement_timeout, whic
 _SERVER_SETTINGS: Final = {"statement_timeout": "15s", "lock_timeout": "10s", "timezone": "UTC"}
 
 # What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
-UNREACHABLE: Final = (OSError, TimeoutError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError)
+# (`InternalClientError`: a connection is handed out by the pool that is at its end and does not know it yet.)
+UNREACHABLE: Final = (
+    OSError,
+    TimeoutError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    asyncpg.PostgresConnectionError,
+)
 
 # Which exit code an error is; a server that starts, stops or is full can't be reached as little as one that is away.
 _EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
