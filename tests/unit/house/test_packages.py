@@ -33,7 +33,7 @@ def test_each_room_ships_its_types(name):
 
 
 def test_the_locks_pin_hashes_and_name_no_index():
-    for lock in (ROOT / "requirements.lock", ROOT / "embedded.lock"):
+    for lock in (ROOT / f"{name}.lock" for name in ("requirements", "embedded", "spark")):
         lines = lock.read_text().splitlines()
         assert not [line for line in lines if "://" in line or line.startswith("-")]
         pins = [line for line in lines if line and not line.startswith((" ", "#"))]
