@@ -1,0 +1,99 @@
+"""The options of the source `postroom_history`, checked before anything is read (spec spark.md, "Reading the history").
+
+Straight from Postgres, not through the broker: its history route answers one page of JSON after the other, each as a
+member may see it. That is a fraction of the rate, on the machine that has to accept meanwhile, and a job over the whole
+history is an operator's, who has the address of the database.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Final, NamedTuple, NoReturn
+
+from postroom.errors import PostroomError
+
+DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
+_PARTITION_ROWS: Final = 50_000  # by default: about half a second of one task
+_NAMES: Final = ("database_url", "mesh", "since", "until", "partition_rows", "max_rows_per_batch", "push_filters")
+
+
+class HistoryOptions(NamedTuple):
+    """What to read, and from where."""
+
+    database_url: str
+    mesh: str | None  # None: every mesh
+    since: datetime | None
+    until: datetime | None  # exclusive
+    partition_rows: int  # numbers of the history that one task reads
+    max_rows_per_batch: int | None  # of a stream; None: whatever there is
+    push_filters: bool  # also what the query filters by; for a DataFrame of one query
+
+
+def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptions:
+    """Check the options of a read; raises `PostroomError` (400) that says which one is wrong and what it may be."""
+    given = {name.lower(): value for name, value in options.items()}
+    for name in given.keys() - set(_NAMES):
+        _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
+    url = given.get("database_url") or os.environ.get(DATABASE_URL)
+    if not url:
+        _refuse("database_url", f"say which database to read: set {DATABASE_URL}, or the option database_url")
+    found = HistoryOptions(
+        database_url=url,
+        mesh=given.get("mesh"),
+        since=_moment(given, "since"),
+        until=_moment(given, "until"),
+        partition_rows=_count(given, "partition_rows") or _PARTITION_ROWS,
+        max_rows_per_batch=_count(given, "max_rows_per_batch"),
+        push_filters=_switch(given, "push_filters"),
+    )
+    _check_together(found, streaming=streaming)
+    return found
+
+
+def _check_together(options: HistoryOptions, *, streaming: bool) -> None:
+    if streaming and options.until is not None:
+        _refuse("until", "a stream has no end: leave the option until out, or read with spark.read")
+    if streaming and options.push_filters:
+        _refuse(
+            "push_filters", "Spark pushes no filters into a stream: leave push_filters out; mesh and since are options"
+        )
+    if not streaming and options.max_rows_per_batch is not None:
+        _refuse("max_rows_per_batch", "max_rows_per_batch is for streams: leave it out, or read with spark.readStream")
+    if options.since is not None and options.until is not None and options.since >= options.until:
+        _refuse("until", "the option until is not after since: nothing lies between them")
+
+
+def _moment(options: Mapping[str, str], name: str) -> datetime | None:
+    """Read a time of ISO 8601; one without a zone is in UTC."""
+    text = options.get(name)
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        _refuse(
+            name, f"the option {name} is {text!r}: give a day or a time, as 2026-11-01 or 2026-11-01T08:00:00+01:00"
+        )
+    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _count(options: Mapping[str, str], name: str) -> int | None:
+    text = options.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
+        _refuse(name, f"the option {name} is {text!r}: give a whole number from 1 up")
+    return int(text)
+
+
+def _switch(options: Mapping[str, str], name: str) -> bool:
+    text = options.get(name, "false").lower()
+    if text not in ("true", "false"):
+        _refuse(name, f"the option {name} is {text!r}: give true or false")
+    return text == "true"
+
+
+def _refuse(name: str, sentence: str) -> NoReturn:
+    raise PostroomError.of(400, "invalid_option", sentence, field=name)

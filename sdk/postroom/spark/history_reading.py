@@ -1,0 +1,141 @@
+"""Ranges of the history to Arrow, for both kinds of read; and the batch read itself.
+
+A task reads one range of the numbers of one mesh. Every range is read by a statement of its own: what retention deletes
+meanwhile may be missing, what is accepted meanwhile lies behind the last range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+
+from postroom.errors import NotFound, PostroomError
+from postroom.spark.history_conditions import Conditions
+from postroom.spark.history_copying import copy, fetch
+from postroom.spark.history_options import HistoryOptions
+from postroom.sql import load_queries
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.datasource import Filter
+
+_INSTANT: Final = timedelta(microseconds=1)  # the precision of Postgres and of Spark
+
+QUERIES: Final = load_queries("postroom.spark", "history.sql")
+
+# The fields of `HistoryMessage`, as columns; the first ones need no more than the table of the history.
+_OF_HISTORY: Final = (
+    StructType()
+    .add("history_id", LongType())
+    .add("broker_message_id", StringType())
+    .add("client_message_id", StringType())
+    .add("mesh", StringType())
+    .add("sender", StringType())
+    .add("to", StringType())
+    .add("destination_kind", StringType())
+    .add("accepted_at", TimestampType())
+)
+SCHEMA: Final = StructType(
+    [
+        *_OF_HISTORY.fields,
+        StructField("request_fingerprint", StringType()),
+        StructField("priority", StringType()),
+        StructField("body", StringType()),
+        StructField("body_base64", StringType()),
+        StructField("meta", StringType()),  # JSON
+        StructField("reply_to", StringType()),
+        StructField("traceparent", StringType()),
+    ]
+)
+
+
+class Range(InputPartition):
+    """The numbers of a mesh after `after`, up to `last`."""
+
+    def __init__(self, mesh_id: int, after: int, last: int) -> None:
+        self.mesh_id = mesh_id
+        self.after = after
+        self.last = last
+
+
+def split(mesh_id: int, after: int, last: int, rows: int) -> list[Range]:
+    """Cut what lies after one number, up to another, into ranges of at most `rows` numbers."""
+    return [Range(mesh_id, start, min(start + rows, last)) for start in range(after, last, rows)]
+
+
+class RangeReader:
+    """Reads ranges as Arrow, with the columns of `schema`; raises `PostroomError` where it names others."""
+
+    def __init__(self, options: HistoryOptions, schema: StructType) -> None:
+        self._url = options.database_url
+        self._schema = to_arrow_schema(_checked(schema), timezone="UTC")
+        is_history = set(schema.fieldNames()) <= set(_OF_HISTORY.fieldNames())
+        self._query = "read_history" if is_history else "read_messages"
+
+    def read(self, part: Range, conditions: Conditions) -> Iterator[pa.RecordBatch]:
+        """Yield the messages of a range that may meet the conditions."""
+        arguments = conditions.arguments(part.mesh_id, part.after, part.last)
+        return copy(self._url, QUERIES[self._query], arguments, self._schema)
+
+
+class HistoryReader(DataSourceReader):
+    """`spark.read.format("postroom_history")`."""
+
+    def __init__(self, options: HistoryOptions, schema: StructType) -> None:
+        self._options = options
+        self._ranges = RangeReader(options, schema)
+        until = options.until and options.until - _INSTANT
+        self._conditions = Conditions(since=options.since, until=until, mesh=options.mesh)
+
+    def partitions(self) -> list[Range]:
+        """Cut the history as it stands into ranges; raises `NotFound` where the option names no mesh."""
+        mesh_ids(self._options.database_url, self._options.mesh)
+        meshes = fetch(self._options.database_url, QUERIES["meshes"], self._conditions.mesh)
+        extents = fetch(self._options.database_url, QUERIES["extent"], [row["id"] for row in meshes])
+        return [part for row in extents for part in self._split(row["mesh_id"], row["first"], row["last"])]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Read one range; without any there is one task with none."""
+        return self._ranges.read(partition, self._conditions) if isinstance(partition, Range) else iter(())
+
+    def _split(self, mesh_id: int, first: int, last: int) -> list[Range]:
+        after = max(first, self._conditions.first) - 1
+        return split(mesh_id, after, min(last, self._conditions.last), self._options.partition_rows)
+
+
+class PushingHistoryReader(HistoryReader):
+    """The same, leaving out what the query filters away, for a DataFrame of one query.
+
+    PySpark up to 4.3 keeps one reader for all queries of a DataFrame: where one has filters and the next has none, the
+    next is answered with the filters of the one before. So nobody gets this who did not ask for it (`push_filters`).
+    """
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Take note of the filters, and leave each to Spark as well."""
+        self._conditions = self._conditions.narrowed(filters)
+        return filters
+
+
+def mesh_ids(url: str, mesh: str | None) -> list[int]:
+    """Return the ids of the meshes that are to be read; raises `NotFound` where there is none of that name."""
+    found = [row["id"] for row in fetch(url, QUERIES["meshes"], mesh)]
+    if mesh is not None and not found:
+        raise NotFound.of(404, "mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
+    return found
+
+
+def _checked(schema: StructType) -> StructType:
+    known = {field.name: field.dataType for field in SCHEMA.fields}
+    for field in schema.fields:
+        if known.get(field.name) != field.dataType:
+            sentence = (
+                f"the history has no column {field.name} of the type {field.dataType.simpleString()}: "
+                f"its columns are {SCHEMA.simpleString()}"
+            )
+            raise PostroomError.of(400, "invalid_schema", sentence, field=field.name)
+    return schema
