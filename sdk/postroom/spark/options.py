@@ -1,0 +1,177 @@
+"""The options of the sink `postroom`: read, checked against the DataFrame's schema, and ready for the executors.
+
+Everything is checked on the driver, before a row is sent: an option that is unknown, missing or contradictory, a column
+that is not there or of a type that an option can't use, raises `InvalidMessage` with the option as `field`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final, Literal, NoReturn, get_args
+
+import msgspec
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    MapType,
+    StringType,
+    StructType,
+)
+
+from postroom.errors import InvalidMessage
+from postroom.message import Priority, parse_destination
+from postroom.spark.values import check_id_type, check_type
+
+Wait = Literal["queued", "accepted"]
+
+_SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})  # options that Spark hands on as they are
+_ID_REQUIRED: Final = (
+    "set the option `id` to the column, or comma-separated columns, that name a row: Spark may write a row more than "
+    "once (a task that is retried, a speculative one, a job run again), and only an id that is the same each time "
+    "keeps it one message. There is no safe default: a row's place changes from run to run, and equal rows may be two"
+)
+
+
+class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The options as the user gives them, all of them text (docs/spark.md, "Options")."""
+
+    to: str | None = None
+    to_column: str | None = None
+    id: str | None = None
+    body: str | None = None
+    meta: str | None = None
+    priority: str = "next"
+    socket: str | None = None
+    batch_size: int = msgspec.field(default=1000)
+    wait: Wait = "queued"
+    namespace: str | None = None
+    on_conflict: str = "fail"
+
+    def __post_init__(self) -> None:
+        """Refuse a size that is none."""
+        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
+            raise ValueError(f"`batch_size` is a number of rows from 1 to {MAX_BATCH_SIZE}")
+
+
+MAX_BATCH_SIZE: Final = 10_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WritePlan:
+    """What an executor needs to write rows; `priority` is a column where it is none of the three words."""
+
+    schema: StructType
+    to: str | None
+    to_column: str | None
+    ids: tuple[str, ...]
+    body: str | None
+    meta: str | None
+    priority: str
+    socket: str | None
+    batch_size: int
+    wait: Wait
+    namespace: str
+    on_conflict: str
+
+    @property
+    def target(self) -> str:
+        """Where the rows go, for people."""
+        return self.to or f"the destinations in `{self.to_column}`"
+
+    @property
+    def priority_column(self) -> str | None:
+        """The column that says each row's priority, if one does."""
+        return None if self.priority in get_args(Priority) else self.priority
+
+
+def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
+    """Check the options of a write of rows of `schema`; raises `InvalidMessage` that says what to change."""
+    given = {name.lower(): value for name, value in options.items()}
+    chosen = _decode({name: value for name, value in given.items() if name not in _SPARKS_OWN})
+    ids = tuple(filter(None, (name.strip() for name in (chosen.id or "").split(","))))
+    if not ids:
+        _refuse("id", _ID_REQUIRED)
+    _check_target(chosen)
+    plan = WritePlan(
+        schema=schema,
+        to=chosen.to,
+        to_column=chosen.to_column,
+        ids=ids,
+        body=chosen.body,
+        meta=chosen.meta,
+        priority=chosen.priority,
+        socket=chosen.socket,
+        batch_size=chosen.batch_size,
+        wait=chosen.wait,
+        namespace=chosen.namespace or _default_namespace(chosen, given.get("queryname")),
+        on_conflict=chosen.on_conflict,
+    )
+    _check_columns(plan)
+    return plan
+
+
+def _decode(given: dict[str, str]) -> SinkOptions:
+    if unknown := given.keys() - set(SinkOptions.__struct_fields__):
+        known = ", ".join(SinkOptions.__struct_fields__)
+        _refuse(min(unknown), f"the sink has no option `{min(unknown)}`; it has {known}")
+    if empty := [name for name, value in given.items() if not value.strip() and name != "id"]:
+        _refuse(empty[0], f"the option `{empty[0]}` is empty")
+    try:
+        return msgspec.convert(given, SinkOptions, strict=False)
+    except msgspec.ValidationError as error:
+        _refuse(None, f"an option is wrong: {error}")
+
+
+def _check_target(chosen: SinkOptions) -> None:
+    if (chosen.to is None) == (chosen.to_column is None):
+        _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column that holds each row's")
+    if chosen.to is not None:
+        parse_destination(chosen.to)
+
+
+def _default_namespace(chosen: SinkOptions, query_name: str | None) -> str:
+    """Return the target and the query's name; neither depends on how the rows are cut into tasks."""
+    target = chosen.to or f"column {chosen.to_column}"
+    return f"{target} {query_name}" if query_name else target
+
+
+def _check_columns(plan: WritePlan) -> None:
+    """Check that every column is there once, and of a type that its option can use."""
+    names = plan.schema.fieldNames()
+    if twice := {name for name in names if names.count(name) > 1}:
+        _refuse(None, f"the DataFrame has more than one column `{min(twice)}`: rename one")
+    for name in plan.ids:
+        check_id_type(name, _column(plan, "id", name))
+    for option, text in (("to_column", plan.to_column), ("priority", plan.priority_column)):
+        if text is not None and not isinstance(_column(plan, option, text), StringType):
+            _refuse(option, f"the column `{text}` of the option `{option}` has to hold text")
+    if plan.meta is not None:
+        _check_meta(plan.meta, _column(plan, "meta", plan.meta))
+    if plan.body is None:
+        for field in plan.schema:
+            check_type(field.name, field.dataType)
+    elif not isinstance(kind := _column(plan, "body", plan.body), (StringType, BinaryType)):
+        check_type(plan.body, kind)
+
+
+def _column(plan: WritePlan, option: str, name: str) -> DataType:
+    if name not in plan.schema.fieldNames():
+        there = ", ".join(plan.schema.fieldNames())
+        hint = ", nor is it now, next or low" if option == "priority" else ""
+        _refuse(option, f"`{name}` of the option `{option}` is no column{hint}; the DataFrame has: {there}")
+    return plan.schema[name].dataType
+
+
+def _check_meta(name: str, kind: DataType) -> None:
+    if isinstance(kind, StringType):
+        return
+    if not isinstance(kind, (StructType, MapType)):
+        _refuse(
+            "meta", f"the column `{name}` of the option `meta` has to be a struct, a map, or text with JSON objects"
+        )
+    check_type(name, kind)
+
+
+def _refuse(option: str | None, detail: str) -> NoReturn:
+    raise InvalidMessage.of(400, "invalid_option", detail, field=option)

@@ -1,0 +1,182 @@
+"""One task of a write: its rows through the daemon of this host, and what became of each.
+
+Promises: when `post` returns, every row is on the daemon's disk (`wait=accepted`: at the broker), or is among the
+problems. A daemon that is away, that is full (507) or that has too much in hand (429) is waited for; after
+`PATIENCE_SECONDS` without any progress the task fails with the daemon's error, and Spark runs it again. What it sent
+before is a duplicate then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Final
+
+from postroom.client import AsyncClient
+from postroom.errors import InvalidMessage, Problem, TryAgain
+from postroom.message import SendRequest
+from postroom.sends import SETTLED, OutboxRow, SendResult
+from postroom.spark.options import WritePlan
+from postroom.spark.rows import Row, RowReader, key_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PATIENCE_SECONDS: Final = 300.0
+MOST_PROBLEMS: Final = 10_000  # rows of a task; more are no accident, and would fill the driver
+_WAITS_AT_ONCE: Final = 64
+_REUSED: Final = "idempotency_key_reused"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowProblem:
+    """A row that was not sent: its key, its id, and why. A `conflict` is an id that was used with other content."""
+
+    key: tuple[str, ...]
+    client_message_id: str
+    conflict: bool
+    code: str
+    detail: str
+    since: str | None = None
+    destination: str | None = None
+
+
+@dataclasses.dataclass
+class Tally:
+    """What became of a task's rows."""
+
+    accepted: int = 0
+    duplicate: int = 0
+    problems: list[RowProblem] = dataclasses.field(default_factory=list)
+
+
+def post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
+    """Send the rows of `batches`; raises the `PostroomError` that stops all of them, as `InvalidMessage` or no daemon.
+
+    For a thread without an event loop of its own.
+    """
+    return asyncio.run(_post(plan, batches))
+
+
+async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
+    task = _Task(plan)
+    async with (
+        AsyncClient(plan.socket, patience=PATIENCE_SECONDS) as client,
+        aclosing(_slices(plan, batches)) as slices,
+    ):
+        if plan.wait == "queued":
+            await task.send(client, slices)
+        else:
+            async for rows in slices:
+                await task.send(client, _one(rows))
+                await task.await_broker(client)
+    return task.tally
+
+
+async def _slices(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> AsyncGenerator[list[Row], None]:
+    """Read Spark's batches in a thread, since they may be long in coming, and cut them up."""
+    reader = RowReader(plan)
+    while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+        for rows in reader.slices(batch):
+            yield rows
+
+
+async def _one(rows: list[Row]) -> AsyncIterator[list[Row]]:
+    yield rows
+
+
+class _Task:
+    """The rows that are on their way, and the tally of the others."""
+
+    def __init__(self, plan: WritePlan) -> None:
+        self.tally = Tally()
+        self._plan = plan
+        self._on_the_way: dict[int, Row] = {}  # by line
+        self._not_accepted: list[tuple[Row, SendResult]] = []  # by the broker, with `wait=accepted`
+
+    async def send(self, client: AsyncClient, slices: AsyncIterator[list[Row]]) -> None:
+        """Stream the rows through the batch route, and settle each as its answer comes."""
+        async with aclosing(client.send_many_in_chunks(self._requests(slices))) as chunks:
+            async for results in chunks:
+                for result in results:
+                    row = self._on_the_way.pop(result.line)
+                    if result.result is not None:
+                        self._queued(row, result.result)
+                    elif result.problem is not None:
+                        self._refused(row, result.problem)
+
+    async def _requests(self, slices: AsyncIterator[list[Row]]) -> AsyncIterator[SendRequest]:
+        line = 0
+        async for rows in slices:
+            for row in rows:
+                line += 1
+                self._on_the_way[line] = row
+                yield row.request
+
+    def _queued(self, row: Row, result: SendResult) -> None:
+        self._count(result, 1)
+        if self._plan.wait == "accepted" and result.status != "done":
+            self._not_accepted.append((row, result))
+
+    def _count(self, result: SendResult, number: int) -> None:
+        if result.duplicate:
+            self.tally.duplicate += number
+        else:
+            self.tally.accepted += number
+
+    def _refused(self, row: Row, problem: Problem) -> None:
+        """Tell an id that is taken by other content from a row that was refused for itself, or retired before."""
+        reused = problem.code == _REUSED and (problem.conflict or "").endswith("mismatch")
+        self._problem(row, problem.code, problem.detail, conflict=reused, problem=problem)
+
+    def _problem(self, row: Row, code: str, detail: str, *, conflict: bool, problem: Problem | None = None) -> None:
+        self.tally.problems.append(
+            RowProblem(
+                row.key,
+                row.request.client_message_id or "",
+                conflict,
+                code,
+                detail,
+                since=problem.since if problem else None,
+                destination=problem.destination if problem else None,
+            )
+        )
+        if len(self.tally.problems) > MOST_PROBLEMS:
+            first = self.tally.problems[0]
+            raise InvalidMessage.of(
+                400,
+                "too_many_problems",
+                f"more than {MOST_PROBLEMS} rows of this task were not sent; the first is "
+                f"{key_text(self._plan, first.key)}: {first.detail}. Is the namespace {self._plan.namespace!r} "
+                "another write's?",
+            )
+
+    async def await_broker(self, client: AsyncClient) -> None:
+        """Wait until the broker has every row that was queued; raises `TryAgain` where it doesn't come to that."""
+        queued, self._not_accepted = self._not_accepted, []
+        at_once = asyncio.Semaphore(_WAITS_AT_ONCE)
+
+        async def wait(result: SendResult) -> OutboxRow:
+            async with at_once:
+                return await client.wait(result.client_message_id, PATIENCE_SECONDS)
+
+        sent = await asyncio.gather(*(wait(result) for _, result in queued))
+        for (row, result), now in zip(queued, sent, strict=True):
+            self._arrived(row, result, now)
+
+    def _arrived(self, row: Row, result: SendResult, sent: OutboxRow) -> None:
+        if sent.status not in SETTLED:
+            raise TryAgain.of(
+                503,
+                "not_accepted",
+                f"the broker has not accepted the row {key_text(self._plan, row.key)} within {PATIENCE_SECONDS:.0f} s; "
+                f"it is kept, and goes out when it can ({sent.last_error or 'no attempt has failed'})",
+                retryable=True,
+            )
+        if sent.status != "done":
+            reason = sent.last_error or "an operator has retired the message"
+            code = reason.partition(":")[0] if sent.last_error else "aborted"
+            self._count(result, -1)
+            self._problem(row, code, reason, conflict=code == _REUSED)

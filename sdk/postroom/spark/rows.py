@@ -1,0 +1,154 @@
+"""From Arrow batches to messages: one `SendRequest` for each row, with its id, in slices of `batch_size` rows.
+
+Fails with `InvalidMessage` that names the row or the column where a row has no id, no destination, or a value that
+can't be sent; nothing of that slice has been sent then.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from pyspark.sql.types import BinaryType, StringType
+
+from postroom.errors import InvalidMessage
+from postroom.message import SendRequest
+from postroom.spark.keys import RowIds
+from postroom.spark.options import WritePlan
+from postroom.spark.values import converter, id_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Row(NamedTuple):
+    """One row on its way: the texts of its id columns, and its message."""
+
+    key: tuple[str, ...]
+    request: SendRequest
+
+
+class RowReader:
+    """Makes the messages of a write."""
+
+    def __init__(self, plan: WritePlan) -> None:
+        self._plan = plan
+        self._ids = RowIds(plan.namespace)
+        self._converters = {field.name: converter(field.dataType) for field in plan.schema}
+
+    def slices(self, batch: pa.RecordBatch) -> Iterator[list[Row]]:
+        """Yield the rows of a batch, `batch_size` at a time, so that large bodies don't all lie in memory twice."""
+        for start in range(0, batch.num_rows, self._plan.batch_size):
+            yield self._rows(_Columns(batch.slice(start, self._plan.batch_size), self._converters))
+
+    def _rows(self, columns: _Columns) -> list[Row]:
+        keys = self._keys(columns)
+        texts, encoded = self._bodies(columns)
+        return [
+            Row(
+                key,
+                SendRequest(
+                    to=to,
+                    body=text,
+                    body_base64=data,
+                    meta=meta,
+                    priority=priority,
+                    client_message_id=self._ids.id_of(key),
+                ),
+            )
+            for key, to, text, data, meta, priority in zip(
+                keys,
+                self._destinations(columns, keys),
+                texts,
+                encoded,
+                self._metas(columns, keys),
+                self._priorities(columns),
+                strict=False,  # what is the same for all rows repeats without end
+            )
+        ]
+
+    def _keys(self, columns: _Columns) -> list[tuple[str, ...]]:
+        ids = self._plan.ids
+        values = [columns.raw(name) for name in ids]
+        for name, column in zip(ids, values, strict=True):
+            if None in column:
+                raise _unusable(f"a row has no id: its `{name}`, which the option `id` names, is null")
+        return list(zip(*([id_text(value) for value in column] for column in values), strict=True))
+
+    def _destinations(self, columns: _Columns, keys: Sequence[tuple[str, ...]]) -> Iterator[str]:
+        if self._plan.to_column is None:
+            return repeat(self._plan.to or "")
+        destinations = columns.raw(self._plan.to_column)
+        if None in destinations:
+            row = key_text(self._plan, keys[destinations.index(None)])
+            raise _unusable(f"the row {row} has no destination: its `{self._plan.to_column}` is null")
+        return iter(destinations)
+
+    def _bodies(self, columns: _Columns) -> tuple[Iterator[str | None], Iterator[str | None]]:
+        """Return the bodies as text and as base64; a row has one of them, or none where its column is null."""
+        name = self._plan.body
+        if name is None:
+            names = columns.names
+            rows = zip(*map(columns.json, names), strict=True)
+            return iter([_encode(dict(zip(names, row, strict=True))).decode() for row in rows]), repeat(None)
+        match self._plan.schema[name].dataType:
+            case StringType():
+                return iter(columns.raw(name)), repeat(None)
+            case BinaryType():
+                values = columns.raw(name)
+                return repeat(None), iter([None if v is None else base64.b64encode(v).decode() for v in values])
+        return iter([None if v is None else _encode(v).decode() for v in columns.json(name)]), repeat(None)
+
+    def _metas(self, columns: _Columns, keys: Sequence[tuple[str, ...]]) -> Iterator[dict[str, Any] | None]:
+        name = self._plan.meta
+        if name is None:
+            return repeat(None)
+        if isinstance(self._plan.schema[name].dataType, StringType):
+            return iter([self._meta(key, text) for key, text in zip(keys, columns.raw(name), strict=True)])
+        return iter(msgspec.to_builtins(columns.json(name)))
+
+    def _meta(self, key: tuple[str, ...], text: str | None) -> dict[str, Any] | None:
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any]) if text is not None else None
+        except msgspec.DecodeError as error:
+            row = key_text(self._plan, key)
+            raise _unusable(f"`{self._plan.meta}` of the row {row} is not a JSON object: {error}") from error
+
+    def _priorities(self, columns: _Columns) -> Iterator[Any]:
+        name = self._plan.priority_column
+        return repeat(self._plan.priority) if name is None else (value or "next" for value in columns.raw(name))
+
+
+class _Columns:
+    """The columns of a slice as Python values."""
+
+    def __init__(self, batch: pa.RecordBatch, converters: dict[str, Any]) -> None:
+        self._batch = batch
+        self._converters = converters
+        self.names = list(converters)
+
+    def raw(self, name: str) -> list[Any]:
+        """Return the values of a column as Arrow gives them."""
+        try:
+            return list(self._batch.column(name).to_pylist())
+        except (ValueError, OverflowError) as error:
+            raise _unusable(f"a value of the column `{name}` is outside what Python can hold: {error}") from error
+
+    def json(self, name: str) -> list[Any]:
+        """Return the values of a column, ready for the JSON encoder."""
+        convert = self._converters[name]
+        return self.raw(name) if convert is None else [convert(value) for value in self.raw(name)]
+
+
+def key_text(plan: WritePlan, key: Sequence[str]) -> str:
+    """Name a row for people: `order_id=17, line=2`."""
+    return ", ".join(f"{name}={text}" for name, text in zip(plan.ids, key, strict=True))
+
+
+def _unusable(detail: str) -> InvalidMessage:
+    return InvalidMessage.of(400, "invalid_row", detail)

@@ -1,0 +1,123 @@
+"""The writers of the format `postroom`: checked on the driver, run on the executors, summed up on the driver.
+
+What makes a second run of a task harmless is the id of each row (`postroom.spark.keys`) and the row under it in the
+daemon's outbox. So nothing has to be undone when a write fails: it is run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from postroom.errors import InvalidMessage
+from postroom.ids import new_id
+from postroom.spark.conflicts import FAIL, failure, prepare_directory, write_conflicts
+from postroom.spark.options import WritePlan, plan_write
+from postroom.spark.posting import Tally, post
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclasses.dataclass
+class TaskDone(WriterCommitMessage):
+    """What a task tells the driver."""
+
+    tally: Tally
+
+
+class BatchSink(DataSourceArrowWriter):
+    """A batch write."""
+
+    def __init__(self, plan: WritePlan) -> None:
+        self._plan = plan
+        self._name = f"write-{new_id()}"
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
+        """Send the rows of one task, on an executor; raises the `PostroomError` that stops it."""
+        return TaskDone(post(self._plan, iterator))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Say what became of all rows, on the driver; raises where some were not sent."""
+        _conclude(self._plan, messages, self._name)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:  # noqa: ARG002 - Spark's signature
+        """Say what a write that failed leaves behind."""
+        _say_aborted(self._plan)
+
+
+class StreamSink(DataSourceStreamArrowWriter):
+    """A streaming write: the same for each micro-batch."""
+
+    def __init__(self, plan: WritePlan) -> None:
+        self._plan = plan
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
+        """Send the rows of one task of a micro-batch, on an executor."""
+        return TaskDone(post(self._plan, iterator))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
+        """Say what became of the rows of a micro-batch; raises where some were not sent, and the query ends."""
+        _conclude(self._plan, messages, f"batch-{batchId}")
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803 - the same
+        """Say what a micro-batch that failed leaves behind."""
+        _say_aborted(self._plan)
+
+
+def batch_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> BatchSink:
+    """Check a batch write; raises `InvalidMessage` before anything is sent."""
+    return BatchSink(_checked(options, schema, overwrite=overwrite))
+
+
+def stream_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> StreamSink:
+    """Check a streaming write; raises `InvalidMessage` before anything is sent."""
+    return StreamSink(_checked(options, schema, overwrite=overwrite))
+
+
+def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> WritePlan:
+    if overwrite:
+        detail = 'what was sent stays sent: use mode("append"), or outputMode("append") for a stream'
+        raise InvalidMessage.of(400, "invalid_option", detail, field="mode")
+    plan = plan_write(options, schema)
+    if plan.on_conflict != FAIL:
+        prepare_directory(plan.on_conflict)
+    return plan
+
+
+def _conclude(plan: WritePlan, messages: Sequence[WriterCommitMessage | None], name: str) -> None:
+    """Print the counts, write the conflicts where they are wanted, and raise for what remains."""
+    tally = _sum(messages)
+    conflicts = [problem for problem in tally.problems if problem.conflict]
+    refused = [problem for problem in tally.problems if not problem.conflict]
+    _say(
+        f"{name} to {plan.target}: {tally.accepted} accepted, {tally.duplicate} duplicate, {len(conflicts)} conflict"
+        + (f", {len(refused)} refused" if refused else "")
+    )
+    if conflicts and plan.on_conflict != FAIL:
+        _say(f"the keys of the conflicts are in {write_conflicts(plan, name, conflicts)}")
+        conflicts = []
+    if remaining := refused + conflicts:
+        raise failure(plan, remaining)
+
+
+def _say_aborted(plan: WritePlan) -> None:
+    _say(f"the write to {plan.target} failed; what it has sent stays sent, and a second run sends what is missing")
+
+
+def _sum(messages: Sequence[WriterCommitMessage | None]) -> Tally:
+    tallies = [message.tally for message in messages if isinstance(message, TaskDone)]
+    return Tally(
+        sum(tally.accepted for tally in tallies),
+        sum(tally.duplicate for tally in tallies),
+        [problem for tally in tallies for problem in tally.problems],
+    )
+
+
+def _say(sentence: str) -> None:
+    print(f"postroom: {sentence}", file=sys.stderr, flush=True)  # noqa: T201 - Spark shows it on the driver's stderr
