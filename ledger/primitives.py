@@ -11,6 +11,7 @@ An entry leases its message to the caller, for `lease`. A step of a lease that r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, NoReturn
 from uuid import UUID, uuid4
@@ -44,15 +45,40 @@ class Child(NamedTuple):
     request: str = "null"
 
 
+class Request(NamedTuple):
+    """A command that asks for an answer: its id is the message id, which the answer names; `payload` is JSON.
+
+    Without an answer within `timeout` it goes out again, `asks` times in all.
+    """
+
+    id: UUID
+    queue: str
+    payload: str = "null"
+    timeout: timedelta | None = None
+    asks: int = 1
+
+
+class Answer(NamedTuple):
+    """What a leg-2 message says (JSON), and the id of the request that it answers; None where none was sent."""
+
+    body: str = "null"
+    request: UUID | None = None
+
+
+NO_ANSWER: Final = Answer()
+
+
 class Leg1(NamedTuple):
-    """An attempt of leg 1, leased to `owner`."""
+    """An attempt of leg 1, leased to `owner`; `last_error` is why the one before failed."""
 
     activity: UUID
     owner: UUID
     job: UUID
+    context: str
     name: str
     request: str
     ledger: int
+    last_error: str | None
 
 
 class Leg2(NamedTuple):
@@ -65,12 +91,14 @@ class Leg2(NamedTuple):
     guid: str
     owner: UUID
     job: UUID
+    context: str
     name: str
     request: str
     result: str | None
     activity_ledger: int
     ledger: int
     attempt: int
+    last_error: str | None
 
     @property
     def steps(self) -> GuidLedger:
@@ -102,40 +130,53 @@ async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta) -
     owner = uuid4()
     found = await _locked(connection, activity, "enter_leg1", owner, lease)
     row = _done(found, activity, step="leg 1", needs="nothing")
-    return Leg1(activity, owner, row["job_id"], row["name"], row["request"], row["ledger"])
+    return Leg1(
+        activity,
+        owner,
+        row["job_id"],
+        row["context"],
+        row["name"],
+        row["request"],
+        row["ledger"],
+        row["last_error"],
+    )
 
 
-async def complete_leg1(connection: Connection, leg1: Leg1, event_type: str, payload: str) -> int:
-    """Complete leg 1 and put its request, the event `event_type` with the JSON `payload`, into the outbox.
+async def complete_leg1(connection: Connection, leg1: Leg1, request: Request | None = None) -> int:
+    """Complete leg 1 and put its `request` into the outbox; an activity that sends nothing has none.
 
     Returns the activity's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
     """
-    row = await _locked(connection, leg1.activity, "complete_leg1", leg1.owner, event_type, payload)
+    asked = (None,) * 5 if request is None else request
+    row = await _locked(connection, leg1.activity, "complete_leg1", leg1.owner, *asked)
     return int(_done(row, leg1.activity, step="completing leg 1", needs="its entry")["ledger"])
 
 
-async def enter_leg2(connection: Connection, activity: UUID, guid: str, lease: timedelta, answer: str = "null") -> Leg2:
+async def enter_leg2(
+    connection: Connection, activity: UUID, guid: str, lease: timedelta, answer: Answer = NO_ANSWER
+) -> Leg2:
     """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
 
-    What the message says, `answer` (JSON), is kept beside it: a retry of the job goes on with it (`ledger.operating`).
-
-    Raises `Forbidden` before leg 1 is complete, `Duplicate` where the message is done or every answer that is due was
-    taken by another, `Overflow` for entry 100,000,000, `Held`, `Inactive` and `Missing`.
+    What the message says is kept beside it: a retry of the job goes on with it (`ledger.operating`). Raises `Forbidden`
+    before leg 1 is complete, `Duplicate` where the message is done, or the answer to its request, or every answer that
+    is due, was taken by another, `Overflow` for entry 100,000,000, `Held`, `Inactive` and `Missing`.
     """
     owner = uuid4()
-    found = await _locked(connection, activity, "enter_leg2", guid, owner, lease, answer)
+    found = await _locked(connection, activity, "enter_leg2", guid, owner, lease, *answer)
     row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
     return Leg2(
         activity,
         guid,
         owner,
         row["job_id"],
+        row["context"],
         row["name"],
         row["request"],
         row["result"],
         row["activity_ledger"],
         row["ledger"],
         row["attempt"],
+        row["last_error"],
     )
 
 
@@ -149,13 +190,17 @@ async def finish_work(connection: Connection, leg2: Leg2, result: str) -> int:
 
 
 async def spawn(
-    connection: Connection, leg2: Leg2, children: Sequence[Child] = (), again: Sequence[str] = ()
+    connection: Connection,
+    leg2: Leg2,
+    children: Sequence[Child] = (),
+    again: Sequence[str] = (),
+    requests: Sequence[Request] = (),
 ) -> Spawned:
     """Step 2, the compound primitive: one statement, whatever it spawns (Rule D).
 
     `children` go out as `activity_spawned`; for each request in `again` (JSON) the activity is entered once more, with
-    the `activity_cycled` that goes out. Raises `Forbidden` before step 1, `LeaseLost`, `Duplicate`, `Inactive` and
-    `Missing`.
+    the `activity_cycled` that goes out, and for each of `requests` with the answer to it. Raises `Forbidden` before
+    step 1, `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
     """
     found = await _locked(
         connection,
@@ -167,17 +212,23 @@ async def spawn(
         [child.name for child in children],
         [child.request for child in children],
         list(again),
+        [request.id for request in requests],
+        [request.queue for request in requests],
+        [request.payload for request in requests],
+        [request.timeout for request in requests],
+        [request.asks for request in requests],
     )
     row = _done(found, leg2.activity, step="step 2", needs="step 1")
     return Spawned(row["ledger"], row["semaphore"], bool(row["threshold_hit"]))
 
 
-async def finish_job(connection: Connection, leg2: Leg2) -> int:
-    """Step 3: mark the completion tasks as done, and emit `job_completed`; returns the message's ledger.
+async def finish_job(connection: Connection, leg2: Leg2, result: str = "null") -> int:
+    """Step 3: mark the completion tasks as done, and emit `job_completed` with the `result` (JSON) that they had.
 
+    Returns the message's ledger.
     Raises `Forbidden` for a message that did not close the job, `LeaseLost`, `Inactive` and `Missing`.
     """
-    row = await _locked(connection, leg2.activity, "finish_job", leg2.guid, leg2.owner)
+    row = await _locked(connection, leg2.activity, "finish_job", leg2.guid, leg2.owner, result)
     return int(_done(row, leg2.activity, step="step 3", needs="the snapshot")["ledger"])
 
 
@@ -197,15 +248,18 @@ async def renew(connection: Connection, entry: Leg1 | Leg2, lease: timedelta) ->
         raise LeaseLost.of_entry()
 
 
-async def release(connection: Connection, entry: Leg1 | Leg2) -> None:
-    """Give up a lease after an attempt that failed, so that the next one need not wait; one that is lost stays so."""
+async def release(connection: Connection, entry: Leg1 | Leg2, error: str | None = None) -> None:
+    """Give up a lease after an attempt that failed with `error`, which the next one, that need not wait, is told.
+
+    One that is lost stays so.
+    """
     query = QUERIES["release_leg1"] if isinstance(entry, Leg1) else QUERIES["release_leg2"]
-    await connection.execute(query, *_lease_of(entry))
+    await connection.execute(query, *_lease_of(entry), error)
 
 
 async def _locked(connection: Connection, activity: UUID, query: str, *values: Any) -> asyncpg.Record | None:
     """Run a primitive in turn with the others of its activity, in the caller's transaction or one of its own."""
-    async with connection.transaction():
+    async with nullcontext() if connection.is_in_transaction() else connection.transaction():
         await connection.execute(QUERIES["lock_activity"], activity)
         return await connection.fetchrow(QUERIES[query], activity, *values)
 

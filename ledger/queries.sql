@@ -36,7 +36,7 @@ SELECT FROM ledger.activity WHERE id = $1 FOR NO KEY UPDATE;
 -- name: enter_leg1
 -- Counts an attempt of leg 1 of the activity $1 and leases it to $2 for $3. A replay is counted too, and leases nothing.
 WITH judged AS MATERIALIZED (
-  SELECT activity.*, job.state, CASE
+  SELECT activity.*, job.state, job.context, CASE
     WHEN state <> 'running' OR failed_at IS NOT NULL THEN 'inactive'
     WHEN leased_until > clock_timestamp() THEN 'held'
     WHEN ledger / 1000000000000 >= 999 THEN 'overflow'
@@ -55,11 +55,12 @@ WITH judged AS MATERIALIZED (
   RETURNING activity.ledger
 )
 SELECT verdict, state, coalesce(counted.ledger, judged.ledger) AS ledger, job_id, name, request::text AS request,
-  extract(epoch FROM leased_until - clock_timestamp())::float8 AS seconds
+  context, last_error, extract(epoch FROM leased_until - clock_timestamp())::float8 AS seconds
 FROM judged LEFT JOIN counted ON true;
 
 -- name: complete_leg1
--- Completes leg 1 of the activity $1, leased to $2, and puts its request into the outbox: the event $3 with payload $4.
+-- Completes leg 1 of the activity $1, leased to $2, and puts its request, where it has one, into the outbox: the command
+-- with the id $3 to the queue $4 with payload $5, which is asked $7 times, $6 apart. An activity without has none.
 WITH judged AS MATERIALIZED (
   SELECT activity.*, job.state, job.context, CASE
     WHEN state <> 'running' OR failed_at IS NOT NULL THEN 'inactive'
@@ -70,13 +71,21 @@ WITH judged AS MATERIALIZED (
   FROM ledger.activity JOIN ledger.job ON job.id = activity.job_id
   WHERE activity.id = $1
 ), completed AS (
-  UPDATE ledger.activity SET ledger = activity.ledger + 100000000000, owner = NULL, leased_until = NULL
+  UPDATE ledger.activity SET
+    ledger = activity.ledger + 100000000000, owner = NULL, leased_until = NULL, last_error = NULL
   FROM judged
   WHERE activity.id = judged.id AND verdict = 'done'
   RETURNING activity.id, activity.job_id, activity.ledger
+), asked AS (
+  INSERT INTO ledger.request (id, activity_id, timeout, asks, due_at)
+  SELECT $3::uuid, completed.id, $6::interval, $7::integer, clock_timestamp() + $6::interval
+  FROM completed
+  WHERE $3::uuid IS NOT NULL
+  RETURNING id
 ), emitted AS (
-  SELECT postroom.emit(judged.context, 'activity', completed.id::text, $3, $4::jsonb, correlation_id => completed.job_id)
-  FROM completed, judged
+  SELECT postroom.emit_command(judged.context, $4, $5::jsonb, 'activity', completed.id::text,
+    correlation_id => completed.job_id, id => asked.id)
+  FROM completed, judged, asked
 )
 SELECT verdict, state, coalesce(completed.ledger, judged.ledger) AS ledger, (SELECT count(*) FROM emitted) AS emitted,
   set_config('idle_in_transaction_session_timeout', '10s', true) AS most_idle
@@ -84,11 +93,13 @@ FROM judged LEFT JOIN completed ON true;
 
 -- name: enter_leg2
 -- Enters leg 2 of the activity $1 with the message $2, and leases the message to $3 for $4. A message
--- that is new takes an answer that is due, and the ordinal of its guid; what it says ($5) is kept.
+-- that is new takes an answer that is due, that to the request $6 where it names one, and the ordinal of its guid; what it
+-- says ($5) is kept, also of one that is refused because its job has failed: a retry of the job brings it back.
 WITH known AS MATERIALIZED (
   SELECT * FROM ledger.guid WHERE activity_id = $1 AND guid = $2
 ), judged AS MATERIALIZED (
-  SELECT activity.*, job.state, known.ledger AS known, known.result, known.leased_until AS held_until, CASE
+  SELECT activity.*, job.state, job.context, known.ledger AS known, known.answer, known.result,
+    known.last_error AS known_error, known.leased_until AS held_until, CASE
     WHEN ledger.is_set(known.ledger, 1000000000)
       AND (ledger.is_set(known.ledger, 100000000) OR NOT ledger.is_set(known.ledger, 100000000000)) THEN 'duplicate'
     WHEN activity.failed_at IS NOT NULL THEN 'inactive'
@@ -97,6 +108,9 @@ WITH known AS MATERIALIZED (
     WHEN NOT ledger.is_set(activity.ledger, 100000000000) THEN 'forbidden'
     WHEN known.leased_until > clock_timestamp() THEN 'held'
     WHEN known.ledger IS NULL AND activity.answers_taken >= activity.answers_due THEN 'duplicate'
+    WHEN known.ledger IS NULL AND EXISTS (
+      SELECT FROM ledger.request WHERE id = $6::uuid AND answered_by IS NOT NULL
+    ) THEN 'duplicate'
     WHEN activity.ledger % 100000000 >= 99999999 THEN 'overflow'
     ELSE 'done'
   END AS verdict
@@ -122,10 +136,20 @@ WITH known AS MATERIALIZED (
   FROM counted
   WHERE guid.activity_id = counted.id AND guid.guid = $2 AND EXISTS (SELECT FROM judged WHERE judged.known IS NOT NULL)
   RETURNING guid.ledger, guid.attempts
+), answered AS (
+  UPDATE ledger.request SET answered_by = $2, due_at = NULL
+  FROM counted, judged
+  WHERE request.id = $6::uuid AND request.activity_id = counted.id AND judged.known IS NULL
+), missed AS (
+  INSERT INTO ledger.missed (activity_id, guid, answer, request_id)
+  SELECT id, $2, $5::jsonb, $6::uuid FROM judged
+  WHERE verdict = 'inactive' AND state = 'failed' AND judged.known IS NULL
+  ON CONFLICT DO NOTHING
 ), entered AS (
   SELECT * FROM seeded UNION ALL SELECT * FROM taken
 )
-SELECT verdict, state, judged.job_id, judged.name, judged.request::text AS request, judged.result::text AS result,
+SELECT verdict, state, judged.job_id, judged.context, judged.name, judged.request::text AS request,
+  judged.result::text AS result, judged.known_error AS last_error,
   coalesce(counted.ledger, judged.ledger) AS activity_ledger, coalesce(entered.ledger, judged.known) AS ledger,
   entered.attempts AS attempt, extract(epoch FROM held_until - clock_timestamp())::float8 AS seconds
 FROM judged LEFT JOIN counted ON true LEFT JOIN entered ON true;
@@ -157,12 +181,13 @@ FROM judged LEFT JOIN marked ON true;
 
 -- name: spawn
 -- Step 2, the compound primitive, for the message $2 of the activity $1, leased to $3: inserts the children $4 (names $5,
--- requests $6), has the activity entered again for each request of $7, moves the semaphore by their number less one,
--- sets both markers, and, where it reached 0, closes the job and says so in this message's ledger. What is spawned goes
--- out through the outbox; of an entry that is due again, the event's id is the next message's.
+-- requests $6), has the activity entered again for each request of $7, and for the answer to each command of $8 (queues
+-- $9, payloads $10, time-outs $11, how often each is asked $12), moves the semaphore by their number less one, sets both
+-- markers, and, where it reached 0, closes the job and says so in this message's ledger. What is spawned goes out through
+-- the outbox; of an entry that is due again, the event's id is the next message's.
 WITH judged AS MATERIALIZED (
   SELECT guid.*, job.state, job.context, job.flow, activity.name,
-    cardinality($4::uuid[]) + cardinality($7::text[]) - 1 AS delta,
+    cardinality($4::uuid[]) + cardinality($7::text[]) + cardinality($8::uuid[]) - 1 AS delta,
     CASE
       WHEN job.state <> 'running' OR activity.failed_at IS NOT NULL THEN 'inactive'
       WHEN (guid.owner = $3::uuid AND guid.leased_until > clock_timestamp()) IS NOT TRUE THEN 'lease_lost'
@@ -182,6 +207,7 @@ WITH judged AS MATERIALIZED (
 ), marked AS (
   UPDATE ledger.guid SET
     ledger = guid.ledger + 1000000000 + threshold_hit * 100000000000,
+    last_error = NULL,
     owner = CASE threshold_hit WHEN 1 THEN guid.owner END,
     leased_until = CASE threshold_hit WHEN 1 THEN guid.leased_until END
   FROM judged, moved
@@ -190,7 +216,7 @@ WITH judged AS MATERIALIZED (
 ), noted AS (
   UPDATE ledger.activity SET
     ledger = activity.ledger + CASE WHEN ledger.is_set(activity.ledger, 1000000000) THEN 0 ELSE 1000000000 END,
-    answers_due = activity.answers_due + cardinality($7::text[])
+    answers_due = activity.answers_due + cardinality($7::text[]) + cardinality($8::uuid[])
   FROM marked
   WHERE activity.id = marked.activity_id
 ), children AS (
@@ -199,6 +225,11 @@ WITH judged AS MATERIALIZED (
     child.request::jsonb
   FROM moved, judged, unnest($4::uuid[], $5::text[], $6::text[]) WITH ORDINALITY AS child (id, name, request, place)
   RETURNING id, job_id, name
+), asked AS (
+  INSERT INTO ledger.request (id, activity_id, timeout, asks, due_at)
+  SELECT ask.id, judged.activity_id, ask.timeout, ask.asks, clock_timestamp() + ask.timeout
+  FROM moved, judged, unnest($8::uuid[], $11::interval[], $12::integer[]) AS ask (id, timeout, asks)
+  RETURNING id
 ), emitted AS (
   SELECT postroom.emit(judged.context, 'activity', children.id::text, 'activity_spawned',
     jsonb_build_object('job', judged.job_id, 'activity', children.id, 'flow', judged.flow, 'name', children.name),
@@ -210,6 +241,10 @@ WITH judged AS MATERIALIZED (
       'request', again.request::jsonb),
     correlation_id => judged.job_id)
   FROM moved, judged, unnest($7::text[]) AS again (request)
+  UNION ALL
+  SELECT postroom.emit_command(judged.context, ask.queue, ask.payload::jsonb, 'activity', judged.activity_id::text,
+    correlation_id => judged.job_id, id => asked.id)
+  FROM judged, asked JOIN unnest($8::uuid[], $9::text[], $10::text[]) AS ask (id, queue, payload) USING (id)
 )
 SELECT CASE WHEN verdict = 'done' AND moved.id IS NULL THEN 'inactive' ELSE verdict END AS verdict,
   state, coalesce(marked.ledger, judged.ledger) AS ledger, threshold_hit, semaphore,
@@ -219,7 +254,7 @@ FROM judged LEFT JOIN marked ON true LEFT JOIN moved ON true;
 
 -- name: finish_job
 -- Step 3: marks the completion tasks as done by the message $2 of the activity $1, leased to $3, which closed the job;
--- the job is completed.
+-- the job is completed with the result $4.
 WITH judged AS MATERIALIZED (
   SELECT guid.*, job.state, job.context, job.flow, CASE
     WHEN job.state IN ('completed', 'failed', 'cancelled') THEN 'inactive'
@@ -245,7 +280,7 @@ WITH judged AS MATERIALIZED (
   WHERE activity.id = marked.activity_id AND NOT ledger.is_set(activity.ledger, 100000000)
 ), emitted AS (
   SELECT postroom.emit(judged.context, 'job', completed.id::text, 'job_completed',
-    jsonb_build_object('job', completed.id, 'flow', judged.flow), correlation_id => completed.id)
+    jsonb_build_object('job', completed.id, 'flow', judged.flow, 'result', $4::jsonb), correlation_id => completed.id)
   FROM judged, completed
 )
 SELECT CASE WHEN verdict = 'done' AND marked.ledger IS NULL THEN 'inactive' ELSE verdict END AS verdict,
@@ -292,9 +327,11 @@ WHERE activity_id = $1 AND guid = $2 AND owner = $3::uuid AND leased_until > clo
 RETURNING guid;
 
 -- name: release_leg1
--- Gives up the lease that $2 has on leg 1 of the activity $1, so that the next attempt need not wait for its end.
-UPDATE ledger.activity SET owner = NULL, leased_until = NULL WHERE id = $1 AND owner = $2::uuid;
+-- Gives up the lease that $2 has on leg 1 of the activity $1, so that the next attempt need not wait for its end, and
+-- keeps why this one failed ($3).
+UPDATE ledger.activity SET owner = NULL, leased_until = NULL, last_error = $3 WHERE id = $1 AND owner = $2::uuid;
 
 -- name: release_leg2
--- Gives up the lease that $3 has on the message $2 of the activity $1.
-UPDATE ledger.guid SET owner = NULL, leased_until = NULL WHERE activity_id = $1 AND guid = $2 AND owner = $3::uuid;
+-- Gives up the lease that $3 has on the message $2 of the activity $1, and keeps why this attempt failed ($4).
+UPDATE ledger.guid SET owner = NULL, leased_until = NULL, last_error = $4
+WHERE activity_id = $1 AND guid = $2 AND owner = $3::uuid;

@@ -35,8 +35,10 @@ RETURN after / 1000000000000 >= before / 1000000000000
 
 CREATE TABLE ledger.job (
   id uuid PRIMARY KEY,
-  context text COLLATE "C" NOT NULL CHECK (context ~ '^[a-z][a-z0-9_]{0,63}$' AND context <> 'cmd'),
-  flow text COLLATE "C" NOT NULL CHECK (flow ~ '^[a-z][a-z0-9_-]{0,63}$'),
+  context text COLLATE "C" NOT NULL CHECK (
+    context ~ '^[a-z][a-z0-9_]*$' AND length(context) <= 64 AND context <> 'cmd'
+  ),
+  flow text COLLATE "C" NOT NULL CHECK (flow ~ '^[a-z][a-z0-9_-]*$' AND length(flow) <= 64),
   state text NOT NULL DEFAULT 'running' CHECK (state IN ('running', 'closed', 'completed', 'failed', 'cancelled')),
   semaphore integer NOT NULL DEFAULT 1 CHECK (semaphore >= 0),
   started_at timestamptz NOT NULL DEFAULT now(),
@@ -52,6 +54,7 @@ CREATE TABLE ledger.job (
   CONSTRAINT a_job_that_ended_early_says_why CHECK ((state IN ('failed', 'cancelled')) = (error IS NOT NULL))
 ) WITH (fillfactor = 50);
 CREATE INDEX job_started ON ledger.job (started_at, id);
+CREATE INDEX job_unended ON ledger.job (flow, context, started_at) WHERE state IN ('running', 'closed');
 
 -- An activity; the place of a child is its number among those that one message of its parent spawned, and the dimension
 -- says which of the parent's messages that was.
@@ -61,7 +64,7 @@ CREATE TABLE ledger.activity (
   parent_id uuid REFERENCES ledger.activity ON DELETE CASCADE,
   dimension integer CHECK (dimension >= 0),
   place integer CHECK (place >= 1),
-  name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_-]{0,63}$'),
+  name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_-]*$' AND length(name) <= 64),
   request jsonb NOT NULL,
   spawned_at timestamptz NOT NULL DEFAULT now(),
   ledger bigint NOT NULL DEFAULT 0,
@@ -69,6 +72,7 @@ CREATE TABLE ledger.activity (
   answers_taken integer NOT NULL DEFAULT 0,
   owner uuid,
   leased_until timestamptz,
+  last_error text,
   failed_at timestamptz,
   error text,
 
@@ -88,11 +92,28 @@ CREATE TABLE ledger.activity (
 CREATE INDEX activity_job ON ledger.activity (job_id);
 CREATE UNIQUE INDEX a_job_has_one_root ON ledger.activity (job_id) WHERE parent_id IS NULL;
 
+-- What activities asked for, by the message id of the command that asks, which is what an answer names as its cause. The
+-- first answer counts. Where none has come when one is due, the command goes out again, `asks` times in all.
+CREATE TABLE ledger.request (
+  id uuid PRIMARY KEY,
+  activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
+  timeout interval CHECK (timeout > interval '0'),
+  asks integer NOT NULL DEFAULT 1,
+  asked integer NOT NULL DEFAULT 1,
+  due_at timestamptz,
+  answered_by text COLLATE "C",
+
+  CONSTRAINT it_is_not_asked_more_often_than_allowed CHECK (asked BETWEEN 1 AND asks),
+  CONSTRAINT an_answer_is_due_in_time CHECK (due_at IS NULL OR (timeout IS NOT NULL AND answered_by IS NULL))
+);
+CREATE INDEX request_activity ON ledger.request (activity_id);
+CREATE INDEX request_due ON ledger.request (due_at) WHERE due_at IS NOT NULL;
+
 -- The ledger of each leg-2 message, what it says (for an operator's retry), and what the work of step 1 returned for step 2
 -- to go on with.
 CREATE TABLE ledger.guid (
   activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
-  guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]{1,255}$'),
+  guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]+$' AND length(guid) <= 255),
   job_id uuid NOT NULL REFERENCES ledger.job ON DELETE CASCADE,
   ledger bigint NOT NULL,
   attempts integer NOT NULL DEFAULT 1 CHECK (attempts >= 1),
@@ -100,6 +121,7 @@ CREATE TABLE ledger.guid (
   result jsonb,
   owner uuid,
   leased_until timestamptz,
+  last_error text,
 
   PRIMARY KEY (activity_id, guid),
   CONSTRAINT ledger_has_15_digits CHECK (ledger BETWEEN 0 AND 999999999999999),
@@ -114,6 +136,16 @@ CREATE TABLE ledger.guid (
   CONSTRAINT a_lease_has_an_owner_and_an_end CHECK ((owner IS NULL) = (leased_until IS NULL))
 ) WITH (fillfactor = 50);
 CREATE UNIQUE INDEX one_message_closes_a_job ON ledger.guid (job_id) WHERE ledger.is_set(ledger, 100000000000);
+
+-- What came for a job while it was failed: it was acknowledged, and a retry of the job brings it back.
+CREATE TABLE ledger.missed (
+  activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
+  guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]+$' AND length(guid) <= 255),
+  answer jsonb NOT NULL,
+  request_id uuid,
+
+  PRIMARY KEY (activity_id, guid)
+);
 
 CREATE FUNCTION ledger.refuse() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN

@@ -9,14 +9,17 @@ from uuid import UUID, uuid4
 import asyncpg
 
 from ledger.digits import render
-from ledger.primitives import Leg1, Leg2, Start, complete_leg1, enter_leg1, enter_leg2, start_job
+from ledger.primitives import Leg1, Leg2, Request, Start, complete_leg1, enter_leg1, enter_leg2, start_job
 
 LEASE = timedelta(seconds=30)
-ASK = ("asked", '{"what": "it"}')
 _RUN_OUT = (
     "UPDATE ledger.activity SET leased_until = now() - interval '1 minute' WHERE owner IS NOT NULL AND id = $1",
     "UPDATE ledger.guid SET leased_until = now() - interval '1 minute' WHERE owner IS NOT NULL AND activity_id = $1",
 )
+
+
+def asking() -> Request:
+    return Request(uuid4(), "asked", '{"what": "it"}')
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Jobs:
 
     async def ask(self, activity: UUID) -> Leg1:
         leg1 = await enter_leg1(self.connection, activity, LEASE)
-        await complete_leg1(self.connection, leg1, *ASK)
+        await complete_leg1(self.connection, leg1, asking())
         return leg1
 
     async def enter(self, activity: UUID, guid: str = "m-1") -> Leg2:

@@ -7,7 +7,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from ledgers import ASK, LEASE, Jobs
+from ledgers import LEASE, Jobs, asking
 
 from ledger.errors import Duplicate, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow, Then
 from ledger.primitives import (
@@ -49,7 +49,7 @@ async def test_leg_2_before_leg_1_is_forbidden_and_comes_again(jobs: Jobs) -> No
     assert (fault.value.then, fault.value.retryable) == (Then.RETRY, True)
     assert await jobs.activity(start.root) == "001000000000000"
 
-    await complete_leg1(jobs.connection, leg1, *ASK)
+    await complete_leg1(jobs.connection, leg1, asking())
     assert (await jobs.enter(start.root)).steps.dimension == 0
 
 
@@ -162,7 +162,7 @@ async def test_a_lease_holds_others_off_until_it_is_released(jobs: Jobs) -> None
     assert (fault.value.then, await jobs.activity(start.root)) == (Then.RETRY, "001000000000000")
     assert 0 < (fault.value.problem.retry_after or 0) <= LEASE.total_seconds()
 
-    await complete_leg1(jobs.connection, leg1, *ASK)
+    await complete_leg1(jobs.connection, leg1, asking())
     entry = await jobs.enter(start.root)
     with pytest.raises(Held):
         await jobs.enter(start.root)
@@ -174,12 +174,12 @@ async def test_a_lease_that_ran_out_commits_nothing_and_is_not_renewed(jobs: Job
     start = await jobs.begin()
     leg1 = await enter_leg1(jobs.connection, start.root, LEASE)
     await jobs.end_leases(start.root)
-    for late in (complete_leg1(jobs.connection, leg1, *ASK), renew(jobs.connection, leg1, LEASE)):
+    for late in (complete_leg1(jobs.connection, leg1, asking()), renew(jobs.connection, leg1, LEASE)):
         with pytest.raises(LeaseLost):
             await late
     await jobs.ask(start.root)
     with pytest.raises(Duplicate):
-        await complete_leg1(jobs.connection, leg1, *ASK)
+        await complete_leg1(jobs.connection, leg1, asking())
     assert (await jobs.events(start.job)).count("asked") == 1
 
     entry = await jobs.enter(start.root)

@@ -6,7 +6,7 @@ import json
 from uuid import uuid4
 
 import pytest
-from ledgers import LEASE, Jobs
+from ledgers import LEASE, Jobs, asking
 
 from ledger.errors import Duplicate
 from ledger.primitives import Child, complete_leg1, enter_leg1, finish_job, finish_work, release, spawn
@@ -17,7 +17,7 @@ async def test_leg_1_is_entered_completed_and_replayed(jobs: Jobs) -> None:
     states = [await jobs.activity(start.root)]
     leg1 = await enter_leg1(jobs.connection, start.root, LEASE)
     states.append(await jobs.activity(start.root))
-    await complete_leg1(jobs.connection, leg1, "asked", "{}")
+    await complete_leg1(jobs.connection, leg1, asking())
     states.append(await jobs.activity(start.root))
     with pytest.raises(Duplicate):
         await enter_leg1(jobs.connection, start.root, LEASE)

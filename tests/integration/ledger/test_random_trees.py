@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from ledgers import ASK, LEASE, Jobs
+from ledgers import LEASE, Jobs, asking
 
 from ledger import digits
 from ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
@@ -90,7 +90,7 @@ class Worker:
 
     async def run_leg1(self, activity: UUID) -> None:
         leg1 = await self.enter(lambda: enter_leg1(self.connection, activity, LEASE))
-        await self.commit(lambda: complete_leg1(self.connection, leg1, *ASK))
+        await self.commit(lambda: complete_leg1(self.connection, leg1, asking()))
 
     async def run_leg2(self, activity: UUID, guid: str, work: dict[str, int]) -> None:
         entry: Leg2 = await self.enter(lambda: enter_leg2(self.connection, activity, guid, LEASE))
