@@ -14,6 +14,7 @@ from bench.deliver import deliver, handle, publish
 from bench.relay import relay
 from bench.report import machine
 from bench.send import against_jetstream, batch_sends, single_sends
+from bench.spark import spark_sink
 
 BENCHMARKS: Final[dict[str, Callable[[Path, int, float], None]]] = {
     "send": single_sends,
@@ -25,6 +26,7 @@ BENCHMARKS: Final[dict[str, Callable[[Path, int, float], None]]] = {
     "publish": publish,
     "handle": handle,
     "deliver": deliver,
+    "spark-sink": spark_sink,
 }
 
 

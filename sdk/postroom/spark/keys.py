@@ -16,7 +16,7 @@ import msgspec
 from postroom.ids import MAX_ID_LENGTH
 
 _TAG_DIGITS: Final = 16  # of the namespace's hash
-_READABLE: Final = re.compile(r"[A-Za-z0-9._-]+")
+_READABLE: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_ID_LENGTH - _TAG_DIGITS - 1}}}")
 
 
 class RowIds:
@@ -32,6 +32,7 @@ class RowIds:
 
     def id_of(self, texts: Sequence[str]) -> str:
         """Return the `client_message_id` of the row whose id columns hold `texts`."""
-        if all(map(_READABLE.fullmatch, texts)) and len(made := self._tag + ":".join(texts)) <= MAX_ID_LENGTH:
-            return made
+        joined = ":".join(texts)
+        if _READABLE.fullmatch(joined) and joined.count(":") == len(texts) - 1:
+            return self._tag + joined
         return f"{self._tag}~{hashlib.sha256(msgspec.json.encode(list(texts))).hexdigest()}"
