@@ -1,17 +1,22 @@
-"""Keeping streams and record in order: at each new connection before anything is published on it, and now and then."""
+"""Keeping streams and record in order: at each new connection before anything is published on it, and now and then.
+
+The upkeep has a connection of its own, on which it hears what others take out of the streams; that begins a round.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Final
 
 import asyncpg
 import structlog
 
 from chassis.exits import Exit, Fatal
 from chassis.postgres import UNREACHABLE, Pool
-from delivery.publishing import DELIVERIES, Record
+from delivery.publishing import DELIVERIES, Record, WorkQueues
+from delivery.publishing.audit import Audit
 from delivery.publishing.link import Link
 from delivery.publishing.streams import StreamPicture
 from delivery.settings import StreamsConfig
@@ -20,6 +25,8 @@ from postroom.errors import Conflict, PostroomError
 from worker.config import WorkerConfig
 
 _log = structlog.get_logger(__name__)
+
+_CALL_SECONDS: Final = 5.0  # that JetStream may take to answer
 
 
 class Upkeep:
@@ -32,24 +39,31 @@ class Upkeep:
         self._has_broker = has_broker
         self._one_at_a_time = asyncio.Lock()
         self._working = asyncio.Lock()
-        self._stop = asyncio.Event()
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._link: Link | None = None
+        self._audit = Audit(self._wake.set)
+        self._work_queues = WorkQueues(pool, record)
 
     async def run(self) -> None:
         """Look after the streams until `stop`; NATS or Postgres away ends one round, no more."""
-        while not self._stop.is_set():
+        while not self._stopping:
+            self._wake.clear()
             try:
                 async with self._working:
                     await self._round()
             except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
                 _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), self._config.record.check_seconds)
+                await asyncio.wait_for(self._wake.wait(), self._config.record.check_seconds)
 
     async def stop(self) -> None:
         """Finish the round; a cancellation in its midst could get lost in the client of NATS."""
-        self._stop.set()
+        self._stopping = True
+        self._wake.set()
         async with self._working:
-            pass
+            if self._link is not None:
+                await self._link.close()
 
     async def look_after(self, link: Link) -> None:
         """Declare what is missing and make unpublished what was lost, as seen through `link`.
@@ -66,12 +80,23 @@ class Upkeep:
             await self._record.compare(look)
 
     async def _round(self) -> None:
-        link = await Link.open(self._config.nats, name="postroom-worker upkeep", ack_seconds=5)
-        try:
-            await self.look_after(link)
-        finally:
-            await link.close()
+        link = await self._connected()
+        await self.look_after(link)
+        await self._work_queues.check(link, self._audit)
         await self._record.prune()
+
+    async def _connected(self) -> Link:
+        """Return a connection that stands, and hears."""
+        if self._link is None or self._link.broken:
+            self._link, self._audit = None, Audit(self._wake.set)
+            link = await Link.open(self._config.nats, name="postroom-worker upkeep", ack_seconds=_CALL_SECONDS)
+            try:
+                await link.listen(self._audit)
+            except BaseException:
+                await link.close()
+                raise
+            self._link = link
+        return self._link
 
     async def _declare(self, link: Link) -> None:
         try:

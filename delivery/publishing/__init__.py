@@ -4,6 +4,7 @@ from delivery.publishing.publisher import Publisher, PublisherCounters
 from delivery.publishing.record import Record, Redriven, redrive
 from delivery.publishing.settings import PublisherSettings, RecordSettings
 from delivery.publishing.source import DELIVERIES, EVENTS, Backlog, Source, sources_of
+from delivery.publishing.work_queues import WorkQueues
 
 __all__ = [
     "DELIVERIES",
@@ -16,6 +17,7 @@ __all__ = [
     "RecordSettings",
     "Redriven",
     "Source",
+    "WorkQueues",
     "redrive",
     "sources_of",
 ]

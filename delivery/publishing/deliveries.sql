@@ -17,7 +17,9 @@ WITH RECURSIVE head AS (
 ), due AS MATERIALIZED (
   SELECT recipient_id FROM head WHERE next_attempt_at <= now() LIMIT $2
 )
-SELECT recipient_id AS aggregate, pg_try_advisory_xact_lock(hashint8extended(recipient_id, 2)) AS claimed FROM due;
+SELECT recipient_id AS aggregate, pg_try_advisory_xact_lock(hashint8extended(recipient_id, 2)) AS claimed,
+  (SELECT pg_advisory_xact_lock_shared(1, 0)) AS publishing
+FROM due;
 
 -- name: claim
 -- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least); each row is

@@ -1,7 +1,7 @@
 -- name: claim_aggregates
 -- The first $2 aggregates after $1 whose oldest unpublished event is due, and of each whether it is this transaction's
 -- now: the advisory lock is let go with the transaction, after what it wrote can be seen. One index probe an aggregate,
--- however long its backlog.
+-- however long its backlog. The other lock, which all publishers share, is what `await_marks` (record.sql) waits for.
 WITH RECURSIVE head AS (
   (
     SELECT aggregate_id, next_attempt_at FROM postroom.outbox_events
@@ -15,7 +15,9 @@ WITH RECURSIVE head AS (
 ), due AS MATERIALIZED (
   SELECT aggregate_id FROM head WHERE next_attempt_at <= now() LIMIT $2
 )
-SELECT aggregate_id AS aggregate, pg_try_advisory_xact_lock(hashtextextended(aggregate_id, 1)) AS claimed FROM due;
+SELECT aggregate_id AS aggregate, pg_try_advisory_xact_lock(hashtextextended(aggregate_id, 1)) AS claimed,
+  (SELECT pg_advisory_xact_lock_shared(1, 0)) AS publishing
+FROM due;
 
 -- name: claim
 -- The oldest $2 unpublished events of the aggregates $1, of $3 bytes at most (one at least). `place` counts within the
@@ -81,9 +83,10 @@ WHERE published_at IS NULL
 
 -- name: find_behind_the_end
 -- Events with a number beyond $2, the last that the stream $1 gave out: a server lost its newest. Published between $3
--- and $4, not confirmed; at most $5.
+-- and $4, neither confirmed nor settled; at most $5.
 SELECT id FROM postroom.outbox_events
 WHERE stream = $1 AND stream_sequence > $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, subject)
   AND NOT postroom.is_confirmed(id::text, subject)
 LIMIT $5;
 
@@ -91,6 +94,7 @@ LIMIT $5;
 -- Events with a number before $2, the first that the stream $1 still holds: it was purged. The rest as above.
 SELECT id FROM postroom.outbox_events
 WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, subject)
   AND NOT postroom.is_confirmed(id::text, subject)
 LIMIT $5;
 
@@ -98,8 +102,25 @@ LIMIT $5;
 -- Events that went into a stream $1 that was created at another time than $2, which is gone. The rest as above.
 SELECT id FROM postroom.outbox_events
 WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, subject)
   AND NOT postroom.is_confirmed(id::text, subject)
 LIMIT $5;
+
+-- name: find_taken_out
+-- Events of the work queue $1, created at $2, that are no longer in it: with a number before $3, its first, or one of $4.
+-- Published after $5, neither confirmed nor settled; at most $6. The first condition is the floor of all subjects, for
+-- the index.
+SELECT id FROM postroom.outbox_events
+WHERE stream = $1 AND stream_created_at = $2
+  AND stream_sequence > coalesce((
+    SELECT floor FROM postroom.work_queue_floors AS known
+    WHERE known.stream = $1 AND known.stream_created_at = $2 AND known.filter = '>'
+  ), 0)
+  AND (stream_sequence < $3 OR stream_sequence = ANY ($4::bigint[]))
+  AND published_at > $5
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, subject)
+  AND NOT postroom.is_confirmed(id::text, subject)
+LIMIT $6;
 
 -- name: find_since
 -- Events published between $1 and $2 into the stream $3 (null: any), confirmed ones too if $4; at most $5.

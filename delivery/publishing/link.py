@@ -19,6 +19,7 @@ from nats.js import JetStreamContext
 
 from delivery.errors import from_nats
 from delivery.nats import connect
+from delivery.publishing.audit import SUBJECT, Audit
 from delivery.publishing.source import Outgoing, Place
 from delivery.publishing.streams import StreamPicture, Streams
 from delivery.settings import NatsSettings
@@ -37,6 +38,7 @@ class _ApiError(msgspec.Struct):
 class _Ack(msgspec.Struct):
     stream: str = ""
     seq: int = 0
+    duplicate: bool = False
     error: _ApiError | None = None
 
 
@@ -78,6 +80,21 @@ class Link:
     async def close(self) -> None:
         """Close the connection."""
         await self._client.close()
+
+    async def listen(self, audit: Audit) -> None:
+        """Have `audit` told of what is done to the streams from now on; raises `PostroomError`."""
+        try:
+            await self._client.subscribe(SUBJECT, cb=audit.hear)
+            await self._client.flush()
+        except Exception as error:
+            raise from_nats(error, "listening to what is done to the streams") from error
+
+    async def call(self, name: str, body: bytes = b"") -> bytes:
+        """Call JetStream's API, as `STREAM.INFO.DEMO_EVENTS`, and return its answer; raises `PostroomError`."""
+        try:
+            return (await self._client.request(f"$JS.API.{name}", body, timeout=self._ack_seconds)).data
+        except Exception as error:
+            raise from_nats(error, f"calling {name}") from error
 
     def refusal(self, message: Outgoing) -> str | None:
         """Say why the server would not take a message, whatever its state; None where it would."""
@@ -150,7 +167,7 @@ def _result(answer: _Ack | None, stream: StreamPicture | None) -> Result:
         return answer.error.description
     if stream is None or answer.stream != stream.name:
         return f"the stream {answer.stream} took it, which was not there before"
-    return Place(stream.name, stream.created_at, answer.seq)
+    return Place(stream.name, stream.created_at, answer.seq, answer.duplicate)
 
 
 def _size(message: Outgoing) -> int:

@@ -7,7 +7,8 @@ One transaction claims a batch, publishes it, and marks what the server has ackn
     mark     published_at and the place in the stream; or the attempt, the error and the time of the next one
 
 Killed before the publish, nothing has happened; after it, the rows are unpublished still, and the next publisher sends
-them again under the same ids, which the stream swallows within its duplicate window, and every inbox after that.
+them again under the same ids, which the stream swallows within its duplicate window, and every inbox after that. What
+it swallows and has no longer is published once more, under the next epoch.
 
 The order of an aggregate is kept, however many publishers there are:
 
@@ -36,6 +37,7 @@ import structlog
 from chassis.backoff import full_jitter
 from chassis.postgres import UNREACHABLE, Pool
 from delivery.publishing.link import Link
+from delivery.publishing.queue_state import read_holes
 from delivery.publishing.settings import PublisherSettings
 from delivery.publishing.source import Outgoing, Place, Source
 from delivery.settings import NatsSettings
@@ -127,6 +129,7 @@ class Publisher:
             )
             placed, failed = await self._publish(link, batch)
             await self.source.mark_published(connection, placed, self._horizon)
+            await self.source.requeue(connection, await _swallowed(link, placed))
             await self.source.mark_failed(
                 connection, [(message, error, self._wait(message)) for message, error in failed]
             )
@@ -187,6 +190,16 @@ class Publisher:
     async def _rest(self, seconds: float) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stop.wait(), seconds)
+
+
+async def _swallowed(link: Link, placed: Sequence[tuple[Outgoing, Place]]) -> list[str]:
+    """Return the messages that a stream knows from an earlier publish, and no longer has: it took nothing now.
+
+    They were taken out before anybody noted them as published, or acknowledged, which nobody knows.
+    """
+    known = [(message.key, place) for message, place in placed if place.duplicate]
+    holes = {name: await read_holes(link, name) for name in {place.stream for _, place in known}}
+    return [key for key, place in known if not holes[place.stream].holds(place.sequence)]
 
 
 def _split(batch: Sequence[Outgoing], refusal: Callable[[Outgoing], str | None]) -> tuple[list[Outgoing], _Failures]:

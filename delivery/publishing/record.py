@@ -13,21 +13,23 @@ What is gone, is younger than the horizon, and is not confirmed by a consumer's 
 the next epoch. The publisher does the rest. A comparison may take for lost what is there (in a stream made anew a
 moment ago); then the message is in the stream twice, which is harmless: inboxes know it by its id, without the epoch.
 
-What a comparison cannot see: messages purged from a work queue (their absence is how it says that they are done), and
-single messages deleted from the middle of a stream. `redrive` publishes these again by hand.
+What a comparison cannot see: messages taken out of a work queue (their absence is how it says that they are done), for
+which there is `WorkQueues`, and single messages deleted from the middle of another stream. `redrive` publishes these
+again by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import structlog
 
 from chassis.postgres import Connection, Pool
 from chassis.sql import load_queries
+from delivery.publishing.requeuing import all_marked, requeue_all
 from delivery.publishing.settings import RecordSettings
 from delivery.publishing.source import EVENTS, Source
 from delivery.publishing.streams import StreamPicture
@@ -35,8 +37,7 @@ from delivery.publishing.streams import StreamPicture
 _log = structlog.get_logger(__name__)
 
 _QUERIES: Final = load_queries(__package__, "record.sql")
-_STEP: Final = 5000  # rows of one statement
-_AGE_MARGIN: Final = timedelta(minutes=1)  # before its age limit, a message counts as gone by age
+_PRUNED: Final = 5000  # rows of one statement
 
 
 class Redriven(msgspec.Struct, frozen=True):
@@ -44,6 +45,13 @@ class Redriven(msgspec.Struct, frozen=True):
 
     source: str
     messages: int
+
+
+class _Search(NamedTuple):
+    """A query of the source, and its values."""
+
+    query: str
+    bounds: tuple[Any, ...]
 
 
 class Record:
@@ -64,47 +72,62 @@ class Record:
     async def compare(self, look: Callable[[], Awaitable[Sequence[StreamPicture]]]) -> int:
         """Make unpublished what the streams have lost; return how many messages that were.
 
-        The time is taken before the streams are looked at: what was published by then, they must have.
+        The time is taken before the streams are looked at: what was published by then, they must have. What a stream
+        lost with its beginning, or as a whole, may be marked as published only after the look; that is waited for.
         """
         async with self._pool.acquire() as connection:
             until = await connection.fetchval(_QUERIES["now"])
+            pictures = await look()
+            changed = any(self._made_anew(stream) or self._shortened(stream) for stream in pictures)
+            complete = not changed or await all_marked(connection)
+            marked = await connection.fetchval(_QUERIES["now"])
             requeued = 0
-            for picture in await look():
+            for picture in pictures:
+                searches = self._searches(picture, until, marked)
                 for source in self._sources:
-                    requeued += await self._compare(connection, source, picture, until)
-                self._compared[picture.name] = picture
+                    requeued += await self._search(connection, source, searches)
+                if complete:
+                    self._compared[picture.name] = picture
             return requeued
 
-    async def _compare(self, connection: Connection, source: Source, stream: StreamPicture, until: datetime) -> int:
+    async def _search(self, connection: Connection, source: Source, searches: Sequence[_Search]) -> int:
         requeued = 0
-        for query, values, since in self._searches(stream, until):
-            bounds = (stream.name, *values, since, until)
-            found = await _requeue_all(connection, source, source.queries[query], bounds)
+        for query, bounds in searches:
+            found = await requeue_all(connection, source, source.queries[query], bounds)
             if found:
-                _log.warning(f"stream_{query.removeprefix('find_')}", stream=stream.name, requeued=found)
+                _log.warning(f"stream_{query.removeprefix('find_')}", stream=bounds[0], requeued=found)
             requeued += found
         self.requeued[source.name] += requeued
         return requeued
 
-    def _searches(self, stream: StreamPicture, until: datetime) -> list[tuple[str, tuple[Any, ...], datetime]]:
-        """Return the searches that may find something: query, its values, and the oldest that matters."""
-        before = self._compared.get(stream.name)
+    def _searches(self, stream: StreamPicture, until: datetime, marked: datetime) -> list[_Search]:
+        """Return the searches that may find something."""
         since = until - self.horizon
-        searches: list[tuple[str, tuple[Any, ...], datetime]] = [
-            ("find_behind_the_end", (stream.last_sequence,), since)
-        ]
-        if before is None or before.created_at != stream.created_at:
-            searches.append(("find_of_another_stream", (stream.created_at,), since))
-        if stream.keeps_all and (before is None or before.first_sequence != stream.first_sequence):
-            age = timedelta(seconds=stream.max_age_seconds) - _AGE_MARGIN if stream.max_age_seconds else self.horizon
-            searches.append(("find_before_the_beginning", (stream.first_sequence,), max(since, until - age)))
+        searches = [_Search("find_behind_the_end", (stream.name, stream.last_sequence, since, until))]
+        if self._made_anew(stream):
+            searches.append(_Search("find_of_another_stream", (stream.name, stream.created_at, since, marked)))
+        if self._shortened(stream):
+            since = until - stream.reach(self.horizon)
+            searches.append(_Search("find_before_the_beginning", (stream.name, stream.first_sequence, since, marked)))
         return searches
 
+    def _made_anew(self, stream: StreamPicture) -> bool:
+        before = self._compared.get(stream.name)
+        return before is None or before.created_at != stream.created_at
+
+    def _shortened(self, stream: StreamPicture) -> bool:
+        """Tell whether a stream begins elsewhere than it did, and not because it was full."""
+        before = self._compared.get(stream.name)
+        begins_elsewhere = before is None or before.first_sequence != stream.first_sequence
+        return begins_elsewhere and stream.keeps_all and not stream.work_queue
+
     async def prune(self) -> None:
-        """Delete the events whose time is over; deliveries go with their messages."""
+        """Delete the events whose time is over, and what is known of streams that are; deliveries go with messages."""
         async with self._pool.acquire() as connection:
-            before = await connection.fetchval(_QUERIES["now"]) - timedelta(days=self._settings.keep_days)
-            while await connection.execute(EVENTS.queries["prune"], before, _STEP) == f"DELETE {_STEP}":
+            now = await connection.fetchval(_QUERIES["now"])
+            await connection.execute(_QUERIES["forget_floors"], now - self.horizon)
+            before = now - timedelta(days=self._settings.keep_days)
+            while await connection.execute(EVENTS.queries["prune"], before, _PRUNED) == f"DELETE {_PRUNED}":
                 pass
 
 
@@ -128,13 +151,4 @@ async def redrive(
             yield Redriven(source.name, len(everything))
         else:
             bounds = (since, until, stream, confirmed)
-            yield Redriven(source.name, await _requeue_all(connection, source, source.queries["find_since"], bounds))
-
-
-async def _requeue_all(connection: Connection, source: Source, find: str, bounds: tuple[Any, ...]) -> int:
-    """Requeue what `find` finds, step by step: what is requeued, or published again since, is not found again."""
-    requeued = 0
-    while keys := [row[0] for row in await connection.fetch(find, *bounds, _STEP)]:
-        await connection.execute(source.queries["requeue"], keys)
-        requeued += len(keys)
-    return requeued
+            yield Redriven(source.name, await requeue_all(connection, source, source.queries["find_since"], bounds))

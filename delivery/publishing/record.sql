@@ -1,3 +1,26 @@
 -- name: now
 -- The time of the database, by which it notes when something was published.
 SELECT clock_timestamp();
+
+-- name: wait_briefly
+-- Lets this transaction wait half a second for a lock: others wait behind it.
+SET LOCAL lock_timeout = '500ms';
+
+-- name: await_marks
+-- Waits for the publishers that have published already to have their marks committed; those that publish later wait for
+-- this transaction.
+SELECT pg_advisory_xact_lock(1, 0);
+
+-- name: raise_floors
+-- Notes what was acknowledged of the work queue $1, created at $2: subjects $3, the same as expressions $4, floors $5.
+INSERT INTO postroom.work_queue_floors AS known (stream, stream_created_at, filter, pattern, floor)
+SELECT $1, $2, seen.* FROM unnest($3::text[], $4::text[], $5::bigint[]) AS seen (filter, pattern, floor)
+ON CONFLICT (stream, stream_created_at, filter) DO UPDATE
+SET floor = greatest(known.floor, excluded.floor), seen_at = now();
+
+-- name: forget_floors
+-- Deletes the floors of streams that were last seen before $1.
+DELETE FROM postroom.work_queue_floors AS known WHERE NOT EXISTS (
+  SELECT FROM postroom.work_queue_floors AS same
+  WHERE same.stream = known.stream AND same.stream_created_at = known.stream_created_at AND same.seen_at >= $1
+);

@@ -33,11 +33,12 @@ class Outgoing(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the server put a message: a number in a stream that was created then."""
+    """Where the server put a message: a number in a stream that was created then, perhaps at an earlier publish."""
 
     stream: str
     created_at: datetime
     sequence: int
+    duplicate: bool
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -75,10 +76,15 @@ class Source:
         """Note where messages are; whatever had one of these numbers before is lost, and is published again."""
         if placed:
             keys = [message.key for message, _ in placed]
-            streams, created, sequences = zip(*(place for _, place in placed), strict=True)
+            streams, created, sequences, _ = zip(*(place for _, place in placed), strict=True)
             await connection.execute(
                 self.queries["mark_published"], keys, list(streams), list(created), list(sequences), horizon
             )
+
+    async def requeue(self, connection: Connection, keys: Sequence[str]) -> None:
+        """Make published messages unpublished again, under the next epoch."""
+        if keys:
+            await connection.execute(self.queries["requeue"], keys)
 
     async def mark_failed(self, connection: Connection, failed: Sequence[tuple[Outgoing, str, float]]) -> None:
         """Count a failed attempt of each message: its error, and the seconds until the next."""

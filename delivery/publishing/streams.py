@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
 from nats.js import JetStreamContext
@@ -15,6 +15,7 @@ from delivery.errors import from_nats
 _PAGE: Final = 256  # streams in one answer of the server
 _FULL: Final = 0.9  # of its limit, from where on a stream may have made room by itself
 _CACHED: Final = 10_000  # subjects
+_AGE_MARGIN: Final = timedelta(minutes=1)  # before its age limit, a message counts as gone by age
 
 
 class StreamPicture(NamedTuple):
@@ -28,6 +29,13 @@ class StreamPicture(NamedTuple):
     max_age_seconds: float | None
     subjects: re.Pattern[str]
     keeps_all: bool  # until they are `max_age_seconds` old: what is missing before the beginning was purged
+    work_queue: bool  # acknowledging a message takes it out too
+
+    def reach(self, horizon: timedelta) -> timedelta:
+        """Return up to which age, within the horizon, a message that is not there was lost and is not just too old."""
+        if self.max_age_seconds is None:
+            return horizon
+        return min(horizon, timedelta(seconds=self.max_age_seconds) - _AGE_MARGIN)
 
 
 class Streams:
@@ -75,15 +83,16 @@ def _picture(info: StreamInfo) -> StreamPicture:
         state.last_seq,
         _limit(config.max_msg_size),
         config.max_age or None,
-        _pattern(config.subjects or ()),
+        subject_pattern(config.subjects or ()),
         _keeps_all(info),
+        config.retention == RetentionPolicy.WORK_QUEUE,
     )
 
 
 def _keeps_all(info: StreamInfo) -> bool:
-    """Tell whether only age takes messages out of a stream: it keeps to limits, and is far from all but that one."""
+    """Tell whether no limit but age takes messages out of a stream: it is far from all others."""
     config, state = info.config, info.state
-    if config.retention not in (None, RetentionPolicy.LIMITS) or _limit(config.max_msgs_per_subject) is not None:
+    if config.retention == RetentionPolicy.INTEREST or _limit(config.max_msgs_per_subject) is not None:
         return False
     limits = ((_limit(config.max_bytes), state.bytes), (_limit(config.max_msgs), state.messages))
     return all(most is None or used < _FULL * most for most, used in limits)
@@ -93,7 +102,8 @@ def _limit(value: int | None) -> int | None:
     return value if value is not None and value > 0 else None
 
 
-def _pattern(subjects: Sequence[str]) -> re.Pattern[str]:
+def subject_pattern(subjects: Sequence[str]) -> re.Pattern[str]:
+    """Return what matches, as a whole, the subjects that one of `subjects` takes, as NATS writes them."""
     words = {"*": r"[^.]+", ">": ".+"}
     return re.compile(
         "|".join(r"\.".join(words.get(word) or re.escape(word) for word in subject.split(".")) for subject in subjects)

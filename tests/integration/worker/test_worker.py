@@ -275,3 +275,19 @@ async def test_the_largest_body_that_a_broker_accepts_reaches_its_streams(
     (event,) = await read(own_nats, "DEMO_EVENTS")
     assert len(event.data) > 6 * MAX_BODY_BYTES
     assert len(await read(own_nats, "DEMO_INBOX")) == 2
+
+
+async def test_a_purged_work_queue_is_filled_again_at_once(accepting: Accepting, own_nats: EmbeddedNats) -> None:
+    ids = await accepting.send(*({"to": "queue:work", "body": f"{n}"} for n in range(20)))
+    client = await nats.connect(own_nats.url)
+    js = client.jetstream()
+    slow = {"POSTROOM_WORKER_RECORD_CHECK_SECONDS": "3600"}
+    with worker(**urls(accepting, own_nats), **slow):
+        await asyncio.wait_for(accepting.published(), 30)
+        await js.purge_stream("DEMO_COMMANDS")
+        async with asyncio.timeout(60):
+            while (await js.stream_info("DEMO_COMMANDS")).state.messages < 20:  # noqa: ASYNC110 - the stream has no event for it
+                await asyncio.sleep(0.01)
+        found = [await js.get_msg("DEMO_COMMANDS", number) for number in range(21, 41)]
+    assert [one.headers["Nats-Msg-Id"] for one in found if one.headers] == [f"{identity}/1" for identity in ids]
+    await client.close()

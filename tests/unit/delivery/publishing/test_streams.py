@@ -46,11 +46,11 @@ def test_a_stream_takes_what_one_of_its_subjects_covers(pattern: str, subject: s
         ({"max_bytes": 550}, False),
         ({"max_msgs": 5}, False),
         ({"max_msgs_per_subject": 1}, False),
-        ({"retention": RetentionPolicy.WORK_QUEUE}, False),
+        ({"retention": RetentionPolicy.WORK_QUEUE}, True),
         ({"retention": RetentionPolicy.INTEREST}, False),
     ],
 )
-def test_only_where_nothing_but_age_takes_messages_out_is_a_missing_beginning_a_purge(
+def test_a_stream_keeps_all_where_no_limit_but_age_and_no_lack_of_interest_takes_messages_out(
     config: dict[str, Any],
     keeps_all: bool,  # noqa: FBT001
 ) -> None:

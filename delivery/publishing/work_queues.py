@@ -1,0 +1,109 @@
+"""What was taken out of a work queue without having been handled is published again (spec delivery.md, "the record").
+
+A work queue forgets what was acknowledged, and what was purged, alike. So two things are kept apart from it:
+
+    the floors     up to which number everything was acknowledged, as the queue's consumers said when nothing was wrong;
+                   they are in Postgres
+    the audit      what JetStream tells of purges and deletions, for as long as one is connected
+
+Where the audit tells of one, or nobody listened for a while, whatever is above the floors and no longer in the queue is
+published again. Some of it was acknowledged meanwhile, and comes a second time: receivers know it by its id. It is no
+more than what was behind its consumer's oldest message in hand when the queue was last seen.
+
+When the floors may rise, so that no purge raises them:
+
+- After a search, to what they were before it: what had been purged by then was found.
+- Without one, to what they were a second ago or more, if nothing was heard since: a purge is told of sooner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, NamedTuple
+
+import structlog
+
+from chassis.postgres import Connection, Pool
+from chassis.sql import load_queries
+from delivery.publishing.audit import SUBJECT, Audit
+from delivery.publishing.link import Link
+from delivery.publishing.queue_state import Floors, read_floors, read_holes
+from delivery.publishing.record import Record
+from delivery.publishing.requeuing import all_marked, requeue_all
+from delivery.publishing.source import EVENTS
+from delivery.publishing.streams import StreamPicture, subject_pattern
+
+_log = structlog.get_logger(__name__)
+
+_QUERIES: Final = load_queries(__package__, "record.sql")
+_TOLD_SECONDS: Final = 1.0  # after a purge it was told of: many times what a server needs
+
+
+class _Seen(NamedTuple):
+    floors: Floors
+    at: float  # the loop's clock
+
+
+class WorkQueues:
+    """Watches the work queues of a server, on one connection at a time."""
+
+    def __init__(self, pool: Pool, record: Record) -> None:
+        self._pool = pool
+        self._record = record
+        self._link: Link | None = None
+        self._seen: dict[str, _Seen] = {}  # the streams that were searched on this connection
+
+    async def check(self, link: Link, audit: Audit) -> int:
+        """Make unpublished what was taken out of the work queues of `link`; return how many messages that were."""
+        if link is not self._link:  # nobody listened between the connections
+            self._link = link
+            self._seen.clear()
+        elif not audit.hears:
+            _log.warning("purges_not_heard", subject=SUBJECT, detail="let the worker's NATS user subscribe to it")
+        found = 0
+        for stream in [picture for picture in link.streams.pictures if picture.work_queue]:
+            found += await self._check(link, audit, stream)
+        self._record.requeued[EVENTS.name] += found
+        return found
+
+    async def _check(self, link: Link, audit: Audit, stream: StreamPicture) -> int:
+        floors = await read_floors(link, stream.name)
+        taken = audit.take(stream.name)
+        before = self._seen.pop(stream.name, None)  # what fails from here on is begun anew with a search
+        now = asyncio.get_running_loop().time()
+        if taken or before is None or before.floors.created_at != floors.created_at:
+            found, complete = await self._search(link, stream, floors)
+            if complete:
+                self._seen[stream.name] = _Seen(floors, now)
+            return found
+        if now - before.at >= _TOLD_SECONDS:
+            await _raise(self._pool, stream.name, before.floors)
+            before = _Seen(floors, now)
+        self._seen[stream.name] = before
+        return 0
+
+    async def _search(self, link: Link, stream: StreamPicture, floors: Floors) -> tuple[int, bool]:
+        """Publish again what is missing, and raise the floors to `floors`, which are older than this look at it.
+
+        Return how many messages that were, and whether it was all: a publisher may have some under way.
+        """
+        async with self._pool.acquire() as connection:
+            complete = await all_marked(connection)
+            holes = await read_holes(link, stream.name)
+            since = await connection.fetchval(_QUERIES["now"]) - stream.reach(self._record.horizon)
+            bounds = (stream.name, holes.created_at, holes.first_sequence, list(holes.numbers), since)
+            found = 0
+            if stream.keeps_all:
+                found = await requeue_all(connection, EVENTS, EVENTS.queries["find_taken_out"], bounds)
+            if complete:
+                await _raise(connection, stream.name, floors)
+        if found:
+            _log.warning("work_queue_taken_out", stream=stream.name, requeued=found)
+        return found, complete
+
+
+async def _raise(database: Connection | Pool, stream: str, floors: Floors) -> None:
+    filters = floors.by_filter
+    patterns = [f"^({subject_pattern([subjects]).pattern})$" for subjects in filters]
+    values = (list(filters), patterns, list(filters.values()))
+    await database.execute(_QUERIES["raise_floors"], stream, floors.created_at, *values)

@@ -1,0 +1,322 @@
+"""What is taken out of a work queue by hand is published again by itself; what was acknowledged is not."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+import pytest
+from nats.js.errors import NotFoundError
+
+from delivery.publishing import EVENTS, WorkQueues
+from delivery.publishing import work_queues as module
+from delivery.publishing.audit import Audit
+from delivery.publishing.link import Link
+from delivery.settings import NatsSettings
+from embedded import EmbeddedNats
+
+SECONDS = 60
+
+
+class Watching:
+    """A worker's look at the work queues, round by round, on a connection that hears."""
+
+    def __init__(self, office: Any, url: str) -> None:
+        self.office = office
+        self.url = url
+        self.record = office.record()
+        self.queues = WorkQueues(office.pool, self.record)
+        self.told = asyncio.Event()
+        self.audit = Audit(self.told.set)
+        self.link: Link | None = None
+
+    async def round(self) -> int:
+        """Look once; return how many commands are published again."""
+        if self.link is None or self.link.broken:
+            self.audit = Audit(self.told.set)
+            self.link = await Link.open(NatsSettings(url=self.url), name="test", ack_seconds=5)
+            await self.link.listen(self.audit)
+        link = self.link
+
+        async def look() -> Any:
+            await link.streams.refresh(link.js)
+            return link.streams.pictures
+
+        return await self.record.compare(look) + await self.queues.check(link, self.audit)
+
+    async def close(self) -> None:
+        if self.link is not None:
+            await self.link.close()
+
+
+class Desk:
+    """A work queue of the office's context, and somebody who works there."""
+
+    def __init__(self, office: Any, url: str | None = None) -> None:
+        self.office = office
+        self.url = url or office.nats_url
+        self.stream = f"{office.context}_COMMANDS".upper()
+        self.done: Counter[str] = Counter()
+
+    async def open(self, js: Any) -> None:
+        subjects = [f"cmd.{self.office.context}.>"]
+        await js.add_stream(name=self.stream, subjects=subjects, retention="workqueue")
+        await js.add_consumer(self.stream, durable_name="clerk", ack_policy="explicit", filter_subjects=subjects)
+
+    async def put(self, commands: int) -> None:
+        await self.office.pool.execute(
+            "INSERT INTO postroom.outbox_events (id, aggregate_type, aggregate_id, event_type, payload, subject) "
+            "SELECT gen_random_uuid(), 'queue', 'work-' || n % 7, 'work', '{}', $1 FROM generate_series(1, $2) AS n",
+            f"cmd.{self.office.context}.default.work.run", commands,
+        )  # fmt: skip
+
+    async def work(self, js: Any, most: int) -> int:
+        """Take up to `most` commands, and acknowledge them."""
+        queue = await js.pull_subscribe_bind(durable="clerk", stream=self.stream)
+        try:
+            batch = await queue.fetch(most, timeout=0.5)
+        except TimeoutError:
+            return 0
+        finally:
+            await queue.unsubscribe()
+        await asyncio.gather(*(message.ack_sync() for message in batch))
+        self.done.update(message.headers["Nats-Msg-Id"].partition("/")[0] for message in batch)
+        return len(batch)
+
+    async def work_on(self) -> None:
+        """Work for as long as there is a server, a queue, and nobody who cancels it."""
+        while True:
+            try:
+                client = await nats.connect(self.url, allow_reconnect=False)
+            except OSError:
+                await asyncio.sleep(0.05)
+                continue
+            try:
+                while client.is_connected:
+                    await self.work(client.jetstream(timeout=1), 200)
+            except (nats.errors.Error, NotFoundError, TimeoutError, OSError):
+                await asyncio.sleep(0.05)
+            finally:
+                await client.close()
+
+    async def has_done(self, commands: int, watch: Watching) -> None:
+        """Return when so many different commands are done; the worker looks at the queue meanwhile."""
+        async with asyncio.timeout(4 * SECONDS):
+            while len(self.done) < commands:
+                await watch.round()
+                await asyncio.sleep(0.05)
+
+    async def waiting(self) -> list[str]:
+        info = await self.office.js.stream_info(self.stream)
+        if not info.state.messages:
+            return []
+        numbers = range(info.state.first_seq, info.state.last_seq + 1)
+        return [(await self.office.js.get_msg(self.stream, number)).headers["Nats-Msg-Id"] for number in numbers]
+
+    async def commands(self) -> set[str]:
+        return {row[0] for row in await self.office.pool.fetch("SELECT id::text FROM postroom.outbox_events")}
+
+
+@pytest.fixture
+async def desk(office: Any, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.setattr(module, "_TOLD_SECONDS", 0)  # the tests wait until they were told
+    desk = Desk(office)
+    await desk.open(office.js)
+    return desk
+
+
+@asynccontextmanager
+async def watching(office: Any, url: str | None = None) -> AsyncIterator[Watching]:
+    watch = Watching(office, url or office.nats_url)
+    try:
+        yield watch
+    finally:
+        await watch.close()
+
+
+async def publish(office: Any, running: Any) -> None:
+    async with running(office.publisher()):
+        await asyncio.wait_for(office.drained(), SECONDS)
+
+
+async def rounds(watch: Watching) -> Sequence[int]:
+    """Look twice: what is acknowledged at the first look counts as settled after the second."""
+    return [await watch.round(), await watch.round()]
+
+
+async def test_what_a_purge_took_is_published_again_and_what_was_acknowledged_is_not(
+    office: Any, desk: Desk, running: Any
+) -> None:
+    await desk.put(20)
+    await publish(office, running)
+    async with watching(office) as watch:
+        assert await desk.work(office.js, 5) == 5
+        assert await rounds(watch) == [5, 0]  # nobody has looked before: five might have been purged
+        await publish(office, running)
+        assert await desk.work(office.js, 5) == 5
+        assert await rounds(watch) == [0, 0]
+
+        await office.js.purge_stream(desk.stream)
+        await asyncio.wait_for(watch.told.wait(), SECONDS)
+        assert await rounds(watch) == [15, 0]
+        await publish(office, running)
+    waiting = await desk.waiting()
+    assert {identity.partition("/")[0] for identity in waiting} | set(desk.done) == await desk.commands()
+    assert len(waiting) == 15
+
+
+async def test_a_purge_that_nobody_saw_is_made_up_for_at_the_next_start(office: Any, desk: Desk, running: Any) -> None:
+    await desk.put(20)
+    await publish(office, running)
+    async with watching(office) as watch:
+        await rounds(watch)
+    await office.js.purge_stream(desk.stream)
+    async with watching(office) as watch:
+        assert await rounds(watch) == [20, 0]
+
+
+async def test_what_was_done_while_nobody_watched_comes_again_once_and_what_was_settled_before_never(
+    office: Any, desk: Desk, running: Any
+) -> None:
+    async with watching(office) as watch:
+        await watch.round()
+        await desk.put(20)
+        await publish(office, running)
+        assert await desk.work(office.js, 20) == 20
+        assert await rounds(watch) == [0, 0]
+    await desk.put(3)
+    await publish(office, running)
+    assert await desk.work(office.js, 2) == 2
+    async with watching(office) as watch:
+        assert await rounds(watch) == [2, 0]
+    async with watching(office) as watch:
+        assert await rounds(watch) == [0, 0]
+
+
+async def test_one_that_is_in_hand_for_long_keeps_nobody_elses_work_from_being_settled(
+    office: Any, desk: Desk, running: Any
+) -> None:
+    other = f"cmd.{office.context}.default.other.run"
+    await office.js.update_stream(
+        (await office.js.stream_info(desk.stream)).config.evolve(subjects=[f"cmd.{office.context}.>"])
+    )
+    await office.js.delete_consumer(desk.stream, "clerk")
+    own = f"cmd.{office.context}.default.work.>"
+    await office.js.add_consumer(desk.stream, durable_name="clerk", ack_policy="explicit", filter_subjects=[own])
+    async with watching(office) as watch:
+        await watch.round()
+        await office.pool.execute(
+            "INSERT INTO postroom.outbox_events (id, aggregate_type, aggregate_id, event_type, payload, subject) "
+            "VALUES (gen_random_uuid(), 'queue', 'other', 'other', '{}', $1)", other,
+        )  # fmt: skip
+        await publish(office, running)
+        await desk.put(20)
+        await publish(office, running)
+        assert await desk.work(office.js, 20) == 20
+        await rounds(watch)
+    async with watching(office) as watch:
+        assert await rounds(watch) == [0, 0]
+
+
+async def test_a_single_command_that_was_deleted_is_published_again(office: Any, desk: Desk, running: Any) -> None:
+    await desk.put(5)
+    await publish(office, running)
+    async with watching(office) as watch:
+        await rounds(watch)
+        gone = (await desk.waiting())[2]
+        await office.js.delete_msg(desk.stream, 3)
+        await asyncio.wait_for(watch.told.wait(), SECONDS)
+        assert await watch.round() == 1
+        await publish(office, running)
+    again = (await office.js.get_msg(desk.stream, 6)).headers["Nats-Msg-Id"]
+    assert again == f"{gone}/1"
+
+
+async def test_what_is_published_but_not_marked_when_the_purge_comes_is_waited_for(office: Any, desk: Desk) -> None:
+    async with watching(office) as watch:
+        await rounds(watch)
+        await desk.put(1)
+        async with office.pool.acquire() as connection, connection.transaction():
+            ((aggregate, _),) = await EVENTS.claim_aggregates(connection, "", 1)
+            (message,) = await EVENTS.claim(connection, [aggregate], most=1, most_bytes=1000)
+            link = watch.link
+            assert link is not None
+            (place,) = await link.publish([message])
+            await office.js.purge_stream(desk.stream)
+            await asyncio.wait_for(watch.told.wait(), SECONDS)
+            looking = asyncio.create_task(watch.round())
+            while not await office.pool.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):  # noqa: ASYNC110 - nor has Postgres
+                await asyncio.sleep(0.005)
+            await EVENTS.mark_published(connection, [(message, place)], watch.record.horizon)
+        assert await looking == 1
+
+
+async def test_what_a_purged_queue_swallows_as_known_is_published_under_a_fresh_id(
+    office: Any, desk: Desk, running: Any
+) -> None:
+    """A publisher that published, was not acknowledged in time, and publishes again after a purge."""
+    await desk.put(1)
+    (identity,) = await desk.commands()
+    subject = f"cmd.{office.context}.default.work.run"
+    await office.js.publish(subject, b"{}", headers={"Nats-Msg-Id": identity})
+    await office.js.purge_stream(desk.stream)
+    await publish(office, running)
+    assert await desk.waiting() == [f"{identity}/1"]
+
+
+@pytest.mark.parametrize("commands", [600, pytest.param(10_000, marks=pytest.mark.soak)])
+async def test_every_command_has_its_effect_though_the_queue_is_purged_under_load(
+    office: Any, desk: Desk, running: Any, commands: int
+) -> None:
+    async with watching(office) as watch, running(office.publisher()):
+        await watch.round()
+        worker = asyncio.create_task(desk.work_on())
+        for third in range(3):
+            await desk.put(commands // 3)
+            await desk.has_done(third * commands // 3 + commands // 10, watch)
+            await office.js.purge_stream(desk.stream)
+            await asyncio.wait_for(watch.told.wait(), SECONDS)
+            watch.told.clear()
+            await watch.round()
+        await desk.has_done(commands // 3 * 3, watch)
+        worker.cancel()
+    assert set(desk.done) == await desk.commands()
+
+
+@pytest.mark.parametrize("commands", [600, pytest.param(10_000, marks=pytest.mark.soak)])
+async def test_every_command_has_its_effect_though_the_store_is_deleted_under_load(
+    office: Any, running: Any, short_directory: Any, monkeypatch: pytest.MonkeyPatch, commands: int
+) -> None:
+    monkeypatch.setattr(module, "_TOLD_SECONDS", 0)
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    desk = Desk(office, server.url)
+
+    async def open_desk() -> None:
+        client = await nats.connect(server.url)
+        await desk.open(client.jetstream())
+        await client.close()
+
+    await open_desk()
+    async with watching(office, server.url) as watch, running(office.publisher(url=server.url)):
+        await watch.round()
+        worker = asyncio.create_task(desk.work_on())
+        await desk.put(commands // 2)
+        await desk.has_done(commands // 10, watch)
+        await watch.round()
+        await watch.round()
+        server.stop()
+        shutil.rmtree(server.directory / "jetstream")
+        await desk.put(commands // 2)
+        server.start()
+        await open_desk()
+        await desk.has_done(commands, watch)
+        worker.cancel()
+    server.stop()
+    assert set(desk.done) == await desk.commands()
+    assert max(desk.done.values()) <= 3
