@@ -1,4 +1,4 @@
-"""Migrating the broker's database: delivering's tables first, since the accept transaction writes to its outbox."""
+"""Migrating the broker's database: delivering's tables first, whose outbox an accept and the steps of jobs write to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from chassis import postgres
 
-ROOMS: Final = ("delivery", "broker")
+ROOMS: Final = ("delivery", "broker", "ledger")
 
 
 async def migrate(url: str) -> list[str]:
