@@ -36,6 +36,7 @@ __all__ = [
     "DONE",
     "Consumer",
     "ConsumerCounters",
+    "Counts",
     "Dead",
     "Delivery",
     "Done",
@@ -70,6 +71,7 @@ class Retry:
 
     error: str
     after: float | None = None
+    attempt: int | None = None  # the one that failed, where the handler counts them itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Dead:
 
     reason: str
     error: str
+    attempts: int | None = None  # where the handler counts them itself
 
 
 Outcome: TypeAlias = Done | Retry | Dead
@@ -104,6 +107,18 @@ class Remembers(Protocol):
 
     async def is_done(self, delivery: Delivery) -> bool:
         """Tell whether the message needs no handling any more; it was delivered before, and nothing was heard of it."""
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """A handler that counts attempts itself: it is given every delivery, and itself says `Dead` when all are used up.
+
+    A delivery then counts for nothing: what was in hand of a process that was killed may not even have been begun.
+    """
+
+    @property
+    def counts_attempts(self) -> bool:
+        """True."""
 
 
 @dataclass(slots=True)
@@ -145,6 +160,7 @@ class Consumer:
         self.counters = ConsumerCounters()
         self._settings = settings
         self._handler = handler
+        self._counts = not (isinstance(handler, Counts) and handler.counts_attempts)  # deliveries as attempts
         self._dead_letters = dead_letters
         self._rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
         self._pull = Pull(js, settings, stream, room=self._room, receive=self._receive)
@@ -241,7 +257,7 @@ class Consumer:
         if delivery.headers.get(REPLAYED_FOR, self._settings.durable) != self._settings.durable:
             await self._settle_held(held, DONE)
             return False
-        if delivery.attempt <= delivery.most_attempts(self._settings.max_deliver):
+        if not self._counts or delivery.attempt <= delivery.most_attempts(self._settings.max_deliver):
             return True
         await self._settle_exhausted(held)
         return False
@@ -267,9 +283,9 @@ class Consumer:
             case Done():
                 if await self._answer(held, _ACK):
                     self.counters.done += 1
-            case Retry(error, after) if not held.delivery.last:
+            case Retry(error, after, attempt) if not (self._counts and held.delivery.last):
                 _log.info("message_retried", **self._named(held), error=error)
-                await self._later(held, after)
+                await self._later(held, after, attempt)
             case Retry(error):
                 await self._bury(held, Dead(MAX_DELIVER, error))
             case Dead():
@@ -277,9 +293,10 @@ class Consumer:
 
     async def _bury(self, held: _Held, outcome: Dead) -> None:
         """Publish the dead letter and only then ack; without a place for dead letters the message comes again."""
+        delivery = held.delivery if outcome.attempts is None else held.delivery._replace(attempt=outcome.attempts)
         try:
             await self._dead_letters.publish(
-                held.delivery, reason=outcome.reason, error=outcome.error, consumer=self._settings.durable
+                delivery, reason=outcome.reason, error=outcome.error, consumer=self._settings.durable
             )
         except PostroomError as error:
             _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=str(error))
@@ -289,18 +306,18 @@ class Consumer:
         if await self._answer(held, _ACK):
             self.counters.dead_lettered += 1
 
-    async def _later(self, held: _Held, after: float | None) -> None:
-        seconds = self._delay(held.delivery) if after is None else max(after, 0.0)
+    async def _later(self, held: _Held, after: float | None, attempt: int | None = None) -> None:
+        seconds = self._delay(held.delivery, attempt or held.delivery.attempt) if after is None else max(after, 0.0)
         delay = json.dumps({"delay": int(seconds * _NANOSECONDS)}).encode()
         if await self._answer(held, _NAK + b" " + delay):
             self.counters.retried += 1
 
-    def _delay(self, delivery: Delivery) -> float:
+    def _delay(self, delivery: Delivery, attempt: int) -> float:
         """Return the seconds until the next attempt, by the sender's policy or the schedule, spread by a fifth."""
         spread = self._rng.uniform(1 - _SPREAD, 1 + _SPREAD)
         if delivery.retry_policy is not None:
-            return delivery.retry_policy.pause(delivery.attempt, spread)
-        return delay_after(delivery.attempt, self._settings.backoff) * spread
+            return delivery.retry_policy.pause(attempt, spread)
+        return delay_after(attempt, self._settings.backoff) * spread
 
     async def _answer(self, held: _Held, text: bytes) -> bool:
         """Send the last ack for a message, and forget it; False where its consumer is gone."""

@@ -102,6 +102,7 @@ async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIt
                 tenant=config.tenant,
                 workspace=config.workspace,
                 settings=config.agent,
+                max_deliver=config.max_deliver,
             )
             stack.push_async_callback(runtime.close)
             # A worker that starts beside it may be about to declare the stream.

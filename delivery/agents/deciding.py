@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from delivery.agents.emitting import Draft, Emitter, received_draft
 from delivery.agents.records import Role
-from postroom.agent import Agent, Envelope, agent_name, effects_of
+from delivery.agents.store import Tried
+from postroom.agent import Agent, Effects, Envelope, agent_name, effects_of
 
 
 class Decision(NamedTuple):
@@ -36,6 +37,11 @@ class Deciding:
         """Refuse a message of another tenant or workspace; its payload is not kept."""
         return Decision([received_draft("refused", subject, envelope, None), self._emitter.security(envelope)], state)
 
+    def told(self, tried: Tried) -> None:
+        """Let the agent see which attempt comes next, and why the one before failed."""
+        self._agent.attempt = tried.attempts + 1
+        self._agent.last_error = tried.last_error or None
+
     async def decide(self, subject: str, envelope: Envelope, state: Any, version: int) -> Decision:
         """Handle a message whose entity has `version`; raises whatever the agent raises, and changes nothing then."""
         if envelope.expected_version is not None and envelope.expected_version != version:
@@ -43,10 +49,22 @@ class Deciding:
             return Decision([message, self._emitter.conflict(envelope, version)], state)
         message = received_draft("handled", subject, envelope, envelope.payload)
         self._agent.state = state
-        async with asyncio.timeout(self._receive_seconds):
-            returned = await self._agent.receive(message.envelope)
+        returned = await self._receive(message.envelope)
         effects = enumerate(effects_of(returned, self._name))
         drafts = [message, *(self._emitter.emit(message.envelope, index, effect) for index, effect in effects)]
         for draft in drafts:
             state = self._agent.apply(state, draft.envelope)
         return Decision(drafts, state, None if envelope.entity_id is None else version + 1)
+
+    async def _receive(self, envelope: Envelope) -> Effects:
+        try:
+            async with asyncio.timeout(self._receive_seconds) as limit:
+                return await self._agent.receive(envelope)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"receive took longer than {self._receive_seconds:g} s") from error
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise  # the agent is being stopped
+            raise RuntimeError("receive was cancelled by something that it waited for") from error

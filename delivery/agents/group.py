@@ -11,9 +11,10 @@ from delivery.agents.deciding import Decision
 from delivery.agents.publishing import Message, message_of
 from delivery.agents.rebuilding import Memory
 from delivery.agents.records import Role, encode_record, next_hash
-from delivery.agents.store import Event, Key
-from delivery.consuming import DONE, Dead, Delivery, Outcome, Settle
+from delivery.agents.store import Attempt, Changes, Event, Key, Tried
+from delivery.consuming import DONE, MAX_DELIVER, Dead, Delivery, Outcome, Retry, Settle
 
+UNTRIED = Tried(0, "")
 REFUSED = Dead("refused", "the message is of another tenant or workspace than the agent")
 
 
@@ -42,16 +43,24 @@ class Job:
 class Group:
     """One transaction in the making; `memory` is what it would leave behind."""
 
-    def __init__(self, memory: Memory, versions: Mapping[str, int]) -> None:
+    def __init__(self, memory: Memory, versions: Mapping[str, int], tried: Mapping[str, Tried]) -> None:
         self.memory = memory
         self.events: list[Event] = []
         self.outgoing: list[Message] = []
         self.roles: list[Role] = []  # what became of each message that was added
-        self.changed: dict[str, int] = {}  # versions of entities
         self.settled: list[tuple[Job, Outcome]] = []  # what needs nothing of the store
         self.stored: list[tuple[Job, int, Outcome]] = []  # with the position of its event
         self._versions = versions
+        self._changed: dict[str, int] = {}  # versions of entities
+        self._tried = dict(tried)
+        self._failed: list[Attempt] = []
+        self._handled: list[str] = []  # what failed before
         self._keys: dict[Key, tuple[int, Role]] = {}
+
+    @property
+    def changes(self) -> Changes:
+        """What the transaction has to write."""
+        return Changes(self.events, self._changed, self.memory.logical_clock, self._failed, self._handled)
 
     def tick(self) -> datetime:
         """Return the logical clock's next time."""
@@ -59,7 +68,11 @@ class Group:
 
     def version(self, entity_id: str | None) -> int:
         """Return how often an entity was changed."""
-        return 0 if entity_id is None else self.changed.get(entity_id, self._versions.get(entity_id, 0))
+        return 0 if entity_id is None else self._changed.get(entity_id, self._versions.get(entity_id, 0))
+
+    def tried(self, message_id: str | None) -> Tried:
+        """Return what came of earlier attempts at a message."""
+        return UNTRIED if message_id is None else self._tried.get(message_id, UNTRIED)
 
     def find(self, key: Key) -> tuple[int, Role] | None:
         """Return the position of a message that this group holds already, and what became of it."""
@@ -72,7 +85,7 @@ class Group:
         self.roles.append(decision.role)
         entity_id = decision.drafts[0].envelope.entity_id
         if decision.version is not None and entity_id is not None:
-            self.changed[entity_id] = decision.version
+            self._changed[entity_id] = decision.version
         for draft in decision.drafts:
             position, state_hash, clock, _ = self.memory
             record = encode_record(draft.record(cause if position >= cause else None), draft.payload)
@@ -83,10 +96,24 @@ class Group:
             clock = max(clock, to_microseconds(draft.envelope.ts))
             self.memory = Memory(event.position, event.state_hash, clock, decision.state)
         self.stored.append((job, cause, outcome_of(decision.role)))
+        if job.delivery.message_id in self._tried:
+            self._handled.append(job.delivery.message_id)
+
+    def fail(self, job: Job, attempt: Attempt, most: int) -> None:
+        """Take note of an attempt that failed, of `most` that there are."""
+        self._failed.append(attempt)
+        self._tried[attempt.message_id] = Tried(attempt.number, attempt.error)
+        retry = Retry(attempt.error, attempt=attempt.number)
+        self.settled.append((job, retry if attempt.number < most else dead(self._tried[attempt.message_id])))
 
     def know(self, job: Job, position: int, role: Role) -> None:
         """Take note of a message that the store holds already: it only has to be finished."""
         self.stored.append((job, position, outcome_of(role)))
+
+
+def dead(tried: Tried) -> Dead:
+    """Return how a message is settled whose attempts are used up."""
+    return Dead(MAX_DELIVER, tried.last_error, tried.attempts)
 
 
 def outcome_of(role: Role) -> Outcome:

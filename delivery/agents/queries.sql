@@ -55,3 +55,23 @@ INSERT INTO entity VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET version = exclud
 -- JetStream has acknowledged these messages; those that were marked before keep their time.
 UPDATE event SET published_at = ?
 WHERE position IN (SELECT value FROM json_each(?)) AND published_at IS NULL;
+
+-- name: attempts
+-- The failed attempts at these messages: how many of each, and why the last one failed.
+SELECT attempt.message_id, attempt.attempts, attempt.last_error
+FROM json_each(?) AS wanted JOIN attempt ON attempt.message_id = wanted.value;
+
+-- name: count_attempt
+-- An attempt failed; the same one, noted again, changes nothing.
+INSERT INTO attempt VALUES (?, ?, ?, ?)
+ON CONFLICT (message_id) DO UPDATE
+SET attempts = excluded.attempts, last_error = excluded.last_error, failed_at = excluded.failed_at
+WHERE excluded.attempts > attempt.attempts;
+
+-- name: forget_attempts
+-- These messages were handled.
+DELETE FROM attempt WHERE message_id IN (SELECT value FROM json_each(?));
+
+-- name: forget_old_attempts
+-- Nothing failed since then: the message is long gone from its stream.
+DELETE FROM attempt WHERE failed_at < ?;

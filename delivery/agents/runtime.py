@@ -27,16 +27,17 @@ from nats.js import JetStreamContext
 
 from chassis.exits import Exit, Fatal
 from chassis.sqlite import exit_after, is_full
-from delivery.agents.deciding import Deciding
+from delivery.agents.deciding import Deciding, Decision
 from delivery.agents.emitting import Emitter
 from delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
-from delivery.agents.group import Group, Job
+from delivery.agents.group import Group, Job, dead
 from delivery.agents.publishing import HEADER_BYTES, Message, publish, stored_message
 from delivery.agents.rebuilding import Differs, empty, rebuild
 from delivery.agents.settings import AgentSettings
-from delivery.agents.store import Key, Look, Owner, Store, read_events
+from delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, read_events
 from delivery.agents.turns import Turns
-from delivery.consuming import Dead, Delivery, Outcome, Retry, Settle
+from delivery.agents.underway import Begun, Underway
+from delivery.consuming import ACK_TIMEOUT, Dead, Delivery, Outcome, Settle
 from postroom.agent import Agent, agent_name, check_agent
 
 _log = structlog.get_logger(__name__)
@@ -60,7 +61,12 @@ class AgentCounters:
 
 
 class AgentRuntime:
-    """Runs one agent over its store; `run` it as a task beside its consumers."""
+    """Runs one agent over its store; `run` it as a task beside its consumers.
+
+    It counts attempts itself, in the store: those that began, whatever the server has counted (`Counts`).
+    """
+
+    counts_attempts: Final = True
 
     def __init__(
         self,
@@ -70,6 +76,8 @@ class AgentRuntime:
         turns: Turns,
         settings: AgentSettings,
         *,
+        underway: Underway,
+        max_deliver: int,
         clock: Callable[[], int],
     ) -> None:
         self.counters = AgentCounters()
@@ -79,7 +87,9 @@ class AgentRuntime:
         self._js = js
         self._store = store
         self._turns = turns
+        self._underway = underway
         self._settings = settings
+        self._max_deliver = max_deliver
         self._clock = clock
         self._memory = empty(agent)
         emitter = Emitter(self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
@@ -98,23 +108,28 @@ class AgentRuntime:
         tenant: str,
         workspace: str,
         settings: AgentSettings,
+        max_deliver: int,
         clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> Self:
         """Open the agent's store in `directory` and build its state; `clock` gives ms since the epoch.
 
+        A message is attempted `max_deliver` times at most; its sender may have said less.
         Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or does not say what it said.
         """
         check_agent(agent_class)
         agent = agent_class()
         agent.tenant, agent.workspace = tenant, workspace
         async with AsyncExitStack() as undo:
-            turns = open_turns(directory)
+            turns, underway = open_turns(directory)
             undo.callback(turns.close)
+            undo.callback(underway.close)
             async with turns.turn():
                 owner = Owner(agent_name(agent_class), tenant, workspace)
                 store = await Store.open(database(directory), owner)
                 undo.push_async_callback(store.close)
-                runtime = cls(agent, js, store, turns, settings, clock=clock)
+                runtime = cls(
+                    agent, js, store, turns, settings, underway=underway, max_deliver=max_deliver, clock=clock
+                )
                 try:
                     runtime._memory = await store.run(lambda db: rebuild(agent, empty(agent), read_events(db)))
                 except Differs as difference:
@@ -127,6 +142,7 @@ class AgentRuntime:
         async with self._turns.turn():
             await self._store.close()
         self._turns.close()
+        self._underway.close()
 
     @property
     def tenant(self) -> str:
@@ -157,16 +173,6 @@ class AgentRuntime:
         self._wake.set()
         await asyncio.gather(*(job.done for job in jobs))
 
-    async def is_done(self, delivery: Delivery) -> bool:
-        """Finish a message whose attempts are used up, if the store holds it; tell whether it had its effect."""
-        async with self._turns.turn():
-            look = await self._store.look([self._key(delivery)], [], self._memory.position)
-            self._catch_up(look)
-            found = look.found.get(0)
-            messages = await self._unpublished_of([found[0]] if found else [])
-        await self._publish(messages)
-        return found is not None and found[1] != "refused"
-
     async def run(self) -> None:
         """Handle what comes in, until cancelled; first publish what an earlier process left unpublished.
 
@@ -190,18 +196,27 @@ class AgentRuntime:
     async def _take_turn(self) -> Group:
         """Handle a group of messages and commit it."""
         async with self._turns.turn():
+            await self._count_left_behind()
             jobs = self._next_jobs()
             keys = [self._key(job.delivery) for job in jobs]
-            entities = [entity for job in jobs if (entity := job.delivery.headers.get(ENTITY_ID))]
-            look = await self._store.look(keys, entities, self._memory.position)
+            look = await self._store.look(self._wanted(jobs, keys))
             self._catch_up(look)
-            group = Group(self._memory, look.versions)
+            group = Group(self._memory, look.versions, look.tried)
             await self._handle_group(group, jobs, keys, look)
-            if group.events:
+            if not group.changes.none:
                 await self._commit(group)
             known = [position for _, position, _ in group.stored if position <= look.head.position]
             group.outgoing += await self._unpublished_of(known)
         return group
+
+    async def _count_left_behind(self) -> None:
+        """Count the attempt in which a process of this agent ended, if one did."""
+        if (begun := self._underway.left_behind()) is None:
+            return
+        _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
+        attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
+        await self._durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
+        self._underway.end()
 
     def _next_jobs(self) -> list[Job]:
         jobs: list[Job] = []
@@ -213,16 +228,30 @@ class AgentRuntime:
             self._wake.clear()
         return jobs
 
+    def _wanted(self, jobs: Sequence[Job], keys: Sequence[Key]) -> Wanted:
+        entities = [entity for job in jobs if (entity := job.delivery.headers.get(ENTITY_ID))]
+        message_ids = [message_id for job in jobs if (message_id := job.delivery.message_id)]
+        return Wanted(keys, entities, message_ids, self._memory.position)
+
     def _put_back(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             heapq.heappush(self._jobs, job)
             self._wake.set()
 
     async def _handle_group(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], look: Look) -> None:
+        try:
+            await self._handle_jobs(group, jobs, keys, look)
+        except asyncio.CancelledError:  # a stop, which no message is to blame for
+            self._underway.end()
+            raise
+        self._underway.end()
+
+    async def _handle_jobs(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], look: Look) -> None:
         now = asyncio.get_running_loop().time
         due = now() + self._settings.group_seconds
         for index, job in enumerate(jobs):
-            if index and now() > due:
+            # what a process ended in takes nothing with it that is not committed: it begins a group
+            if index and (now() > due or group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT):
                 self._put_back(jobs[index:])
                 return
             known = look.found.get(index) or group.find(keys[index])
@@ -239,25 +268,36 @@ class AgentRuntime:
                 (job, Dead("no_message_id", "the message has no Nats-Msg-Id and no broker_message_id"))
             )
             return
+        tried = group.tried(delivery.message_id)
+        most = delivery.most_attempts(self._max_deliver)
+        if tried.attempts >= most:
+            group.settled.append((job, dead(tried)))
+            return
+        begun = Begun(delivery.message_id, tried.attempts + 1)
+        self._deciding.told(tried)
+        self._underway.begin(begun)
+        try:
+            decision = await self._decide(group, delivery)
+        except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
+            _log.warning("agent_failed", message_id=begun.message_id, attempt=begun.number, exc_info=error)
+            self.counters.failed += 1
+            said = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+            group.fail(job, Attempt(*begun, said, self._clock()), most)
+        else:
+            group.add(job, key, decision)
+
+    async def _decide(self, group: Group, delivery: Delivery) -> Decision:
         state = group.memory.state
         scope = scope_of(delivery, self._own)
-        try:
-            if scope != self._own:
-                _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
-                decision = self._deciding.refuse(delivery.subject, unread(delivery, scope, group.tick), state)
-            else:
-                envelope = received(delivery, scope, group.tick)
-                version = group.version(envelope.entity_id)
-                decision = await self._deciding.decide(delivery.subject, envelope, state, version)
-        except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
-            _log.warning("agent_failed", message_id=delivery.message_id, attempt=delivery.attempt, exc_info=error)
-            self.counters.failed += 1
-            group.settled.append((job, Retry(f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])))
-            return
-        group.add(job, key, decision)
+        if scope != self._own:
+            _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
+            return self._deciding.refuse(delivery.subject, unread(delivery, scope, group.tick), state)
+        envelope = received(delivery, scope, group.tick)
+        version = group.version(envelope.entity_id)
+        return await self._deciding.decide(delivery.subject, envelope, state, version)
 
     async def _commit(self, group: Group) -> None:
-        await self._durably(partial(self._store.append, group.events, group.changed, group.memory.logical_clock))
+        await self._durably(partial(self._store.append, group.changes))
         self._memory = group.memory
         self.counters.handled += group.roles.count("handled")
         self.counters.conflicts += group.roles.count("conflict")
@@ -337,11 +377,11 @@ def database(directory: Path) -> Path:
     return directory.resolve() / "events.db"
 
 
-def open_turns(directory: Path) -> Turns:
-    """Create the state directory (0700) if need be, and its locks; raises `Fatal` where that is forbidden."""
+def open_turns(directory: Path) -> tuple[Turns, Underway]:
+    """Create the state directory (0700) if need be, and what stands beside the store; raises `Fatal` if forbidden."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return Turns(directory, "events")
+        return Turns(directory, "events"), Underway(directory, "events")
     except OSError as error:
         raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
 

@@ -81,5 +81,19 @@ BEGIN SELECT RAISE(ABORT, 'a version only grows'); END;
 CREATE TRIGGER entity_stays BEFORE DELETE ON entity
 BEGIN SELECT RAISE(ABORT, 'an entity keeps its version'); END;
 
+-- Failed attempts at messages, and why the last one failed. A row goes when its message was handled, or after 30 days.
+CREATE TABLE attempt (
+    message_id TEXT    PRIMARY KEY,
+    attempts   INTEGER NOT NULL CHECK (attempts >= 1),
+    last_error TEXT    NOT NULL,
+    failed_at  INTEGER NOT NULL                          -- ms since the epoch
+) WITHOUT ROWID;
+
+CREATE INDEX attempt_age ON attempt (failed_at);
+
+CREATE TRIGGER attempt_counts_on BEFORE UPDATE ON attempt
+WHEN NEW.message_id <> OLD.message_id OR NEW.attempts <= OLD.attempts
+BEGIN SELECT RAISE(ABORT, 'attempts only grow'); END;
+
 PRAGMA application_id = 1347633477;  -- "PSAE"
 PRAGMA user_version = 1;

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ _QUERIES: Final = load_queries("delivery.agents")
 _CHECKPOINT_BYTES: Final = 1024 * 1024  # about what the write-ahead log gathers
 _EVENT_BYTES: Final = 512  # about what an event adds to it beside its record
 _PAGE: Final = 1000  # events read at once
+_ATTEMPTS_KEPT: Final = 30 * 86_400_000  # ms since the last one
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -65,13 +66,54 @@ class Outgoing(NamedTuple):
     record: bytes
 
 
+class Attempt(NamedTuple):
+    """A failed attempt at a message: which one it was, and why it failed."""
+
+    message_id: str
+    number: int  # 1: the first
+    error: str
+    failed_at: int  # ms since the epoch
+
+
+class Tried(NamedTuple):
+    """How often a message was attempted in vain, and why the last attempt failed."""
+
+    attempts: int
+    last_error: str
+
+
+class Changes(NamedTuple):
+    """What one transaction adds to the store."""
+
+    events: Sequence[Event]
+    versions: Mapping[str, int]  # of entities
+    logical_clock: int  # after the events
+    failed: Sequence[Attempt]
+    handled: Sequence[str]  # ids of messages whose failed attempts are over
+
+    @property
+    def none(self) -> bool:
+        """Whether there is nothing to write."""
+        return not (self.events or self.failed)
+
+
+class Wanted(NamedTuple):
+    """What a turn asks about; `after` is the position that it knows already."""
+
+    keys: Sequence[Key]
+    entities: Sequence[str]
+    message_ids: Sequence[str]
+    after: int
+
+
 class Look(NamedTuple):
-    """What a turn has to know: the head, the events since it last looked, what is known, and the versions."""
+    """What a turn has to know: the head, the events since it last looked, what is known, and what was tried before."""
 
     head: Head
     news: list[Event]
     found: dict[int, tuple[int, Role]]  # by the index of the key: its position, and what became of it
     versions: dict[str, int]
+    tried: dict[str, Tried]  # by message id
 
 
 class Store:
@@ -109,14 +151,14 @@ class Store:
         """Call a function that reads on the connection's thread; return what it returns."""
         return await self._connection.run(read)
 
-    async def look(self, keys: Sequence[Key], entities: Sequence[str], after: int) -> Look:
-        """Find out in one step what a turn has to know; `after` is the position that the caller knows already."""
-        return await self._connection.run(partial(_look, keys, entities, after))
+    async def look(self, wanted: Wanted) -> Look:
+        """Find out in one step what a turn has to know."""
+        return await self._connection.run(partial(_look, wanted))
 
-    async def append(self, events: Sequence[Event], versions: Mapping[str, int], logical_clock: int) -> None:
-        """Commit the events, the versions that they changed, and the new position of the state: all or nothing."""
-        await self._write(partial(_append, events, versions, logical_clock))
-        self._logged += sum(len(event.record) + _EVENT_BYTES for event in events)
+    async def append(self, changes: Changes) -> None:
+        """Commit events, the versions and the position that follow from them, and attempts: all or nothing."""
+        await self._write(partial(_append, changes))
+        self._logged += sum(len(event.record) + _EVENT_BYTES for event in changes.events)
 
     async def unpublished_of(self, causes: Sequence[int]) -> list[Outgoing]:
         """Return what the messages at these positions caused and is not marked published."""
@@ -171,21 +213,34 @@ def _claim(path: Path, owner: Owner, db: sqlite3.Connection) -> None:
         )
 
 
-def _look(keys: Sequence[Key], entities: Sequence[str], after: int, db: sqlite3.Connection) -> Look:
+def _look(wanted: Wanted, db: sqlite3.Connection) -> Look:
     head = read_head(db)
-    news = list(read_events(db, after)) if head.position > after else []
-    found = db.execute(_QUERIES["find"], (_encode(keys).decode(),)).fetchall() if keys else []
-    versions = db.execute(_QUERIES["versions"], (_encode(entities).decode(),)).fetchall() if entities else []
-    return Look(head, news, {index: (position, role) for index, position, role in found}, dict(versions))
+    return Look(
+        head,
+        list(read_events(db, wanted.after)) if head.position > wanted.after else [],
+        {index: (position, role) for index, position, role in _among(db, "find", wanted.keys)},
+        dict(_among(db, "versions", wanted.entities)),
+        {message_id: Tried(*tried) for message_id, *tried in _among(db, "attempts", wanted.message_ids)},
+    )
 
 
-def _append(events: Sequence[Event], versions: Mapping[str, int], logical_clock: int, db: sqlite3.Connection) -> None:
-    rows = [(event.position, event.record.decode(), event.state_hash) for event in events]
-    db.executemany(_QUERIES["append"], rows)
-    if versions:
-        db.executemany(_QUERIES["count_change"], versions.items())
-    last = events[-1]
-    db.execute(_QUERIES["advance"], (last.position, last.state_hash, logical_clock))
+def _among(db: sqlite3.Connection, query: str, wanted: Sequence[object]) -> list[tuple[Any, ...]]:
+    return db.execute(_QUERIES[query], (_encode(wanted).decode(),)).fetchall() if wanted else []
+
+
+def _append(changes: Changes, db: sqlite3.Connection) -> None:
+    if changes.events:
+        rows = [(event.position, event.record.decode(), event.state_hash) for event in changes.events]
+        db.executemany(_QUERIES["append"], rows)
+        last = changes.events[-1]
+        db.execute(_QUERIES["advance"], (last.position, last.state_hash, changes.logical_clock))
+    if changes.versions:
+        db.executemany(_QUERIES["count_change"], changes.versions.items())
+    if changes.failed:
+        db.executemany(_QUERIES["count_attempt"], changes.failed)
+        db.execute(_QUERIES["forget_old_attempts"], (changes.failed[-1].failed_at - _ATTEMPTS_KEPT,))
+    if changes.handled:
+        db.execute(_QUERIES["forget_attempts"], (_encode(changes.handled).decode(),))
 
 
 def _transact(work: Callable[[sqlite3.Connection], object], db: sqlite3.Connection) -> None:

@@ -103,6 +103,8 @@ class Agent(Generic[S]):
     subjects: ClassVar[tuple[str, ...]] = ()
 
     state: S  # after the last message that was handled; only `apply` changes it
+    attempt: int = 1  # of the message that `receive` was given: 1 for the first
+    last_error: str | None = None  # why the attempt before failed; "ack_timeout" where its process ended in it
     tenant: str = ""  # where the agent runs
     workspace: str = "default"
 

@@ -73,20 +73,27 @@ async def running_agent(
     **consumer: Any,
 ) -> AsyncIterator[Running]:
     """Run an agent for the length of the block; what ends it early fails the test."""
-    runtime = await AgentRuntime.open(
-        agent, context.js, directory, tenant=context.name, workspace=workspace, settings=settings
-    )
-    subjects = fill_subjects(agent, context.name, workspace)
-    wanted = ConsumerSettings(
-        **{
+    wanted = msgspec.convert(
+        {
             "stream": "unknown",
             "durable": f"{agent_name(agent)}_consumer",
             "max_deliver": 5,
-            "backoff": QUICK,
+            "backoff": msgspec.to_builtins(QUICK),
             "batch": 50,
             **consumer,
-        }
+        },
+        ConsumerSettings,
     )
+    runtime = await AgentRuntime.open(
+        agent,
+        context.js,
+        directory,
+        tenant=context.name,
+        workspace=workspace,
+        settings=settings,
+        max_deliver=wanted.max_deliver,
+    )
+    subjects = fill_subjects(agent, context.name, workspace)
     consumers = await open_consumers(context.js, runtime, subjects, wanted)
     tasks = [asyncio.create_task(runtime.run()), *(asyncio.create_task(consumer.run()) for consumer in consumers)]
     try:
@@ -153,6 +160,13 @@ def kept(directory: Path) -> list[Kept]:
             Kept(position, role, msgspec.json.decode(envelope, type=Envelope), bool(published))
             for position, role, envelope, published in db.execute(query)
         ]
+
+
+def attempted(directory: Path) -> dict[str, tuple[int, str]]:
+    """Read which messages a store remembers failed attempts of: how many, and the last error."""
+    with closing(sqlite3.connect(directory / "events.db")) as db:
+        found = db.execute("SELECT message_id, attempts, last_error FROM attempt").fetchall()
+    return {message_id: (attempts, last_error) for message_id, attempts, last_error in found}
 
 
 async def emitted(context: Context, subject: str = "order_counted") -> Counter[str]:

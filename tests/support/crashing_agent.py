@@ -18,16 +18,29 @@ from typing import Any
 from agents import Counting, settled
 from jetstream import QUICK, Context
 
+from chassis import logs
 from delivery.agents.consumers import open_consumers
 from delivery.agents.runtime import AgentRuntime
 from delivery.agents.settings import AgentSettings
 from delivery.consuming import Consumer, Delivery, Outcome, Settle
 from delivery.nats import connect
 from delivery.settings import ConsumerSettings, NatsSettings
-from postroom.agent import fill_subjects
+from postroom.agent import Emit, Envelope, fill_subjects
 
 ACK_WAIT = 0.3  # seconds
 SETTINGS = AgentSettings(group_messages=3, retry_seconds=0.05)
+
+
+class Deadly(Counting):
+    """Ends its process in `receive`, where the order says how."""
+
+    async def receive(self, envelope: Envelope) -> list[Emit]:
+        match envelope.payload.get("deadly"):
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                sys.exit(7)
+        return await super().receive(envelope)
 
 
 class Crash:
@@ -88,15 +101,21 @@ async def run(order: dict[str, Any]) -> None:
     crash = Crash(order["point"], order["call"])
     crash_publishes(js, crash)
     runtime = await AgentRuntime.open(
-        Counting, js, Path(order["directory"]), tenant=order["context"], workspace="default", settings=SETTINGS
+        Deadly,
+        js,
+        Path(order["directory"]),
+        tenant=order["context"],
+        workspace="default",
+        settings=SETTINGS,
+        max_deliver=5,
     )
     store: Any = runtime._store
     store.append = crash.wrap("commit", store.append)
     store.mark_published = crash.wrap("mark", store.mark_published)
     wanted = ConsumerSettings(
-        stream="any", durable="counting_consumer", max_deliver=1000, ack_wait_seconds=ACK_WAIT, backoff=QUICK
+        stream="any", durable="counting_consumer", max_deliver=5, ack_wait_seconds=ACK_WAIT, backoff=QUICK
     )
-    subjects = fill_subjects(Counting, order["context"], "default")
+    subjects = fill_subjects(Deadly, order["context"], "default")
     consumers = await open_consumers(js, runtime, subjects, wanted)
     for consumer in consumers:
         consumer._handler = Handler(runtime, crash, nats.flush)
@@ -118,6 +137,7 @@ async def stop(consumers: Sequence[Consumer], tasks: Sequence[asyncio.Task[None]
 
 
 def main() -> None:
+    logs.configure("error")  # to the standard error: answers go to the output
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Counting, Tally, emitted, kept, place_orders, running_agent, settled
+from agents import Counting, Tally, attempted, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context
 
 from delivery.agents.inspecting import verify
 from embedded.processes import tethered
 
 SUPPORT = Path(__file__).parents[2] / "support"
+MAX_DELIVER = 5  # of the crashing agent
 ORDERS_PER_RUN = 12  # in four groups: enough for each of the points to be reached
 POINTS = [
     *((f"{when} {what}", call) for when in ("before", "after") for what in ("commit", "mark") for call in range(1, 5)),
@@ -80,7 +81,7 @@ async def test_each_effect_happens_once_whatever_point_the_agent_is_killed_at(
     assert len(POINTS) == 64
     orders = await crash_at(POINTS, context, run)
     await check_everything_happened_once(orders, context, tmp_path)
-    async with running_agent(context, tmp_path, max_deliver=1000, ack_wait_seconds=0.3) as running:
+    async with running_agent(context, tmp_path, ack_wait_seconds=0.3) as running:
         assert running.runtime.state == Tally(orders, 2 * orders)
         assert not Counting.runs
 
@@ -98,11 +99,39 @@ async def test_after_a_crash_a_message_goes_on_from_the_step_that_was_not_done(
 ):
     await place_orders(context, ["order-1"])
     assert await run(point, 1) == -signal.SIGKILL
-    async with running_agent(context, tmp_path, max_deliver=1000, ack_wait_seconds=0.3) as running:
+    async with running_agent(context, tmp_path, ack_wait_seconds=0.3) as running:
         await settled(context)
         assert running.runtime.state == Tally(1, 2)
     assert Counting.runs["order-1"] == runs
     assert sorted((await emitted(context)).values()) == [1, 1]
+
+
+async def test_kills_use_up_no_attempts_of_messages_that_were_only_in_hand(context: Context, run: Run, tmp_path: Path):
+    orders = [f"order-{index}" for index in range(ORDERS_PER_RUN)]
+    await place_orders(context, orders)
+    for _ in range(MAX_DELIVER + 2):
+        assert await run("before commit", 1) == -signal.SIGKILL
+    assert await run("none", 0) == 0
+    await check_everything_happened_once(len(orders), context, tmp_path)
+    assert attempted(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("deadly", "code"), [("kill", -signal.SIGKILL), ("exit", 7)])
+async def test_a_message_that_ends_its_agent_each_time_is_buried_alone(
+    context: Context, run: Run, tmp_path: Path, deadly: str, code: int
+):
+    before, after = ([f"order-{name}-{index}" for index in range(4)] for name in ("before", "after"))
+    await place_orders(context, before)
+    await context.publish(["deadly"], b'{"deadly":"%s"}' % deadly.encode())
+    await place_orders(context, after)
+    for _ in range(MAX_DELIVER):
+        assert await run("none", 0) == code
+    assert await run("none", 0) == 0
+    (letter,) = await context.letters()
+    assert (letter.message_id, letter.reason, letter.attempts) == ("deadly", "max_deliver", MAX_DELIVER)
+    assert letter.last_error == "ack_timeout"
+    handled = [event.envelope.id for event in kept(tmp_path) if event.role == "handled"]
+    assert sorted(handled) == sorted(before + after)
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@ from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, runni
 from jetstream import Context, until
 
 from chassis.exits import Fatal
+from delivery.consuming import DONE, Outcome
 from delivery.message import Delivery
 from delivery.streams import ensure_stream
 from postroom.agent import Agent, Command, Emit, Envelope
@@ -276,14 +277,22 @@ async def test_what_a_receive_takes_too_long_for_is_tried_again(context: Context
         assert running.runtime.state == Tally(1, 2)
 
 
-async def test_a_message_whose_attempts_are_used_up_is_done_where_the_store_holds_it(context: Context, tmp_path: Path):
+async def test_a_message_that_was_delivered_too_often_is_done_where_the_store_holds_it(
+    context: Context, tmp_path: Path
+):
+    outcomes: list[Outcome] = []
+
+    async def settle(delivery: Delivery, outcome: Outcome) -> None:
+        del delivery
+        outcomes.append(outcome)
+
     await place_orders(context, ["order-1"])
     async with running_agent(context, tmp_path) as running:
         await settled(context)
         now = datetime.now(UTC)
         known = Delivery(context.subject, b"", {}, "order-1", context.events, 1, 6, last=True, published_at=now)
-        assert await running.runtime.is_done(known)
-        assert not await running.runtime.is_done(known._replace(message_id="order-2"))
+        await running.runtime.handle([known], settle)
+    assert outcomes == [DONE]
 
 
 async def test_two_agents_of_one_name_on_one_host_share_the_work_the_store_and_the_state(

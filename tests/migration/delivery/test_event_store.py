@@ -97,3 +97,11 @@ def test_a_version_only_grows():
         for statement in ("UPDATE entity SET version = 2", "DELETE FROM entity"):
             with pytest.raises(sqlite3.IntegrityError):
                 db.execute(statement)
+
+
+def test_attempts_only_grow():
+    with closing(store()) as db:
+        db.execute("INSERT INTO attempt VALUES ('m', 2, 'no stock', 5)")
+        for statement in ("UPDATE attempt SET attempts = 2", "UPDATE attempt SET attempts = 1"):
+            with pytest.raises(sqlite3.IntegrityError, match="only grow"):
+                db.execute(statement)
