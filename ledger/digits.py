@@ -12,9 +12,9 @@ one against the other. A ledger only grows. Whatever has no room for one more ra
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from ledger.errors import Overflow, not_a_ledger
+from ledger.errors import Overflow, impossible, not_a_ledger
 
 DIGITS: Final = 15
 MOST: Final = 10**DIGITS - 1
@@ -152,9 +152,45 @@ def explain(text: str) -> list[Meaning]:
     an activity that nobody has tried yet.
     """
     ledger = parse(text)
-    if ledger == 0 or ledger >= LEG1_ATTEMPT:
+    if kind_of(text) == "activity":
         return _explain_activity(text, decode_activity(ledger))
     return _explain_guid(text, decode_guid(ledger))
+
+
+def kind_of(text: str) -> Literal["activity", "message"]:
+    """Tell whose the 15 digits are; raises `InvalidMessage` where they are those of none, as a step before the work."""
+    ledger = parse(text)
+    kind: Literal["activity", "message"] = "activity" if ledger == 0 or ledger >= LEG1_ATTEMPT else "message"
+    problem = _contradiction(decode_activity(ledger)) if kind == "activity" else _contradiction_of(decode_guid(ledger))
+    if problem is not None:
+        raise impossible(text, problem)
+    return kind
+
+
+def _contradiction(activity: ActivityLedger) -> str | None:
+    """Say what no activity's ledger says (the table's own rules)."""
+    if not activity.leg1_complete and (activity.leg2_entries or activity.work_done):
+        return "leg 2 was entered, and leg 1 is not complete"
+    return _contradiction_of_steps(activity)
+
+
+def _contradiction_of(guid: GuidLedger) -> str | None:
+    """Say what no message's ledger says (the table's own rules)."""
+    if not guid.ordinal:
+        return "a message has the number of an entry into leg 2, from 1 on"
+    if guid.job_closed and not guid.children_spawned:
+        return "the job is closed by step 2, and that is not done"
+    if guid.completion_done and not guid.job_closed:
+        return "the completion tasks are done, and this message did not close the job"
+    return _contradiction_of_steps(guid)
+
+
+def _contradiction_of_steps(ledger: ActivityLedger | GuidLedger) -> str | None:
+    if ledger.children_spawned and not ledger.work_done:
+        return "the children are spawned, and the work is not done"
+    if ledger.completion_done and not ledger.children_spawned:
+        return "the completion tasks are done, and the children are not spawned"
+    return None
 
 
 def _explain_activity(text: str, activity: ActivityLedger) -> list[Meaning]:

@@ -114,3 +114,8 @@ def not_a_ledger(text: str) -> InvalidMessage:
     """Refuse what is no ledger."""
     detail = f"{text!r} is no ledger: it has 15 digits, of which those at positions 4 to 7 are 0 or 1"
     return InvalidMessage.of(400, "invalid_ledger", detail, field="ledger")
+
+
+def impossible(text: str, problem: str) -> InvalidMessage:
+    """Refuse 15 digits that stand in no ledger."""
+    return InvalidMessage.of(400, "invalid_ledger", f"{text} is no ledger: {problem}", field="ledger")

@@ -20,7 +20,7 @@ from ledger.digits import decode_activity, render
 from ledger.errors import Duplicate
 from ledger.primitives import Start, start_job
 from ledger.states import Progress, state_of
-from postroom.errors import Conflict, NotFound
+from postroom.errors import Conflict, InvalidMessage, NotFound
 
 QUERIES: Final = load_queries("ledger", "operating.sql")
 
@@ -63,7 +63,8 @@ class JobRow(msgspec.Struct, kw_only=True, frozen=True):
 class ActivityRow(msgspec.Struct, kw_only=True, frozen=True):
     """An activity of a job; `ledger` is its 15 digits, `cycle` the one of its parent that spawned it, from 0.
 
-    `attempts` counts those of leg 1, `deliveries` how often the message that came most often was delivered.
+    `attempts` counts those of leg 1, `deliveries` how often the message that came most often was delivered. `error` is
+    why it failed, or why the attempt before failed.
     """
 
     id: UUID
@@ -122,10 +123,17 @@ class JobTree(msgspec.Struct, kw_only=True, frozen=True):
 async def start(connection: Connection, job: Start) -> bool:
     """Begin a job; returns False where that very job was begun before.
 
-    Raises `Conflict` where the id belongs to another job, or to one with another request.
+    Raises `Conflict` where the id belongs to another job, or to one with another request, and `InvalidMessage` where
+    there can be no such mesh, or Postgres cannot keep the request.
     """
     try:
         await start_job(connection, job)
+    except asyncpg.CheckViolationError as error:
+        detail = f"there is no mesh {job.context!r}: a mesh's name is snake_case, of at most 64 characters"
+        raise InvalidMessage.of(400, "invalid_mesh", detail, field="mesh") from error
+    except asyncpg.DataError as error:
+        reason = str(error).partition("\n")[0]  # the lines after it are details
+        raise InvalidMessage.of(422, "invalid_request", f"the request cannot be kept: {reason}") from error
     except Duplicate:
         found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
         if found is None or tuple(found) != (job.context, job.flow, job.name, True):
@@ -145,7 +153,7 @@ async def show_job(connection: Connection, job: UUID) -> JobTree:
     async with connection.transaction(isolation="repeatable_read", readonly=True):
         row = await connection.fetchrow(QUERIES["find_job"], job)
         if row is None:
-            raise _missing(job)
+            raise missing(job)
         activities = await connection.fetch(QUERIES["find_activities"], job)
         log = await connection.fetch(QUERIES["find_log"], job)
     return JobTree(
@@ -155,6 +163,13 @@ async def show_job(connection: Connection, job: UUID) -> JobTree:
     )
 
 
+async def hold(connection: Connection, job: UUID) -> None:
+    """Hold every activity of a job, also those that are spawned while this waits for the others."""
+    held = -1
+    while (count := await connection.fetchval(QUERIES["hold_activities"], job)) != held:
+        held = count
+
+
 async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
     """End a job that runs, for good, and emit `job_cancelled`; messages that come later are `Inactive`.
 
@@ -162,22 +177,16 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
     job has ended.
     """
     async with connection.transaction():
-        await _hold(connection, job)
+        await hold(connection, job)
         row = await connection.fetchrow(QUERIES["cancel"], job, actor, reason)
         if row is None:
-            raise _missing(job)
+            raise missing(job)
         if not row["done"]:
             raise _ended(job, row["state"])
 
 
-async def _hold(connection: Connection, job: UUID) -> None:
-    """Hold every activity of a job, also those that are spawned while this waits for the others."""
-    held = -1
-    while (count := await connection.fetchval(QUERIES["hold_activities"], job)) != held:
-        held = count
-
-
-def _missing(job: UUID) -> NotFound:
+def missing(job: UUID) -> NotFound:
+    """Say that there is no such job."""
     return NotFound.of(404, "job_missing", f"there is no job {job}: `postroom jobs list` shows them")
 
 

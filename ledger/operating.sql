@@ -23,14 +23,16 @@ WHERE job.id = $1;
 -- name: find_activities
 -- The activities of the job $1, children in the order in which they were spawned, and of each how far its messages are.
 SELECT activity.id, activity.parent_id, activity.dimension, activity.name, activity.spawned_at, activity.ledger,
-  activity.answers_due, activity.answers_taken, activity.failed_at, activity.error,
+  activity.answers_due, activity.answers_taken, activity.failed_at,
+  coalesce(activity.error, activity.last_error, messages.last_error) AS error,
   messages.undone, messages.closing, messages.deliveries
 FROM ledger.activity, LATERAL (
   SELECT count(*) FILTER (WHERE NOT ledger.is_set(guid.ledger, 1000000000)) AS undone,
     coalesce(
       bool_or(ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000)), false
     ) AS closing,
-    coalesce(max(guid.attempts), 0) AS deliveries
+    coalesce(max(guid.attempts), 0) AS deliveries,
+    max(guid.last_error) AS last_error
   FROM ledger.guid
   WHERE guid.activity_id = activity.id
 ) AS messages
@@ -62,4 +64,71 @@ WITH ended AS (
 )
 SELECT job.state, ended.id IS NOT NULL AS done, (SELECT count(*) FROM emitted) AS emitted
 FROM ledger.job LEFT JOIN ended ON true
+WHERE job.id = $1;
+
+-- name: find_failed
+-- The ledger of the activity that failed the job $1.
+SELECT ledger FROM ledger.activity WHERE job_id = $1 AND failed_at IS NOT NULL;
+
+-- name: retry
+-- Lets the failed job $1 go on, as $2 wants it for the reason $3; no row: there is no such job. Whatever its messages
+-- were refused for goes out again: leg 1 where it is not complete, each message that is not done or was missed meanwhile,
+-- and what the activity that failed had asked for in vain. What is done is known by its ledger.
+WITH revived AS (
+  UPDATE ledger.job SET
+    state = CASE semaphore WHEN 0 THEN 'closed' ELSE 'running' END, ended_at = NULL, error = NULL
+  WHERE id = $1 AND state = 'failed'
+  RETURNING *
+), logged AS (
+  INSERT INTO ledger.operator_log (job_id, verb, actor, reason) SELECT id, 'retry', $2, $3 FROM revived
+), activities AS MATERIALIZED (
+  SELECT activity.* FROM ledger.activity JOIN revived ON activity.job_id = revived.id
+), cleared AS (
+  UPDATE ledger.activity SET failed_at = NULL, error = NULL, owner = NULL, leased_until = NULL
+  FROM activities
+  WHERE activity.id = activities.id AND num_nonnulls(activity.failed_at, activity.owner) > 0
+), freed AS (
+  UPDATE ledger.guid SET owner = NULL, leased_until = NULL
+  FROM revived
+  WHERE guid.job_id = revived.id AND guid.owner IS NOT NULL
+), asked AS (
+  UPDATE ledger.request SET
+    due_at = clock_timestamp() + request.timeout,
+    asked = CASE WHEN activities.failed_at IS NULL THEN request.asked ELSE 1 END
+  FROM activities
+  WHERE request.activity_id = activities.id AND request.answered_by IS NULL
+  RETURNING request.id, activities.failed_at
+), missed AS (
+  DELETE FROM ledger.missed USING activities
+  WHERE missed.activity_id = activities.id
+  RETURNING missed.activity_id, missed.guid, missed.answer, missed.request_id
+), messages AS (
+  SELECT activity_id, guid, answer, NULL::uuid AS request_id
+  FROM ledger.guid JOIN revived ON guid.job_id = revived.id
+  WHERE NOT ledger.is_set(guid.ledger, 1000000000)
+    OR (ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000))
+  UNION ALL
+  SELECT * FROM missed
+), emitted AS (
+  SELECT postroom.emit(context, 'job', id::text, 'job_retried',
+    jsonb_build_object('job', id, 'flow', flow, 'by', $2::text, 'reason', $3::text), correlation_id => id)
+  FROM revived
+  UNION ALL
+  SELECT postroom.emit(context, 'activity', activities.id::text, 'activity_spawned',
+    jsonb_build_object('job', revived.id, 'activity', activities.id, 'flow', flow, 'name', name),
+    correlation_id => revived.id)
+  FROM revived, activities
+  WHERE NOT ledger.is_set(activities.ledger, 100000000000)
+  UNION ALL
+  SELECT postroom.emit(context, 'activity', activities.id::text, 'activity_retried',
+    jsonb_build_object('job', revived.id, 'activity', activities.id, 'flow', flow, 'name', name,
+      'guid', guid, 'answer', answer, 'request', request_id),
+    correlation_id => revived.id)
+  FROM revived, activities JOIN messages ON messages.activity_id = activities.id
+), asked_again AS (
+  SELECT postroom.emit_again(id) FROM asked WHERE failed_at IS NOT NULL
+)
+SELECT job.state, revived.id IS NOT NULL AS done,
+  (SELECT count(*) FROM emitted) + (SELECT count(*) FROM asked_again) AS emitted
+FROM ledger.job LEFT JOIN revived ON true
 WHERE job.id = $1;

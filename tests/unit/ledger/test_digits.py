@@ -20,6 +20,7 @@ from ledger.digits import (
     enter_leg1,
     enter_leg2,
     explain,
+    kind_of,
     mark,
     parse,
     render,
@@ -29,6 +30,10 @@ from ledger.errors import Overflow, Then
 from postroom.errors import InvalidMessage
 
 MARKERS = (LEG1_COMPLETE, WORK_DONE, CHILDREN_SPAWNED, COMPLETION_DONE)
+POSSIBLE = {
+    "activity": ["000000000000000", "999000000000000", "002100000000000", "001110000000001", "001111199999999"],
+    "message": ["000000000000001", "000010000000001", "000011012345678", "000111000000002", "000111199999999"],
+}
 
 
 def marking(marker: int) -> Callable[[int], int]:
@@ -138,10 +143,33 @@ def test_an_activity_reads_as_what_it_was_made_of(ledger: int) -> None:
     assert read.leg1_attempts * 10**12 + made + read.leg2_entries == ledger
 
 
-@given(ledgers)
-def test_each_digit_of_a_ledger_is_explained_once_and_in_order(ledger: int) -> None:
-    text = render(ledger)
+@pytest.mark.parametrize("text", [*POSSIBLE["activity"], *POSSIBLE["message"]])
+def test_each_digit_of_a_ledger_is_explained_once_and_in_order(text: str) -> None:
     assert "".join(meaning.digits for meaning in explain(text)) == text
+
+
+@pytest.mark.parametrize("kind", POSSIBLE)
+def test_whose_a_ledger_is_stands_in_its_digits(kind: str) -> None:
+    assert {kind_of(text) for text in POSSIBLE[kind]} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("001000000000001", "leg 2 was entered, and leg 1 is not complete"),
+        ("001010000000000", "leg 2 was entered, and leg 1 is not complete"),
+        ("001101000000001", "the children are spawned, and the work is not done"),
+        ("001110100000001", "the completion tasks are done, and the children are not spawned"),
+        ("000010000000000", "a message has the number of an entry into leg 2, from 1 on"),
+        ("000001000000001", "the children are spawned, and the work is not done"),
+        ("000110000000001", "the job is closed by step 2, and that is not done"),
+        ("000011100000001", "the completion tasks are done, and this message did not close the job"),
+    ],
+)
+def test_digits_that_no_ledger_has_are_refused_with_what_contradicts_what(text: str, problem: str) -> None:
+    with pytest.raises(InvalidMessage, match=problem) as refused:
+        explain(text)
+    assert refused.value.code == "invalid_ledger"
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
+from pathlib import Path
 
-from ledger import primitives
+import pytest
+
+import ledger
+from postroom.sql import load_queries
+
+ROOM = Path(ledger.__file__).parent
+FILES = sorted(file.name for file in ROOM.glob("*.sql") if file.name != "schema.sql")
 
 
-def test_every_query_is_used() -> None:
-    source = inspect.getsource(primitives)
+@pytest.mark.parametrize("file", FILES)
+def test_every_query_is_used(file: str) -> None:
+    source = "".join(module.read_text() for module in ROOM.rglob("*.py"))
 
-    assert [name for name in primitives.QUERIES if f'"{name}"' not in source] == []
+    assert [name for name in load_queries("ledger", file) if f'"{name}"' not in source] == []

@@ -1,0 +1,326 @@
+"""`postroom jobs …`: start jobs, see what became of them, end them or let them go on (spec jobs.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from uuid import UUID, uuid4
+
+import typer
+
+from chassis.exits import Exit, Fatal
+from cli.noun import Json, Mesh, Reason, Yes, noun
+from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table
+from cli.selection import chosen_ids
+
+if TYPE_CHECKING:
+    from chassis.postgres import Connection
+    from ledger.operating import ActivityRow, JobRow, JobTree
+
+T = TypeVar("T")
+
+
+def _uuid(text: str) -> UUID:
+    """Read a UUID, as Typer asks a parser to."""
+    try:
+        return UUID(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no UUID") from None
+
+
+app = noun("Start jobs, see what became of them, end them or let them go on.")
+
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        envvar="POSTROOM_DATABASE_URL",
+        help="The Postgres with the jobs; one with a password belongs in the environment.",
+        metavar="URL",
+    ),
+]
+JobId = Annotated[
+    UUID, typer.Argument(parser=_uuid, metavar="JOB", help="The job's id (`postroom jobs list` shows them).")
+]
+Jobs = Annotated[
+    list[str] | None, typer.Argument(metavar="[JOB]...", help="Jobs by id; `-` reads them from standard input.")
+]
+FlowFilter = Annotated[str | None, typer.Option("--flow", metavar="NAME", help="Only of this flow.")]
+MeshFilter = Annotated[
+    str | None, typer.Option("--mesh", envvar="POSTROOM_MESH", help="Only of this mesh [default: all].", metavar="SLUG")
+]
+State = Annotated[
+    str | None,
+    typer.Option(metavar="STATE", help="Only those that are running, closed, completed, failed or cancelled."),
+]
+
+_COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
+_STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "ERROR")
+_DONE: Final = {"retry": "goes on", "cancel": "is cancelled"}
+_KINDS: Final = {"activity": "an activity", "message": "a message, which an activity runs leg 2 for"}
+_MEANINGS: Final = {"closed": "closed (every step is done, and the completion tasks are not)"}
+
+
+@app.command()
+def start(
+    *,
+    flow: Annotated[str, typer.Argument(metavar="MODULE:FLOW", help="The flow, as in nightly_export:flow.")],
+    request: Annotated[
+        str, typer.Option("--request", metavar="JSON", help="What its first activity gets; `-` reads standard input.")
+    ] = "null",
+    job: Annotated[
+        UUID | None,
+        typer.Option("--job", parser=_uuid, metavar="UUID", help="The job's id: a repeated start starts it once."),
+    ] = None,
+    mesh: Mesh = None,
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """Start a job of a flow; a worker that runs the flow does the rest.
+
+    \b
+        postroom jobs start nightly_export:flow --request '{"day": "2026-01-31"}'
+        postroom jobs start nightly_export:flow --job "$(uuidgen)" --request - < request.json
+    """  # noqa: D301 - \b: as it stands
+    from ledger.loading import load_flow  # noqa: PLC0415
+    from ledger.operating import start as begin  # noqa: PLC0415
+    from ledger.primitives import Start  # noqa: PLC0415
+
+    if mesh is None:
+        raise Fatal(Exit.USAGE, "say which mesh with --mesh, or set POSTROOM_MESH")
+    loaded, text = load_flow(flow), _request(request)
+    wanted = Start(job or uuid4(), mesh, loaded.name, uuid4(), loaded.first.name, text)
+    started = _with_database(database, lambda connection: begin(connection, wanted))
+    if as_json:
+        json_line({"id": wanted.job, "mesh": mesh, "flow": loaded.name, "started": started})
+        return
+    note(f"started a job of {loaded.name}" if started else "that job was started before: nothing was done")
+    line(str(wanted.job))
+
+
+@app.command("list")
+def list_(
+    *,
+    state: State = None,
+    flow: FlowFilter = None,
+    mesh: MeshFilter = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many jobs to show.")] = 50,
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first.
+
+    \b
+        postroom jobs list --state failed
+        postroom jobs list --flow nightly-export --limit 5 --json
+    """  # noqa: D301 - \b: as it stands
+    from ledger.operating import JobFilter, find_jobs  # noqa: PLC0415
+
+    _check_state(state)
+    wanted = JobFilter(mesh=mesh, flow=flow, state=state)
+    found = _with_database(database, lambda connection: find_jobs(connection, wanted, limit + 1))
+    if as_json:
+        for each in found[:limit]:
+            json_line(each)
+    else:
+        table(_COLUMNS, map(_cells, found[:limit])) if found else line("no jobs")
+    if len(found) > limit:
+        note(f"There are more jobs: --limit {2 * limit}")
+
+
+@app.command()
+def show(*, job: JobId, database: Database = None, as_json: Json = False) -> None:
+    """Show a job with its tree: each step's state, tries, ledger and age, and what operators did to it."""
+    found = _find(database, job)
+    if as_json:
+        json_line(found)
+        return
+    fields(_described(found.job))
+    line("")
+    table(_STEPS, (_step_cells(lead, activity) for lead, activity in _drawn(found)))
+    if found.log:
+        line("")
+        table(("AT", "VERB", "BY", "REASON"), ((act.at, act.verb, act.actor, act.reason) for act in found.log))
+
+
+@app.command()
+def tree(*, job: JobId, database: Database = None, as_json: Json = False) -> None:
+    """Draw the tree of a job: each step and its state, nothing else."""
+    for lead, activity in _drawn(_find(database, job)):
+        if as_json:
+            json_line(activity)
+        else:
+            line(f"{lead}{_name(activity)}  {activity.state}")
+
+
+@app.command()
+def retry(
+    *, jobs: Jobs = None, reason: Reason = None, yes: Yes = False, database: Database = None, as_json: Json = False
+) -> None:
+    """Let failed jobs go on where they stopped: what is done stays done, what is not goes out again.
+
+    \b
+        postroom jobs retry 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the disk has room again"
+        postroom jobs list --state failed --json | postroom jobs retry - --reason mended --yes
+    """  # noqa: D301 - \b: as it stands
+    from ledger.retrying import retry_job  # noqa: PLC0415
+
+    _operate("retry", retry_job, jobs, reason, database, yes=yes, as_json=as_json)
+
+
+@app.command()
+def cancel(
+    *, jobs: Jobs = None, reason: Reason = None, yes: Yes = False, database: Database = None, as_json: Json = False
+) -> None:
+    """End jobs for good, wherever they are: no step of them commits any more, and messages that come later are let go.
+
+    \b
+        postroom jobs cancel 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the wrong day"
+    """  # noqa: D301 - \b: as it stands
+    from ledger.operating import cancel_job  # noqa: PLC0415
+
+    _operate("cancel", cancel_job, jobs, reason, database, yes=yes, as_json=as_json)
+
+
+@app.command()
+def explain(
+    *,
+    ledger: Annotated[str, typer.Argument(metavar="LEDGER", help="15 digits, as `postroom jobs show` has them.")],
+    as_json: Json = False,
+) -> None:
+    """Say what every digit of a ledger means, an activity's or a leg-2 message's; asks no database.
+
+    \b
+        postroom jobs explain 001110000000001
+    """  # noqa: D301 - \b: as it stands
+    from ledger.digits import explain as read  # noqa: PLC0415
+    from ledger.digits import kind_of  # noqa: PLC0415
+
+    meanings = read(ledger)
+    if as_json:
+        digits = [meaning._asdict() for meaning in meanings]
+        json_line({"ledger": ledger, "of": kind_of(ledger), "digits": digits})
+        return
+    line(f"{ledger} is the ledger of {_KINDS[kind_of(ledger)]}")
+    line("")
+    table(("POSITION", "DIGITS", "MEANING"), meanings)
+
+
+def _operate(
+    verb: str,
+    act: Callable[..., Awaitable[None]],
+    ids: list[str] | None,
+    reason: str | None,
+    database: str | None,
+    *,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Do `act` to each job that is meant, after a question; exit code 1 where it failed for some of several."""
+    chosen = [_uuid(each) for each in chosen_ids(ids)]
+    if not chosen:
+        raise Fatal(Exit.USAGE, "name a job by its id (`postroom jobs list` shows them)")
+    why = reason_or_ask(reason)
+    confirm(f"{verb.capitalize()} {chosen[0] if len(chosen) == 1 else f'{len(chosen)} jobs'}?", yes=yes)
+
+    async def work(connection: Connection) -> int:
+        from postroom import PostroomError  # noqa: PLC0415
+
+        failed = 0
+        for job in chosen:
+            try:
+                await act(connection, job, actor=getpass.getuser(), reason=why)
+            except PostroomError as error:
+                if len(chosen) == 1:
+                    raise
+                failed += 1
+                note(str(error))
+                continue
+            json_line({"id": job, "done": verb}) if as_json else line(f"{job} {_DONE[verb]}")
+        return failed
+
+    if _with_database(database, work):
+        raise SystemExit(Exit.FAILED)
+
+
+def _find(database: str | None, job: UUID) -> JobTree:
+    from ledger.operating import show_job  # noqa: PLC0415
+
+    return _with_database(database, lambda connection: show_job(connection, job))
+
+
+def _with_database(url: str | None, work: Callable[[Connection], Awaitable[T]]) -> T:
+    """Run `work` with a connection to the database of jobs, whose tables are this program's."""
+    from chassis.postgres import check_version, connected  # noqa: PLC0415
+    from ledger.database import ROOMS  # noqa: PLC0415
+
+    if url is None:
+        raise Fatal(Exit.USAGE, "say where the jobs are: set POSTROOM_DATABASE_URL, or --database")
+
+    async def run() -> T:
+        async with connected(url) as connection:
+            await check_version(connection, *ROOMS, migrate_with="postroom broker migrate")
+            return await work(connection)
+
+    return asyncio.run(run())
+
+
+def _request(text: str) -> str:
+    """Return the request as JSON text; `-` reads it from standard input."""
+    import msgspec  # noqa: PLC0415
+
+    given = sys.stdin.buffer.read() if text == "-" else text.encode()
+    try:
+        return msgspec.json.encode(msgspec.json.decode(given)).decode()
+    except msgspec.DecodeError as error:
+        raise typer.BadParameter(f"the request is no JSON: {error}", param_hint="--request") from error
+
+
+def _check_state(state: str | None) -> None:
+    from ledger.states import JOB_STATES  # noqa: PLC0415
+
+    if state is not None and state not in JOB_STATES:
+        raise typer.BadParameter(f"{state!r} is no state: {', '.join(JOB_STATES)}", param_hint="--state")
+
+
+def _cells(job: JobRow) -> tuple[Any, ...]:
+    return (job.id, job.mesh, job.flow, job.state, job.open, ago(job.started_at), ago(job.ended_at), job.error)
+
+
+def _described(job: JobRow) -> list[tuple[str, Any]]:
+    return [
+        ("job", job.id),
+        ("mesh", job.mesh),
+        ("flow", job.flow),
+        ("state", _MEANINGS.get(job.state, job.state)),
+        ("open", job.open),
+        ("started", job.started_at),
+        ("ended", job.ended_at),
+        ("reason", job.error),
+    ]
+
+
+def _drawn(found: JobTree) -> Iterator[tuple[str, ActivityRow]]:
+    from ledger.drawing import draw  # noqa: PLC0415
+
+    return draw(found.activities, key=lambda activity: activity.id, parent=lambda activity: activity.parent)
+
+
+def _name(activity: ActivityRow) -> str:
+    """Name a step, and the cycle of its parent that spawned it, where that is not the first."""
+    return f"{activity.name} (cycle {activity.cycle})" if activity.cycle else activity.name
+
+
+def _step_cells(lead: str, activity: ActivityRow) -> tuple[Any, ...]:
+    return (
+        lead + _name(activity),
+        activity.state,
+        activity.attempts,
+        activity.deliveries,
+        activity.ledger,
+        ago(activity.spawned_at),
+        activity.error,
+    )

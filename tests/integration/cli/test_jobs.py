@@ -1,0 +1,264 @@
+"""`postroom jobs`: an operator starts, sees, ends and revives jobs in a real Postgres, as they would type it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import asyncpg
+import pytest
+from ledgers import Jobs
+from terminal import Terminal
+
+from embedded import EmbeddedPostgres
+from ledger.database import migrate
+from ledger.primitives import Child, fail_activity, finish_work, spawn
+
+FLOW = """
+from postroom.flow import Flow
+
+flow = Flow("nightly-export")
+
+@flow.activity(sends="queue:extract")
+async def extract(ctx, request):
+    return request
+
+@extract.answered
+async def _(ctx, answer):
+    return None
+
+unfinished = Flow("unfinished")
+"""
+NAME = "flow_of_the_operators"
+
+
+class Office:
+    """A database of jobs, and an operator at a terminal."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.user = Terminal(POSTROOM_DATABASE_URL=url, POSTROOM_MESH="sea")
+
+    def work(self, work: Callable[[Jobs], Awaitable[Any]]) -> Any:
+        """Do something to the jobs, as a worker would."""
+
+        async def run() -> Any:
+            connection = await asyncpg.connect(self.url)
+            try:
+                return await work(Jobs(connection))
+            finally:
+                await connection.close()
+
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(run())
+
+    def running(self) -> Any:
+        """Begin a job with two children of its root."""
+
+        async def work(jobs: Jobs) -> UUID:
+            begun = await jobs.asked()
+            root = await jobs.enter(begun.root)
+            await finish_work(jobs.connection, root, "{}")
+            await spawn(jobs.connection, root, [Child(uuid4(), "load"), Child(uuid4(), "count")])
+            return begun.job
+
+        return self.work(work)
+
+    def failed(self) -> Any:
+        """Let the root of a job have failed."""
+
+        async def work(jobs: Jobs) -> UUID:
+            begun = await jobs.asked()
+            await jobs.enter(begun.root)
+            await fail_activity(jobs.connection, begun.root, "the disk\nis full")
+            return begun.job
+
+        return self.work(work)
+
+    def state(self, job: UUID | str) -> str:
+        (shown,) = self.user.run("jobs", "show", str(job), "--json").json
+        return str(shown["job"]["state"])
+
+
+@pytest.fixture(scope="module")
+def jobs_url(postgres_server: EmbeddedPostgres) -> str:
+    url = postgres_server.url_of("jobs_of_the_command_line")
+
+    async def create() -> None:
+        server = await asyncpg.connect(postgres_server.url)
+        await server.execute("CREATE DATABASE jobs_of_the_command_line")
+        await server.close()
+        await migrate(url)
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        runner.run(create())
+    return url
+
+
+@pytest.fixture
+def office(jobs_url: str) -> Office:
+    return Office(jobs_url)
+
+
+@pytest.fixture
+def flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A flow in a file of the current directory."""
+    (tmp_path / f"{NAME}.py").write_text(FLOW)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield f"{NAME}:flow"
+    sys.modules.pop(NAME, None)
+
+
+def test_a_start_prints_the_job_and_a_repeated_one_says_so(office: Office, flow: str) -> None:
+    job = str(uuid4())
+    first = office.user.run("jobs", "start", flow, "--job", job, "--request", '{"day": 1}')
+    assert (first.code, first.out, first.err) == (0, f"{job}\n", "started a job of nightly-export\n")
+    again = office.user.run("jobs", "start", flow, "--job", job, "--request", '{"day":1}')
+    assert (again.code, again.out) == (0, f"{job}\n")
+    assert "nothing was done" in again.err
+    assert office.state(UUID(job)) == "running"
+
+
+def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, flow: str) -> None:
+    (started,) = office.user.run("jobs", "start", flow, "--request", "-", "--json", stdin='{"day": 2}').json
+    assert (started["flow"], started["mesh"], started["started"]) == ("nightly-export", "sea", True)
+    (drawn,) = office.user.run("jobs", "tree", started["id"], "--json").json
+    assert (drawn["name"], drawn["state"], drawn["ledger"]) == ("extract", "waiting", "000000000000000")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["start", "nonsense"], 2, "names no flow"),
+        (["start", "no_such_module:flow"], 78, "cannot import no_such_module"),
+        (["start", f"{NAME}:nothing"], 78, "there is no nothing in"),
+        (["start", f"{NAME}:unfinished"], 78, "has no activity"),
+        (["start", f"{NAME}:flow", "--request", "{"], 2, "the request is no JSON"),
+        (["start", f"{NAME}:flow", "--request", '"\\u0000"'], 2, "cannot be kept"),
+        (["start", f"{NAME}:flow", "--mesh", "No Such"], 2, "there is no mesh 'No Such'"),
+        (["start", f"{NAME}:flow", "--job", "seven"], 2, "'seven' is no UUID"),
+        (["show", "seven"], 2, "'seven' is no UUID"),
+        (["cancel", "seven", "--reason", "x", "--yes"], 2, "'seven' is no UUID"),
+        (["show", str(UUID(int=7))], 3, "postroom jobs list"),
+        (["tree", str(UUID(int=7))], 3, "there is no job"),
+        (["cancel", str(UUID(int=7)), "--reason", "x", "--yes"], 3, "there is no job"),
+        (["retry", str(UUID(int=7)), "--reason", "x", "--yes"], 3, "there is no job"),
+        (["retry"], 2, "name a job by its id"),
+        (["cancel", str(UUID(int=7)), "--yes"], 2, "--reason"),
+        (["cancel", str(UUID(int=7)), "--reason", "x"], 2, "Add --yes"),
+        (["list", "--state", "odd"], 2, "'odd' is no state: running, closed"),
+        (["explain", "1"], 2, "it has 15 digits"),
+        (["explain", "001000000000001"], 2, "leg 2 was entered, and leg 1 is not complete"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_done_is_said_in_one_sentence(
+    office: Office, flow: str, arguments: list[str], code: int, said: str
+) -> None:
+    del flow  # it only has to be there
+    outcome = office.user.run("jobs", *arguments)
+    assert (outcome.code, outcome.out) == (code, "")
+    assert said in outcome.sentence()
+
+
+def test_an_id_that_another_start_has_is_exit_code_4(office: Office, flow: str) -> None:
+    job = str(uuid4())
+    office.user.run("jobs", "start", flow, "--job", job)
+    outcome = office.user.run("jobs", "start", flow, "--job", job, "--request", "7")
+    assert outcome.code == 4
+    assert "started otherwise" in outcome.sentence()
+
+
+def test_a_list_is_narrowed_by_state_flow_and_mesh_and_says_when_there_is_more(office: Office) -> None:
+    running, failed = office.running(), office.failed()
+    shown = office.user.run("jobs", "list", "--state", "failed", "--flow", "nightly-export")
+    assert str(failed) in shown.out
+    assert str(running) not in shown.out
+    assert "the disk is full" in shown.out
+    newest = office.user.run("jobs", "list", "--limit", "1", "--json")
+    assert [each["id"] for each in newest.json] == [str(failed)]
+    assert "There are more jobs" in newest.err
+    assert office.user.run("jobs", "list", "--mesh", "land").out == "no jobs\n"
+
+
+def test_show_draws_the_tree_with_states_tries_and_ledgers(office: Office) -> None:
+    shown = office.user.run("jobs", "show", str(office.running()))
+    assert shown.code == 0, shown.err
+    steps = [" ".join(line.split()[:6]) for line in shown.out.split("LEDGER")[1].splitlines()[1:]]
+    assert [step.rpartition(" ")[0] for step in steps] == [
+        "extract done 1 1 001111000000001",
+        "├─ load waiting 0 0",
+        "└─ count waiting 0 0",
+    ]
+    assert "open" in shown.out
+
+
+def test_tree_draws_nothing_but_the_tree(office: Office) -> None:
+    shown = office.user.run("jobs", "tree", str(office.running()))
+    assert shown.out == "extract  done\n├─ load  waiting\n└─ count  waiting\n"
+
+
+def test_a_job_is_cancelled_for_good_and_says_by_whom_and_why(office: Office) -> None:
+    job = office.running()
+    done = office.user.run("jobs", "cancel", str(job), "--reason", "the wrong day", "--yes")
+    assert (done.code, done.out) == (0, f"{job} is cancelled\n")
+    shown = office.user.run("jobs", "show", str(job)).out
+    assert shown.count("the wrong day") == 2
+    assert "├─ load" in shown
+    assert "stopped" in shown
+    for verb in ("cancel", "retry"):
+        again = office.user.run("jobs", verb, str(job), "--reason", "x", "--yes")
+        assert again.code == 4
+        assert "cancelled" in again.sentence()
+
+
+def test_a_failed_job_goes_on_after_a_retry(office: Office) -> None:
+    job = office.failed()
+    assert "the disk is full" in office.user.run("jobs", "show", str(job)).out
+    done = office.user.run("jobs", "retry", str(job), "--reason", "mended", "--yes", "--json")
+    assert done.json == [{"id": str(job), "done": "retry"}]
+    assert office.state(job) == "running"
+    assert office.user.run("jobs", "retry", str(job), "--reason", "x", "--yes").code == 4
+
+
+def test_several_jobs_come_from_a_list_and_one_that_is_refused_holds_up_none(office: Office) -> None:
+    jobs = [office.failed(), office.running(), office.failed()]
+    listed = "".join(f'{{"id":"{job}"}}\n' for job in jobs)
+    outcome = office.user.run("jobs", "retry", "-", "--reason", "mended", "--yes", stdin=listed)
+    assert outcome.code == 1
+    assert outcome.out == f"{jobs[0]} goes on\n{jobs[2]} goes on\n"
+    assert "it runs: there is nothing to retry" in outcome.err
+    assert [office.state(job) for job in jobs] == ["running"] * 3
+
+
+def test_a_cancel_asks_on_a_terminal_and_no_is_no(office: Office) -> None:
+    job = office.running()
+    asked = office.user.at_a_terminal("jobs", "cancel", str(job), "--reason", "x", answer="n\n")
+    assert f"Cancel {job}?" in asked.out
+    assert (asked.code, office.state(job)) == (1, "running")
+
+
+def test_explain_reads_an_activity_and_a_message_without_a_database() -> None:
+    user = Terminal()
+    activity = user.run("jobs", "explain", "012110000000003").out
+    assert activity.startswith("012110000000003 is the ledger of an activity\n")
+    assert "leg 1 was attempted 12 times" in activity
+    (message,) = user.run("jobs", "explain", "000111000000003", "--json").json
+    assert message["of"] == "message"
+    assert message["digits"][1] == {"positions": "4", "digits": "1", "text": "this message closed the job"}
+
+
+def test_without_a_database_it_says_what_to_do(office: Office, database_url: str) -> None:
+    assert "POSTROOM_DATABASE_URL" in Terminal().run("jobs", "list").sentence()
+    away = office.user.run("jobs", "list", "--database", "postgresql://postroom@127.0.0.1:1/postroom")
+    assert away.code == 69
+    assert "cannot open the database" in away.sentence()
+    empty = office.user.run("jobs", "list", "--database", database_url)
+    assert empty.code == 78
+    assert "postroom broker migrate" in empty.sentence()
+    assert office.user.run("jobs", "list", "--database", "nonsense").code == 78
