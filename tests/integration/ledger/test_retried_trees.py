@@ -1,0 +1,131 @@
+"""Random jobs that fail again and again, each time at another place, and are let go on: nothing that is owed is lost.
+
+A worker in miniature takes what the outbox has, in any order, and acknowledges what it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from ledgers import LEASE, Jobs, asking
+
+from ledger.errors import Fault, Then
+from ledger.operating import show_job
+from ledger.primitives import (
+    Answer,
+    Child,
+    complete_leg1,
+    enter_leg1,
+    enter_leg2,
+    fail_activity,
+    finish_job,
+    finish_work,
+    spawn,
+)
+from ledger.retrying import retry_job
+
+MOST_ACTIVITIES = 12
+MOST_FAILURES = 6
+SENT = (
+    "SELECT id, event_type, aggregate_id, payload FROM postroom.outbox_events"
+    " WHERE correlation_id = $1 AND aggregate_type = 'activity' AND event_type <> 'worked' ORDER BY position OFFSET $2"
+)
+WORKED = "SELECT postroom.emit('sea', 'activity', $2, 'worked', '{}', correlation_id => $1)"
+EFFECTS = "SELECT aggregate_id FROM postroom.outbox_events WHERE correlation_id = $1 AND event_type = 'worked'"
+
+
+class Failing(Exception):
+    """A handler raised for the last time."""
+
+
+class Worker:
+    """Runs one job, whose handlers raise where the dice say so."""
+
+    def __init__(self, jobs: Jobs, job: UUID, dice: Random) -> None:
+        self.jobs, self.connection, self.job, self.dice = jobs, jobs.connection, job, dice
+        self.failures = 0
+        self.taken = 0
+        self.waiting: list[Any] = []
+
+    def may_fail(self) -> None:
+        if self.failures < MOST_FAILURES and self.dice.random() < 0.3:
+            self.failures += 1
+            raise Failing
+
+    async def run(self) -> None:
+        """Take messages until there are none."""
+        while True:
+            sent = await self.connection.fetch(SENT, self.job, self.taken)
+            self.taken += len(sent)
+            self.waiting += sent
+            if not self.waiting:
+                return
+            await self.take(self.waiting.pop(self.dice.randrange(len(self.waiting))))
+
+    async def take(self, message: Any) -> None:
+        activity = UUID(message["aggregate_id"])
+        try:
+            await self.handle(activity, message)
+        except Failing:
+            await fail_activity(self.connection, activity, "the dice")
+        except Fault as fault:
+            if fault.then is not Then.ACKNOWLEDGE:
+                raise
+
+    async def handle(self, activity: UUID, message: Any) -> None:
+        said = json.loads(message["payload"])
+        match message["event_type"]:
+            case "activity_spawned":
+                await self.leg1(activity)
+            case "activity_retried":
+                request = said["request"] and UUID(said["request"])
+                await self.leg2(activity, said["guid"], Answer(json.dumps(said["answer"]), request))
+            case "asked":
+                await self.leg2(activity, f"answer-{message['id']}", Answer('"it"', message["id"]))
+
+    async def leg1(self, activity: UUID) -> None:
+        leg1 = await enter_leg1(self.connection, activity, LEASE)
+        self.may_fail()
+        await complete_leg1(self.connection, leg1, asking())
+
+    async def leg2(self, activity: UUID, guid: str, answer: Answer) -> None:
+        assert answer.body == '"it"'
+        entry = await enter_leg2(self.connection, activity, guid, LEASE, answer)
+        self.may_fail()
+        if not entry.steps.work_done:
+            async with self.connection.transaction():
+                await self.connection.execute(WORKED, self.job, str(activity))
+                await finish_work(self.connection, entry, "{}")
+            self.may_fail()
+        closed = entry.steps.job_closed
+        if not entry.steps.children_spawned:
+            closed = (await spawn(self.connection, entry, await self.children())).threshold_hit
+        if closed:
+            self.may_fail()
+            await finish_job(self.connection, entry)
+
+    async def children(self) -> list[Child]:
+        known = len((await show_job(self.connection, self.job)).activities)
+        return [Child(uuid4(), "load") for _ in range(self.dice.randint(0, 3)) if known < MOST_ACTIVITIES]
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_a_job_that_is_let_go_on_ends_with_each_step_done_once(jobs: Jobs, seed: int) -> None:
+    begun = await jobs.begin()
+    worker = Worker(jobs, begun.job, Random(seed))
+    await worker.run()
+    while (await jobs.job(begun.job))[0] == "failed":
+        await retry_job(jobs.connection, begun.job, actor="olga", reason="once more")
+        await worker.run()
+
+    shown = await show_job(jobs.connection, begun.job)
+    assert (shown.job.state, shown.job.open) == ("completed", 0)
+    assert {step.state for step in shown.activities} == {"done"}
+    assert len(shown.log) == worker.failures
+    effects = [row["aggregate_id"] for row in await jobs.connection.fetch(EFFECTS, begun.job)]
+    assert sorted(effects) == sorted(str(step.id) for step in shown.activities)
+    assert (await jobs.events(begun.job)).count("job_completed") == 1
