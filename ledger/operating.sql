@@ -72,8 +72,9 @@ SELECT ledger FROM ledger.activity WHERE job_id = $1 AND failed_at IS NOT NULL;
 
 -- name: retry
 -- Lets the failed job $1 go on, as $2 wants it for the reason $3; no row: there is no such job. Whatever its messages
--- were refused for goes out again: leg 1 where it is not complete, each message that is not done or was missed meanwhile,
--- and what the activity that failed had asked for in vain. What is done is known by its ledger.
+-- were refused for goes out again: what began an activity whose leg 1 is not complete, or that answers itself and has not;
+-- each message that is not done, or was missed meanwhile; and what the activity that failed had asked for in vain. Each
+-- under its own id, so that a copy of it that is still under way is known, and what is done is known by its ledger.
 WITH revived AS (
   UPDATE ledger.job SET
     state = CASE semaphore WHEN 0 THEN 'closed' ELSE 'running' END, ended_at = NULL, error = NULL
@@ -109,26 +110,36 @@ WITH revived AS (
     OR (ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000))
   UNION ALL
   SELECT * FROM missed
+), begun AS (
+  SELECT activities.id, activities.name, event.id AS event
+  FROM activities LEFT JOIN postroom.outbox_events AS event
+    ON event.correlation_id = $1 AND event.event_type = 'activity_spawned' AND event.aggregate_id = activities.id::text
+  WHERE NOT ledger.is_set(activities.ledger, 100000000000)
+    OR (activities.answers_taken = 0
+      AND NOT EXISTS (SELECT FROM ledger.request WHERE request.activity_id = activities.id)
+      AND NOT EXISTS (SELECT FROM missed WHERE missed.activity_id = activities.id))
 ), emitted AS (
   SELECT postroom.emit(context, 'job', id::text, 'job_retried',
     jsonb_build_object('job', id, 'flow', flow, 'by', $2::text, 'reason', $3::text), correlation_id => id)
   FROM revived
   UNION ALL
-  SELECT postroom.emit(context, 'activity', activities.id::text, 'activity_spawned',
-    jsonb_build_object('job', revived.id, 'activity', activities.id, 'flow', flow, 'name', name),
+  SELECT postroom.emit(context, 'activity', begun.id::text, 'activity_spawned',
+    jsonb_build_object('job', revived.id, 'activity', begun.id, 'flow', flow, 'name', name),
     correlation_id => revived.id)
-  FROM revived, activities
-  WHERE NOT ledger.is_set(activities.ledger, 100000000000)
+  FROM revived, begun
+  WHERE event IS NULL
   UNION ALL
   SELECT postroom.emit(context, 'activity', activities.id::text, 'activity_retried',
     jsonb_build_object('job', revived.id, 'activity', activities.id, 'flow', flow, 'name', name,
       'guid', guid, 'answer', answer, 'request', request_id),
     correlation_id => revived.id)
   FROM revived, activities JOIN messages ON messages.activity_id = activities.id
-), asked_again AS (
+), emitted_again AS (
   SELECT postroom.emit_again(id) FROM asked WHERE failed_at IS NOT NULL
+  UNION ALL
+  SELECT postroom.emit_again(event) FROM begun WHERE event IS NOT NULL
 )
 SELECT job.state, revived.id IS NOT NULL AS done,
-  (SELECT count(*) FROM emitted) + (SELECT count(*) FROM asked_again) AS emitted
+  (SELECT count(*) FROM emitted) + (SELECT count(*) FROM emitted_again) AS emitted
 FROM ledger.job LEFT JOIN revived ON true
 WHERE job.id = $1;

@@ -1,7 +1,7 @@
 """Letting a failed job go on (docs/jobs.md, "Retry").
 
 The ledgers stay as they are: they say what is done, and that is not done again. The rest goes out again, through the
-event outbox, together with the job's new state: `activity_spawned` for a leg 1 that is not complete, `activity_retried`
+event outbox, together with the job's new state: the `activity_spawned` of what has not begun, and an `activity_retried`
 for a message that leg 2 has not done, with its id and what it said. So does what came while the job was failed, which
 was acknowledged and kept (`enter_leg2`).
 """

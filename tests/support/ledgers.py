@@ -16,6 +16,15 @@ _RUN_OUT = (
     "UPDATE ledger.activity SET leased_until = now() - interval '1 minute' WHERE owner IS NOT NULL AND id = $1",
     "UPDATE ledger.guid SET leased_until = now() - interval '1 minute' WHERE owner IS NOT NULL AND activity_id = $1",
 )
+_PUBLISH = """
+WITH published AS (
+  UPDATE postroom.outbox_events SET
+    published_at = now(), stream = 'S', stream_created_at = now(), stream_sequence = position
+  WHERE published_at IS NULL
+  RETURNING id, event_type, aggregate_type, aggregate_id, payload, position
+)
+SELECT * FROM published ORDER BY position
+"""
 
 
 def asking() -> Request:
@@ -65,6 +74,10 @@ class Jobs:
         """List what a job put into the outbox, in order."""
         query = "SELECT event_type FROM postroom.outbox_events WHERE correlation_id = $1 ORDER BY position"
         return [row[0] for row in await self.connection.fetch(query, job)]
+
+    async def publish(self) -> list[asyncpg.Record]:
+        """Take what the outbox has not published yet, in order."""
+        return await self.connection.fetch(_PUBLISH)
 
     async def set_ledger(self, activity: UUID, ledger: int) -> None:
         """Let an activity have come so far."""
