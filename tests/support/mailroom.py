@@ -52,6 +52,14 @@ class Process:
         self._running.terminate()
         return self._running.wait()
 
+    def settle(self, settings: dict[str, object]) -> None:
+        """Change settings for its next start."""
+        self._environment |= {name: str(value) for name, value in settings.items()}
+
+    @property
+    def running(self) -> bool:
+        return self._running is not None and self._running.poll() is None
+
     @property
     def exit_code(self) -> int | None:
         return None if self._running is None else self._running.poll()

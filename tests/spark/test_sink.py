@@ -1,0 +1,137 @@
+"""`df.write.format("postroom")`: real Spark, a real daemon and broker, counted in Postgres."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from post import PostOffice
+from pyspark import TaskContext
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
+
+
+def test_each_row_becomes_one_message_that_holds_it_as_json(spark: SparkSession, post: PostOffice) -> None:
+    row = """
+        SELECT 1L AS order_id, 'Grüße' AS text, true AS yes, 1.5D AS ratio, double('NaN') AS nan, 12.30BD AS amount,
+        timestamp'2026-11-21 05:30:00' AS at, timestamp_ntz'2026-11-21 05:30:00' AS local, date'2026-11-21' AS day,
+        named_struct('at', timestamp'2026-11-21 05:30:00', 'amounts', array(1.10BD, null)) AS nested,
+        map(7, double('Infinity')) AS map, cast('ab' AS binary) AS bytes, cast(null AS string) AS nothing
+    """
+    write(spark.sql(row), post)
+    assert post.accepted()["1"].json == {
+        "order_id": 1,
+        "text": "Grüße",
+        "yes": True,
+        "ratio": 1.5,
+        "nan": "NaN",
+        "amount": "12.30",
+        "at": "2026-11-21T00:00:00Z",  # the session is in India
+        "local": "2026-11-21T05:30:00",
+        "day": "2026-11-21",
+        "nested": {"at": "2026-11-21T00:00:00Z", "amounts": ["1.10", None]},
+        "map": {"7": "Infinity"},
+        "bytes": base64.b64encode(b"ab").decode(),
+        "nothing": None,
+    }
+
+
+def test_columns_say_body_meta_priority_and_destination(spark: SparkSession, post: PostOffice) -> None:
+    rows = spark.sql(
+        """
+        SELECT 1 AS order_id, 'a' AS line, 'hello' AS body, named_struct('day', date'2026-11-21') AS about,
+               'now' AS urgency, 'topic:orders' AS destination
+        """
+    )
+    options = post.options(id="order_id, line", body="body", meta="about", priority="urgency", to_column="destination")
+    del options["to"]
+    rows.write.format("postroom").options(**options).mode("append").save()
+    (message,) = post.accepted().values()
+    assert post.accepted().keys() == {"1:a"}
+    assert (message.body, message.meta, message.priority) == (b"hello", {"day": "2026-11-21"}, "now")
+
+
+def test_the_same_write_again_is_all_duplicates_and_a_changed_row_is_reported(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    orders = spark.range(50, numPartitions=2).selectExpr("id AS order_id", "'new' AS state")
+    changed = orders.selectExpr("order_id", "if(order_id = 17, 'changed', state) AS state")
+    conflicts = tmp_path / "conflicts"
+    write(orders, post, wait="accepted")
+    write(orders.repartition(3), post)
+    with pytest.raises(AnalysisException, match=r"the id of 1 row was used before .*order_id=17:"):
+        write(changed, post)
+    write(changed, post, on_conflict=str(conflicts))
+    assert {message.json["state"] for message in post.accepted().values()} == {"new"}
+    (report,) = [json.loads(line) for file in conflicts.iterdir() for line in file.read_text().splitlines()]
+    assert (report["key"], report["client_message_id"]) == ({"order_id": "17"}, post.id_of("17"))
+
+
+def test_tasks_that_fail_after_posting_a_part_lose_nothing_and_repeat_nothing(
+    spark: SparkSession, post: PostOffice
+) -> None:
+    def fail_at_first(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        assert context is not None
+        for number, batch in enumerate(batches):
+            if number == 3 and context.partitionId() % 2 and context.attemptNumber() < 2:
+                raise OSError("this task fails on purpose")
+            yield batch
+
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")  # so that a part is posted by then
+    try:
+        orders = spark.range(2000, numPartitions=4).selectExpr("id AS order_id")
+        write(orders.mapInArrow(fail_at_first, "order_id long"), post)
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
+    assert post.accepted().keys() == {str(number) for number in range(2000)}
+
+
+def test_a_row_that_the_daemon_refuses_fails_the_write_with_its_key_and_the_others_are_sent(
+    spark: SparkSession, post: PostOffice
+) -> None:
+    rows = spark.range(3).selectExpr("id AS order_id", "if(id = 1, 'shout', 'low') AS urgency")
+    with pytest.raises(AnalysisException, match=r"1 row not sent: order_id=1: .*priority"):
+        write(rows, post, priority="urgency")
+    assert post.accepted().keys() == {"0", "2"}
+
+
+def test_a_message_that_dies_at_the_broker_is_seen_by_a_write_that_waits_for_it(
+    spark: SparkSession, post: PostOffice
+) -> None:
+    with pytest.raises(AnalysisException, match=r"1 row not sent: order_id=0: .*there is no topic:nowhere"):
+        write(spark.range(1).selectExpr("id AS order_id"), post, to="topic:nowhere", wait="accepted")
+
+
+def test_an_id_sent_through_two_hosts_is_accepted_once(spark: SparkSession, post: PostOffice) -> None:
+    orders = spark.range(20, numPartitions=2).selectExpr("id AS order_id", "'same' AS state")
+    changed = orders.where("order_id = 7").selectExpr("order_id", "'other' AS state")
+    post.open_other()
+    write(orders, post, wait="accepted")
+    write(orders, post, socket=str(post.other_socket), wait="accepted")
+    assert {key: message.json["state"] for key, message in post.accepted().items()} == dict.fromkeys(
+        map(str, range(20)), "same"
+    )
+    with pytest.raises(AnalysisException, match=r"the id of 1 row was used before .*order_id=7:"):
+        write(changed, post, socket=str(post.other_socket), namespace=post.namespace, wait="accepted")
+
+
+def test_a_write_that_cannot_work_is_refused_before_a_row_is_sent(spark: SparkSession, post: PostOffice) -> None:
+    rows = spark.range(3).selectExpr("id AS order_id")
+    with pytest.raises(AnalysisException, match="set the option `id`"):
+        write(rows, post, id="")
+    with pytest.raises(AnalysisException, match="is no column"):
+        write(rows, post, body="text")
+    with pytest.raises(AnalysisException, match=r'mode\("append"\)'):
+        rows.write.format("postroom").options(**post.options()).mode("overwrite").save()
+    with pytest.raises(AnalysisException, match="postroom_history"):
+        spark.read.format("postroom").load()
+    assert post.accepted() == {}
+
+
+def write(rows: DataFrame, post: PostOffice, **options: str) -> None:
+    rows.write.format("postroom").options(**post.options(**options)).mode("append").save()

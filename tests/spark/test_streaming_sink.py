@@ -1,0 +1,51 @@
+"""`df.writeStream.format("postroom")`: a query that ends half-way and starts again from its checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from post import PostOffice
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import SparkSession
+
+
+def test_a_stream_that_starts_again_from_its_checkpoint_sends_each_row_once(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    source, checkpoint = tmp_path / "orders", tmp_path / "checkpoint"
+    spark.range(0, 30, numPartitions=3).selectExpr("id AS order_id").write.parquet(str(source))
+    run(spark, post, source, checkpoint)
+    crash_before_commit(checkpoint)
+    spark.range(30, 40).selectExpr("id AS order_id").write.mode("append").parquet(str(source))
+    run(spark, post, source, checkpoint)
+    assert post.accepted().keys() == {str(number) for number in range(40)}
+
+
+def test_a_stream_ends_with_the_reason_when_it_cannot_work(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    source = tmp_path / "orders"
+    spark.range(1).selectExpr("id AS order_id").write.parquet(str(source))
+    with pytest.raises(StreamingQueryException, match="`number` of the option `id` is no column"):
+        run(spark, post, source, tmp_path / "checkpoint", id="number")
+
+
+def run(spark: SparkSession, post: PostOffice, source: Path, checkpoint: Path, **options: str) -> None:
+    """Send what lies in `source` and was not sent by this query before, a file at a time."""
+    orders = spark.readStream.schema("order_id long").option("maxFilesPerTrigger", 1).parquet(str(source))
+    query = (
+        orders.writeStream.format("postroom")
+        .queryName("orders")
+        .options(**post.options(**options), checkpointLocation=str(checkpoint))
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+
+
+def crash_before_commit(checkpoint: Path) -> None:
+    """Leave the checkpoint as a crash does after the sink has the last micro-batch and before Spark notes so."""
+    last = max((file for file in (checkpoint / "commits").iterdir() if file.name.isdigit()), key=lambda f: int(f.name))
+    last.unlink()
+    last.with_name(f".{last.name}.crc").unlink(missing_ok=True)

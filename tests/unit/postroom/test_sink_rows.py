@@ -1,0 +1,116 @@
+"""From Arrow batches to messages: ids that follow from the row alone, and what is refused with the row's key."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
+
+from postroom import InvalidMessage, SendRequest
+from postroom.ids import is_client_message_id
+from postroom.spark.keys import RowIds
+from postroom.spark.options import plan_write
+from postroom.spark.rows import RowReader
+from postroom.spark.values import id_text
+
+SCHEMA = StructType(
+    [
+        StructField("n", LongType()),
+        StructField("text", StringType()),
+        StructField("bytes", BinaryType()),
+        StructField("to", StringType()),
+    ]
+)
+
+
+def requests(rows: list[dict[str, Any]], **options: str) -> list[SendRequest]:
+    columns = {
+        "n": pa.array([row.get("n") for row in rows], pa.int64()),
+        "text": pa.array([row.get("text") for row in rows], pa.string()),
+        "bytes": pa.array([row.get("bytes") for row in rows], pa.binary()),
+        "to": pa.array([row.get("to") for row in rows], pa.string()),
+    }
+    chosen = {"id": "n"} | ({} if "to_column" in options else {"to": "topic:orders"}) | options
+    reader = RowReader(plan_write(chosen, SCHEMA))
+    slices = list(reader.slices(pa.record_batch(columns)))
+    assert all(len(rows) <= int(options.get("batch_size", 1000)) for rows in slices)
+    return [row.request for rows in slices for row in rows]
+
+
+@given(st.lists(st.lists(st.text(max_size=140), min_size=2, max_size=2), min_size=2, max_size=2))
+def test_two_keys_never_share_an_id_and_every_id_is_one(keys: list[list[str]]) -> None:
+    one, other = (RowIds("namespace").id_of(key) for key in keys)
+    assert (one == other) == (keys[0] == keys[1])
+    assert is_client_message_id(one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(["a:b", "c"], ["a", "b:c"]), (["a", ""], ["", "a"]), ([":", ""], ["", ":"])]
+)
+def test_where_one_text_ends_and_the_next_begins_makes_a_difference(one: list[str], other: list[str]) -> None:
+    assert RowIds("namespace").id_of(one) != RowIds("namespace").id_of(other)
+
+
+def test_an_id_holds_the_key_where_it_can_be_read_and_another_namespace_makes_another() -> None:
+    assert RowIds("topic:orders").id_of(["4711", "a"]).endswith(":4711:a")
+    assert RowIds("topic:orders").id_of(["4711"]) != RowIds("topic:returns").id_of(["4711"])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (17, "17"),
+        (True, "true"),
+        (Decimal("1.50"), "1.50"),
+        (Decimal("0E-18"), "0.000000000000000000"),
+        (date(2026, 11, 21), "2026-11-21"),
+        (datetime(2026, 11, 21, 9, tzinfo=UTC), "2026-11-21T09:00:00Z"),
+        (datetime(2026, 11, 21, 10, tzinfo=timezone(timedelta(hours=1))), "2026-11-21T09:00:00Z"),
+        (datetime(2026, 11, 21, 9), "2026-11-21T09:00:00"),  # noqa: DTZ001 - a TIMESTAMP_NTZ
+    ],
+)
+def test_the_text_of_a_value_in_an_id_does_not_depend_on_the_session(value: Any, text: str) -> None:
+    assert id_text(value) == text
+
+
+def test_however_the_rows_are_cut_the_messages_are_the_same() -> None:
+    rows = [{"n": number, "text": str(number)} for number in range(10)]
+    assert requests(rows, batch_size="3") == requests(rows)
+
+
+def test_a_body_column_is_sent_as_it_is_and_a_null_as_an_empty_body() -> None:
+    rows = [{"n": 1, "text": "hello", "bytes": b"\0"}, {"n": 2}]
+    assert [request.body for request in requests(rows, body="text")] == ["hello", None]
+    assert [request.body_base64 for request in requests(rows, body="bytes")] == ["AA==", None]
+    assert [request.body for request in requests(rows, body="n")] == ["1", "2"]
+
+
+def test_without_a_body_column_the_body_is_the_whole_row() -> None:
+    (request,) = requests([{"n": 1, "text": "hello"}])
+    assert json.loads(request.body or "") == {"n": 1, "text": "hello", "bytes": None, "to": None}
+
+
+def test_meta_may_be_text_with_an_object() -> None:
+    rows = [{"n": 1, "text": '{"a": [1]}'}, {"n": 2}]
+    assert [request.meta for request in requests(rows, meta="text", body="n")] == [{"a": [1]}, None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "sentence"),
+    [
+        ([{"n": 1}, {"n": None}], {}, "a row has no id: its `n`"),
+        ([{"n": 1, "to": "topic:a"}, {"n": 2}], {"to_column": "to"}, "the row n=2 has no destination"),
+        ([{"n": 1, "text": "[]"}], {"meta": "text"}, "`text` of the row n=1 is not a JSON object"),
+        ([{"n": 1, "text": "{"}], {"meta": "text"}, "`text` of the row n=1 is not a JSON object"),
+    ],
+)
+def test_a_row_that_cannot_be_sent_is_named(rows: list[dict[str, Any]], options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(InvalidMessage, match=sentence):
+        requests(rows, **options)
