@@ -50,6 +50,12 @@ async def test_the_role_may_create_databases_and_nothing_above_that(server: Embe
     await connection.close()
 
 
+async def test_the_role_may_end_an_autovacuum_of_a_database_that_it_drops(server: EmbeddedPostgres) -> None:
+    connection = await asyncpg.connect(server.start())
+    assert await connection.fetchval("SELECT pg_has_role('pg_signal_backend', 'USAGE')")
+    await connection.close()
+
+
 def test_a_lock_file_that_names_a_stranger_is_no_obstacle(server: EmbeddedPostgres) -> None:
     server.start()
     process = server.process
