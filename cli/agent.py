@@ -1,16 +1,17 @@
-"""`postroom agent …`: run an agent, and look at what its event store holds."""
+"""`postroom agent …`: run an agent, look at what its event store holds, publish it again by hand."""
 
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chassis.exits import Exit, Fatal
-from cli.noun import Config, Json, noun
-from cli.output import fields, json_line, line
+from cli.noun import Config, DryRun, Json, Yes, noun
+from cli.output import confirm, fields, json_line, line
 
 if TYPE_CHECKING:
     from delivery.agents.inspecting import Verified
@@ -27,6 +28,15 @@ Workspace = Annotated[str | None, typer.Option("--workspace", help="Its workspac
 State = Annotated[
     Path | None,
     typer.Option("--state-directory", help="Where its events.db lies [default: by the config].", metavar="DIRECTORY"),
+]
+
+Since = Annotated[
+    datetime,
+    typer.Option(
+        "--since",
+        help="The time from which on, in UTC, as in 2026-01-31T12:00:00.",
+        formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
+    ),
 ]
 
 
@@ -91,6 +101,32 @@ def verify(
         raise Fatal(Exit.FAILED, f"{database} was altered at {verified.why}")
     if expected is not None and expected.lower() != verified.head.state_hash.hex():
         raise Fatal(Exit.FAILED, f"{database} is sound, but its state hash is not {expected}")
+
+
+@app.command()
+def republish(
+    *,
+    agent: Name,
+    since: Since,
+    config: Config = None,
+    tenant: Tenant = None,
+    workspace: Workspace = None,
+    state_directory: State = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Publish again what an agent published since a time; the agent does it, within seconds or when it is started."""
+    from delivery.agents.republishing import republish as republish_since  # noqa: PLC0415
+
+    database = _database(agent, config, tenant, workspace, state_directory)
+    if not dry_run:
+        confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
+    messages = asyncio.run(republish_since(database, since.replace(tzinfo=UTC), dry_run=dry_run))
+    if as_json:
+        json_line({"messages": messages})
+    else:
+        line(f"{messages} {'would be' if dry_run else 'are'} published again")
 
 
 def _show(verified: Verified, *, as_json: bool) -> None:

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from delivery.agents.runtime import AgentCounters, AgentRuntime
+from delivery.agents.counters import AgentCounters
+from delivery.agents.runtime import AgentRuntime
 from delivery.consuming import ConsumerCounters
 
 PREFIX: Final = "postroom_agent_"

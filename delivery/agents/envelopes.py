@@ -17,6 +17,7 @@ import msgspec
 
 from delivery.dead_letters import REPLAY_OF
 from delivery.message import MESSAGE_ID, Delivery
+from delivery.publishing.source import message_id
 from delivery.subjects import CommandSubject, EventSubject, Subject, parse_subject
 from postroom.agent import Envelope
 from postroom.errors import InvalidMessage
@@ -99,10 +100,10 @@ def idempotency_key(delivery: Delivery) -> str:
     return headers.get(IDEMPOTENCY_KEY) or headers.get(REPLAY_OF) or delivery.message_id or ""
 
 
-def headers_of(envelope: Envelope) -> dict[str, str]:
-    """Return the headers that an emitted message travels with."""
+def headers_of(envelope: Envelope, epoch: int = 0) -> dict[str, str]:
+    """Return the headers that an emitted message travels with; each `epoch` has a message id of its own."""
     headers = {
-        MESSAGE_ID: envelope.id,
+        MESSAGE_ID: message_id(envelope.id, epoch),
         ACTOR: envelope.actor,
         CAUSATION_ID: envelope.causation_id,
         CORRELATION_ID: envelope.correlation_id,

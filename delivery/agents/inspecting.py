@@ -30,6 +30,11 @@ class Verified(NamedTuple):
     why: str | None
 
 
+async def owner_of(database: Path) -> Owner:
+    """Return whose store it is; raises `Fatal` where there is none, or nobody's."""
+    return await _read(database, lambda owner, _: owner)
+
+
 async def replay(agent_class: type[Agent[Any]], database: Path) -> tuple[Owner, Memory]:
     """Build the agent's state from its store alone; raises `Differs` where the store was altered."""
     return await _read(database, partial(_replay, agent_class))

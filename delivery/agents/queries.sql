@@ -30,14 +30,24 @@ SELECT entity.id, entity.version FROM json_each(?) AS wanted JOIN entity ON enti
 
 -- name: unpublished_of
 -- What the messages at these positions caused that is not marked published.
-SELECT event.position, CAST(event.record AS BLOB)
+SELECT outgoing.position, outgoing.epoch, CAST(event.record AS BLOB)
 FROM json_each(?) AS wanted
-JOIN event ON event.cause = wanted.value AND event.cause IS NOT NULL AND event.published_at IS NULL
-ORDER BY event.position;
+JOIN outgoing ON outgoing.cause = wanted.value AND outgoing.published_at IS NULL
+JOIN event ON event.position = outgoing.position
+ORDER BY outgoing.position;
 
 -- name: unpublished
 -- Everything that is not marked published, oldest first.
-SELECT position, CAST(record AS BLOB) FROM event WHERE cause IS NOT NULL AND published_at IS NULL ORDER BY position;
+SELECT outgoing.position, outgoing.epoch, CAST(event.record AS BLOB)
+FROM outgoing JOIN event ON event.position = outgoing.position
+WHERE outgoing.published_at IS NULL ORDER BY outgoing.position;
+
+-- name: lost
+-- What was lost and is not published again yet, after a position, oldest first.
+SELECT outgoing.position, outgoing.epoch, CAST(event.record AS BLOB)
+FROM outgoing JOIN event ON event.position = outgoing.position
+WHERE outgoing.published_at IS NULL AND outgoing.epoch > 0 AND outgoing.position > ?
+ORDER BY outgoing.position LIMIT ?;
 
 -- name: append
 -- One more event.
@@ -52,9 +62,53 @@ UPDATE state SET position = ?, state_hash = ?, logical_clock = ?;
 INSERT INTO entity VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET version = excluded.version;
 
 -- name: mark_published
--- JetStream has acknowledged these messages; those that were marked before keep their time.
-UPDATE event SET published_at = ?
-WHERE position IN (SELECT value FROM json_each(?)) AND published_at IS NULL;
+-- JetStream has this message; one that was marked before, or was lost meanwhile, stays as it is.
+UPDATE outgoing SET published_at = :now, stream = :stream, stream_created_at = :created_at, stream_sequence = :sequence
+WHERE position = :position AND epoch = :epoch AND published_at IS NULL;
+
+-- name: requeue_displaced
+-- Lost is what had the place of this message: its stream has given the number away a second time.
+UPDATE outgoing
+SET published_at = NULL, epoch = epoch + 1, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
+WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence = :sequence AND position <> :position;
+
+-- name: find_of_another_stream
+-- What is noted in this stream as it was created at another time, and was published until then.
+SELECT position, published_at FROM outgoing
+WHERE stream = :stream AND (stream_created_at < :created_at OR stream_created_at > :created_at)
+  AND published_at <= :until;
+
+-- name: find_behind_the_end
+-- What is noted behind the last number of this stream, and was published until then.
+SELECT position, published_at FROM outgoing
+WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence > :number AND published_at <= :until;
+
+-- name: find_before_the_beginning
+-- What is noted before the first number of this stream, and was published until then.
+SELECT position, published_at FROM outgoing
+WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence < :number AND published_at <= :until;
+
+-- name: newest_at
+-- What is noted at this number of this stream, or at the next one before it.
+SELECT event.idempotency_key, outgoing.epoch, outgoing.stream_sequence
+FROM outgoing JOIN event ON event.position = outgoing.position
+WHERE outgoing.stream = ? AND outgoing.stream_created_at = ? AND outgoing.stream_sequence <= ?
+ORDER BY outgoing.stream_sequence DESC LIMIT 1;
+
+-- name: find_since
+-- What was published from a time on, wherever it is noted.
+SELECT position FROM outgoing WHERE published_at >= ?;
+
+-- name: requeue
+-- These messages are lost: they are unpublished again, under the next epoch.
+UPDATE outgoing
+SET published_at = NULL, epoch = epoch + 1, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
+WHERE position IN (SELECT value FROM json_each(?)) AND published_at IS NOT NULL;
+
+-- name: forget_place
+-- These messages are gone, and that is as it should be.
+UPDATE outgoing SET stream = NULL, stream_created_at = NULL, stream_sequence = NULL
+WHERE position IN (SELECT value FROM json_each(?));
 
 -- name: attempts
 -- The failed attempts at these messages: how many of each, and why the last one failed.

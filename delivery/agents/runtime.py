@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
@@ -26,38 +24,27 @@ import structlog
 from nats.js import JetStreamContext
 
 from chassis.exits import Exit, Fatal
-from chassis.sqlite import exit_after, is_full
+from chassis.sqlite import exit_after
+from delivery.agents.counters import AgentCounters
 from delivery.agents.deciding import Deciding, Decision
 from delivery.agents.emitting import Emitter
 from delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
 from delivery.agents.group import Group, Job, dead
-from delivery.agents.publishing import HEADER_BYTES, Message, publish, stored_message
+from delivery.agents.publishing import HEADER_BYTES, Message, Publisher, stored_message
 from delivery.agents.rebuilding import Differs, empty, rebuild
+from delivery.agents.record import Record
 from delivery.agents.settings import AgentSettings
 from delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, read_events
 from delivery.agents.turns import Turns
 from delivery.agents.underway import Begun, Underway
+from delivery.agents.writing import durably
 from delivery.consuming import ACK_TIMEOUT, Dead, Delivery, Outcome, Settle
 from postroom.agent import Agent, agent_name, check_agent
 
 _log = structlog.get_logger(__name__)
 
 _FINISHING: Final = 8  # groups that may be on their way out at once
-_DISK_PAUSE: Final = 1.0  # seconds between two tries to commit on a full disk
 _ERROR_CHARACTERS: Final = 500
-
-
-@dataclass(slots=True)
-class AgentCounters:
-    """What an agent has done since it started, for metrics."""
-
-    handled: int = 0
-    found: int = 0  # delivered again after they were stored
-    conflicts: int = 0
-    refused: int = 0
-    failed: int = 0  # `receive` or `apply` raised, or the message could not be read
-    emitted: int = 0
-    published: int = 0
 
 
 class AgentRuntime:
@@ -84,13 +71,14 @@ class AgentRuntime:
         self._agent = agent
         self._owner = Owner(agent_name(type(agent)), agent.tenant, agent.workspace)
         self._own = Scope(agent.tenant, agent.workspace)
-        self._js = js
         self._store = store
         self._turns = turns
         self._underway = underway
         self._settings = settings
         self._max_deliver = max_deliver
         self._clock = clock
+        self._publisher = Publisher(js, store, turns, settings, counters=self.counters, clock=clock)
+        self.record = Record(self._publisher, store, turns, settings, counters=self.counters, clock=clock)
         self._memory = empty(agent)
         emitter = Emitter(self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
@@ -181,6 +169,7 @@ class AgentRuntime:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._recover())
+                tasks.create_task(self.record.run())
                 while True:
                     await self._wake.wait()
                     await self._room.acquire()
@@ -191,7 +180,8 @@ class AgentRuntime:
     async def _recover(self) -> None:
         async with self._turns.turn():
             messages = [stored_message(outgoing) for outgoing in await self._store.unpublished()]
-        await self._publish(messages)
+        async for _ in self._publisher.rounds(messages):
+            pass
 
     async def _take_turn(self) -> Group:
         """Handle a group of messages and commit it."""
@@ -215,7 +205,7 @@ class AgentRuntime:
             return
         _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
         attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
-        await self._durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
+        await durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
         self._underway.end()
 
     def _next_jobs(self) -> list[Job]:
@@ -297,30 +287,17 @@ class AgentRuntime:
         return await self._deciding.decide(delivery.subject, envelope, state, version)
 
     async def _commit(self, group: Group) -> None:
-        await self._durably(partial(self._store.append, group.changes))
+        await durably(partial(self._store.append, group.changes))
         self._memory = group.memory
         self.counters.handled += group.roles.count("handled")
         self.counters.conflicts += group.roles.count("conflict")
         self.counters.refused += group.roles.count("refused")
         self.counters.emitted += len(group.outgoing)
 
-    async def _durably(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Write to the store; a full disk is waited out, since nothing was written and nothing needs to run again."""
-        while True:
-            try:
-                return await write()
-            except sqlite3.Error as error:
-                if not is_full(error):
-                    raise Fatal(
-                        exit_after(error), f"writing the event store failed: {error}; check the disk"
-                    ) from error
-                _log.error("disk_full", advice="free some space: the agent waits")
-                await asyncio.sleep(_DISK_PAUSE)
-
     async def _finish(self, group: Group) -> None:
         """Publish what the group caused, mark it, and settle its messages, each as soon as it can be."""
         waiting, first = group.stored, True
-        async for missing in self._publishing(group.outgoing):
+        async for missing in self._publisher.rounds(group.outgoing):
             ready = [stored for stored in waiting if stored[1] not in missing]
             waiting = [stored for stored in waiting if stored[1] in missing]
             await self._settle([*group.settled, *((job, outcome) for job, _, outcome in ready)])
@@ -332,28 +309,6 @@ class AgentRuntime:
     async def _settle(self, settled: Sequence[tuple[Job, Outcome]]) -> None:
         for job, outcome in settled:
             await job.finish(outcome)
-
-    async def _publishing(self, messages: Sequence[Message]) -> AsyncIterator[set[int]]:
-        """Publish until JetStream has everything; after each round yield the causes of what it has not."""
-        while True:
-            missing = await publish(self._js, messages, self._settings.publish_seconds) if messages else []
-            positions = {message.position for message in messages} - {message.position for message in missing}
-            if positions:
-                await self._mark(sorted(positions))
-            yield {message.cause for message in missing}
-            if not missing:
-                return
-            messages = missing
-            await asyncio.sleep(self._settings.retry_seconds)
-
-    async def _mark(self, positions: Sequence[int]) -> None:
-        async with self._turns.turn():
-            await self._durably(partial(self._store.mark_published, positions, self._clock()))
-        self.counters.published += len(positions)
-
-    async def _publish(self, messages: Sequence[Message]) -> None:
-        async for _ in self._publishing(messages):
-            pass
 
     async def _unpublished_of(self, positions: Sequence[int]) -> list[Message]:
         if not positions:

@@ -27,3 +27,9 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     retry_seconds: Annotated[
         float, Meta(gt=0, le=300, description="pause before what could not be published is tried again, in seconds")
     ] = 1
+    check_seconds: Annotated[
+        float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and store, in seconds")
+    ] = 10
+    horizon_days: Annotated[
+        float, Meta(gt=0, description="how old what a stream lost may be to be published again, in days")
+    ] = 7

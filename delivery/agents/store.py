@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -63,7 +63,38 @@ class Outgoing(NamedTuple):
     """A stored message that is not marked published."""
 
     position: int
+    epoch: int  # how often it was lost
     record: bytes
+
+
+class Mark(NamedTuple):
+    """Where JetStream has a message: a number in a stream, and when that was created (µs since the epoch)."""
+
+    position: int
+    epoch: int
+    now: int  # ms since the epoch
+    stream: str
+    created_at: int
+    sequence: int
+
+
+class Noted(NamedTuple):
+    """What has a place in a stream."""
+
+    message_id: str
+    epoch: int
+    sequence: int
+
+
+class Search(NamedTuple):
+    """A look for what a stream has lost; times of messages are ms since the epoch."""
+
+    loss: Literal["of_another_stream", "behind_the_end", "before_the_beginning"]
+    stream: str
+    created_at: int  # µs since the epoch
+    number: int  # the stream's last, or first
+    since: int  # what was published before is gone by age
+    until: int  # what was published after may not be there yet
 
 
 class Attempt(NamedTuple):
@@ -168,17 +199,44 @@ class Store:
         """Return everything that is not marked published, oldest first."""
         return await self._connection.run(lambda db: _outgoing(db, "unpublished", ()))
 
-    async def mark_published(self, positions: Sequence[int], now: int) -> None:
-        """Note that JetStream has these messages; `now` is in ms since the epoch."""
-        parameters = (now, _encode(positions).decode())
-        await self._write(lambda db: db.execute(_QUERIES["mark_published"], parameters))
-        self._logged += _EVENT_BYTES * len(positions)
+    async def mark_published(self, marks: Sequence[Mark]) -> int:
+        """Note where JetStream has messages; what had one of these places before is lost: return how much that is."""
+        self._logged += _EVENT_BYTES * len(marks)
+        return await self._write(partial(_mark_published, [mark._asdict() for mark in marks]))
 
-    async def _write(self, work: Callable[[sqlite3.Connection], object]) -> None:
-        await self._connection.run(partial(_transact, work))
+    async def requeue_lost(self, search: Search) -> int:
+        """Make unpublished what a stream has lost; return how many messages that are."""
+        found = await self._connection.run(partial(_find_lost, search))
+        if not any(found):
+            return 0
+        self._logged += _EVENT_BYTES * sum(map(len, found))
+        return await self._write(partial(_requeue, *found))
+
+    async def newest_at(self, stream: str, created_at: int, sequence: int) -> Noted | None:
+        """Return what has this place in a stream, or the next one before it; `created_at` as in `Mark`."""
+        place = stream, created_at, sequence
+        row = await self._connection.run(lambda db: db.execute(_QUERIES["newest_at"], place).fetchone())
+        return row and Noted(*row)
+
+    async def requeue_since(self, since: int) -> int:
+        """Make unpublished whatever was published from a time on (ms since the epoch); return how much that is."""
+        found = await self.published_since(since)
+        return await self._write(partial(_requeue, found, []))
+
+    async def published_since(self, since: int) -> list[int]:
+        """Return the positions of what was published from a time on (ms since the epoch)."""
+        return await self._connection.run(lambda db: [row[0] for row in db.execute(_QUERIES["find_since"], (since,))])
+
+    async def lost(self, after: int, most: int) -> list[Outgoing]:
+        """Return what was lost and is not published again yet, after a position, oldest first."""
+        return await self._connection.run(lambda db: _outgoing(db, "lost", (after, most)))
+
+    async def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        result = await self._connection.run(partial(_transact, work))
         if self._logged > _CHECKPOINT_BYTES:
             self._logged = 0
             await self._connection.run(lambda db: db.execute(SQLITE["checkpoint"]).fetchall())
+        return result
 
 
 def read_events(db: sqlite3.Connection, after: int = 0) -> Iterator[Event]:
@@ -243,18 +301,39 @@ def _append(changes: Changes, db: sqlite3.Connection) -> None:
         db.execute(_QUERIES["forget_attempts"], (_encode(changes.handled).decode(),))
 
 
-def _transact(work: Callable[[sqlite3.Connection], object], db: sqlite3.Connection) -> None:
+def _mark_published(marks: Sequence[dict[str, Any]], db: sqlite3.Connection) -> int:
+    lost = db.executemany(_QUERIES["requeue_displaced"], marks).rowcount
+    db.executemany(_QUERIES["mark_published"], marks)
+    return lost
+
+
+def _find_lost(search: Search, db: sqlite3.Connection) -> tuple[list[int], list[int]]:
+    """Return the positions of what is lost, and of what is gone by age."""
+    lost: list[int] = []
+    old: list[int] = []
+    for position, published_at in db.execute(_QUERIES[f"find_{search.loss}"], search._asdict()):
+        (lost if published_at > search.since else old).append(position)
+    return lost, old
+
+
+def _requeue(lost: Sequence[int], old: Sequence[int], db: sqlite3.Connection) -> int:
+    db.execute(_QUERIES["forget_place"], (_encode(old).decode(),))
+    return db.execute(_QUERIES["requeue"], (_encode(lost).decode(),)).rowcount
+
+
+def _transact(work: Callable[[sqlite3.Connection], T], db: sqlite3.Connection) -> T:
     try:
         db.execute(SQLITE["begin"])
-        work(db)
+        result = work(db)
         db.execute(SQLITE["commit"])
     except BaseException:
         if db.in_transaction:
             db.execute(SQLITE["rollback"])
         raise
+    return result
 
 
-def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str, ...]) -> list[Outgoing]:
+def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, ...]) -> list[Outgoing]:
     return [Outgoing(*row) for row in db.execute(_QUERIES[query], parameters)]
 
 

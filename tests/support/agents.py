@@ -154,7 +154,10 @@ class Kept(NamedTuple):
 
 def kept(directory: Path) -> list[Kept]:
     """Read a store, in order."""
-    query = "SELECT position, role, record ->> '$.envelope', published_at IS NOT NULL FROM event ORDER BY position"
+    query = (
+        "SELECT position, role, record ->> '$.envelope', outgoing.published_at IS NOT NULL "
+        "FROM event LEFT JOIN outgoing USING (position) ORDER BY position"
+    )
     with closing(sqlite3.connect(directory / "events.db")) as db:
         return [
             Kept(position, role, msgspec.json.decode(envelope, type=Envelope), bool(published))

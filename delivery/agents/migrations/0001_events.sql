@@ -2,17 +2,16 @@
 --
 -- This file is the schema as it stands; migrations/ is how a file gets there. A test proves them equal.
 --
---   * `event` is append-only. `record` is canonical JSON (delivery/agents/records.py), and the other columns but the hash
---     and the mark are read out of it, so that nothing can stand beside it and say something else.
+--   * `event` never changes. `record` is canonical JSON (delivery/agents/records.py), and the other columns but the hash
+--     are read out of it, so that nothing can stand beside it and say something else.
 --   * A message that came in is one event (role handled, conflict or refused), found by its idempotency key. What goes
 --     out because of it follows in the same transaction: what the agent emitted, and what the runtime reported.
---   * `published_at` is the one thing that changes: once, when JetStream has acknowledged the message.
+--   * `outgoing` is what becomes of an event that goes out: where JetStream has it, until it is lost and goes out again.
 
 CREATE TABLE event (
     position     INTEGER PRIMARY KEY,                    -- 1, 2, 3, … without a gap
     record       TEXT    NOT NULL,
     state_hash   BLOB    NOT NULL CHECK (length(state_hash) = 32),
-    published_at INTEGER,                                -- ms since the epoch; NULL: not yet
 
     role            TEXT    GENERATED ALWAYS AS (record ->> '$.role') VIRTUAL
                             CHECK (role IS NOT NULL
@@ -23,13 +22,11 @@ CREATE TABLE event (
     tenant          TEXT    GENERATED ALWAYS AS (record ->> '$.envelope.tenant') VIRTUAL,
     workspace       TEXT    GENERATED ALWAYS AS (record ->> '$.envelope.workspace') VIRTUAL,
     idempotency_key TEXT    GENERATED ALWAYS AS (record ->> '$.envelope.idempotency_key') VIRTUAL
-                            CHECK (length(idempotency_key) > 0),
-    CONSTRAINT only_what_goes_out_is_published CHECK (published_at IS NULL OR cause IS NOT NULL)
+                            CHECK (length(idempotency_key) > 0)
 );
 
 -- What makes a second delivery harmless: one event for each message, whatever id or attempt it comes under.
 CREATE UNIQUE INDEX event_input ON event (idempotency_key, workspace, tenant) WHERE cause IS NULL;
-CREATE INDEX event_unpublished ON event (cause) WHERE cause IS NOT NULL AND published_at IS NULL;
 
 CREATE TRIGGER event_without_gap BEFORE INSERT ON event
 WHEN NEW.position IS NOT (SELECT coalesce(max(position), 0) + 1 FROM event)
@@ -38,12 +35,38 @@ BEGIN SELECT RAISE(ABORT, 'an event has the next position'); END;
 CREATE TRIGGER event_append_only_delete BEFORE DELETE ON event
 BEGIN SELECT RAISE(ABORT, 'the event store is append-only'); END;
 
-CREATE TRIGGER event_append_only_update BEFORE UPDATE OF position, record, state_hash ON event
+CREATE TRIGGER event_append_only_update BEFORE UPDATE ON event
 BEGIN SELECT RAISE(ABORT, 'the event store is append-only'); END;
 
-CREATE TRIGGER event_published_once BEFORE UPDATE OF published_at ON event
-WHEN OLD.published_at IS NOT NULL OR NEW.published_at IS NULL
-BEGIN SELECT RAISE(ABORT, 'a published event stays published'); END;
+-- The events that go out. Whoever compares streams with this takes the place away from what is no longer of interest.
+CREATE TABLE outgoing (
+    position          INTEGER PRIMARY KEY,               -- the event's
+    cause             INTEGER NOT NULL,                  -- the position of the message that caused it
+    epoch             INTEGER NOT NULL DEFAULT 0,        -- how often it was lost
+    published_at      INTEGER,                           -- ms since the epoch; NULL: not yet, or lost
+    stream            TEXT,                              -- where it is
+    stream_created_at INTEGER,                           -- µs since the epoch
+    stream_sequence   INTEGER,
+    CONSTRAINT a_place_is_whole CHECK (
+        (stream IS NULL) = (stream_created_at IS NULL) AND (stream IS NULL) = (stream_sequence IS NULL)
+    ),
+    CONSTRAINT only_what_is_published_has_a_place CHECK (stream IS NULL OR published_at IS NOT NULL)
+);
+
+CREATE INDEX outgoing_unpublished ON outgoing (cause) WHERE published_at IS NULL;
+CREATE INDEX outgoing_place ON outgoing (stream, stream_created_at, stream_sequence) WHERE stream IS NOT NULL;
+
+CREATE TRIGGER event_goes_out AFTER INSERT ON event WHEN NEW.cause IS NOT NULL
+BEGIN INSERT INTO outgoing (position, cause) VALUES (NEW.position, NEW.cause); END;
+
+CREATE TRIGGER outgoing_stays BEFORE DELETE ON outgoing
+BEGIN SELECT RAISE(ABORT, 'what goes out stays known'); END;
+
+CREATE TRIGGER outgoing_is_published_until_it_is_lost BEFORE UPDATE ON outgoing
+WHEN NEW.position <> OLD.position OR NEW.cause <> OLD.cause
+     OR NEW.epoch <> OLD.epoch + (OLD.published_at IS NOT NULL AND NEW.published_at IS NULL)
+     OR (OLD.published_at IS NOT NULL AND coalesce(NEW.published_at <> OLD.published_at, FALSE))
+BEGIN SELECT RAISE(ABORT, 'a published event stays published until it is lost, and then begins another epoch'); END;
 
 -- Whose store this is, and the position of its state: the last event's, written in that event's transaction.
 CREATE TABLE state (

@@ -1,8 +1,10 @@
 """NATS goes away under a working agent: nothing is lost, nothing happens twice."""
 
+import shutil
 from pathlib import Path
 
-from agents import Counting, Tally, emitted, kept, place_orders, running_agent, settled
+import msgspec
+from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
 from delivery.nats import connect
@@ -10,6 +12,8 @@ from delivery.settings import NatsSettings
 from embedded import EmbeddedNats
 
 ORDERS = 300
+
+RECORD = msgspec.structs.replace(SETTINGS, check_seconds=0.05)
 
 
 async def test_an_agent_goes_on_when_nats_comes_back(short_directory: Path, tmp_path: Path):
@@ -40,6 +44,52 @@ async def test_an_agent_goes_on_when_nats_comes_back(short_directory: Path, tmp_
         counts = await emitted(context)
         assert (len(counts), set(counts.values())) == (2 * ORDERS, {1})
         assert all(event.published for event in kept(tmp_path) if event.role == "emitted")
+    finally:
+        await connection.close()
+        server.stop()
+
+
+async def test_every_effect_is_there_after_purges_and_a_lost_store(short_directory: Path, tmp_path: Path):
+    Counting.runs.clear()
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    connection = await connect(NatsSettings(url=server.url, reconnect_seconds=0.05), name="test", patience=20)
+    try:
+        context = Context(connection)
+        await context.declare()
+        orders = [f"order-{number}" for number in range(ORDERS)]
+        await place_orders(context, orders)
+        async with running_agent(context, tmp_path, ack_wait_seconds=1, batch=10, settings=RECORD) as running:
+            counters = running.runtime.counters
+
+            async def some_are_handled() -> bool:
+                return counters.handled >= ORDERS // 10
+
+            await until(some_are_handled, "the agent is at work")
+            await context.js.purge_stream(context.events)
+            server.stop()
+            shutil.rmtree(short_directory / "nats" / "jetstream")
+            server.start()
+
+            async def declared() -> bool:
+                try:
+                    await context.declare()
+                except Exception:  # noqa: BLE001 - the server is still starting
+                    return False
+                return True
+
+            await until(declared, "the streams are there again")
+            await place_orders(context, [f"{order}/1" for order in orders])  # as the worker's record does
+
+            async def every_effect_is_there() -> bool:
+                effects = {message_id.partition("/")[0] for message_id in await emitted(context)}
+                return counters.handled == ORDERS and len(effects) == 2 * ORDERS
+
+            await until(every_effect_is_there, "every effect is there")
+            await settled(context)
+            assert running.runtime.state == Tally(ORDERS, 2 * ORDERS)
+        assert set(Counting.runs.values()) == {1}
+        assert await context.letters() == []
     finally:
         await connection.close()
         server.stop()

@@ -147,6 +147,30 @@ async def test_a_store_that_was_altered_is_found_by_verify_and_nothing_runs_on_i
     assert (await command_line.run("run", AGENT)).code == 78
 
 
+async def test_what_an_agent_published_is_published_again_by_hand(command_line: CommandLine):
+    context = command_line.context
+    command_line.environment["POSTROOM_AGENT_AGENT_CHECK_SECONDS"] = "0.1"
+    republish = ("republish", AGENT, "--since", "2026-01-31", "--json")
+    await command_line.command("c-1", "c-2")
+    async with command_line.running():
+        await command_line.settled()
+        first = sorted(await answers(context))
+        assert json.loads((await command_line.run(*republish, "--dry-run")).output) == {"messages": 2}
+        assert json.loads((await command_line.run(*republish, "--yes")).output) == {"messages": 2}
+
+        async def again() -> bool:
+            return sorted(await answers(context)) == sorted([*first, *(f"{message_id}/1" for message_id in first)])
+
+        await until(again, "they are there a second time, under a fresh id")
+    assert sorted(await answers(context)) == sorted([*first, *(f"{message_id}/1" for message_id in first)])
+
+
+async def test_a_store_that_is_not_there_cannot_be_published_again(command_line: CommandLine):
+    ended = await command_line.run("republish", AGENT, "--since", "2026-01-31", "--yes")
+    assert "there is no event store" in ended.said
+    assert not command_line.database.exists()
+
+
 async def test_another_hash_than_the_expected_one_is_a_failure(command_line: CommandLine):
     async with command_line.running():
         pass

@@ -67,7 +67,12 @@ INSERT = "INSERT INTO event (position, record, state_hash) VALUES (?, ?, zeroblo
         ("INSERT INTO event (position, record, state_hash) VALUES (3, ?, x'00')", (record(key="new"),)),
         ("UPDATE event SET record = record WHERE position = ?", (1,)),
         ("UPDATE event SET state_hash = zeroblob(32) WHERE position = ?", (1,)),
-        ("UPDATE event SET published_at = ? WHERE position = 1", (1,)),  # it came in
+        ("INSERT INTO outgoing (position, cause) VALUES (?, 1)", (2,)),
+        ("UPDATE outgoing SET stream = ?", ("S",)),  # not published
+        ("UPDATE outgoing SET published_at = 5, stream = ?", ("S",)),  # half a place
+        ("UPDATE outgoing SET epoch = ?", (1,)),  # it was not lost
+        ("UPDATE outgoing SET cause = ?", (2,)),
+        ("DELETE FROM outgoing WHERE position = ?", (2,)),
         ("DELETE FROM event WHERE position = ?", (2,)),
         ("UPDATE state SET position = ?", (1,)),
         ("UPDATE state SET position = ?", (3,)),
@@ -81,13 +86,14 @@ def test_what_would_break_the_log_is_refused(statement: str, parameters: tuple[o
         db.execute(statement, parameters)
 
 
-def test_a_message_is_marked_published_once():
+def test_a_message_is_published_until_it_is_lost_and_then_begins_another_epoch():
     with closing(store()) as db:
-        db.execute("UPDATE event SET published_at = 5 WHERE position = 2")
-        with pytest.raises(sqlite3.IntegrityError, match="stays published"):
-            db.execute("UPDATE event SET published_at = 6 WHERE position = 2")
-        with pytest.raises(sqlite3.IntegrityError, match="stays published"):
-            db.execute("UPDATE event SET published_at = NULL WHERE position = 2")
+        db.execute("UPDATE outgoing SET published_at = 5")
+        for change in ("published_at = 6", "published_at = NULL", "epoch = 1", "published_at = NULL, epoch = 2"):
+            with pytest.raises(sqlite3.IntegrityError, match="stays published until it is lost"):
+                db.execute(f"UPDATE outgoing SET {change}")  # noqa: S608 - one of these
+        db.execute("UPDATE outgoing SET published_at = NULL, epoch = 1")
+        db.execute("UPDATE outgoing SET published_at = 7")
 
 
 def test_a_version_only_grows():

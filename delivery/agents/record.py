@@ -1,0 +1,148 @@
+"""The record of an agent: what JetStream lost of its messages is published again from its store.
+
+Postgres is the record of what was sent (delivery/publishing/record.py); of what an agent emitted its event store is. A
+published message says where it went: the stream, when that was created, and its number. Comparing shows what is gone:
+
+    the stream was created at another time      everything that went into the other one
+    its last number is smaller                  the newest: the server lost power
+    another message has the number              the same, where others have published since
+    its first number is larger                  it was purged; only where nothing but age takes messages out of it
+    it gives a number away a second time        what had it first (found when the second is marked)
+
+What is gone and within the horizon is unpublished again, under the next epoch and so under a fresh message id
+(`<id>/<epoch>`): within its duplicate window the stream would swallow the old one. Receivers know it by the id without
+the epoch. What is gone by age or handled loses its place, so that each message is looked at once.
+
+On each new connection the comparison comes first, before anything is published, and then every `check_seconds`. It
+cannot see what was purged from a work queue, and single messages deleted from the middle of a stream: `postroom agent
+republish` publishes those by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Final
+
+import structlog
+
+from delivery.agents.clock import to_microseconds
+from delivery.agents.counters import AgentCounters
+from delivery.agents.publishing import Publisher, stored_message
+from delivery.agents.settings import AgentSettings
+from delivery.agents.store import Noted, Search, Store
+from delivery.agents.turns import Turns
+from delivery.agents.writing import durably
+from delivery.publishing.source import message_id
+from delivery.publishing.streams import StreamPicture
+from postroom.errors import PostroomError
+
+_log = structlog.get_logger(__name__)
+
+_MILLISECOND: Final = timedelta(milliseconds=1)
+_PAGE: Final = 1000  # messages published again at once
+
+
+class Record:
+    """Compares the streams with what one agent published; `run` it as a task."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        store: Store,
+        turns: Turns,
+        settings: AgentSettings,
+        *,
+        counters: AgentCounters,
+        clock: Callable[[], int],
+    ) -> None:
+        """`clock` gives ms since the epoch."""
+        self.comparisons = 0  # since the start
+        self._publisher = publisher
+        publisher.connected = self.compare
+        self._store = store
+        self._turns = turns
+        self._seconds = settings.check_seconds
+        self._horizon = timedelta(days=settings.horizon_days)
+        self._counters = counters
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Compare again and again; without NATS there is nothing to compare with."""
+        while True:
+            try:
+                await self.compare()
+            except PostroomError as error:
+                _log.warning("agent_streams_unknown", detail=str(error))
+            else:
+                await self._republish()
+            await asyncio.sleep(self._seconds)
+
+    async def compare(self) -> int:
+        """Make unpublished what the streams have lost; return how many messages that were. Raises `PostroomError`.
+
+        The time is taken before the streams are looked at: what was published by then, they must have.
+        """
+        until = self._clock()
+        lost = 0
+        for stream in await self._publisher.look():
+            for search in self._searches(stream, until):
+                lost += await self._requeue(search)
+            if stream.keeps_all and not stream.work_queue:
+                lost += await self._requeue_displaced(stream, until)
+        self._counters.lost += lost
+        self.comparisons += 1
+        return lost
+
+    def _searches(self, stream: StreamPicture, until: int) -> Iterator[Search]:
+        place = stream.name, to_microseconds(stream.created_at)
+        first, last = stream.first_sequence, stream.last_sequence
+        since = until - self._horizon // _MILLISECOND
+        yield Search("of_another_stream", *place, 0, since, until)
+        yield Search("behind_the_end", *place, last, since, until)
+        if stream.work_queue:  # what is not there was handled
+            yield Search("before_the_beginning", *place, first, until, until)
+        elif stream.keeps_all:
+            since = until - stream.reach(self._horizon) // _MILLISECOND
+            yield Search("before_the_beginning", *place, first, since, until)
+
+    async def _requeue_displaced(self, stream: StreamPicture, until: int) -> int:
+        """Requeue the newest that a server has lost, where others have filled their places before this comparison."""
+        created = to_microseconds(stream.created_at)
+        at = stream.last_sequence
+        good, bad = stream.first_sequence - 1, at + 1  # up to `good` all is there that is noted, from `bad` on nothing
+        while good < at:
+            noted = await self._store.newest_at(stream.name, created, at)
+            if noted is None or noted.sequence <= good or await self._is_there(stream, noted):
+                good = at
+            else:
+                bad = noted.sequence
+            at = (good + bad) // 2
+        if bad > stream.last_sequence:
+            return 0
+        since = until - self._horizon // _MILLISECOND
+        return await self._requeue(Search("behind_the_end", stream.name, created, bad - 1, since, until))
+
+    async def _is_there(self, stream: StreamPicture, noted: Noted) -> bool:
+        found = await self._publisher.message_id_at(stream.name, noted.sequence)
+        return found == message_id(noted.message_id, noted.epoch)
+
+    async def _requeue(self, search: Search) -> int:
+        async with self._turns.turn():
+            lost = await durably(partial(self._store.requeue_lost, search))
+        if lost:
+            _log.warning("agent_messages_lost", stream=search.stream, loss=search.loss, messages=lost)
+        return lost
+
+    async def _republish(self) -> None:
+        """Publish what was lost; what JetStream does not take now is tried again after the next comparison."""
+        after = 0
+        while True:
+            async with self._turns.turn():
+                page = await self._store.lost(after, _PAGE)
+            if not page:
+                return
+            await self._publisher.publish([stored_message(outgoing) for outgoing in page])
+            after = page[-1].position

@@ -1,0 +1,152 @@
+"""What JetStream loses of an agent's messages is published again from its store, and what is there is left alone."""
+
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from agents import SETTINGS, Running, Tally, emitted, kept, place_orders, running_agent, settled
+from jetstream import Context, until
+
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+from delivery.streams import ensure_stream
+from embedded import EmbeddedNats
+
+ORDERS = [f"order-{number}" for number in range(20)]
+RECORD = msgspec.structs.replace(SETTINGS, check_seconds=0.05)
+RARELY = msgspec.structs.replace(SETTINGS, check_seconds=3600)
+
+
+async def all_there(context: Context, directory: Path, epoch: str) -> None:
+    """Return when the stream has every emitted message under an id of this epoch, each once."""
+    wanted = {event.envelope.id + epoch: 1 for event in kept(directory) if event.role == "emitted"}
+
+    async def there() -> bool:
+        return await emitted(context) == wanted
+
+    await until(there, "everything that was emitted is in the stream once")
+
+
+async def compared(running: Running, times: int = 3) -> None:
+    """Return when the record has compared so many times more."""
+    record = running.runtime.record
+    before = record.comparisons
+
+    async def done() -> bool:
+        return record.comparisons >= before + times
+
+    await until(done, "the record has compared")
+
+
+async def test_what_was_purged_is_published_again_under_a_fresh_id(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path, settings=RECORD) as running:
+        await settled(context)
+        await context.js.purge_stream(context.events)
+        await all_there(context, tmp_path, "/1")
+        assert running.runtime.counters.lost == 2 * len(ORDERS)
+        messages = await context.stored(context.events)
+        assert {message.headers["Idempotency-Key"] + "/1" for message in messages if message.headers} == {
+            message.headers["Nats-Msg-Id"] for message in messages if message.headers
+        }
+        await context.js.purge_stream(context.events)
+        await all_there(context, tmp_path, "/2")
+
+
+async def test_what_is_there_is_not_published_again(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path, settings=RECORD) as running:
+        await settled(context)
+        await compared(running)
+        await context.js.purge_stream(context.events, keep=10)
+        lost = 2 * len(ORDERS) - 10
+
+        async def the_rest_is_back() -> bool:
+            return len(await emitted(context)) == 2 * len(ORDERS)
+
+        await until(the_rest_is_back, "what was purged is back")
+        await compared(running)
+        assert running.runtime.counters.lost == lost
+        assert set((await emitted(context)).values()) == {1}
+
+
+async def test_what_a_deleted_stream_had_is_published_into_the_new_one(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path, settings=RECORD) as running:
+        await settled(context)
+        await context.js.delete_stream(context.events)
+        await ensure_stream(context.js, context.streams[0])
+        await all_there(context, tmp_path, "/1")
+        await compared(running)
+        await all_there(context, tmp_path, "/1")
+
+
+async def test_what_was_lost_while_the_agent_was_away_is_published_at_its_start(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path):
+        await settled(context)
+    await context.js.purge_stream(context.events)
+    async with running_agent(context, tmp_path, settings=RARELY):
+        await all_there(context, tmp_path, "/1")
+
+
+async def test_what_is_older_than_the_horizon_stays_lost(context: Context, tmp_path: Path):
+    settings = msgspec.structs.replace(RECORD, horizon_days=1e-9)
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path, settings=settings) as running:
+        await settled(context)
+        await context.js.purge_stream(context.events)
+        await compared(running)
+        assert await emitted(context) == Counter()
+        assert running.runtime.counters.lost == 0
+
+
+@asynccontextmanager
+async def serving(directory: Path, name: str) -> AsyncIterator[Context]:
+    """Run a server over a directory for the length of the block."""
+    server = EmbeddedNats(directory)
+    server.start()
+    connection = await connect(NatsSettings(url=server.url), name="test", patience=20)
+    try:
+        context = Context(connection, name)
+        await context.declare()
+        yield context
+    finally:
+        await connection.close()
+        server.stop()
+
+
+@pytest.mark.parametrize("others", [0, 60])
+async def test_what_a_server_lost_with_its_newest_is_published_again(
+    short_directory: Path, tmp_path: Path, others: int
+):
+    """`others` have published meanwhile: the numbers that were lost are taken again."""
+    data, saved = short_directory / "nats", short_directory / "saved"
+    for orders in (ORDERS[:5], ORDERS[5:10]):
+        async with serving(data, "shop") as context, running_agent(context, tmp_path, settings=RARELY):
+            await place_orders(context, orders)
+            await settled(context)
+        if not saved.exists():
+            shutil.copytree(data, saved)
+    shutil.rmtree(data)
+    saved.rename(data)
+    async with serving(data, "shop") as context:
+        await place_orders(context, [f"{order}/1" for order in ORDERS[5:10]])  # as the worker's record does
+        await context.publish([f"other-{number}" for number in range(others)], subject="shop.event.other.v1")
+        async with running_agent(context, tmp_path, settings=RECORD) as running:
+            await settled(context)
+
+            async def all_are_there() -> bool:
+                return {message_id.partition("/")[0] for message_id in await emitted(context)} == {
+                    event.envelope.id for event in kept(tmp_path) if event.role == "emitted"
+                }
+
+            await until(all_are_there, "everything that was emitted is in the stream")
+            await compared(running)
+            assert running.runtime.state == Tally(10, 20)
+            counts = await emitted(context)
+            assert (len(counts), set(counts.values())) == (20, {1})
