@@ -40,6 +40,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "dlq": Verb("cli.dlq", "See, replay and drop messages that could not be handled."),
         "daemon": Verb("cli.daemon", "Run and check the daemon."),
         "broker": Verb("cli.broker", "Run and check the broker."),
+        "pipeline": Verb("cli.pipeline", "Run the pipelines over the history, with Spark."),
         "jobs": Verb("cli.jobs", "Start jobs, see what became of them, end them or let them go on."),
         "agent": Verb("cli.agent", "Run agents, and look at their event stores."),
         "consumer": Verb("cli.consumer", "Give messages to a handler behind HTTP."),

@@ -34,12 +34,12 @@ class HistorySource(DataSource):
         return SCHEMA
 
     def reader(self, schema: StructType) -> HistoryReader:
-        """Read what has committed; raises `PostroomError` for wrong options."""
+        """Read what has committed; raises `InvalidMessage` for wrong options."""
         options = read_options(self.options, streaming=False)
         return PushingHistoryReader(options, schema) if options.push_filters else HistoryReader(options, schema)
 
     def streamReader(self, schema: StructType) -> HistoryStreamReader:  # noqa: N802 - Spark's name
-        """Read what commits from now on too; raises `PostroomError` for wrong options."""
+        """Read what commits from now on too; raises `InvalidMessage` for wrong options."""
         from postroom.spark.history_streaming import HistoryStreamReader  # noqa: PLC0415 - of newer PySparks
 
         return HistoryStreamReader(read_options(self.options, streaming=True), schema)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from postroom.errors import PostroomError, Unavailable
+from postroom.errors import InvalidMessage, PostroomError, Unavailable
 
 if TYPE_CHECKING:
     import asyncpg
@@ -47,7 +47,7 @@ async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
     except (ValueError, asyncpg.ClientConfigurationError) as error:
         # what it says may hold the password
         sentence = "database_url is not a Postgres URL (postgresql://user@host/database)"
-        raise PostroomError.of(400, "invalid_option", sentence, field="database_url") from error
+        raise InvalidMessage.of(400, "invalid_option", sentence, field="database_url") from error
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         raise Unavailable.of(503, "database_unavailable", f"cannot open the database: {error}") from error
 
@@ -97,6 +97,8 @@ def _batches(stream: BinaryIO, schema: pa.Schema, copying: Future[None]) -> Iter
                 null_values=[""],
                 strings_can_be_null=True,
                 quoted_strings_can_be_null=False,
+                true_values=["t"],
+                false_values=["f"],
             ),
         )
     except pa.ArrowInvalid:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, NamedTuple, NoReturn
 
-from postroom.errors import PostroomError
+from postroom.errors import InvalidMessage
 
 DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
 _PARTITION_ROWS: Final = 50_000  # by default: about half a second of one task
@@ -32,7 +32,7 @@ class HistoryOptions(NamedTuple):
 
 
 def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptions:
-    """Check the options of a read; raises `PostroomError` (400) that says which one is wrong and what it may be."""
+    """Check the options of a read; raises `InvalidMessage` that says which one is wrong and what it may be."""
     given = {name.lower(): value for name, value in options.items()}
     for name in given.keys() - set(_NAMES):
         _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
@@ -96,4 +96,4 @@ def _switch(options: Mapping[str, str], name: str) -> bool:
 
 
 def _refuse(name: str, sentence: str) -> NoReturn:
-    raise PostroomError.of(400, "invalid_option", sentence, field=name)
+    raise InvalidMessage.of(400, "invalid_option", sentence, field=name)

@@ -14,7 +14,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
-from postroom.errors import NotFound, PostroomError
+from postroom.errors import InvalidMessage, NotFound
 from postroom.spark.history_conditions import Conditions
 from postroom.spark.history_copying import copy, fetch
 from postroom.spark.history_options import HistoryOptions
@@ -69,7 +69,7 @@ def split(mesh_id: int, after: int, last: int, rows: int) -> list[Range]:
 
 
 class RangeReader:
-    """Reads ranges as Arrow, with the columns of `schema`; raises `PostroomError` where it names others."""
+    """Reads ranges as Arrow, with the columns of `schema`; raises `InvalidMessage` where it names others."""
 
     def __init__(self, options: HistoryOptions, schema: StructType) -> None:
         self._url = options.database_url
@@ -137,5 +137,5 @@ def _checked(schema: StructType) -> StructType:
                 f"the history has no column {field.name} of the type {field.dataType.simpleString()}: "
                 f"its columns are {SCHEMA.simpleString()}"
             )
-            raise PostroomError.of(400, "invalid_schema", sentence, field=field.name)
+            raise InvalidMessage.of(400, "invalid_schema", sentence, field=field.name)
     return schema

@@ -1,0 +1,68 @@
+"""`backfill`: sends every row of a Parquet, CSV or JSON data set through the daemon of each executor's host.
+
+It is `df.write.format("postroom")` (docs/spark.md). The id columns make a second run harmless: the same rows get the
+same ids, and are duplicates.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+
+from pipeline.options import Struct
+from pipeline.registry import Outcome
+from pipeline.running import submitted
+from pyspark_postroom.source import DefaultSource as Sink
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_OF_READING: Final = frozenset({"input", "format"})
+
+
+class Options(Struct, kw_only=True):
+    """What `backfill` may be told; all but the first two are options of the sink."""
+
+    input: Annotated[str, msgspec.Meta(description="the data set: a file, a directory or a pattern")]
+    format: Annotated[
+        Literal["parquet", "csv", "json"] | None, msgspec.Meta(description="what it is [default: by its ending]")
+    ] = None
+    id: Annotated[str, msgspec.Meta(description="the column, or columns with commas, that name a row")]
+    to: Annotated[str | None, msgspec.Meta(description="the destination of all rows, as topic:orders")] = None
+    to_column: Annotated[str | None, msgspec.Meta(description="else the column with each row's destination")] = None
+    body: Annotated[str | None, msgspec.Meta(description="the column with the body [default: the row as JSON]")] = None
+    meta: Annotated[str | None, msgspec.Meta(description="the column with the meta")] = None
+    priority: Annotated[str | None, msgspec.Meta(description="now, next or low, or a column")] = None
+    socket: Annotated[str | None, msgspec.Meta(description="the daemon's socket on every host")] = None
+    namespace: Annotated[str | None, msgspec.Meta(description="what ids are derived from besides the columns")] = None
+    wait: Annotated[Literal["queued", "accepted"] | None, msgspec.Meta(description="until when to wait")] = None
+    on_conflict: Annotated[str | None, msgspec.Meta(description="fail, or a directory for the keys of conflicts")] = (
+        None
+    )
+
+
+def run(spark: SparkSession, options: Options) -> Outcome:
+    """Send the rows; raises what the sink raises, and a second run goes on where it stopped."""
+    spark.dataSource.register(Sink)
+    rows = read(spark, options)
+    given = msgspec.structs.asdict(options)
+    chosen = {name: value for name, value in given.items() if value is not None and name not in _OF_READING}
+    rows.write.format(Sink.name()).options(**chosen).mode("append").save()
+    return Outcome({"rows": rows.count(), "to": options.to or f"the destinations in {options.to_column}"})
+
+
+def read(spark: SparkSession, options: Options) -> DataFrame:
+    """Read the data set; CSV with a header, its values as text."""
+    kind = options.format or _kind(options.input)
+    reader = spark.read.format(kind)
+    return reader.option("header", "true").load(options.input) if kind == "csv" else reader.load(options.input)
+
+
+def _kind(path: str) -> str:
+    ending = path.removesuffix(".gz").rpartition(".")[2].lower()
+    return {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json"}.get(ending, "parquet")
+
+
+if __name__ == "__main__":
+    submitted("backfill")

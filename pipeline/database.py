@@ -1,0 +1,15 @@
+"""The tables of the pipelines: a schema of their own in the broker's database, since all can be rebuilt."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from chassis import postgres
+
+ROOM: Final = "pipeline"
+
+
+def migrate(url: str) -> list[str]:
+    """Bring the tables to this program's version and return what was applied; raises `Fatal`."""
+    return asyncio.run(postgres.migrate(url, ROOM))

@@ -1,0 +1,122 @@
+"""The picture of `delivery-report`: a panel for each of the busiest destinations, with median and slow tail by day."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from matplotlib import dates as mdates
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+if TYPE_CHECKING:
+    from pipeline.delivery_report import Latency
+
+_PANELS: Final = 6
+_COLUMNS: Final = 2
+_COLOURS: Final = {"published": "#2f6f8f", "handled": "#c8553d"}
+_INK: Final = "#30343b"
+_FAINT: Final = "#d9dce1"
+_DPI: Final = 150
+
+
+def draw(latencies: Sequence[Latency], file: Path) -> None:
+    """Draw the busiest destinations into a PNG file; without any delivery, say so in it."""
+    wanted = _busiest(latencies)
+    rows = max(1, -(-len(wanted) // _COLUMNS))
+    columns = min(_COLUMNS, max(1, len(wanted)))
+    figure = Figure(figsize=(5.4 * columns + 0.6, 3.1 * rows + 1.1), layout="constrained", facecolor="white")
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    for panel, destination in zip(panels, wanted, strict=False):
+        _draw_panel(panel, destination, [line for line in latencies if _name(line) == destination])
+    for panel in panels[len(wanted) :]:
+        panel.set_axis_off()
+    _title(figure, latencies, len(wanted))
+    figure.savefig(file, dpi=_DPI)
+
+
+def _busiest(latencies: Sequence[Latency]) -> list[str]:
+    counts: Counter[str] = Counter()
+    for line in latencies:
+        counts[_name(line)] += line.deliveries
+    return [name for name, _ in counts.most_common(_PANELS)]
+
+
+def _name(line: Latency) -> str:
+    return f"{line.mesh}/{line.to}"
+
+
+def _draw_panel(panel: Any, destination: str, lines: Sequence[Latency]) -> None:
+    for stage, colour in _COLOURS.items():
+        days = sorted((line for line in lines if line.stage == stage), key=lambda line: line.day)
+        if days:
+            _draw_stage(panel, stage, colour, days)
+    panel.set_title(destination, loc="left", fontsize=10.5, color=_INK, fontweight="bold")
+    panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(FuncFormatter(_duration))
+    panel.yaxis.set_minor_formatter(FuncFormatter(lambda _value, _position: ""))
+    panel.grid(axis="y", color=_FAINT, linewidth=0.7)
+    panel.set_axisbelow(True)
+    panel.tick_params(length=0, labelsize=8.5, labelcolor=_INK, labelleft=True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.spines["bottom"].set_color(_FAINT)
+    _date_axis(panel, sorted({line.day for line in lines}))
+
+
+def _draw_stage(panel: Any, stage: str, colour: str, days: Sequence[Latency]) -> None:
+    """Draw the median as a line and p50 to p99 as a band; a single day as a point with a bar."""
+    at = [date.fromisoformat(line.day) for line in days]
+    p50, p99 = [line.p50 for line in days], [line.p99 for line in days]
+    if len(days) == 1:
+        panel.vlines(at, p50, p99, color=colour, alpha=0.35, linewidth=7)
+    panel.fill_between(at, p50, p99, color=colour, alpha=0.16, linewidth=0)
+    panel.plot(at, [line.p90 for line in days], color=colour, linewidth=0.9, linestyle=(0, (4, 2)))
+    panel.plot(at, p50, color=colour, linewidth=2, marker="o", markersize=3.5, label=stage)
+    panel.annotate(
+        f"{stage}  {_duration(p50[-1], None)}",
+        (at[-1], p50[-1]),
+        xytext=(7, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8.5,
+        color=colour,
+    )
+
+
+def _date_axis(panel: Any, days: Sequence[str]) -> None:
+    first, last = date.fromisoformat(days[0]), date.fromisoformat(days[-1])
+    span = max((last - first).days, 1)
+    panel.set_xlim(first.toordinal() - _EPOCH - 0.05 * span, last.toordinal() - _EPOCH + 0.32 * span)
+    panel.xaxis.set_major_locator(mdates.AutoDateLocator(minticks=1, maxticks=6))
+    panel.xaxis.set_major_formatter(mdates.DateFormatter("%-d %b"))
+
+
+_EPOCH: Final = date(1970, 1, 1).toordinal()  # matplotlib counts days from here
+
+
+def _title(figure: Any, latencies: Sequence[Latency], panels: int) -> None:
+    count = sum(line.deliveries for line in latencies)
+    if not panels:
+        figure.suptitle("No delivery in this time", color=_INK, fontsize=13, fontweight="bold")
+        return
+    days = sorted({line.day for line in latencies})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    figure.suptitle(f"From accept to delivery, {when}", x=0.01, ha="left", color=_INK, fontsize=13.5, fontweight="bold")
+    figure.supxlabel(
+        f"{count:,} deliveries; line: median, dashes: p90, band: up to p99; days in UTC, logarithmic scale",
+        x=0.01,
+        ha="left",
+        color=_INK,
+        fontsize=8.5,
+    )
+
+
+def _duration(milliseconds: float, _position: Any) -> str:
+    """Write a time as people read it: `0.4 ms`, `35 ms`, `2.5 s`, `3 min`."""
+    if milliseconds < 1000:  # noqa: PLR2004 - a second
+        return f"{milliseconds:.2g} ms" if milliseconds < 10 else f"{milliseconds:.0f} ms"  # noqa: PLR2004 - two digits
+    seconds = milliseconds / 1000
+    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"  # noqa: PLR2004 - two minutes

@@ -1,0 +1,97 @@
+"""The options of pipelines: words `name=value`, the same for `postroom pipeline run` and for `spark-submit`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from chassis.exits import Exit, Fatal
+
+O = TypeVar("O", bound=msgspec.Struct)  # noqa: E741 - options
+
+DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
+
+
+class Struct(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The base of every pipeline's options; a field without a default has to be given."""
+
+
+class Database(Struct):
+    """Options of a pipeline that reads the broker's database."""
+
+    database_url: Annotated[str, msgspec.Meta(description="the broker's database [default: POSTROOM_DATABASE_URL]")] = (
+        ""
+    )
+
+
+class History(Database):
+    """Options of a pipeline that reads the history, or a part of it."""
+
+    mesh: Annotated[str | None, msgspec.Meta(description="one mesh [default: all]")] = None
+    since: Annotated[str | None, msgspec.Meta(description="a day or time: what was accepted from then on")] = None
+    until: Annotated[str | None, msgspec.Meta(description="a day or time: what was accepted before it")] = None
+
+
+def parse(options: type[O], words: Iterable[str], name: str) -> O:
+    """Read the words of one pipeline; raises `Fatal` (2) that says which is wrong, and what there is."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator or key in given:
+            _refuse(name, options, f"{word!r} is not one option, as name=value")
+        given[key.replace("-", "_")] = value
+    if DATABASE_URL in os.environ and "database_url" in options.__struct_fields__:
+        given.setdefault("database_url", os.environ[DATABASE_URL])
+    try:
+        found = msgspec.convert(given, options, strict=False)
+    except msgspec.ValidationError as error:
+        _refuse(name, options, str(error))
+    if isinstance(found, Database) and not found.database_url:
+        raise Fatal(Exit.USAGE, f"say which database to read: set {DATABASE_URL}, or add database_url=postgresql://…")
+    return found
+
+
+def described(options: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
+    """Return each option with what it does, and its default if it has one."""
+    schema = msgspec.json.schema(options)
+    known = schema["$defs"][options.__name__]
+    required = known.get("required", ())
+    return {
+        name: {
+            "description": field.get("description", ""),
+            "required": name in required,
+            "default": field.get("default"),
+        }
+        for name, field in known["properties"].items()
+    }
+
+
+def moment(text: str | None, option: str) -> datetime | None:
+    """Read a day or time of ISO 8601, in UTC where it has no zone; raises `Fatal` (2)."""
+    if text is None:
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise Fatal(Exit.USAGE, f"{option} is {text!r}: give a day or a time, as 2026-11-01") from error
+    return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def history_options(options: History) -> dict[str, str]:
+    """Return the options of the source `postroom_history` that these mean."""
+    chosen: Sequence[tuple[str, str | None]] = (
+        ("database_url", options.database_url),
+        ("mesh", options.mesh),
+        ("since", options.since),
+        ("until", options.until),
+    )
+    return {name: value for name, value in chosen if value is not None}
+
+
+def _refuse(name: str, options: type[msgspec.Struct], why: str) -> Any:
+    known = ", ".join(options.__struct_fields__)
+    raise Fatal(Exit.USAGE, f"{name}: {why}; its options are {known} (`postroom pipeline list` says more)")

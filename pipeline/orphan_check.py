@@ -1,0 +1,93 @@
+"""`orphan-check`: every accept has all its rows, and every row its accept (spec accept.md, "Retention and checks").
+
+Gives the answer of `postroom broker orphan-check`, for databases where one statement takes too long. All tables are
+read as one snapshot shows them, so that it may run beside accepts and sweeps. It writes nothing.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Final
+from uuid import UUID
+
+import msgspec
+from pyspark.sql.types import (
+    BooleanType,
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from broker.config import MIN_DEDUPE_DAYS
+from broker.orphans import Violation
+from chassis.sql import load_queries
+from pipeline.options import Database
+from pipeline.registry import Outcome
+from pipeline.running import submitted
+from pipeline.tables import Snapshot, read_table, snapshot
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_SQL: Final = load_queries("pipeline", "orphan_check.sql")
+_ID_LIFE: Final = timedelta(days=MIN_DEDUPE_DAYS)
+
+_ID: Final = ("broker_message_id", StringType())
+_KIND: Final = ("destination_kind", StringType())
+_PLACE: Final = (("mesh_id", IntegerType()), ("history_id", LongType()))
+
+
+class Options(Database, kw_only=True):
+    """What `orphan-check` may be told."""
+
+    events_kept_days: Annotated[
+        float, msgspec.Meta(gt=0, description="how long events are kept at least: an older one may have been pruned")
+    ] = 30
+
+
+def run(spark: SparkSession, options: Options) -> Outcome:
+    """Check one snapshot of the database; an outcome with violations is a failed one."""
+    with snapshot(options.database_url) as moment:
+        violations = find_orphans(spark, moment, timedelta(days=options.events_kept_days))
+    facts = {each.kind: f"{each.rows} rows: {', '.join(map(str, each.examples))}" for each in violations}
+    return Outcome(facts or {"violations": 0}, failed=bool(violations))
+
+
+def find_orphans(spark: SparkSession, moment: Snapshot, events_kept: timedelta) -> list[Violation]:
+    """Return every violation, by kind, as `broker.orphans.find_orphans` does."""
+    tables = {name: frame.persist() for name, frame in _tables(spark, moment).items()}  # each is asked several times
+    for name, frame in tables.items():
+        frame.createOrReplaceTempView(f"postroom_{name}")
+    cut = {"events_kept_from": moment.now - events_kept, "ids_kept_from": moment.now - _ID_LIFE}
+    rows = spark.sql(_SQL["violations"].rstrip(";"), args=cut).collect()
+    for frame in tables.values():
+        frame.unpersist()
+    return [Violation(row["kind"], row["rows"], [UUID(example) for example in row["examples"]]) for row in rows]
+
+
+def _tables(spark: SparkSession, moment: Snapshot) -> dict[str, DataFrame]:
+    def read(table: str, query: str, *columns: tuple[str, DataType]) -> DataFrame:
+        schema = StructType([StructField(name, kind) for name, kind in columns])
+        return read_table(spark, moment, table, query, schema)
+
+    accepted_at = ("accepted_at", TimestampType())
+    return {
+        "dedupe": read(
+            "mesh.client_message_dedupe", "dedupe_rows", _ID, *_PLACE, _KIND, ("history_available", BooleanType())
+        ),
+        "message": read("mesh.topic_message", "topic_message_rows", _ID, _KIND, accepted_at).union(
+            read("mesh.message_queue", "message_queue_rows", _ID, _KIND, accepted_at)
+        ),
+        "history_row": read("mesh.message_history", "history_rows", _ID, *_PLACE, ("recipients", IntegerType())),
+        "delivery": read("mesh.delivery_queue", "delivery_rows", _ID),
+        "mention": read("mesh.mention_index", "mention_rows", _ID),
+        "announced": read("postroom.outbox_events", "announced_rows", _ID, _KIND, ("occurred_at", TimestampType())),
+    }
+
+
+if __name__ == "__main__":
+    submitted("orphan-check")

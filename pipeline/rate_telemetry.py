@@ -1,0 +1,66 @@
+"""`rate-telemetry`: how many messages each member had accepted in each of the limiter's windows, for dashboards.
+
+Writes `pipeline.rate_limit_counter`. A second run changes nothing: a window's count only grows, and the greater one is
+kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from broker.config import LimiterConfig
+from chassis.postgres import connected
+from pipeline.database import migrate
+from pipeline.options import History, history_options
+from pipeline.registry import Outcome
+from pipeline.running import submitted
+from pipeline.tables import QUERIES
+from pipeline.writing import write_rows
+from postroom.spark.history import HistorySource
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_COLUMNS = "mesh STRING, sender STRING, accepted_at TIMESTAMP"
+_KEY = ("mesh", "member", "window_seconds", "window_start")
+
+
+class Options(History, kw_only=True):
+    """What `rate-telemetry` may be told."""
+
+    window_seconds: Annotated[
+        int, msgspec.Meta(ge=1, le=86400, description="length of a window, in seconds: the limiter's")
+    ] = LimiterConfig().window_seconds
+
+
+def run(spark: SparkSession, options: Options) -> Outcome:
+    """Count the history by mesh, member and window, and keep the counts."""
+    migrate(options.database_url)
+    spark.dataSource.register(HistorySource)
+    history = spark.read.format(HistorySource.name()).options(**history_options(options)).schema(_COLUMNS).load()
+    length = options.window_seconds
+    windows = (
+        history.selectExpr(
+            "mesh",
+            "sender AS member",
+            f"timestamp_seconds(unix_seconds(accepted_at) DIV {length} * {length}) AS window_start",
+            f"{length} AS window_seconds",
+        )
+        .groupBy("mesh", "member", "window_start", "window_seconds")
+        .count()
+    )
+    write_rows(windows, options.database_url, QUERIES["count_windows"], _KEY)
+    return Outcome(asyncio.run(_sums(options)))
+
+
+async def _sums(options: Options) -> dict[str, int]:
+    async with connected(options.database_url) as connection:
+        (row,) = await connection.fetch(QUERIES["sum_windows"], options.window_seconds, options.mesh)
+    return {"windows": row["windows"], "messages": row["messages"]}
+
+
+if __name__ == "__main__":
+    submitted("rate-telemetry")

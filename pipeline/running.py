@@ -1,0 +1,92 @@
+"""Running one pipeline: its options, a Spark session, progress on a terminal, and the summary.
+
+`postroom pipeline run` calls `run_by_name`; a module that was given to `spark-submit` calls `submitted`. Where a
+session runs already it is used and left running.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.resources import as_file, files
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from chassis.exits import Exit, Fatal
+from pipeline.options import parse
+from pipeline.progress import progress
+from pipeline.registry import Outcome, find
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_NO_SPARK: Final = "pipelines need Spark, which is not installed: pip install 'postroom-server[pipeline]'"
+
+
+def run_by_name(name: str, words: Sequence[str]) -> Outcome:
+    """Run a pipeline with the options `words`; raises `Fatal`, and the errors of what it reads and writes."""
+    pipeline = find(name)
+    check_spark()
+    options = parse(pipeline.options, words, name)
+    with session(name) as spark, progress(spark, name):
+        return pipeline.run(spark, options)
+
+
+def submitted(name: str) -> NoReturn:
+    """Run a pipeline as the program of `spark-submit` and end the process with its exit code."""
+    try:
+        outcome = run_by_name(name, sys.argv[1:])
+    except Fatal as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        sys.exit(error.exit_code)
+    for fact, value in outcome.facts.items():
+        sys.stdout.write(f"{fact}: {value}\n")
+    sys.exit(Exit.FAILED if outcome.failed else Exit.OK)
+
+
+def check_spark() -> None:
+    """Raise `Fatal` (69) where PySpark is not installed."""
+    if importlib.util.find_spec("pyspark") is None:
+        raise Fatal(Exit.UNAVAILABLE, _NO_SPARK)
+
+
+@contextmanager
+def session(name: str) -> Iterator[SparkSession]:
+    """Lend the Spark session of this process, or one on all cores of this machine."""
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - slow to import, and an extra
+
+    from postroom.spark.session import prepare_environment  # noqa: PLC0415 - the same
+
+    if (present := SparkSession.getActiveSession()) is not None:
+        yield present
+        return
+    prepare_environment()
+    with as_file(files("pipeline").joinpath("log4j2.properties")) as quiet:
+        builder = SparkSession.builder.appName(f"postroom {name}")
+        for key, value in _settings(str(quiet)).items():
+            builder = builder.config(key, value)
+        spark = builder.getOrCreate()
+        try:
+            yield spark
+        finally:
+            spark.stop()
+
+
+def _settings(quiet: str) -> dict[str, str]:
+    """Return what a session of this machine is started with; one of `spark-submit` has its own settings."""
+    from pyspark import SparkConf  # noqa: PLC0415
+
+    always = {"spark.sql.session.timeZone": "UTC", "spark.ui.showConsoleProgress": "false"}
+    if SparkConf().contains("spark.master"):
+        return always
+    return {
+        **always,
+        "spark.master": "local[*]",
+        "spark.ui.enabled": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "1g",
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={quiet}",
+        "spark.sql.shuffle.partitions": "8",
+    }

@@ -1,0 +1,48 @@
+"""`search-index`: the words of every message whose body is text, in `pipeline.search_index` of the same database.
+
+A second run adds what is missing, and deletes the words of messages that retention has deleted: what may not be kept as
+a message may not be found as an index either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from chassis.postgres import connected
+from pipeline.database import migrate
+from pipeline.options import History, history_options
+from pipeline.registry import Outcome
+from pipeline.running import submitted
+from pipeline.tables import QUERIES
+from pipeline.writing import write_rows
+from postroom.spark.history import HistorySource
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_COLUMNS: Final = "mesh", "history_id", "broker_message_id", "sender", "to", "accepted_at", "body"
+
+
+class Options(History, kw_only=True):
+    """What `search-index` may be told."""
+
+
+def run(spark: SparkSession, options: Options) -> Outcome:
+    """Index the messages that are not indexed yet, and forget those that are gone."""
+    migrate(options.database_url)
+    spark.dataSource.register(HistorySource)
+    history = spark.read.format(HistorySource.name()).options(**history_options(options)).load()
+    texts = history.where("body IS NOT NULL").select(*_COLUMNS)
+    write_rows(texts, options.database_url, QUERIES["index_messages"], ("mesh", "history_id"))
+    return Outcome(asyncio.run(_forget(options)))
+
+
+async def _forget(options: Options) -> dict[str, int]:
+    async with connected(options.database_url) as connection:
+        deleted = await connection.fetchval(QUERIES["forget_words"], options.mesh)
+        return {"indexed": await connection.fetchval(QUERIES["count_words"], options.mesh), "deleted": deleted}
+
+
+if __name__ == "__main__":
+    submitted("search-index")

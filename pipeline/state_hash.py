@@ -1,0 +1,68 @@
+"""`state-hash`: the chain of hashes of every agent's event store, computed anew and compared with the recorded one.
+
+A chain is computed in one go, stores beside each other, by the code that `postroom agent verify` runs. The files are
+only read; on a cluster they have to lie where the executors see them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+from pyspark.sql.types import LongType, StringType, StructType
+
+from chassis.exits import Exit, Fatal
+from delivery.agents.inspecting import verify
+from pipeline.options import Struct
+from pipeline.registry import Outcome
+from pipeline.running import submitted
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_SCHEMA: Final = (
+    StructType()
+    .add("store", StringType())
+    .add("agent", StringType())
+    .add("tenant", StringType())
+    .add("workspace", StringType())
+    .add("position", LongType())
+    .add("state_hash", StringType())
+    .add("why", StringType())
+)
+
+
+class Options(Struct, kw_only=True):
+    """What `state-hash` may be told."""
+
+    stores: Annotated[str, msgspec.Meta(description="the event stores, as /var/lib/postroom/agents/**/events.db")]
+    output: Annotated[str | None, msgspec.Meta(description="a Parquet directory for what was found; replaced")] = None
+
+
+def run(spark: SparkSession, options: Options) -> Outcome:
+    """Verify each store; an outcome with a store that was altered is a failed one."""
+    stores = sorted(glob(options.stores, recursive=True))  # noqa: PTH207 - the pattern may be absolute
+    if not stores:
+        raise Fatal(Exit.NOT_FOUND, f"no event store matches {options.stores}")
+    frame = spark.createDataFrame([(store,) for store in stores], "store STRING").repartition(len(stores))
+    found = spark.createDataFrame(frame.rdd.mapPartitions(_verify_all), _SCHEMA).localCheckpoint()
+    if options.output is not None:
+        found.orderBy("store").coalesce(1).write.mode("overwrite").parquet(options.output)
+    rows = found.orderBy("store").collect()
+    facts = {row["store"]: row["why"] or f"{row['agent']} {row['state_hash']} at {row['position']}" for row in rows}
+    return Outcome(facts, failed=any(row["why"] for row in rows))
+
+
+def _verify_all(rows: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
+    for row in rows:
+        verified = asyncio.run(verify(Path(row["store"])))
+        head = verified.head
+        yield row["store"], *verified.owner, head.position, head.state_hash.hex(), verified.why
+
+
+if __name__ == "__main__":
+    submitted("state-hash")

@@ -1,0 +1,117 @@
+"""Tables of Postgres as DataFrames: each task copies one part to Arrow, all parts as one snapshot shows them.
+
+The driver holds a transaction open that exports its snapshot, so that a table of any size is read by many tasks at one
+moment, beside accepts and sweeps. Nothing is locked but what keeps a table from being rewritten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from broker.database import check_version
+from chassis.postgres import Connection, connected
+from chassis.sql import load_queries
+from postroom.spark.history_copying import copy
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+QUERIES: Final = load_queries("pipeline")
+_BLOCKS: Final = 8192  # of a table that one task reads: 64 MiB
+_RANGE: Final = 50_000  # numbers of the history that one task reads
+
+T = TypeVar("T")
+
+
+class Snapshot(NamedTuple):
+    """A moment of the database: its exported name, and the time of its transaction."""
+
+    url: str
+    name: str
+    now: datetime
+    connection: Connection
+    loop: asyncio.AbstractEventLoop
+
+    def fetch(self, query: str, *arguments: Any) -> list[Any]:
+        """Run a query as this snapshot shows the database."""
+        return _run(self.loop, self.connection.fetch(query, *arguments))
+
+
+@contextmanager
+def snapshot(url: str) -> Iterator[Snapshot]:
+    """Hold one moment of the broker's database; raises `Fatal`, also where its schema is not this program's."""
+    loop, ending = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(target=loop.run_forever, name="postroom-snapshot", daemon=True)
+    thread.start()
+    held: Future[Snapshot] = Future()
+    holding = asyncio.run_coroutine_threadsafe(_hold(url, loop, held, ending), loop)
+    holding.add_done_callback(partial(_pass_on_failure, held))
+    try:
+        yield held.result()
+    finally:
+        loop.call_soon_threadsafe(ending.set)
+        holding.exception()  # waits for the end; what went wrong before was raised above
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _hold(url: str, loop: asyncio.AbstractEventLoop, held: Future[Snapshot], ending: asyncio.Event) -> None:
+    async with connected(url) as connection:
+        await check_version(connection)
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            (row,) = await connection.fetch(QUERIES["export_snapshot"])
+            held.set_result(Snapshot(url, row["name"], row["now"], connection, loop))
+            await ending.wait()
+
+
+def _pass_on_failure(held: Future[Snapshot], holding: Future[None]) -> None:
+    if (error := holding.exception()) is not None and not held.done():
+        held.set_exception(error)
+
+
+def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+def read_table(spark: SparkSession, moment: Snapshot, table: str, query: str, schema: StructType) -> DataFrame:
+    """Read the query of `table` whose first arguments are the blocks that it reads, from one up to another."""
+    (size,) = moment.fetch(QUERIES["blocks"], table)
+    parts = [[start, start + _BLOCKS] for start in range(0, max(size["blocks"], 1), _BLOCKS)]
+    return read_parts(spark, moment, query, parts, schema)
+
+
+def read_ranges(spark: SparkSession, moment: Snapshot, query: str, schema: StructType, *rest: Any) -> DataFrame:
+    """Read the query whose first arguments are a mesh's id and a range of its history, and the others `rest`."""
+    parts = [
+        [row["mesh_id"], after, min(after + _RANGE, row["last"]), *rest]
+        for row in moment.fetch(QUERIES["extents"])
+        for after in range(row["first"] - 1, row["last"], _RANGE)
+    ]
+    return read_parts(spark, moment, query, parts, schema)
+
+
+def read_parts(
+    spark: SparkSession, moment: Snapshot, query: str, parts: Sequence[Sequence[Any]], schema: StructType
+) -> DataFrame:
+    """Run the query once for each of `parts`, which are its arguments, in a task for each."""
+    arrow = to_arrow_schema(schema, timezone="UTC")
+
+    def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for part in batch.column(0).to_pylist():
+                yield from copy(url, text, parts[part], arrow, snapshot=name)
+
+    url, name, text = moment.url, moment.name, QUERIES[query]
+    return spark.range(0, len(parts), 1, max(len(parts), 1)).mapInArrow(read, schema)

@@ -1,0 +1,165 @@
+"""Each pipeline does what it is for, and a second run does nothing twice (spec spark.md, "Pipelines")."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from histories import History, run
+from pyspark.sql import SparkSession
+
+from broker.orphans import check as check_in_sql
+from pipeline.registry import Outcome
+from pipeline.running import run_by_name
+
+KEPT = timedelta(days=30)
+
+DAMAGE = (
+    "DELETE FROM mesh.topic_message WHERE client_message_id = 'orders-1'",
+    "DELETE FROM mesh.message_history WHERE client_message_id = 'orders-2'",
+    "DELETE FROM mesh.delivery_queue WHERE history_id = 4",
+    "DELETE FROM mesh.client_message_dedupe WHERE client_message_id IN ('orders-4', 'bob-1')",
+    "DELETE FROM postroom.outbox_events WHERE event_type = 'work' AND payload ->> 'client_message_id' = 'work-1'",
+    "UPDATE mesh.client_message_dedupe SET history_available = false WHERE client_message_id = 'work-2'",
+)
+
+
+@pytest.fixture
+def history(database_url: str) -> History:
+    made = History(database_url)
+    made.accept((f"orders-{number}" for number in range(20)), mentions=["bob"])
+    made.accept((f"bob-{number}" for number in range(5)), "dm:bob")
+    made.accept((f"work-{number}" for number in range(5)), "queue:work")
+    return made
+
+
+@pytest.fixture
+def pipeline(spark: SparkSession, history: History, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How to run a pipeline over this history in the session of the tests."""
+    del spark
+    monkeypatch.setenv("POSTROOM_DATABASE_URL", history.url)
+
+    def run_pipeline(name: str, *words: str) -> Outcome:
+        return run_by_name(name, words)
+
+    return run_pipeline
+
+
+def test_the_orphan_check_gives_the_answer_of_the_sql_check(history: History, pipeline: Any) -> None:
+    assert run(check_in_sql(history.url, events_kept=KEPT)) == []
+    assert pipeline("orphan-check") == ({"violations": 0}, False)
+
+    history.tamper(*DAMAGE)
+    in_sql = run(check_in_sql(history.url, events_kept=KEPT))
+    assert len(in_sql) == 9
+    assert pipeline("orphan-check") == (
+        {each.kind: f"{each.rows} rows: {', '.join(map(str, each.examples))}" for each in in_sql},
+        True,
+    )
+
+
+def test_rate_telemetry_counts_each_message_once_and_keeps_what_retention_deletes(
+    history: History, pipeline: Any
+) -> None:
+    first = pipeline("rate-telemetry", "window_seconds=3600")
+    history.tamper("DELETE FROM mesh.message_history WHERE history_id <= 7")
+    second = pipeline("rate-telemetry", "window_seconds=3600")
+
+    assert first.facts["messages"] == 30
+    assert second == first
+    expected = history.fetch(
+        "SELECT DISTINCT to_timestamp(floor(extract(epoch FROM accepted_at) / 3600) * 3600) FROM mesh.topic_message"
+    )
+    starts = history.fetch("SELECT DISTINCT window_start FROM pipeline.rate_limit_counter")
+    assert {row[0] for row in expected} <= {row[0] for row in starts}
+
+
+def test_the_search_index_finds_words_and_forgets_what_retention_deletes(history: History, pipeline: Any) -> None:
+    history.accept(["fish-1"], body="Salmon for the captain")
+    history.accept(["bytes-1"], body=None, body_base64="AAEC")
+    find = (
+        "SELECT broker_message_id FROM pipeline.search_index "
+        "WHERE words @@ websearch_to_tsquery('simple', 'captain salmon')"
+    )
+
+    assert pipeline("search-index").facts == {"indexed": 31, "deleted": 0}
+    assert pipeline("search-index").facts == {"indexed": 31, "deleted": 0}
+    assert len(history.fetch(find)) == 1
+
+    history.tamper("DELETE FROM mesh.message_history WHERE client_message_id = 'fish-1'")
+    assert pipeline("search-index").facts == {"indexed": 30, "deleted": 1}
+    assert history.fetch(find) == []
+
+
+def test_the_audit_log_is_written_once_and_is_byte_identical_when_rebuilt(
+    history: History, pipeline: Any, tmp_path: Path
+) -> None:
+    history.tamper(
+        "UPDATE mesh.message_history SET accepted_at = accepted_at - (history_id % 3 + 1) * interval '1 day'"
+    )
+    exported = tmp_path / "export.ndjson"
+    rows = [outbox_row(number) for number in range(4)]
+    exported.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    first = pipeline("audit-log", f"output={tmp_path}/a", f"outbox={exported}")
+    again = pipeline("audit-log", f"output={tmp_path}/a", f"outbox={exported}")
+    rebuilt = pipeline("audit-log", f"output={tmp_path}/b", f"outbox={exported}")
+
+    assert first.facts == rebuilt.facts == {"days written": 5, "rows written": 34}
+    assert again.facts == {"days kept": 5, "rows written": 0}
+    assert filecmp.cmpfiles(tmp_path / "a", tmp_path / "b", files(tmp_path / "a"), shallow=False) == (
+        files(tmp_path / "a"),
+        [],
+        [],
+    )
+
+    history.tamper("UPDATE mesh.message_history SET recipients = 7 WHERE history_id = 3")
+    verified = pipeline("audit-log", f"output={tmp_path}/a", "verify=true")
+    assert verified.failed
+    assert verified.facts["days different"] == 1
+    assert verified.facts["days same"] == 2
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file())
+
+
+def outbox_row(number: int) -> dict[str, Any]:
+    return {
+        "id": f"row-{number}",
+        "client_message_id": f"orders-{number}",
+        "status": "done",
+        "destination": "topic:orders",
+        "priority": "next",
+        "enqueued_at": f"2026-10-0{number % 2 + 1}T23:59:59.5Z",
+        "attempts": 1,
+        "request_fingerprint": "00ff00ff00ff00ff",
+    }
+
+
+def test_the_delivery_report_gives_percentiles_by_day_and_a_picture(
+    history: History, pipeline: Any, tmp_path: Path
+) -> None:
+    history.tamper(
+        "UPDATE mesh.message_history SET accepted_at = '2026-11-20T23:00Z'",
+        "UPDATE mesh.delivery_queue SET published_at = timestamptz '2026-11-20T23:00Z' + history_id * interval '1 ms', "
+        "stream = 's', stream_created_at = now(), stream_sequence = 1",
+    )
+    outcome = pipeline("delivery-report", f"output={tmp_path}/report", "since=2026-11-20", "until=2026-11-21")
+
+    assert outcome.facts["deliveries"] == 45
+    assert outcome.facts["topic:orders published on 2026-11-20"] == "p50 10.5 ms, p99 20.0 ms"
+    assert (tmp_path / "report/latency.png").read_bytes().startswith(b"\x89PNG")
+    again = pipeline("delivery-report", f"output={tmp_path}/report", "until=2026-11-20")
+    assert again.facts["deliveries"] == 0
+
+
+def test_a_database_of_another_version_is_refused(spark: SparkSession, database_url: str) -> None:
+    del spark
+    from chassis.exits import Fatal  # noqa: PLC0415
+
+    with pytest.raises(Fatal, match="postroom broker migrate"):
+        run_by_name("orphan-check", [f"database_url={database_url}"])
