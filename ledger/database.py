@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from chassis import postgres
+from chassis.postgres import Pool
 
 ROOMS: Final = ("delivery", "ledger")
 
@@ -18,3 +19,18 @@ async def migrate(url: str) -> list[str]:
     Raises `Fatal` as `chassis.postgres.migrate` does.
     """
     return await postgres.migrate(url, *ROOMS)
+
+
+async def open_jobs_pool(url: str, *, name: str, connections: int) -> Pool:
+    """Open a pool that Postgres knows as `name`, and check the tables' version; the caller closes it.
+
+    Raises `Fatal`: 69 where Postgres can't be reached, 78 where its tables are not this program's.
+    """
+    pool = await postgres.open_pool(url, name=name, connections=connections)
+    try:
+        async with pool.acquire() as connection:
+            await postgres.check_version(connection, *ROOMS, migrate_with="postroom broker migrate")
+    except BaseException:
+        await pool.close()
+        raise
+    return pool

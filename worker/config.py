@@ -19,6 +19,7 @@ from delivery.publishing import PublisherSettings, RecordSettings
 from delivery.settings import NatsSettings, StreamSettings
 from delivery.streams import GIGABYTE
 from delivery.webhooks.settings import WebhookSettings, check_webhooks
+from worker.job_settings import JobSettings
 
 PREFIX: Final = "POSTROOM_WORKER_"
 _SHARED: Final = {"POSTROOM_DATABASE_URL": "DATABASE_URL", "POSTROOM_NATS_URL": "NATS_URL"}
@@ -48,6 +49,10 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     deliveries: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     record: RecordSettings = msgspec.field(default_factory=RecordSettings)
     webhooks: WebhookSettings = msgspec.field(default_factory=WebhookSettings)
+    flows: Annotated[list[str], Meta(description="flows whose jobs it runs, as in nightly_export:flow")] = (
+        msgspec.field(default_factory=list)
+    )
+    jobs: JobSettings = msgspec.field(default_factory=JobSettings)
 
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> WorkerConfig:

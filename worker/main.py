@@ -1,4 +1,4 @@
-"""The worker as a process: config → Postgres → publishers, upkeep, webhooks → wait → finish what is in hand.
+"""The worker as a process: config → Postgres → publishers, upkeep, webhooks, jobs → wait → finish what is in hand.
 
 Any number of workers may run: rows are claimed with locks, and a second comparison with the record finds nothing more.
 NATS may be away all the while, from the start on: what cannot be published waits in Postgres.
@@ -45,6 +45,8 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
     tasks["upkeep"] = services.upkeep.run()
     if services.webhooks is not None:
         tasks["webhooks"] = services.webhooks.run()
+    if services.jobs is not None:
+        tasks["jobs"] = services.jobs.run()
     tasks["status"] = _tell_status(services)
     if (seconds := watchdog_seconds()) is not None:
         tasks["watchdog"] = answer_watchdog(seconds / 2)

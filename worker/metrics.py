@@ -12,14 +12,20 @@ from prometheus_client.registry import Collector
 
 from delivery.publishing import Backlog, Publisher, Record
 from delivery.webhooks.webhooks import Webhooks
+from worker.jobs import Jobs
 
 
 def expose(
-    publishers: Sequence[Publisher], record: Record, backlogs: Mapping[str, Backlog], webhooks: Webhooks | None
+    publishers: Sequence[Publisher],
+    record: Record,
+    backlogs: Mapping[str, Backlog],
+    webhooks: Webhooks | None,
+    jobs: Jobs | None,
 ) -> bytes:
     """Return every metric in Prometheus' text format; without `backlogs`, which Postgres knows, none of them."""
     registry = CollectorRegistry()
-    registry.register(_Scrape([*_counters(publishers, record), *_backlogs(backlogs), *_webhooks(webhooks)]))
+    families = [*_counters(publishers, record), *_backlogs(backlogs), *_webhooks(webhooks), *_jobs(jobs)]
+    registry.register(_Scrape(families))
     return generate_latest(registry)
 
 
@@ -62,6 +68,20 @@ def _webhooks(webhooks: Webhooks | None) -> Iterable[Metric]:
     family = CounterMetricFamily(name, text, labels=["outcome"])
     for outcome, count in asdict(webhooks.counters).items():
         family.add_metric([outcome], count)
+    yield family
+
+
+def _jobs(jobs: Jobs | None) -> Iterable[Metric]:
+    if jobs is None:
+        return
+    yield GaugeMetricFamily(
+        "postroom_worker_flows_running", "Flows in meshes that are consumed for.", len(jobs.running)
+    )
+    name, text = "postroom_worker_job_messages", "What became of messages that move jobs on."
+    family = CounterMetricFamily(name, text, labels=["flow", "outcome"])
+    for flow, engine in jobs.engines.items():
+        for outcome, count in asdict(engine.counters).items():
+            family.add_metric([flow, outcome], count)
     yield family
 
 

@@ -19,12 +19,16 @@ from delivery.http.inbox_messages import open_inbox_pool
 from delivery.publishing import DELIVERIES, EVENTS, Backlog, Publisher, Record, sources_of
 from delivery.webhooks.settings import networks_of
 from delivery.webhooks.webhooks import Webhooks
+from ledger.database import open_jobs_pool
+from ledger.loading import load_flow
 from worker.config import WorkerConfig
+from worker.jobs import Jobs
 from worker.metrics import expose
 from worker.upkeep import Upkeep
 
 _CONNECTIONS: Final = 6  # one for each publisher, two for the upkeep, and some for who asks
 _WEBHOOK_CONNECTIONS: Final = 3
+_LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class Services:
     upkeep: Upkeep
     publishers: list[Publisher]
     webhooks: Webhooks | None  # None: this database has no meshes
+    jobs: Jobs | None  # None: it has no flows
 
     def reasons(self) -> list[str]:
         """Return what keeps it from publishing now."""
@@ -51,13 +56,13 @@ class Services:
 
     async def metrics(self) -> bytes:
         """Return the metrics as text."""
-        return expose(self.publishers, self.record, await self.backlogs(), self.webhooks)
+        return expose(self.publishers, self.record, await self.backlogs(), self.webhooks, self.jobs)
 
     async def finish(self) -> None:
         """Begin nothing more, and wait for what is in hand."""
         notify("STOPPING=1")
-        webhooks = [] if self.webhooks is None else [self.webhooks.stop()]
-        await asyncio.gather(self.upkeep.stop(), *webhooks, *(publisher.stop() for publisher in self.publishers))
+        handling = [service.stop() for service in (self.webhooks, self.jobs) if service is not None]
+        await asyncio.gather(self.upkeep.stop(), *handling, *(publisher.stop() for publisher in self.publishers))
 
 
 @asynccontextmanager
@@ -83,7 +88,8 @@ async def open_services(config: WorkerConfig) -> AsyncIterator[Services]:
             for source in sources
         ]
         webhooks = await stack.enter_async_context(_open_webhooks(config)) if DELIVERIES in sources else None
-        yield Services(pool=pool, record=record, upkeep=upkeep, publishers=publishers, webhooks=webhooks)
+        jobs = await stack.enter_async_context(_open_jobs(config)) if config.flows else None
+        yield Services(pool=pool, record=record, upkeep=upkeep, publishers=publishers, webhooks=webhooks, jobs=jobs)
 
 
 @asynccontextmanager
@@ -91,5 +97,17 @@ async def _open_webhooks(config: WorkerConfig) -> AsyncIterator[Webhooks]:
     pool = await open_inbox_pool(config.database_url, name="postroom-worker webhooks", connections=_WEBHOOK_CONNECTIONS)
     try:
         yield Webhooks(pool, config.nats, config.webhooks, Guard(networks_of(config.webhooks)))
+    finally:
+        await pool.close()
+
+
+@asynccontextmanager
+async def _open_jobs(config: WorkerConfig) -> AsyncIterator[Jobs]:
+    """Import the flows first: one that is wrong ends the worker before it begins anything."""
+    flows = [load_flow(name) for name in config.flows]
+    connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
+    pool = await open_jobs_pool(config.database_url, name="postroom-worker jobs", connections=connections)
+    try:
+        yield Jobs(pool, config.nats, flows, config.jobs)
     finally:
         await pool.close()

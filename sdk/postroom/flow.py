@@ -15,7 +15,7 @@
     @flow.activity                                  # sends nothing: pure work, which answers itself
     async def load(ctx, part):
         connection = await ctx.connection()
-        await connection.execute("INSERT INTO loaded VALUES ($1)", part)
+        await connection.execute(LOADED, part)
 
     @flow.completed
     async def report(ctx, job):                     # once per job, after everything
@@ -49,8 +49,9 @@ __all__ = ["Activity", "Again", "Context", "Flow", "InvalidFlow", "Job", "Spawn"
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _NAME_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
 _ADVICE: Final = "return None, an activity.spawn(…), an activity.again(…), or a list of them"
-_MOST_TIMEOUT: Final = 30 * 86_400  # seconds
+_MOST_TIMEOUT: Final = 7 * 86_400  # seconds: as long as an outbox keeps what it published
 _MOST_ASKS: Final = 1000
+_MOST_FLOW_NAME: Final = 58  # characters: it is a part of its consumer's name
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]  # of a Context and one JSON value, or a Job
 
@@ -145,6 +146,8 @@ class Flow:
     def __init__(self, name: str) -> None:
         """Name it: the name is what jobs, their events and their consumers are known by. Raises `InvalidFlow`."""
         _check_name("the flow", name)
+        if len(name) > _MOST_FLOW_NAME:
+            raise _invalid(f"the flow {name!r} has {len(name)} characters: at most {_MOST_FLOW_NAME}")
         self.name = name
         self._activities: dict[str, Activity] = {}
         self._completed: Handler | None = None
@@ -174,8 +177,8 @@ class Flow:
         command; `answer` restricts what answers to events of that name. Where no answer came within `timeout` seconds,
         the request goes out again under its own id, so that an agent that has handled it does not handle it twice;
         after `asks` times in all, the activity has failed. `retry_policy` says how often a leg that raises is tried,
-        and how long it waits; unset, it is tried 20 times, within about an hour and a half. Then the activity has
-        failed, and with it the job. Raises `InvalidFlow`.
+        and how long it waits; unset, it is tried 20 times, within about an hour. Then the activity has failed,
+        and with it the job. Raises `InvalidFlow`.
         """
         if function is not None:
             return self._add(function, name, options)
@@ -269,7 +272,7 @@ def _check_asking(name: str, sends: str | None, answer: str | None, timeout: flo
     if answer is not None and (_NAME.fullmatch(answer) is None or "-" in answer):
         raise _invalid(f"the activity {name!r} has the answer {answer!r}, which is no event's name: snake_case")
     if timeout is not None and not 0 < timeout <= _MOST_TIMEOUT:
-        raise _invalid(f"the activity {name!r} has the timeout {timeout!r}: seconds, more than 0 and at most 30 days")
+        raise _invalid(f"the activity {name!r} has the timeout {timeout!r}: seconds, more than 0 and at most 7 days")
     if not 1 <= asks <= _MOST_ASKS:
         raise _invalid(f"the activity {name!r} asks {asks!r} times: from 1 to {_MOST_ASKS}")
     if asks > 1 and timeout is None:

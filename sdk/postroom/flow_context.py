@@ -25,6 +25,7 @@ class Context:
     dimension: int = 0  # the cycle, from 0; a leg 1 that `again` runs has that of the message that asked for it
     attempt: int = 1  # of this step, from 1
     last_error: str | None = None  # why the attempt before failed
+    idempotency_key: str  # the same for every attempt of this step, and for no other: for effects outside of Postgres
     _connect: Connect = field(repr=False)
 
     async def connection(self) -> Any:
@@ -35,11 +36,6 @@ class Context:
         transaction, and call this late in a handler that takes long: Postgres keeps what it locks until the end.
         """
         return await self._connect()
-
-    @property
-    def idempotency_key(self) -> str:
-        """The same for every attempt of this step, and for no other: a key for effects outside of Postgres."""
-        return f"{self.activity}/{self.message or self.request_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,152 @@
+"""The engine of one flow: what becomes of each message that moves a job on (spec jobs.md; Rule G).
+
+It knows no transport: whoever delivers messages calls `spawned` and `answered`, acknowledges where they return, and
+delivers again, later, where they raise `TryLater`. Faults are acknowledged, retried or escalated as they say; a handler
+that fails is tried by its activity's policy, and then the activity has failed, and with it the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple
+from uuid import UUID
+
+import structlog
+
+from chassis.postgres import Pool
+from ledger.errors import Duplicate, Fault, Inactive, Missing, Then
+from ledger.leg1 import run_leg1
+from ledger.leg2 import QUERIES, run_leg2
+from ledger.primitives import Answer, fail_activity
+from ledger.requests import Asker, ask_again, find_askers, find_overdue
+from ledger.running import HandlerFailed, Running
+from postroom.errors import PostroomError
+from postroom.flow import Flow
+from postroom.retry_policy import RetryPolicy
+
+_log = structlog.get_logger(__name__)
+
+DEFAULT_POLICY: Final = RetryPolicy(max_attempts=20)
+
+
+class Place(NamedTuple):
+    """A mesh where jobs of a flow have not ended; the oldest was started at `since`."""
+
+    flow: str
+    mesh: str
+    since: datetime
+
+
+class TryLater(Exception):
+    """The message is to be delivered again, `seconds` from now."""
+
+    def __init__(self, error: str, seconds: float) -> None:
+        super().__init__(error)
+        self.seconds = seconds
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What an engine has done since it started, for metrics."""
+
+    done: int = 0  # messages whose steps were run to their end
+    acknowledged: int = 0  # replays, and messages for what has ended or is gone
+    retried: int = 0
+    failed: int = 0  # activities
+    asked_again: int = 0
+
+
+async def find_places(pool: Pool, flows: Sequence[str]) -> list[Place]:
+    """Return where jobs of `flows` have not ended."""
+    return [Place(*row) for row in await pool.fetch(QUERIES["find_contexts"], flows)]
+
+
+class Engine:
+    """Runs the steps of one flow's jobs; any number of workers may run the same."""
+
+    def __init__(self, pool: Pool, flow: Flow, *, lease: timedelta) -> None:
+        """`lease` is how long a worker that died holds others off a step."""
+        self.counters = EngineCounters()
+        self.flow = flow
+        self._running = Running(pool=pool, flow=flow, lease=lease)
+
+    async def spawned(self, activity: UUID, name: str, guid: str, attempt: int) -> None:
+        """Run leg 1 of an activity, for the message `guid` at its `attempt`, from 1; raises `TryLater`.
+
+        One that sends nothing answers itself: leg 2 runs at once, for the same message.
+        """
+
+        async def legs() -> None:
+            known = self.flow.activities.get(name)
+            answers_itself = known is not None and known.leg1 is None
+            try:
+                await run_leg1(self._running, activity, attempt)
+            except Duplicate:
+                if not answers_itself:
+                    raise
+            if answers_itself:
+                body = await self._running.pool.fetchval(QUERIES["find_request"], activity)
+                await run_leg2(self._running, activity, guid, Answer(body), attempt)
+
+        await self._run(activity, name, attempt, legs)
+
+    async def answered(self, activity: UUID, name: str, guid: str, answer: Answer, attempt: int) -> None:
+        """Run leg 2 of an activity for the message `guid` that answers it; raises `TryLater`."""
+        await self._run(activity, name, attempt, lambda: run_leg2(self._running, activity, guid, answer, attempt))
+
+    async def find_askers(self, requests: list[UUID]) -> dict[UUID, Asker]:
+        """Return which activities of the flow sent those of `requests` that any of them sent."""
+        return await find_askers(self._running.pool, self.flow.name, requests)
+
+    async def fail(self, activity: UUID, error: str) -> None:
+        """Fail an activity and its job, visibly; where the job has ended, nothing happens."""
+        try:
+            async with self._running.pool.acquire() as connection:
+                await fail_activity(connection, activity, error)
+        except (Inactive, Missing):
+            return
+        self.counters.failed += 1
+        _log.error("activity_failed", activity=str(activity), error=error)
+
+    async def look_after_requests(self) -> None:
+        """Ask again for what is overdue; what was asked as often as it may be fails its activity."""
+        for overdue in await find_overdue(self._running.pool, [self.flow.name]):
+            async with self._running.pool.acquire() as connection:
+                exhausted = await ask_again(connection, overdue)
+            self.counters.asked_again += exhausted is None
+            if exhausted is not None:
+                await self.fail(overdue.activity, exhausted)
+
+    async def _run(self, activity: UUID, name: str, attempt: int, legs: Callable[[], Awaitable[None]]) -> None:
+        policy = self._policy(name)
+        most = policy.max_attempts or DEFAULT_POLICY.max_attempts or 1
+        try:
+            await legs()
+            self.counters.done += 1
+        except Fault as fault:
+            await self._settle(activity, fault, policy, attempt)
+        except HandlerFailed as failed:
+            if attempt >= most:
+                await self.fail(activity, f"{failed} (attempt {attempt} of {most})")
+            else:
+                raise self._later(failed, policy.pause(attempt)) from failed
+
+    async def _settle(self, activity: UUID, fault: Fault, policy: RetryPolicy, attempt: int) -> None:
+        match fault.then:
+            case Then.ACKNOWLEDGE:
+                self.counters.acknowledged += 1
+            case Then.ESCALATE:
+                await self.fail(activity, str(fault))
+            case Then.RETRY:
+                after = fault.problem.retry_after
+                raise self._later(fault, policy.pause(attempt) if after is None else after)
+
+    def _later(self, error: PostroomError, seconds: float) -> TryLater:
+        self.counters.retried += 1
+        return TryLater(str(error), seconds)
+
+    def _policy(self, name: str) -> RetryPolicy:
+        known = self.flow.activities.get(name)
+        return DEFAULT_POLICY if known is None or known.retry_policy is None else known.retry_policy

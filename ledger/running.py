@@ -1,0 +1,151 @@
+"""Running a user's handler: in the transaction of its step, under a lease that is renewed, and told where it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+from uuid import UUID, uuid5
+
+import asyncpg
+import msgspec
+import structlog
+
+from chassis.postgres import UNREACHABLE, Connection, Pool
+from ledger.errors import Fault
+from ledger.primitives import Leg1, Leg2, release, renew
+from postroom.errors import PostroomError
+from postroom.flow import Activity, Flow, InvalidFlow
+from postroom.flow_context import Context
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+_RENEWALS: Final = 3  # of each lease, so that two may fail
+_ERROR_CHARACTERS: Final = 1000
+
+decode: Final = msgspec.json.Decoder().decode
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class HandlerFailed(PostroomError):
+    """A handler raised, or returned what it may not: its step wrote nothing, and may be tried again."""
+
+    @classmethod
+    def of_error(cls, error: Exception) -> HandlerFailed:
+        """Say what it raised."""
+        return cls.of(500, "handler_failed", f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], retryable=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """What the legs of a flow run with; `lease` is how long a worker that died holds others off."""
+
+    pool: Pool
+    flow: Flow
+    lease: timedelta
+
+    def activity(self, name: str) -> Activity:
+        """Return the activity that a row names; raises `InvalidFlow` where the flow has none of that name."""
+        activity = self.flow.activities.get(name)
+        if activity is None:
+            detail = f"the flow {self.flow.name!r} has no activity {name!r}: it was renamed, or this worker is old"
+            raise InvalidFlow.of(500, "unknown_activity", detail)
+        return activity
+
+    def context(self, entry: Leg1 | Leg2, step: StepTransaction, key: object, **members: Any) -> Context:
+        """Tell a handler where it is."""
+        return Context(
+            mesh=entry.context,
+            flow=self.flow.name,
+            job=entry.job,
+            activity=entry.activity,
+            name=entry.name,
+            last_error=entry.last_error,
+            idempotency_key=str(key),
+            _connect=step.connection,
+            **members,
+        )
+
+
+class StepTransaction:
+    """The transaction of one step: it begins where a handler asks for its connection, else where the step ends."""
+
+    def __init__(self, pool: Pool, stack: AsyncExitStack) -> None:
+        self._pool = pool
+        self._stack = stack
+        self._one_at_a_time = asyncio.Lock()
+        self._connection: Connection | None = None
+
+    async def connection(self) -> Connection:
+        """Return the connection, in the transaction."""
+        async with self._one_at_a_time:
+            if self._connection is None:
+                connection = await self._stack.enter_async_context(self._pool.acquire())
+                await self._stack.enter_async_context(connection.transaction())
+                self._connection = connection
+        return self._connection
+
+
+@asynccontextmanager
+async def step_of(running: Running, entry: Leg1 | Leg2) -> AsyncIterator[StepTransaction]:
+    """Lend the transaction of a step: committed at the end of the block, rolled back where it raises.
+
+    What is no `Fault` becomes `HandlerFailed`, and the lease is given up, so that the next attempt need not wait.
+    """
+    try:
+        async with AsyncExitStack() as stack:
+            yield StepTransaction(running.pool, stack)
+    except Fault:
+        raise
+    except Exception as error:
+        failed = HandlerFailed.of_error(error)
+        _log.warning("step_failed", activity=str(entry.activity), name=entry.name, exc_info=error)
+        await _give_up(running, entry, str(failed))
+        raise failed from error
+
+
+async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) -> T:
+    """Await a handler while its lease is renewed; where it is lost, the handler is cancelled: raises `LeaseLost`."""
+    working = asyncio.ensure_future(work)
+    renewing = asyncio.create_task(_renew(running, entry))
+    try:
+        await asyncio.wait({working, renewing}, return_when=asyncio.FIRST_COMPLETED)
+        return await (renewing if renewing.done() else working)
+    finally:
+        working.cancel()
+        renewing.cancel()
+        await asyncio.wait({working, renewing})
+
+
+def derived(activity: UUID, *words: object) -> UUID:
+    """Return the id that follows from an activity and `words`: a second run makes the same."""
+    return uuid5(activity, "/".join(map(str, words)))
+
+
+def encode(value: Any) -> str:
+    """Write JSON; raises `TypeError` for what JSON has no words for."""
+    return _encode(value).decode()
+
+
+async def _renew(running: Running, entry: Leg1 | Leg2) -> Any:
+    """Renew a lease for ever; raises `LeaseLost`. Without Postgres, which alone knows who has it, it is tried again."""
+    while True:
+        await asyncio.sleep(running.lease.total_seconds() / _RENEWALS)
+        try:
+            async with running.pool.acquire() as connection:
+                await renew(connection, entry, running.lease)
+        except (asyncpg.PostgresError, *UNREACHABLE) as error:
+            _log.warning("lease_not_renewed", activity=str(entry.activity), error=str(error))
+
+
+async def _give_up(running: Running, entry: Leg1 | Leg2, error: str) -> None:
+    try:
+        async with running.pool.acquire() as connection:
+            await release(connection, entry, error)
+    except (asyncpg.PostgresError, *UNREACHABLE) as away:
+        _log.warning("lease_not_released", activity=str(entry.activity), error=str(away))  # it runs out by itself

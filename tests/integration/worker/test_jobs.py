@@ -1,0 +1,125 @@
+"""Jobs as processes: the example's worker and agent, killed and stopped in the middle, do each step once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import asyncpg
+import pytest
+from jetstream import Context, until
+from workers import worker
+
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+from embedded.processes import tethered
+from ledger.database import migrate
+from ledger.primitives import Start, start_job
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+QUICK = {
+    "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2",
+    "POSTROOM_WORKER_JOBS_CHECK_SECONDS": "0.05",
+    "POSTROOM_WORKER_JOBS_LEASE_SECONDS": "2",
+}
+STATES = "SELECT state, count(*) FROM ledger.job GROUP BY state"
+REPORTS = "SELECT payload::text FROM postroom.outbox_events WHERE event_type = 'job_completed'"
+
+
+class Office:
+    """A mesh of its own, whose workers and agents are processes."""
+
+    def __init__(self, context: Context, connection: asyncpg.Connection[asyncpg.Record], url: str, nats: str) -> None:
+        self.context = context
+        self.connection = connection
+        self._url = url
+        self._nats = nats
+
+    def worker(self, flow: str, **more: str) -> Any:
+        """Run a worker with a flow for the length of a block."""
+        return worker(
+            POSTROOM_WORKER_DATABASE_URL=self._url,
+            POSTROOM_WORKER_NATS_URL=self._nats,
+            POSTROOM_WORKER_FLOWS=flow,
+            PYTHONPATH=f"{EXAMPLES}:{Path(__file__).parents[2] / 'support'}",
+            **{**QUICK, **more},
+        )
+
+    @contextmanager
+    def agent(self, state: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Run the example's agent for the length of a block; it is killed at its end."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(EXAMPLES),
+            "POSTROOM_NATS_URL": self._nats,
+            "POSTROOM_MESH": self.context.name,
+            "POSTROOM_AGENT_STATE_DIRECTORY": str(state),
+            "POSTROOM_AGENT_ACK_WAIT_SECONDS": "2",
+        }
+        command = [sys.executable, "-m", "cli", "agent", "run", "nightly_export:Extract"]
+        process = subprocess.Popen(tethered(command), env=environment, stderr=subprocess.DEVNULL)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    async def start(self, flow: str, name: str, request: Any = None) -> UUID:
+        """Begin a job."""
+        job = uuid4()
+        start = Start(job, self.context.name, flow, uuid4(), name, json.dumps(request))
+        await start_job(self.connection, start)
+        return job
+
+    async def until_is(self, query: str, value: Any, *arguments: Any) -> None:
+        """Wait until a query has a value."""
+
+        async def done() -> bool:
+            return bool(await self.connection.fetchval(query, *arguments) == value)
+
+        await until(done, query)
+
+    async def until_at_least(self, query: str, least: int) -> None:
+        """Wait until a count is so high."""
+
+        async def done() -> bool:
+            return bool(await self.connection.fetchval(query) >= least)
+
+        await until(done, query)
+
+
+@pytest.fixture
+async def office(nats_url: str, database_url: str) -> AsyncIterator[Office]:
+    await migrate(database_url)
+    client = await connect(NatsSettings(url=nats_url), name="test", patience=20)
+    context = Context(client)
+    await context.declare()
+    connection = await asyncpg.connect(database_url)
+    yield Office(context, connection, database_url, nats_url)
+    await connection.close()
+    await context.remove()
+    await client.close()
+
+
+async def test_the_example_fans_out_and_in_whoever_is_killed_on_the_way(office: Office, tmp_path: Path) -> None:
+    jobs = [await office.start("nightly-export", "extract", {"day": str(day), "parts": 20}) for day in range(3)]
+    with office.worker("nightly_export:flow"):
+        await office.until_is("SELECT count(*) FROM ledger.request", 3)
+    with office.agent(tmp_path), office.worker("nightly_export:flow") as (process, _):
+        await office.until_at_least("SELECT count(*) FROM ledger.guid", 12)
+        process.kill()
+    with office.agent(tmp_path), office.worker("nightly_export:flow"):
+        await office.until_is("SELECT count(*) FROM ledger.job WHERE state = 'completed'", 3)
+
+    parts = await office.connection.fetch("SELECT job, part, rows FROM exported_part ORDER BY job, part")
+    assert [tuple(row) for row in parts] == [(job, part, 100 + part) for job in sorted(jobs) for part in range(20)]
+    reports = [json.loads(row[0])["result"] for row in await office.connection.fetch(REPORTS)]
+    expected = [{"day": str(day), "parts": 20, "rows": sum(range(100, 120))} for day in range(3)]
+    assert sorted(reports, key=lambda report: report["day"]) == expected

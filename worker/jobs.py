@@ -1,0 +1,208 @@
+"""The flows of a worker: in every mesh where jobs of a flow run, a durable consumer `jobs__<flow>` moves them on.
+
+Every worker with the flow shares it. It reads the mesh's events: those of the engine itself, and those that answer a
+request; any other is acknowledged. A consumer begins with what was published since the oldest job that has not ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from datetime import timedelta
+from typing import Final
+from uuid import UUID
+
+import asyncpg
+import structlog
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from chassis.postgres import UNREACHABLE, Pool
+from delivery.consuming import DONE, Consumer, ConsumerCounters, Dead, Delivery, Outcome, Retry, Settle
+from delivery.dead_letters import DeadLetters
+from delivery.errors import NATS_ERRORS
+from delivery.nats import connect
+from delivery.settings import ConsumerSettings, NatsSettings
+from delivery.subjects import event_subject
+from ledger.engine import Engine, Place, TryLater, find_places
+from ledger.requests import Asker
+from postroom.errors import InvalidMessage, PostroomError
+from postroom.flow import Flow
+from worker.job_messages import SPAWNED, Answering, Due, Meaning, Spawned, answer_of, read
+from worker.job_settings import JobSettings
+
+_log = structlog.get_logger(__name__)
+
+PREFIX: Final = "jobs__"  # of a durable's name; the flow's name follows
+
+_MAX_DELIVER: Final = 1000  # the flow's own policy ends it before
+_IN_HAND: Final = 500  # messages of one flow in one mesh
+_CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
+
+
+class JobHandler:
+    """Gives the messages of one consumer to the engine of its flow."""
+
+    def __init__(self, engine: Engine, slots: asyncio.Semaphore) -> None:
+        """`slots` are shared by all flows of a worker: so many steps run at once."""
+        self.ignored = 0  # messages that are none of the flow's
+        self._engine = engine
+        self._slots = slots
+
+    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
+        """Settle each delivery of `batch`, as soon as its steps are done."""
+        meanings = [_read(delivery) for delivery in batch]
+        requests = [meaning.request for meaning in meanings if isinstance(meaning, Answering)]
+        askers = await self._engine.find_askers(requests)
+        async with asyncio.TaskGroup() as tasks:
+            for delivery, meaning in zip(batch, meanings, strict=True):
+                tasks.create_task(self._handle(delivery, meaning, askers, settle))
+
+    async def is_done(self, delivery: Delivery) -> bool:
+        """Fail the activity of a message that was delivered as often as it may be, so that its job does not wait."""
+        meaning = _read(delivery)
+        if isinstance(meaning, Answering):
+            meaning = self._answer(delivery, meaning, await self._engine.find_askers([meaning.request]))
+        if isinstance(meaning, Spawned | Due) and meaning.flow == self._engine.flow.name:
+            await self._engine.fail(meaning.activity, "each worker that was given the message ended without a word")
+        return False  # it is dead-lettered beside
+
+    async def _handle(
+        self, delivery: Delivery, meaning: Meaning | Dead, askers: Mapping[UUID, Asker], settle: Settle
+    ) -> None:
+        if isinstance(meaning, Answering):
+            meaning = self._answer(delivery, meaning, askers)
+        if isinstance(meaning, Dead):
+            await settle(delivery, meaning)
+        elif meaning is None or meaning.flow != self._engine.flow.name:
+            self.ignored += 1
+            await settle(delivery, DONE)
+        else:
+            await settle(delivery, await self._move_on(delivery, meaning))
+
+    def _answer(self, delivery: Delivery, answering: Answering, askers: Mapping[UUID, Asker]) -> Due | Dead | None:
+        """Return the leg 2 that an answer is for; None where the request is none of the flow's."""
+        asker = askers.get(answering.request)
+        activity = None if asker is None else self._engine.flow.activities.get(asker.name)
+        if asker is None or (activity is not None and activity.answer not in {None, answering.event}):
+            return None
+        try:
+            answer = answer_of(delivery, answering.request)
+        except InvalidMessage as error:
+            return Dead(error.code, str(error))
+        return Due(asker.activity, asker.name, self._engine.flow.name, answering.guid, answer)
+
+    async def _move_on(self, delivery: Delivery, meaning: Spawned | Due) -> Outcome:
+        try:
+            async with self._slots:
+                if isinstance(meaning, Spawned):
+                    await self._engine.spawned(meaning.activity, meaning.name, meaning.guid, delivery.attempt)
+                else:
+                    await self._engine.answered(
+                        meaning.activity, meaning.name, meaning.guid, meaning.answer, delivery.attempt
+                    )
+        except TryLater as later:
+            return Retry(str(later), later.seconds)
+        except (asyncpg.PostgresError, *UNREACHABLE) as error:
+            return Retry(f"{type(error).__name__}: {error}")
+        return DONE
+
+
+def _read(delivery: Delivery) -> Meaning | Dead:
+    try:
+        return read(delivery)
+    except InvalidMessage as error:
+        return Dead(error.code, str(error))
+
+
+class Jobs:
+    """The flows of one worker: `run` it as a task."""
+
+    def __init__(self, pool: Pool, nats: NatsSettings, flows: Sequence[Flow], settings: JobSettings) -> None:
+        self.engines = {
+            flow.name: Engine(pool, flow, lease=timedelta(seconds=settings.lease_seconds)) for flow in flows
+        }
+        self.running: dict[tuple[str, str], Consumer] = {}  # by flow and mesh
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._pool = pool
+        self._nats = nats
+        self._settings = settings
+        self._slots = asyncio.Semaphore(settings.steps_at_once)
+        self._stop = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run jobs until `stop`; NATS or Postgres away ends one look, no more."""
+        connecting = asyncio.create_task(connect(self._nats, name="postroom-worker jobs"))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                await self._look_after(connecting.result())
+        finally:
+            connecting.cancel()
+            stopping.cancel()
+            await asyncio.wait({connecting, stopping})
+            self._stopped.set()
+
+    async def stop(self) -> None:
+        """Begin no further step, and wait for those under way."""
+        self._stop.set()
+        await self._stopped.wait()
+
+    @property
+    def counters(self) -> ConsumerCounters:
+        """What all consumers have done since the start."""
+        counters = [astuple(consumer.counters) for consumer in self.running.values()]
+        return ConsumerCounters(*(sum(column) for column in zip(*counters, strict=True)))
+
+    async def _look_after(self, connection: Client) -> None:
+        try:
+            while not self._stop.is_set():
+                await self._try_look(connection.jetstream())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), self._settings.check_seconds)
+        finally:
+            await asyncio.gather(*(consumer.stop() for consumer in self.running.values()))
+            if self._tasks:
+                await asyncio.wait(self._tasks.values())
+            await connection.close()
+
+    async def _try_look(self, js: JetStreamContext) -> None:
+        for task in self._tasks.values():
+            if task.done():
+                task.result()  # it ended by itself: what it raises ends the worker
+        try:
+            for place in await find_places(self._pool, list(self.engines)):
+                if (place.flow, place.mesh) not in self.running:
+                    await self._begin(js, place)
+            for engine in self.engines.values():
+                await engine.look_after_requests()
+        except (PostroomError, asyncpg.PostgresError, *UNREACHABLE, *NATS_ERRORS) as error:
+            _log.warning("jobs_not_looked_after", error=f"{type(error).__name__}: {error}")
+
+    async def _begin(self, js: JetStreamContext, place: Place) -> None:
+        try:
+            stream = await js.find_stream_name_by_subject(event_subject(place.mesh, SPAWNED))
+        except NotFoundError:
+            return  # nobody has declared it yet: the next look will find it
+        handler = JobHandler(self.engines[place.flow], self._slots)
+        consumer = Consumer(js, self._consumer(stream, place), handler, DeadLetters(js, place.mesh))
+        self.running[place.flow, place.mesh] = consumer
+        self._tasks[place.flow, place.mesh] = asyncio.create_task(consumer.run())
+        _log.info("flow_begun", flow=place.flow, mesh=place.mesh, stream=stream)
+
+    def _consumer(self, stream: str, place: Place) -> ConsumerSettings:
+        return ConsumerSettings(
+            stream=stream,
+            durable=PREFIX + place.flow,
+            filter_subjects=[f"{place.mesh}.event.>"],
+            ack_wait_seconds=self._settings.lease_seconds,
+            max_deliver=_MAX_DELIVER,
+            max_ack_pending=_IN_HAND,
+            batches_at_once=_IN_HAND,  # the steps are limited: one that is slow holds up nothing but its own place
+            since=place.since - _CLOCK_SKEW,
+        )
