@@ -66,4 +66,10 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> W
             f"({config.record.horizon_days:g}): what may have to be published again must be kept",
         )
     check_webhooks(config.webhooks)
+    if config.webhooks.inbox.horizon_days < config.record.horizon_days:
+        raise Fatal(
+            Exit.CONFIG,
+            f"webhooks.inbox.horizon_days ({config.webhooks.inbox.horizon_days:g}) is shorter than "
+            f"record.horizon_days ({config.record.horizon_days:g}): what is published again would be posted again",
+        )
     return config

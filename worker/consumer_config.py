@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from chassis.config import SECRET, load
 from chassis.exits import Exit, Fatal
-from delivery.http.settings import HandlerSettings, check_timeout
+from delivery.http.settings import HandlerSettings, InboxSettings, check_inbox, check_timeout
 from delivery.settings import ConsumerSettings, NatsSettings, StreamSettings
 from delivery.streams import default_streams
 from delivery.subjects import stream_name
@@ -43,6 +43,7 @@ class ConsumerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     nats: NatsSettings
     consumer: ConsumerSettings
     handler: HandlerSettings
+    inbox: InboxSettings = msgspec.field(default_factory=InboxSettings)
     streams: Annotated[
         list[StreamSettings], Meta(description="streams that this process declares at its start, as `[[streams]]`")
     ] = msgspec.field(default_factory=list)
@@ -58,6 +59,7 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> C
     """Read and check the config; raises `Fatal` (78) with the path of what is wrong."""
     config = load(ConsumerConfig, file, prefix=PREFIX, environ=environ)
     check_timeout(config.handler, config.consumer)
+    check_inbox(config.inbox)
     return config
 
 

@@ -35,6 +35,32 @@ class HandlerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     ] = 16 * KIB
 
 
+class InboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How long a consumer remembers what it has handled."""
+
+    keep_days: Annotated[
+        float,
+        Meta(
+            gt=0, description="how long handled messages are remembered at least, in days; longer than `horizon_days`"
+        ),
+    ] = 30
+    horizon_days: Annotated[
+        float, Meta(gt=0, description="how old a message is that workers publish again (their `record.horizon_days`)")
+    ] = 7
+    sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 600
+    sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one slice of a sweep")] = 500
+
+
+def check_inbox(inbox: InboxSettings) -> None:
+    """Raise `Fatal` (78) unless a message is remembered for longer than it may be published again."""
+    if inbox.keep_days <= inbox.horizon_days:
+        raise Fatal(
+            Exit.CONFIG,
+            f"inbox.keep_days ({inbox.keep_days:g}) is not longer than inbox.horizon_days ({inbox.horizon_days:g}): "
+            "a message that workers publish again would be handled again",
+        )
+
+
 def check_timeout(handler: HandlerSettings, consumer: ConsumerSettings) -> None:
     """Raise `Fatal` (78) unless the handler's time-out is below the consumer's ack_wait."""
     if handler.timeout_seconds >= consumer.ack_wait_seconds:

@@ -21,6 +21,7 @@ from delivery.http.client import HandlerClient
 from delivery.http.handler import LEASE_SHARE, HttpHandler
 from delivery.http.inbox_messages import InboxMessages
 from delivery.http.requests import occurred_at
+from delivery.http.retention import InboxRetention
 from delivery.http.settings import HandlerSettings
 from delivery.settings import ConsumerSettings
 from delivery.webhooks.settings import WebhookSettings
@@ -77,14 +78,16 @@ class WebhookConsumer:
             SinceRegistered(self._handler, webhook.created_at),
             DeadLetters(js, webhook.mesh),
         )
+        self._retention = InboxRetention(pool, js, stream=stream, durable=webhook.durable, settings=settings.inbox)
 
     async def run(self) -> None:
         """Deliver until stopped; raises `Unavailable` where the connection to NATS was closed for good."""
-        leases = asyncio.create_task(self._handler.leases.run())
+        beside = [asyncio.create_task(task) for task in (self._handler.leases.run(), self._retention.run())]
         try:
             await self.consumer.run()
         finally:
-            leases.cancel()
+            for task in beside:
+                task.cancel()
             await self._client.close()
 
     async def stop(self) -> None:

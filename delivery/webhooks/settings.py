@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from chassis.exits import Exit, Fatal
 from delivery.http.addresses import Network
+from delivery.http.settings import InboxSettings, check_inbox
 from delivery.settings import BackoffSettings
 
 
@@ -39,14 +40,16 @@ class WebhookSettings(AddressSettings, kw_only=True, forbid_unknown_fields=True)
     max_deliver: Annotated[
         int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
     ] = 20
+    inbox: InboxSettings = msgspec.field(default_factory=InboxSettings)
     backoff: BackoffSettings = msgspec.field(
         default_factory=lambda: BackoffSettings(first_seconds=5, factor=2, most_seconds=3600)
     )
 
 
 def check_webhooks(settings: WebhookSettings) -> None:
-    """Raise `Fatal` (78) unless the networks are some, and the time-out is below `ack_wait_seconds`."""
+    """Raise `Fatal` (78) unless the networks are some, the time-out is below `ack_wait_seconds`, and rows are kept."""
     networks_of(settings)
+    check_inbox(settings.inbox)
     if settings.timeout_seconds >= settings.ack_wait_seconds:
         raise Fatal(
             Exit.CONFIG,

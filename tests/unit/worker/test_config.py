@@ -38,3 +38,10 @@ def test_what_may_have_to_be_published_again_must_be_kept() -> None:
     with pytest.raises(Fatal, match=r"record\.keep_days \(3\) is shorter than record\.horizon_days \(7\)") as refused:
         load_config(None, {**ENVIRON, "POSTROOM_WORKER_RECORD_KEEP_DAYS": "3"})
     assert refused.value.exit_code == Exit.CONFIG
+
+
+def test_what_may_be_published_again_must_be_remembered_by_webhooks() -> None:
+    longer = {"POSTROOM_WORKER_RECORD_HORIZON_DAYS": "8"}
+    with pytest.raises(Fatal, match=r"webhooks\.inbox\.horizon_days \(7\) is shorter than record\.horizon_days \(8\)"):
+        load_config(None, {**ENVIRON, **longer})
+    assert load_config(None, {**ENVIRON, **longer, "POSTROOM_WORKER_WEBHOOKS_INBOX_HORIZON_DAYS": "8"})

@@ -69,3 +69,9 @@ def test_what_is_missing_or_wrong_is_refused(context: str, environ: dict[str, st
     with pytest.raises(Fatal) as refused:
         direct_config(context=context, name="orders", handler="http://host/", environ=environ)
     assert refused.value.exit_code == Exit.CONFIG
+
+
+def test_what_may_be_published_again_must_be_remembered_for_longer() -> None:
+    with pytest.raises(Fatal, match=r"inbox\.keep_days \(7\) is not longer than inbox\.horizon_days \(7\)") as refused:
+        load_config(EXAMPLE, {f"{PREFIX}INBOX_KEEP_DAYS": "7"})
+    assert refused.value.exit_code == Exit.CONFIG

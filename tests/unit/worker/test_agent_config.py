@@ -1,0 +1,39 @@
+"""Where an agent keeps its store, by its config and by its surroundings."""
+
+from pathlib import Path
+
+import pytest
+
+from chassis.exits import Fatal
+from delivery.settings import NatsSettings
+from postroom.agent import Agent
+from worker.agent_config import AgentConfig, state_directory
+
+NATS = NatsSettings(url="nats://127.0.0.1:4222")
+PLAIN = AgentConfig(tenant="demo", nats=NATS)
+
+
+class Stock(Agent):
+    """Keeps nothing."""
+
+
+@pytest.mark.parametrize(
+    ("environ", "directory"),
+    [
+        ({"POSTROOM_STATE": "/stack", "XDG_STATE_HOME": "/state"}, "/stack/agents/demo.default.stock"),
+        ({"XDG_STATE_HOME": "/state"}, "/state/postroom/agents/demo.default.stock"),
+    ],
+)
+def test_a_store_lies_with_the_stack_that_the_agent_runs_beside(environ: dict[str, str], directory: str):
+    assert state_directory(PLAIN, Stock, environ) == Path(directory)
+
+
+def test_the_config_wins():
+    config = AgentConfig(tenant="demo", nats=NATS, state_directory=Path("/mine"))
+    assert state_directory(config, Stock, {"POSTROOM_STATE": "/stack"}) == Path("/mine")
+
+
+def test_without_a_home_the_config_has_to_say_where(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.getuid", lambda: 1000)
+    with pytest.raises(Fatal, match="HOME is not set"):
+        state_directory(PLAIN, Stock, {})
