@@ -83,7 +83,7 @@ def start(
 
     \b
         postroom jobs start nightly_export:flow --request '{"day": "2026-01-31"}'
-        postroom jobs start nightly_export:flow --job "$(uuidgen)" --request - < request.json
+        postroom jobs start nightly_export:flow --job 6fa459ea-ee8a-3ca4-894e-db77e160355e --request - < request.json
     """  # noqa: D301 - \b: as it stands
     from ledger.loading import load_flow  # noqa: PLC0415
     from ledger.operating import start as begin  # noqa: PLC0415

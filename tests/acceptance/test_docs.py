@@ -17,7 +17,7 @@ PART = re.compile(
 )
 NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
 PORT = "8000"  # of the examples' handlers; another one may be free
-PAGES = ["README.md", "docs/operations.md", "docs/delivery.md", "sdk/README.md"]
+PAGES = ["README.md", "docs/operations.md", "docs/delivery.md", "docs/jobs.md", "sdk/README.md"]
 EXCHANGE = """
 import os, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:

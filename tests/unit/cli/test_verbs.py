@@ -77,7 +77,3 @@ def test_every_operator_verb_takes_ids_filters_a_reason_and_a_dry_run(verb: str)
 )
 def test_every_destructive_verb_can_be_told_not_to_ask(words: str) -> None:
     assert "--yes" in options(words)
-
-
-def test_verbs_of_later_changes_are_absent() -> None:
-    assert not {"pipeline"} & set(VERBS)
