@@ -40,7 +40,7 @@ demo: setup ## the whole main job on embedded servers, with visible results
 	$(BIN)/postroom demo
 
 test: $(SPARK_STAMP) ## every test but the slow suites
-	$(BIN)/pytest -m "not soak and not systemd"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not soak and not systemd"
 
 check: $(SPARK_STAMP) ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check .

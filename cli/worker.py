@@ -25,17 +25,24 @@ Since = Annotated[
     ),
 ]
 Stream = Annotated[str | None, typer.Option("--stream", help="Only what went into this stream.", metavar="NAME")]
+Flows = Annotated[
+    list[str] | None,
+    typer.Option("--flow", metavar="MODULE:FLOW", help="Also run this flow, as nightly_export:flow. Repeatable."),
+]
 Confirmed = Annotated[
     bool, typer.Option("--confirmed", help="Also what a consumer's inbox has as handled; it will skip it again.")
 ]
 
 
 @app.command()
-def run(*, config: Config = None) -> None:
-    """Publish until a signal says stop."""
+def run(*, config: Config = None, flow: Flows = None) -> None:
+    """Publish, and run the jobs of flows, until a signal says stop.
+
+    Any number of workers may run, beside the one of `postroom up` too: they share the work.
+    """
     from worker.commands import main  # noqa: PLC0415
 
-    raise SystemExit(main(config))
+    raise SystemExit(main(config, flow or ()))
 
 
 @app.command()

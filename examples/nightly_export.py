@@ -1,7 +1,7 @@
 """A job that fans out and in: an agent says which parts a day has, each part is loaded once, and a report is made once.
 
     postroom up                                                    # then, with the `env` file that it names:
-    POSTROOM_WORKER_FLOWS=nightly_export:flow postroom worker run  # in this folder
+    postroom worker run --flow nightly_export:flow                 # in this folder
     postroom agent run nightly_export:Extract --tenant demo
     postroom jobs start nightly_export:flow --mesh demo --request '{"day": "2026-01-31", "parts": 4}'
 

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
+
 from chassis import logs, runtime
 from chassis.exits import Exit, Fatal
 from chassis.postgres import Connection
@@ -17,10 +19,11 @@ from worker.config import WorkerConfig, load_config
 from worker.main import run
 
 
-def main(config_file: Path | None) -> int:
-    """Load the config and run the worker; what is fatal becomes one sentence and its exit code."""
+def main(config_file: Path | None, flows: Sequence[str] = ()) -> int:
+    """Load the config and run the worker, with `flows` beside the config's; what is fatal becomes a sentence."""
     try:
         config = load_config(config_file)
+        config = msgspec.structs.replace(config, flows=[*config.flows, *flows])
         logs.configure(config.log_level)
         runtime.run(run(config))
     except Fatal as fatal:
