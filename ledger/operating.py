@@ -123,9 +123,11 @@ class JobTree(msgspec.Struct, kw_only=True, frozen=True):
 async def start(connection: Connection, job: Start) -> bool:
     """Begin a job; returns False where that very job was begun before.
 
-    Raises `Conflict` where the id belongs to another job, or to one with another request, and `InvalidMessage` where
-    there can be no such mesh, or Postgres cannot keep the request.
+    Raises `Conflict` where the id belongs to another job, or to one with another request, `NotFound` where there is no
+    such mesh (in a database without the broker's tables, any may be), and `InvalidMessage` where there can be none, or
+    Postgres cannot keep the request.
     """
+    await _check_mesh(connection, job.context)
     try:
         await start_job(connection, job)
     except asyncpg.CheckViolationError as error:
@@ -183,6 +185,12 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
             raise missing(job)
         if not row["done"]:
             raise _ended(job, row["state"])
+
+
+async def _check_mesh(connection: Connection, mesh: str) -> None:
+    """Refuse a mesh that there is not: nobody would ever begin the job."""
+    if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
+        raise NotFound.of(404, "mesh_missing", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
 
 
 def missing(job: UUID) -> NotFound:

@@ -14,6 +14,14 @@ LIMIT $4;
 -- The job $1.
 SELECT id, context, flow, state, semaphore, started_at, ended_at, error FROM ledger.job WHERE id = $1;
 
+-- name: has_meshes
+-- Whether the broker's tables are in this database.
+SELECT to_regclass('mesh.mesh') IS NOT NULL;
+
+-- name: knows_mesh
+-- Whether there is the mesh $1.
+SELECT EXISTS (SELECT FROM mesh.mesh WHERE slug = $1);
+
 -- name: find_start
 -- What the job $1 was started with, where there is one.
 SELECT job.context, job.flow, activity.name, activity.request = $2::jsonb AS same_request
