@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 from chassis import postgres
@@ -10,6 +9,6 @@ from chassis import postgres
 ROOM: Final = "pipeline"
 
 
-def migrate(url: str) -> list[str]:
+async def migrate(url: str) -> list[str]:
     """Bring the tables to this program's version and return what was applied; raises `Fatal`."""
-    return asyncio.run(postgres.migrate(url, ROOM))
+    return await postgres.migrate(url, ROOM)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from datetime import date
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from matplotlib import dates as mdates
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -20,6 +19,7 @@ _COLUMNS: Final = 2
 _COLOURS: Final = {"published": "#2f6f8f", "handled": "#c8553d"}
 _INK: Final = "#30343b"
 _FAINT: Final = "#d9dce1"
+_MARKS: Final = 5  # days that are named on an axis
 _DPI: Final = 150
 
 
@@ -60,7 +60,7 @@ def _draw_panel(panel: Any, destination: str, lines: Sequence[Latency]) -> None:
     panel.yaxis.set_minor_formatter(FuncFormatter(lambda _value, _position: ""))
     panel.grid(axis="y", color=_FAINT, linewidth=0.7)
     panel.set_axisbelow(True)
-    panel.tick_params(length=0, labelsize=8.5, labelcolor=_INK, labelleft=True)
+    panel.tick_params(which="both", length=0, labelsize=8.5, labelcolor=_INK, labelleft=True)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.spines["bottom"].set_color(_FAINT)
     _date_axis(panel, sorted({line.day for line in lines}))
@@ -87,18 +87,16 @@ def _draw_stage(panel: Any, stage: str, colour: str, days: Sequence[Latency]) ->
 
 
 def _date_axis(panel: Any, days: Sequence[str]) -> None:
-    first, last = date.fromisoformat(days[0]), date.fromisoformat(days[-1])
+    """Mark some of the days that there are, and leave room for the words behind the last."""
+    first, last = datetime.fromisoformat(days[0]), datetime.fromisoformat(days[-1])
     span = max((last - first).days, 1)
-    panel.set_xlim(first.toordinal() - _EPOCH - 0.05 * span, last.toordinal() - _EPOCH + 0.32 * span)
-    panel.xaxis.set_major_locator(mdates.AutoDateLocator(minticks=1, maxticks=6))
-    panel.xaxis.set_major_formatter(mdates.DateFormatter("%-d %b"))
-
-
-_EPOCH: Final = date(1970, 1, 1).toordinal()  # matplotlib counts days from here
+    marked = [date.fromisoformat(day) for day in days[:: -(-len(days) // _MARKS)]]
+    panel.set_xlim(first - timedelta(days=0.05 * span), last + timedelta(days=0.32 * span))
+    panel.set_xticks(marked, [f"{day.day} {day:%b}" for day in marked])
 
 
 def _title(figure: Any, latencies: Sequence[Latency], panels: int) -> None:
-    count = sum(line.deliveries for line in latencies)
+    count = sum(line.deliveries for line in latencies if line.stage == "published")
     if not panels:
         figure.suptitle("No delivery in this time", color=_INK, fontsize=13, fontweight="bold")
         return

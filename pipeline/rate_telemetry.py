@@ -38,7 +38,7 @@ class Options(History, kw_only=True):
 
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Count the history by mesh, member and window, and keep the counts."""
-    migrate(options.database_url)
+    asyncio.run(migrate(options.database_url))
     spark.dataSource.register(HistorySource)
     history = spark.read.format(HistorySource.name()).options(**history_options(options)).schema(_COLUMNS).load()
     length = options.window_seconds

@@ -30,7 +30,7 @@ class Options(History, kw_only=True):
 
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Index the messages that are not indexed yet, and forget those that are gone."""
-    migrate(options.database_url)
+    asyncio.run(migrate(options.database_url))
     spark.dataSource.register(HistorySource)
     history = spark.read.format(HistorySource.name()).options(**history_options(options)).load()
     texts = history.where("body IS NOT NULL").select(*_COLUMNS)

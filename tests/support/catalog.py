@@ -39,7 +39,7 @@ async def catalog(database_url: str, *schemas: str) -> list[tuple[str, str, str]
 async def rebuild(database_url: str, *scripts: str) -> None:
     """Drop what Postroom made, and run these scripts where the migrations would run."""
     connection = await asyncpg.connect(database_url)
-    await connection.execute("DROP SCHEMA IF EXISTS mesh, ledger CASCADE; DROP SCHEMA postroom CASCADE")
+    await connection.execute("DROP SCHEMA IF EXISTS mesh, ledger, pipeline CASCADE; DROP SCHEMA postroom CASCADE")
     for script in (_PREPARE, *scripts):
         await connection.execute(script)
     await connection.close()

@@ -1,0 +1,243 @@
+"""The source `postroom_history`: every column, whatever is asked for, and each message once in a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import msgspec
+import pytest
+from histories import History
+from pyspark.errors import AnalysisException, StreamingQueryException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import EqualTo, GreaterThan, LessThanOrEqual
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+
+from postroom import Conflict
+from postroom.administration import HistoryMessage
+from postroom.errors import InvalidMessage
+from postroom.spark.history_conditions import Conditions
+from postroom.spark.history_options import read_options
+from postroom.spark.history_reading import SCHEMA, PushingHistoryReader
+from postroom.spark.history_streaming import HistoryStreamReader
+
+
+@pytest.fixture
+def history(database_url: str) -> History:
+    return History(database_url)
+
+
+def load(spark: SparkSession, history: History, **options: Any) -> DataFrame:
+    options = {"database_url": history.url, "partition_rows": 10, **options}
+    return spark.read.format("postroom_history").options(**options).load()
+
+
+def ids(frame: DataFrame) -> list[str]:
+    return sorted(row["client_message_id"] for row in frame.select("client_message_id").collect())
+
+
+def test_a_batch_holds_every_message_with_every_field(spark: SparkSession, history: History) -> None:
+    history.accept((f"id-{number:02}" for number in range(25)), mentions=["bob"], reply_to="id-00")
+    history.accept(["odd"], "dm:bob", body='a "quoted",\nbroken\\N line', meta={"k": "v"}, priority="now")
+    history.accept(["empty"], "queue:work", body="")
+    history.accept(["bytes"], body=None, body_base64="AAECgP8=")
+    rows = {row["client_message_id"]: row for row in load(spark, history).collect()}
+
+    assert len(rows) == 28
+    assert set(HistoryMessage.__struct_fields__) == set(SCHEMA.fieldNames())
+    odd = rows["odd"]
+    assert (odd["to"], odd["sender"], odd["mesh"], odd["priority"]) == ("dm:bob", "alice", "demo", "now")
+    assert odd["body"] == 'a "quoted",\nbroken\\N line'
+    assert msgspec.json.decode(odd["meta"]) == {"k": "v"}
+    assert rows["id-07"]["reply_to"] == "id-00"
+    assert (rows["empty"]["body"], rows["empty"]["body_base64"]) == ("", None)
+    assert (rows["bytes"]["body"], rows["bytes"]["body_base64"]) == (None, "AAECgP8=")
+    (kept,) = history.fetch("SELECT * FROM mesh.message WHERE client_message_id = 'odd'")
+    assert odd["request_fingerprint"] == kept["request_fingerprint"].hex()
+    assert odd["accepted_at"].astimezone(kept["accepted_at"].tzinfo) == kept["accepted_at"]
+
+
+def test_options_and_columns_narrow_what_is_read(spark: SparkSession, history: History) -> None:
+    history.add_mesh("sea")
+    history.accept(["ours"])
+    history.accept(["theirs"], mesh="sea")
+    history.tamper("UPDATE mesh.message_history SET accepted_at = '2026-11-01' WHERE client_message_id = 'ours'")
+
+    assert ids(load(spark, history)) == ["ours", "theirs"]
+    assert ids(load(spark, history, mesh="sea")) == ["theirs"]
+    assert ids(load(spark, history, since="2026-11-01", until="2026-11-01T00:00:00.000001")) == ["ours"]
+    assert ids(load(spark, history, until="2026-11-01")) == []
+    reader = spark.read.format("postroom_history").option("database_url", history.url)
+    narrow = reader.schema("mesh STRING, history_id BIGINT").load()
+    assert sorted(map(tuple, narrow.collect())) == [("demo", 1), ("sea", 1)]
+
+
+def test_a_data_frame_whose_filters_were_pushed_is_whole_without_them(spark: SparkSession, history: History) -> None:
+    history.accept(f"id-{number}" for number in range(12))
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    try:
+        frame = load(spark, history)
+        assert ids(frame.where("history_id = 3")) == ["id-2"]
+        assert frame.count() == 12
+        pushed = load(spark, history, push_filters="true").where("history_id > 11 AND sender = 'alice'")
+        assert ids(pushed) == ["id-11"]
+    finally:
+        spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+def test_pushed_filters_leave_out_ranges_and_meshes(history: History) -> None:
+    history.add_mesh("sea")
+    history.accept(f"id-{number}" for number in range(40))
+    history.accept(["theirs"], mesh="sea")
+    options = read_options({"database_url": history.url, "partition_rows": "10"}, streaming=False)
+    reader = PushingHistoryReader(options, SCHEMA)
+    assert len(reader.partitions()) == 5
+    filters = [EqualTo(("mesh",), "demo"), GreaterThan(("history_id",), 15), LessThanOrEqual(("history_id",), 30)]
+    assert list(reader.pushFilters(filters)) == filters
+    parts = reader.partitions()
+
+    assert [(part.after, part.last) for part in parts] == [(14, 24), (24, 30)]
+    assert sum(batch.num_rows for part in parts for batch in reader.read(part)) == 16
+
+
+def test_what_a_filter_cannot_say_leaves_nothing_out() -> None:
+    odd = [EqualTo(("broker_message_id",), "x"), EqualTo(("history_id",), None), EqualTo(("body",), "x")]
+    assert Conditions().narrowed(odd) == Conditions()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"sinse": "2026-11-01"}, "has no option 'sinse'"),
+        ({"since": "yesterday"}, "give a day or a time"),
+        ({"since": "2026-11-02", "until": "2026-11-02"}, "not after since"),
+        ({"partition_rows": "0"}, "a whole number from 1 up"),
+        ({"max_rows_per_batch": "5"}, "for streams"),
+        ({"push_filters": "perhaps"}, "true or false"),
+    ],
+)
+def test_options_that_are_wrong_say_what_to_do(options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(InvalidMessage, match=sentence):
+        read_options({"database_url": "postgresql://x/y", **options}, streaming=False)
+
+
+def test_a_stream_has_no_end_and_a_source_needs_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POSTROOM_DATABASE_URL", raising=False)
+    with pytest.raises(InvalidMessage, match="a stream has no end"):
+        read_options({"database_url": "postgresql://x/y", "until": "2026-11-01"}, streaming=True)
+    with pytest.raises(InvalidMessage, match="set POSTROOM_DATABASE_URL"):
+        read_options({}, streaming=False)
+
+
+def test_an_unknown_mesh_or_column_is_an_error_that_says_so(spark: SparkSession, history: History) -> None:
+    with pytest.raises(AnalysisException, match="there is no mesh 'see'"):
+        load(spark, history, mesh="see").collect()
+    reader = spark.read.format("postroom_history").option("database_url", history.url)
+    with pytest.raises(AnalysisException, match="the history has no column bodi"):
+        reader.schema("bodi STRING").load().collect()
+
+
+def test_a_stream_that_dies_in_a_batch_goes_on_without_loss_or_repeat(
+    spark: SparkSession, history: History, tmp_path: Path
+) -> None:
+    history.accept(f"id-{number:02}" for number in range(30))
+    source = spark.readStream.format("postroom_history").options(database_url=history.url, max_rows_per_batch=12)
+    out, seen = str(tmp_path / "out"), []
+
+    def write(batch: DataFrame, number: int) -> None:
+        seen.append((number, ids(batch)))
+        batch.write.mode("overwrite").parquet(f"{out}/batch={number}")
+        if len(seen) == 2:
+            raise RuntimeError("killed after writing, before its commit")
+
+    def start() -> None:
+        writing = source.load().writeStream.foreachBatch(write).trigger(availableNow=True)
+        writing.option("checkpointLocation", str(tmp_path / "checkpoint")).start().awaitTermination()
+
+    with pytest.raises(StreamingQueryException, match="killed after writing"):
+        start()
+    history.accept(f"later-{number}" for number in range(3))
+    start()
+
+    assert seen[1] == seen[2]  # the same batch again: Spark asks for what the checkpoint planned
+    assert ids(spark.read.parquet(out)) == [f"id-{number:02}" for number in range(30)] + [
+        f"later-{number}" for number in range(3)
+    ]
+
+
+@contextmanager
+def held_open(history: History, statement: str) -> Iterator[asyncio.Runner]:
+    """Keep a transaction open that has run `statement`; it commits at the end."""
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        connection = runner.run(asyncpg.connect(history.url))
+        transaction = connection.transaction()
+        runner.run(transaction.start())
+        runner.run(connection.execute(statement))
+        yield runner
+        runner.run(transaction.commit())
+        runner.run(connection.close())
+
+
+COPY = (
+    "INSERT INTO mesh.message_history SELECT mesh_id, {number}, gen_random_uuid(), client_message_id, sender_id, "
+    "destination_kind, destination_id, destination_ref, 0, now(), expires_at "
+    "FROM mesh.message_history WHERE history_id = 1"
+)
+
+
+def test_a_row_that_commits_late_is_not_skipped(spark: SparkSession, history: History, tmp_path: Path) -> None:
+    history.accept(f"id-{number}" for number in range(5))
+    narrow = "history_id BIGINT, client_message_id STRING"
+
+    def stream() -> list[int]:
+        source = spark.readStream.format("postroom_history").option("database_url", history.url).schema(narrow).load()
+        writing = source.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "checkpoint"))
+        writing.trigger(availableNow=True).start(str(tmp_path / "out")).awaitTermination()
+        return sorted(row["history_id"] for row in spark.read.parquet(str(tmp_path / "out")).collect())
+
+    with held_open(history, COPY.format(number=6)):
+        history.execute(COPY.format(number=7))  # a later number that is visible first
+        history.execute("UPDATE mesh.history_counter SET last_history_id = 7")
+        assert stream() == [1, 2, 3, 4, 5]
+
+    assert stream() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_an_accept_in_progress_holds_back_its_own_mesh_alone(history: History) -> None:
+    history.add_mesh("sea")
+    history.accept(["first"])
+    reader = stream_reader(history)
+    take = "UPDATE mesh.history_counter SET last_history_id = last_history_id + 1 WHERE mesh_id = 1"
+    with held_open(history, take):
+        before = reader.latestOffset({}, ReadAllAvailable())
+    history.accept(["second"])
+
+    assert before == {"1": 1}
+    assert reader.latestOffset(before, ReadAllAvailable()) == {"1": 3}  # the number 2 was taken and never used
+
+
+def test_a_batch_of_a_stream_has_about_as_many_rows_as_asked_for(history: History) -> None:
+    history.add_mesh("sea")
+    history.accept(f"id-{number}" for number in range(20))
+    history.accept((f"sea-{number}" for number in range(20)), mesh="sea")
+    reader = stream_reader(history)
+    first = reader.latestOffset(reader.initialOffset(), ReadMaxRows(8))
+
+    assert first == {"1": 4, "2": 4}
+    assert reader.latestOffset(first, ReadMaxRows(1)) == {"1": 5, "2": 5}
+    assert reader.latestOffset(first, ReadAllAvailable()) == {"1": 20, "2": 20}
+    assert [(part.mesh_id, part.after, part.last) for part in reader.partitions(first, {"1": 6, "2": 4})] == [(1, 4, 6)]
+
+
+def test_a_history_that_ends_before_the_checkpoint_is_refused(history: History) -> None:
+    history.accept(["first"])
+    with pytest.raises(Conflict, match="was an older database put back"):
+        stream_reader(history).latestOffset({"1": 40}, ReadAllAvailable())
+
+
+def stream_reader(history: History) -> HistoryStreamReader:
+    return HistoryStreamReader(read_options({"database_url": history.url}, streaming=True), SCHEMA)
