@@ -1,7 +1,7 @@
 """Random trees of activities, in any order, with replays, two workers on one message, and a crash at every commit.
 
-A worker in miniature runs each message by its ledger (seed §10), and a crash ends its connection right before or right
-after a commit. After each move, the database is held against the pure digits, and at the end nothing is left to do.
+The legs run as a worker runs them, on connections that end right before or right after a commit. After each move, the
+database is held against the pure digits, and at the end nothing is left to do.
 """
 
 from __future__ import annotations
@@ -10,33 +10,53 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import asyncpg
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from ledgers import LEASE, Jobs, asking
+from ledgers import LEASE, Jobs
 
 from ledger import digits
 from ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
-from ledger.primitives import (
-    Child,
-    Leg2,
-    complete_leg1,
-    enter_leg1,
-    enter_leg2,
-    finish_job,
-    finish_work,
-    spawn,
-)
+from ledger.leg1 import run_leg1
+from ledger.leg2 import run_leg2
+from ledger.primitives import Answer
+from ledger.running import HandlerFailed, Running
+from postroom.flow import Context, Flow, Job, Step
 
 MOST_ACTIVITIES = 12
 ACTIVITIES = "SELECT id, ledger, answers_due, answers_taken FROM ledger.activity WHERE job_id = $1 ORDER BY id"
 GUIDS = "SELECT activity_id, guid, ledger FROM ledger.guid WHERE job_id = $1"
+REQUESTS = "SELECT id, answered_by FROM ledger.request WHERE activity_id = $1 ORDER BY id"
 EFFECT = "SELECT postroom.emit('sea', 'effect', $2, $3, '{}', correlation_id => $1)"
 EFFECTS = "SELECT aggregate_id FROM postroom.outbox_events WHERE correlation_id = $1 AND event_type = $2"
+
+flow = Flow("nightly-export")
+
+
+@flow.activity(sends="queue:asked")
+async def extract(ctx: Context, _request: Any) -> None:
+    await effect(ctx, ctx.idempotency_key, "requested")
+
+
+@extract.answered
+async def _(ctx: Context, work: dict[str, int]) -> list[Step]:
+    await effect(ctx, ctx.idempotency_key, "worked")
+    return [extract.spawn() for _ in range(work["children"])] + [extract.again() for _ in range(work["again"])]
+
+
+@flow.completed
+async def report(ctx: Context, job: Job) -> None:
+    assert ctx.idempotency_key == str(job.id)
+    await effect(ctx, ctx.idempotency_key, "reported")
+
+
+async def effect(ctx: Context, key: str, name: str) -> None:
+    connection = await ctx.connection()
+    await connection.execute(EFFECT, ctx.job, key, name)
 
 
 class Crash(NamedTuple):
@@ -46,78 +66,61 @@ class Crash(NamedTuple):
     after: bool
 
 
-class Crashed(Exception):
-    """The worker is gone."""
+class Crashed(BaseException):
+    """The worker is gone: nothing of it handles this."""
 
 
-class Worker:
-    """A worker in miniature, on a connection that it does not outlive."""
+class Dying(asyncpg.Connection):  # type: ignore[type-arg] # it takes no argument when it runs
+    """A connection of a worker that may die at a commit."""
 
-    def __init__(self, connection: asyncpg.Connection[asyncpg.Record], crash: Crash | None = None) -> None:
-        self.connection = connection
-        self.crash = crash
-        self.commits = 0
-        self.dead = False
+    worker: Worker
 
-    async def commit(self, step: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a step in a transaction, unless this is where the worker dies; what is committed stays so."""
-        here = self.crash if self.crash is not None and self.crash.commit == self.commits else None
-        self.commits += 1
-        async with self.connection.transaction():
-            done = await step()
-            if here is not None and not here.after:
-                await self.die()
+    async def execute(self, query: str, *args: Any, **more: Any) -> str:
+        if query != "COMMIT;":
+            return await super().execute(query, *args, **more)
+        here = self.worker.at_a_commit()
+        if here is not None and not here.after:
+            await self.die()
+        done = await super().execute(query)
         if here is not None:
             await self.die()
         return done
 
-    async def enter(self, entry: Callable[[], Awaitable[Any]]) -> Any:
-        """Make an entry, which is a commit of its own: a replay is counted and refused."""
-        if self.crash is not None and self.crash.commit == 0:
-            return await self.commit(entry)
-        self.commits += 1
-        return await entry()
-
     async def die(self) -> None:
-        self.dead = True
+        self.worker.dead = True
         try:
-            await self.connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+            await super().execute("SELECT pg_terminate_backend(pg_backend_pid())")
         except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
             raise Crashed from None
 
-    async def effect(self, job: UUID, key: str, name: str) -> None:
-        await self.connection.execute(EFFECT, job, key, name)
 
-    async def run_leg1(self, activity: UUID) -> None:
-        leg1 = await self.enter(lambda: enter_leg1(self.connection, activity, LEASE))
-        await self.commit(lambda: complete_leg1(self.connection, leg1, asking()))
+class Worker:
+    """A worker, which may die at one of its commits; what is dead gets no further connection."""
 
-    async def run_leg2(self, activity: UUID, guid: str, work: dict[str, int]) -> None:
-        entry: Leg2 = await self.enter(lambda: enter_leg2(self.connection, activity, guid, LEASE))
-        steps, result = entry.steps, entry.result
-        if not steps.work_done:
-            result = json.dumps(work)
-            await self.commit(lambda: self.work(entry, result or ""))
-        if not steps.children_spawned:
-            spawned = await self.commit(lambda: self.spawn(entry, json.loads(result or "")))
-            steps = digits.decode_guid(spawned.ledger)
-        if steps.job_closed and not steps.completion_done:
-            await self.commit(lambda: self.complete(entry))
+    def __init__(self, crash: Crash | None = None) -> None:
+        self.crash = crash
+        self.commits = 0
+        self.dead = False
 
-    async def work(self, entry: Leg2, result: str) -> None:
-        await self.effect(entry.job, f"{entry.activity}/{entry.guid}", "worked")
-        await finish_work(self.connection, entry, result)
+    def at_a_commit(self) -> Crash | None:
+        self.commits += 1
+        return self.crash if self.crash is not None and self.crash.commit == self.commits - 1 else None
 
-    async def spawn(self, entry: Leg2, work: dict[str, int]) -> Any:
-        children = [Child(uuid4(), "load") for _ in range(work["children"])]
-        return await spawn(self.connection, entry, children, ["{}"] * work["again"])
+    async def employ(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
+        assert isinstance(connection, Dying)
+        connection.worker = self
 
-    async def complete(self, entry: Leg2) -> None:
-        await self.effect(entry.job, str(entry.job), "reported")
-        await finish_job(self.connection, entry)
+    async def admit(self, _connection: Any) -> None:
+        if self.dead:
+            raise Crashed
+
+    def pool(self, url: str) -> asyncpg.Pool[asyncpg.Record]:
+        return asyncpg.create_pool(
+            url, min_size=1, max_size=2, connection_class=Dying, init=self.employ, setup=self.admit
+        )
 
 
-crashes = st.none() | st.builds(Crash, st.integers(0, 3), st.booleans())
+crashes = st.none() | st.builds(Crash, st.integers(0, 2), st.booleans())
 which = st.integers(0, MOST_ACTIVITIES - 1)
 works = st.fixed_dictionaries({"children": st.integers(0, 3), "again": st.integers(0, 1)})
 
@@ -133,6 +136,7 @@ class Trees(RuleBasedStateMachine):
         self.run(self.begin())
 
     async def begin(self) -> None:
+        self.pool = await asyncpg.create_pool(self.url, min_size=1, max_size=3)
         self.jobs = Jobs(await asyncpg.connect(self.url))
         self.job = (await self.jobs.begin()).job
         self.seen: dict[Any, int] = {}
@@ -146,23 +150,36 @@ class Trees(RuleBasedStateMachine):
     async def state(self) -> str:
         return (await self.jobs.job(self.job))[0]
 
-    async def working(self, crash: Crash | None, work: Callable[[Worker], Awaitable[None]]) -> Fault | None:
+    async def working(self, crash: Crash | None, work: Callable[[Running], Awaitable[None]]) -> Fault | None:
         """Let a worker of its own do something; its leases are over when it is gone."""
-        worker = Worker(await asyncpg.connect(self.url), crash)
+        if crash is None:
+            return await self.running(self.pool, work)
+        worker = Worker(crash)
+        async with worker.pool(self.url) as pool:
+            try:
+                return await self.running(pool, work)
+            except (Crashed, HandlerFailed, asyncpg.PostgresConnectionError, asyncpg.InterfaceError):
+                if not worker.dead:
+                    raise
+        return None
+
+    async def running(
+        self, pool: asyncpg.Pool[asyncpg.Record], work: Callable[[Running], Awaitable[None]]
+    ) -> Fault | None:
         try:
-            await work(worker)
+            await work(Running(pool=pool, flow=flow, lease=LEASE))
         except Fault as fault:
             return fault
-        except (Crashed, asyncpg.InterfaceError):
-            if not worker.dead:
-                raise
-        finally:
-            await worker.connection.close() if not worker.connection.is_closed() else worker.connection.terminate()
         return None
 
     async def pick(self, index: int) -> asyncpg.Record:
         activities = await self.activities()
         return activities[index % len(activities)]
+
+    async def request(self, activity: UUID, number: int) -> asyncpg.Record | None:
+        """Return one of the requests that an activity has sent; None before it has sent any."""
+        requests = await self.jobs.connection.fetch(REQUESTS, activity)
+        return requests[number % len(requests)] if requests else None
 
     async def room(self, work: dict[str, int]) -> dict[str, int]:
         """Let a tree end."""
@@ -175,16 +192,17 @@ class Trees(RuleBasedStateMachine):
 
     async def leg1(self, index: int, crash: Crash | None) -> None:
         before, state = await self.pick(index), await self.state()
-        fault = await self.working(crash, lambda worker: worker.run_leg1(before["id"]))
+        fault = await self.working(crash, lambda running: run_leg1(running, before["id"], 1))
         await self.jobs.end_leases(before["id"])
         complete = digits.is_set(before["ledger"], digits.LEG1_COMPLETE)
         after = before["ledger"]
-        if state == "running" and (crash != Crash(0, after=False)) and not (complete and crash == Crash(0, after=True)):
+        if state == "running" and crash != Crash(0, after=False):
             after = digits.enter_leg1(after)
         if state == "running" and (crash is None or crash.commit > 1 or crash == Crash(1, after=True)):
             after = digits.mark(after, digits.LEG1_COMPLETE)
         assert digits.render(after) == await self.jobs.activity(before["id"])
-        assert isinstance(fault, Inactive if state != "running" else Duplicate if complete else type(None))
+        expected = Inactive if state != "running" else Duplicate if complete else type(None)
+        assert isinstance(fault, type(None) if at_entry(crash) else expected)
 
     @rule(index=which, message=st.integers(0, 3), work=works, crash=crashes)
     def deliver_to_leg_2(self, index: int, message: int, work: dict[str, int], crash: Crash | None) -> None:
@@ -193,7 +211,8 @@ class Trees(RuleBasedStateMachine):
     async def leg2(self, index: int, message: int, work: dict[str, int], crash: Crash | None) -> None:
         before, guids, state = await self.pick(index), await self.guids(), await self.state()
         key, work = (before["id"], f"m-{message}"), await self.room(work)
-        fault = await self.working(crash, lambda worker: worker.run_leg2(*key, work))
+        request = await self.request(before["id"], message)
+        fault = await self.working(crash, lambda running: deliver(running, *key, request, work))
         await self.jobs.end_leases(before["id"])
         known = digits.decode_guid(guids[key]) if key in guids else None
         refused: type[Fault] | None = None
@@ -203,10 +222,10 @@ class Trees(RuleBasedStateMachine):
             refused = Inactive
         elif not digits.is_set(before["ledger"], digits.LEG1_COMPLETE):
             refused = Forbidden
-        elif known is None and before["answers_taken"] == before["answers_due"]:
+        elif known is None and (request is None or request["answered_by"] is not None):
             refused = Duplicate
         if refused is not None:
-            assert isinstance(fault, refused)
+            assert isinstance(fault, type(None) if at_entry(crash) else refused)
             assert await self.guids() == guids
             assert digits.render(before["ledger"]) == await self.jobs.activity(before["id"])
             return
@@ -226,11 +245,12 @@ class Trees(RuleBasedStateMachine):
 
     async def both(self, index: int, message: int, work: dict[str, int]) -> None:
         activity, work = (await self.pick(index))["id"], await self.room(work)
+        request = await self.request(activity, message)
 
-        def deliver() -> Awaitable[Fault | None]:
-            return self.working(None, lambda worker: worker.run_leg2(activity, f"m-{message}", work))
+        def one() -> Awaitable[Fault | None]:
+            return self.working(None, lambda running: deliver(running, activity, f"m-{message}", request, work))
 
-        faults = await asyncio.gather(deliver(), deliver())
+        faults = await asyncio.gather(one(), one())
         assert all(isinstance(fault, Duplicate | Held | Inactive | Forbidden | None) for fault in faults)
         assert faults.count(None) <= 1
         await self.jobs.end_leases(activity)
@@ -260,34 +280,53 @@ class Trees(RuleBasedStateMachine):
             self.run(self.look())
         finally:
             self.run(self.jobs.connection.close())
+            self.run(self.pool.close())
             self.runner.close()
 
     async def end(self) -> None:
         """Deliver all that is left, and see that each thing has happened once."""
-        worker = Worker(self.jobs.connection)
-        for row in await self.activities():
-            if not digits.is_set(row["ledger"], digits.LEG1_COMPLETE):
-                await worker.run_leg1(row["id"])
-            left = [guid for (activity, guid) in await self.left() if activity == row["id"]]
-            fresh = [f"fresh-{number}" for number in range(row["answers_due"] - row["answers_taken"])]
-            for guid in left + fresh:
-                await worker.run_leg2(row["id"], guid, {"children": 0, "again": 0})
         while await self.state() != "completed":
-            await self.end()
-            return
-        guids = await self.guids()
-        worked = [row[0] for row in await self.jobs.connection.fetch(EFFECTS, self.job, "worked")]
-        assert sorted(worked) == sorted(f"{activity}/{guid}" for activity, guid in guids)
+            assert await self.working(None, self.deliver_the_rest) is None
+        guids, activities = await self.guids(), await self.activities()
+        requests = [row for each in activities for row in await self.jobs.connection.fetch(REQUESTS, each["id"])]
+        assert await self.effects("worked") == sorted(f"{activity}/{guid}" for activity, guid in guids)
+        assert await self.effects("requested") == sorted(str(row["id"]) for row in requests)
+        assert await self.effects("reported") == [str(self.job)]
+        assert sorted(row["answered_by"] for row in requests) == sorted(guid for _, guid in guids)
         assert all(digits.decode_guid(ledger).done for ledger in guids.values())
         events = await self.jobs.events(self.job)
-        activities = await self.activities()
-        counts = [events.count(name) for name in ("job_started", "reported", "job_completed")]
-        assert counts == [1, 1, 1]
-        assert events.count("asked") == events.count("activity_spawned") == len(activities)
-        assert events.count("activity_cycled") == sum(row["answers_due"] - 1 for row in activities)
+        assert [events.count(name) for name in ("job_started", "job_completed")] == [1, 1]
+        assert events.count("activity_spawned") == len(activities)
+        assert events.count("asked") == len(requests) == sum(row["answers_due"] for row in activities)
+
+    async def deliver_the_rest(self, running: Running) -> None:
+        for row in await self.activities():
+            if not digits.is_set(row["ledger"], digits.LEG1_COMPLETE):
+                await run_leg1(running, row["id"], 1)
+            requests = await self.jobs.connection.fetch(REQUESTS, row["id"])
+            undone = {guid for activity, guid in await self.left() if activity == row["id"]}
+            for request in requests:
+                guid = request["answered_by"] or f"fresh-{request['id']}"
+                if request["answered_by"] is None or guid in undone:
+                    await deliver(running, row["id"], guid, request, {"children": 0, "again": 0})
+
+    async def effects(self, name: str) -> list[str]:
+        return sorted(row[0] for row in await self.jobs.connection.fetch(EFFECTS, self.job, name))
 
     async def left(self) -> list[tuple[UUID, str]]:
         return [key for key, ledger in (await self.guids()).items() if not digits.decode_guid(ledger).done]
+
+
+def at_entry(crash: Crash | None) -> bool:
+    """Whether the worker dies at the commit of its entry, and hears nothing of a fault."""
+    return crash is not None and crash.commit == 0
+
+
+async def deliver(
+    running: Running, activity: UUID, guid: str, request: asyncpg.Record | None, work: dict[str, int]
+) -> None:
+    answer = Answer(json.dumps(work), None if request is None else request["id"])
+    await run_leg2(running, activity, guid, answer, 1)
 
 
 def drive(url: str, runs: int) -> None:
