@@ -101,9 +101,7 @@ WITH revived AS (
   FROM revived
   WHERE guid.job_id = revived.id AND guid.owner IS NOT NULL
 ), asked AS (
-  UPDATE ledger.request SET
-    due_at = clock_timestamp() + request.timeout,
-    asked = CASE WHEN activities.failed_at IS NULL THEN request.asked ELSE 1 END
+  UPDATE ledger.request SET due_at = clock_timestamp() + request.timeout, asked = 1
   FROM activities
   WHERE request.activity_id = activities.id AND request.answered_by IS NULL
   RETURNING request.id, activities.failed_at
