@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
+import rough_write
 from post import PostOffice
-from pyspark import TaskContext
+from pyspark import cloudpickle
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
@@ -72,23 +71,18 @@ def test_the_same_write_again_is_all_duplicates_and_a_changed_row_is_reported(
 
 
 def test_tasks_that_fail_after_posting_a_part_lose_nothing_and_repeat_nothing(
-    spark: SparkSession, post: PostOffice
+    spark: SparkSession, post: PostOffice, tmp_path: Path
 ) -> None:
-    def fail_at_first(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        context = TaskContext.get()
-        assert context is not None
-        for number, batch in enumerate(batches):
-            if number == 3 and context.partitionId() % 2 and context.attemptNumber() < 2:
-                raise OSError("this task fails on purpose")
-            yield batch
-
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")  # so that a part is posted by then
+    cloudpickle.register_pickle_by_value(rough_write)  # the workers do not know the modules of tests
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
     try:
-        orders = spark.range(2000, numPartitions=4).selectExpr("id AS order_id")
-        write(orders.mapInArrow(fail_at_first, "order_id long"), post)
+        orders = spark.range(2400, numPartitions=4).selectExpr("id AS order_id", rough_write.FILLER)
+        spoil = rough_write.rough(tmp_path, post.namespace, str(post.socket), speculates=False)
+        write(orders.mapInArrow(spoil, rough_write.COLUMNS), post, body="order_id")
     finally:
         spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
-    assert post.accepted().keys() == {str(number) for number in range(2000)}
+    assert {note.name for note in tmp_path.iterdir()} == {"0-0", "1-0", "2-0", "3-0", "3-1"}
+    assert post.accepted().keys() == {str(number) for number in range(2400)}
 
 
 def test_a_row_that_the_daemon_refuses_fails_the_write_with_its_key_and_the_others_are_sent(

@@ -1,9 +1,9 @@
 """One task of a write: its rows through the daemon of this host, and what became of each.
 
 Promises: when `post` returns, every row is on the daemon's disk (`wait=accepted`: at the broker), or is among the
-problems. A daemon that is away, that is full (507) or that has too much in hand (429) is waited for; after
+problems. A daemon that restarts, that is full (507) or that has too much in hand (429) is waited for; after
 `PATIENCE_SECONDS` without any progress the task fails with the daemon's error, and Spark runs it again. What it sent
-before is a duplicate then.
+before is a duplicate then. Where no daemon answers at all, a task fails after `ABSENT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PATIENCE_SECONDS: Final = 300.0
+ABSENT_SECONDS: Final = 30.0  # longer than a daemon takes to start again
 MOST_PROBLEMS: Final = 10_000  # rows of a task; more are no accident, and would fill the driver
 _WAITS_AT_ONCE: Final = 64
 _REUSED: Final = "idempotency_key_reused"
@@ -61,6 +62,8 @@ def post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
 
 
 async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
+    async with AsyncClient(plan.socket, patience=ABSENT_SECONDS) as client:
+        await client.version()  # a host without a daemon is told of soon
     task = _Task(plan)
     async with (
         AsyncClient(plan.socket, patience=PATIENCE_SECONDS) as client,
