@@ -10,6 +10,8 @@ from cli.output import listing
 from cli.up import State, layout_of
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from cli.stack import Stack
     from embedded import EmbeddedServer, ProcessIdentity
 
@@ -44,22 +46,50 @@ def _row(name: str, process: ProcessIdentity | None, address: str) -> dict[str, 
 
 def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
     row = _row(program.name, program.process, program.address)
-    if program is stack.daemon and row["state"] == "running":
-        backlog = asyncio.run(_backlog(stack))
+    asking = {stack.daemon: _rows, stack.worker: _unpublished, stack.nats: _dead_letters}
+    if row["state"] == "running" and program in asking:
+        backlog = asyncio.run(_answer(asking[program](stack)))
         row |= {"state": "silent"} if backlog is None else {"backlog": backlog}
     return row
 
 
-async def _backlog(stack: Stack) -> dict[str, int] | None:
-    """Ask the daemon for its rows by status; None where it does not answer."""
+async def _answer(asked: Awaitable[dict[str, int]]) -> dict[str, int] | None:
+    """Wait for an answer; None where there is none in time."""
+    from aiohttp import ClientError  # noqa: PLC0415
+
     from postroom import PostroomError  # noqa: PLC0415
 
     try:
-        async with stack.daemon.client() as client:
-            rows = (await asyncio.wait_for(client.health(), _ANSWER_SECONDS)).rows
-    except (PostroomError, TimeoutError):
+        return await asyncio.wait_for(asked, _ANSWER_SECONDS)
+    except (PostroomError, ClientError, TimeoutError):
         return None
+
+
+async def _rows(stack: Stack) -> dict[str, int]:
+    """Ask the daemon for its rows by status."""
+    async with stack.daemon.client() as client:
+        rows = (await client.health()).rows
     return {status: rows.get(status, 0) for status in ("pending", "inflight", "dead")}
+
+
+async def _unpublished(stack: Stack) -> dict[str, int]:
+    """Ask the worker for what waits to be published."""
+    return {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}
+
+
+async def _dead_letters(stack: Stack) -> dict[str, int]:
+    """Ask JetStream for the dead letters of each stream of them."""
+    from delivery.dead_letter_stream import count_letters  # noqa: PLC0415
+    from delivery.nats import connect  # noqa: PLC0415
+    from delivery.settings import NatsSettings  # noqa: PLC0415
+
+    settings = NatsSettings(url=stack.nats.url)
+    connection = await connect(settings, name="postroom status", patience=_ANSWER_SECONDS, logged=False)
+    try:
+        letters = await count_letters(connection.jetstream())
+    finally:
+        await connection.close()
+    return {f"dead in {stream}": count for stream, count in letters.items()}
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:

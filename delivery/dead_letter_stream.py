@@ -21,7 +21,7 @@ from nats.js.errors import NotFoundError
 from delivery.dead_letters import REPLAY_OF, REPLAYED_FOR, DeadLetter, now
 from delivery.errors import NATS_ERRORS, from_nats, letter_not_found, no_payload
 from delivery.message import MESSAGE_ID
-from delivery.streams import covers
+from delivery.streams import all_streams, covers
 from delivery.subjects import dead_letter_subject, stream_name
 
 _PAGE: Final = 500  # letters asked for at once
@@ -100,6 +100,13 @@ class DeadLetterStream:
             raise letter_not_found(missing)
         return found
 
+    async def count(self) -> int:
+        """Return how many letters there are, without reading them."""
+        letters = 0
+        async for message in self._messages(headers_only=True):
+            letters += (message.headers or {}).get(_EVENT_TYPE) != _NOTE_TYPE
+        return letters
+
     async def notes(self) -> list[LetterNote]:
         """Return what operators did, oldest first."""
         return [
@@ -135,9 +142,14 @@ class DeadLetterStream:
             if (message.headers or {}).get(_EVENT_TYPE) != _NOTE_TYPE:
                 yield StoredLetter(str(message.metadata.sequence.stream), _decode(message.data))
 
-    async def _messages(self) -> AsyncIterator[Msg]:
+    async def _messages(self, *, headers_only: bool = False) -> AsyncIterator[Msg]:
         """Yield what the stream holds now, through a consumer that the server forgets by itself."""
-        config = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, inactive_threshold=2 * _SECONDS)
+        config = ConsumerConfig(
+            ack_policy=AckPolicy.NONE,
+            mem_storage=True,
+            inactive_threshold=2 * _SECONDS,
+            headers_only=headers_only or None,
+        )
         try:
             left = (await self._js.stream_info(self._name)).state.messages
             pull = await self._js.pull_subscribe(f"{self._context}.dlq.>", stream=self._name, config=config)
@@ -185,6 +197,17 @@ def replay_id(letter: DeadLetter) -> str:
     before = _REPLAY_ID.fullmatch(message_id)
     original, number = (before["original"], int(before["number"])) if before else (message_id, 0)
     return f"{original}~{letter.consumer}.{number + 1}"
+
+
+async def count_letters(js: JetStreamContext) -> dict[str, int]:
+    """Return how many letters each stream of them holds, by its name; raises `PostroomError`."""
+    suffix = stream_name("any", "dlq").removeprefix("ANY")
+    try:
+        names = sorted(info.config.name or "" for info in await all_streams(js))
+    except NATS_ERRORS as error:
+        raise from_nats(error, "listing the streams of dead letters") from error
+    contexts = {name: name.removesuffix(suffix).lower() for name in names if name.endswith(suffix)}
+    return {name: await DeadLetterStream(js, context, actor="").count() for name, context in contexts.items()}
 
 
 def _decode(data: bytes) -> DeadLetter | None:

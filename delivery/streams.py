@@ -23,6 +23,7 @@ from nats.js.api import (
     RetentionPolicy,
     StorageType,
     StreamConfig,
+    StreamInfo,
 )
 from nats.js.errors import NotFoundError
 
@@ -32,6 +33,7 @@ from delivery.subjects import stream_name
 
 GIGABYTE: Final = 1_000_000_000
 UNLIMITED: Final = -1
+_PAGE: Final = 256  # streams in one answer of the server
 
 Action = Literal["created", "changed", "unchanged"]
 
@@ -75,6 +77,16 @@ async def reconcile(js: JetStreamContext, config: StreamsConfig) -> list[Reconci
         *[await ensure_stream(js, stream) for stream in config.streams],
         *[await ensure_consumer(js, consumer) for consumer in config.consumers],
     ]
+
+
+async def all_streams(js: JetStreamContext) -> list[StreamInfo]:
+    """Return every stream of the server, page by page; raises what nats-py raises."""
+    infos: list[StreamInfo] = []
+    while True:
+        page = await js.streams_info(offset=len(infos))
+        infos += page
+        if len(page) < _PAGE:
+            return infos
 
 
 async def ensure_stream(js: JetStreamContext, settings: StreamSettings) -> Reconciled:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
@@ -26,6 +27,7 @@ from postroom.broker import BrokerClient
 _PORTS: Final = range(20_000, 32_768)  # below those that the kernel hands out, so that a port stays free for its owner
 _TRIES: Final = 100
 _PROBE_SECONDS: Final = 2.0
+_BACKLOG: Final = "postroom_worker_backlog_messages"
 
 
 class Program(EmbeddedServer):
@@ -182,6 +184,15 @@ class WorkerProgram(PageProgram):
             "listen_port": self._port(),
             "nats": {"url": self._nats.url},
         }
+
+    async def backlog(self) -> dict[str, int]:
+        """Ask the worker what waits to be published, by what it is; raises `ClientError` where it does not answer."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
+            answer.raise_for_status()
+            found = {family.name: family for family in text_string_to_metric_families(await answer.text())}
+        if _BACKLOG not in found:  # Postgres did not answer the worker
+            raise aiohttp.ClientError
+        return {sample.labels["source"]: round(sample.value) for sample in found[_BACKLOG].samples}
 
 
 def toml(settings: Mapping[str, Any]) -> str:

@@ -11,8 +11,8 @@ from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StreamInfo
 
 from delivery.errors import from_nats
+from delivery.streams import all_streams
 
-_PAGE: Final = 256  # streams in one answer of the server
 _FULL: Final = 0.9  # of its limit, from where on a stream may have made room by itself
 _CACHED: Final = 10_000  # subjects
 _AGE_MARGIN: Final = timedelta(minutes=1)  # before its age limit, a message counts as gone by age
@@ -48,7 +48,7 @@ class Streams:
     async def refresh(self, js: JetStreamContext) -> None:
         """Take the picture anew; raises `PostroomError`."""
         try:
-            infos = await _all(js)
+            infos = await all_streams(js)
         except Exception as error:
             raise from_nats(error, "listing the streams") from error
         self.pictures = [_picture(info) for info in infos]
@@ -62,15 +62,6 @@ class Streams:
             found = (picture for picture in self.pictures if picture.subjects.fullmatch(subject))
             self._by_subject[subject] = next(found, None)
         return self._by_subject[subject]
-
-
-async def _all(js: JetStreamContext) -> list[StreamInfo]:
-    infos: list[StreamInfo] = []
-    while True:
-        page = await js.streams_info(offset=len(infos))
-        infos += page
-        if len(page) < _PAGE:
-            return infos
 
 
 def _picture(info: StreamInfo) -> StreamPicture:

@@ -99,6 +99,8 @@ def test_status_shows_every_process_and_the_backlog(stack: Stack) -> None:
     assert all(rows[name]["pid"] == process.pid for name, process in pids(stack).items() if process)
     assert rows["daemon"]["backlog"] == {"pending": 0, "inflight": 0, "dead": 0}
     assert "@" not in rows["nats"]["address"]  # no password
+    assert set(rows["worker"]["backlog"]) == {"unpublished events", "unpublished deliveries"}
+    assert rows["nats"]["backlog"] == {"dead in DEMO_DLQ": 0}
 
 
 def test_status_for_people_is_a_table(stack: Stack) -> None:

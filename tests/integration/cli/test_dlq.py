@@ -9,6 +9,7 @@ from jetstream import DURABLE, Context, Script
 from terminal import Terminal
 
 from delivery.consuming import DONE, Dead
+from delivery.dead_letter_stream import count_letters
 from delivery.nats import connect
 from delivery.settings import NatsSettings
 
@@ -239,3 +240,13 @@ def test_wrong_credentials_are_exit_code_77(station: Station, tmp_path: Any, mon
     right = station.url.removeprefix("nats://").rpartition("@")[0]
     file.write_text(right)
     assert station.user.run("dlq", "list", "--nats-url", address, "--nats-credentials-file", file).code == 0
+
+
+def test_what_is_counted_for_the_status_are_letters_and_no_notes(station: Station) -> None:
+    station.bury("a", "b", "c")
+    station.user.run("dlq", "drop", "a", "--reason", "a test", "--yes")
+
+    async def count(context: Context) -> int:
+        return (await count_letters(context.js))[context.dlq]
+
+    assert station.work(count) == 2
