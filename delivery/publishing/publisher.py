@@ -37,6 +37,7 @@ import structlog
 from chassis.backoff import full_jitter
 from chassis.postgres import UNREACHABLE, Pool
 from delivery.publishing.link import Link
+from delivery.publishing.pace import Pace
 from delivery.publishing.queue_state import read_holes
 from delivery.publishing.settings import PublisherSettings
 from delivery.publishing.source import Outgoing, Place, Source
@@ -45,7 +46,6 @@ from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
-_GATHER_SECONDS: Final = 0.005  # after a batch: what comes meanwhile shares the next; each empty look doubles it
 _MANY: Final = 100  # rows: a batch that large has a backlog behind it, and no pause after it
 _TROUBLE_SECONDS: Final = 0.5  # between two tries to reach NATS or Postgres
 _REFRESH_SECONDS: Final = 5.0  # how old the picture of the streams may be
@@ -94,12 +94,12 @@ class Publisher:
 
     async def run(self) -> None:
         """Publish until `stop`; NATS or Postgres away is waited out."""
-        pause = _GATHER_SECONDS
+        clock, pace = asyncio.get_running_loop().time, Pace(self._settings.idle_seconds)
         while not self._stop.is_set():
             try:
                 async with self._working:
                     moved = await self.step()
-                pause = _GATHER_SECONDS if moved else min(2 * pause, self._settings.idle_seconds)
+                pause = pace.rest(clock(), moved=moved > 0)
                 self.counters.trouble = None
             except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
                 self._troubled(str(error) or type(error).__name__)
