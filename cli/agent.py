@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 app = noun("Run agents, and look at their event stores.")
 
-Name = Annotated[str, typer.Argument(metavar="MODULE:AGENT", help="The agent's class, as in shop.agents:Pricing.")]
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODULE:AGENT",
+        help="The agent's class, as in shop.agents:Pricing [default: agent_class of the config].",
+    ),
+]
 Tenant = Annotated[
     str | None, typer.Option("--tenant", envvar="POSTROOM_MESH", help="The mesh that it works in.", metavar="SLUG")
 ]
@@ -41,7 +47,7 @@ Since = Annotated[
 
 
 @app.command()
-def run(*, agent: Name, config: Config = None, tenant: Tenant = None, workspace: Workspace = None) -> None:
+def run(*, agent: Name = None, config: Config = None, tenant: Tenant = None, workspace: Workspace = None) -> None:
     """Handle messages until a signal says stop. Those of one agent on one host share its store and its work."""
     from worker.agent import main  # noqa: PLC0415
 
@@ -52,7 +58,7 @@ def run(*, agent: Name, config: Config = None, tenant: Tenant = None, workspace:
 @app.command()
 def replay(
     *,
-    agent: Name,
+    agent: Name = None,
     config: Config = None,
     tenant: Tenant = None,
     workspace: Workspace = None,
@@ -61,12 +67,11 @@ def replay(
 ) -> None:
     """Build an agent's state from its store and show it; nothing is handled and nothing is published."""
     from delivery.agents.inspecting import replay as replay_store  # noqa: PLC0415
-    from delivery.agents.loading import load_agent  # noqa: PLC0415
     from delivery.agents.rebuilding import Differs  # noqa: PLC0415
 
-    database = _database(agent, config, tenant, workspace, state_directory)
+    agent_class, database = _stored(agent, config, tenant, workspace, state_directory)
     try:
-        owner, memory = asyncio.run(replay_store(load_agent(agent), database))
+        owner, memory = asyncio.run(replay_store(agent_class, database))
     except Differs as difference:
         raise Fatal(Exit.FAILED, f"{database} was altered at {difference}") from difference
     found = {
@@ -81,7 +86,7 @@ def replay(
 @app.command()
 def verify(
     *,
-    agent: Name,
+    agent: Name = None,
     config: Config = None,
     tenant: Tenant = None,
     workspace: Workspace = None,
@@ -94,7 +99,7 @@ def verify(
     """Compute a store's state hash anew; exit code 1, and the first position that differs, where it is another."""
     from delivery.agents.inspecting import verify as verify_store  # noqa: PLC0415
 
-    database = _database(agent, config, tenant, workspace, state_directory)
+    _, database = _stored(agent, config, tenant, workspace, state_directory)
     verified = asyncio.run(verify_store(database))
     _show(verified, as_json=as_json)
     if verified.first_difference is not None:
@@ -106,7 +111,7 @@ def verify(
 @app.command()
 def republish(
     *,
-    agent: Name,
+    agent: Name = None,
     since: Since,
     config: Config = None,
     tenant: Tenant = None,
@@ -119,7 +124,7 @@ def republish(
     """Publish again what an agent published since a time; the agent does it, within seconds or when it is started."""
     from delivery.agents.republishing import republish as republish_since  # noqa: PLC0415
 
-    database = _database(agent, config, tenant, workspace, state_directory)
+    _, database = _stored(agent, config, tenant, workspace, state_directory)
     if not dry_run:
         confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
     messages = asyncio.run(republish_since(database, since.replace(tzinfo=UTC), dry_run=dry_run))
@@ -142,21 +147,29 @@ def _show(verified: Verified, *, as_json: bool) -> None:
 
 
 def _load(
-    agent: str, config: Path | None, tenant: str | None, workspace: str | None
+    agent: str | None, config: Path | None, tenant: str | None, workspace: str | None
 ) -> tuple[type[Agent[Any]], AgentConfig]:
     from delivery.agents.loading import load_agent  # noqa: PLC0415
     from worker.agent_config import load_config  # noqa: PLC0415
 
-    return load_agent(agent), load_config(config, tenant=tenant, workspace=workspace)
+    loaded = load_config(config, tenant=tenant, workspace=workspace)
+    name = agent or loaded.agent_class
+    if name is None:
+        raise Fatal(
+            Exit.USAGE, "which agent? Give MODULE:AGENT, as in shop.agents:Pricing, or agent_class in the config"
+        )
+    return load_agent(name), loaded
 
 
-def _database(
-    agent: str, config: Path | None, tenant: str | None, workspace: str | None, directory: Path | None
-) -> Path:
+def _stored(
+    agent: str | None, config: Path | None, tenant: str | None, workspace: str | None, directory: Path | None
+) -> tuple[type[Agent[Any]], Path]:
+    """Return an agent and where its store lies; without a config where both are given."""
+    from delivery.agents.loading import load_agent  # noqa: PLC0415
     from delivery.agents.runtime import database  # noqa: PLC0415
     from worker.agent_config import state_directory  # noqa: PLC0415
 
-    if directory is not None:
-        return database(directory)
+    if agent is not None and directory is not None:
+        return load_agent(agent), database(directory)
     agent_class, loaded = _load(agent, config, tenant, workspace)
-    return database(state_directory(loaded, agent_class))
+    return agent_class, database(directory or state_directory(loaded, agent_class))

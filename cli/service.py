@@ -41,6 +41,7 @@ SYSTEM: Final = Scope(
         "postroom-broker.service": Path("/etc/systemd/system"),
         "postroom-worker.service": Path("/etc/systemd/system"),
         "postroom-consumer@.service": Path("/etc/systemd/system"),
+        "postroom-agent@.service": Path("/etc/systemd/system"),
         "sysusers.d/postroom.conf": Path("/etc/sysusers.d"),
         "tmpfiles.d/postroom.conf": Path("/etc/tmpfiles.d"),
     },
@@ -60,7 +61,9 @@ For a broker on this machine: write /etc/postroom/broker.toml ({examples}/broker
 For a worker, which publishes what brokers accept: write /etc/postroom/worker.toml, mode 0600 ({examples}/worker.toml
 shows how); then systemctl enable --now postroom-worker
 For a consumer (here: billing): write /etc/postroom/consumer/billing.toml, mode 0600 ({examples}/consumer.toml shows
-how); then systemctl enable --now postroom-consumer@billing""",
+how); then systemctl enable --now postroom-consumer@billing
+For an agent (here: counter): write /etc/postroom/agent/counter.toml, mode 0600 ({examples}/agent.toml shows how), with
+a class that this environment can import; then systemctl enable --now postroom-agent@counter""",
 )
 
 

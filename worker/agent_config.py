@@ -32,10 +32,14 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
         DEFAULT_WORKSPACE
     )
     nats: NatsSettings
+    agent_class: Annotated[
+        str | None, Meta(description="the agent, as in shop.agents:Pricing, where the command names none")
+    ] = None
     state_directory: Annotated[
         Path | None,
         Meta(
-            description="where `events.db` lies; unset: `$XDG_STATE_HOME/postroom/agents/<tenant>.<workspace>.<agent>`"
+            description="where `events.db` lies; unset: `agents/<tenant>.<workspace>.<agent>` below `POSTROOM_STATE` "
+            "(which `postroom up` sets), else below `$XDG_STATE_HOME/postroom`"
         ),
     ] = None
     durable: Annotated[Name | None, Meta(description="the durable consumer; unset: {agent}_consumer")] = None
@@ -91,6 +95,8 @@ def state_directory(config: AgentConfig, agent: type[Agent[Any]], environ: Mappi
 
 
 def _state_home(environ: Mapping[str, str]) -> Path:
+    if stack := environ.get("POSTROOM_STATE"):
+        return Path(stack)  # `postroom down --wipe` removes it with the rest
     if state := environ.get("XDG_STATE_HOME"):
         return Path(state) / "postroom"
     if os.getuid() == 0:

@@ -33,7 +33,7 @@ def start_redis(machine: Machine) -> None:
 
 
 def start_nats(machine: Machine) -> None:
-    """Start a NATS with JetStream on 127.0.0.1:4222 that lets everybody in."""
+    """Start a NATS with JetStream on 127.0.0.1:4222 that lets everybody in, and streams reserve more than there is."""
     service = ["systemd-run", "--unit=nats-server", "--property=DynamicUser=yes", "--property=StateDirectory=nats"]
-    options = ["--addr", "127.0.0.1", "--jetstream", "--store_dir", "/var/lib/nats"]
-    machine.run(*service, "/opt/postroom/bin/nats-server", *options)
+    machine.write("/etc/nats.conf", "jetstream { store_dir: /var/lib/nats, max_file_store: 1TB }\n")
+    machine.run(*service, "/opt/postroom/bin/nats-server", "--addr", "127.0.0.1", "--config", "/etc/nats.conf")

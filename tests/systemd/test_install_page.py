@@ -9,6 +9,7 @@ from servers import start_nats, start_postgres, start_redis
 pytestmark = pytest.mark.systemd
 
 TREE = Path(__file__).parents[2]
+JOURNAL = "trap 'test $? = 0 || journalctl --no-pager --output=cat --lines=60 >&2' EXIT"  # what a failed start said
 EDITOR = """
 editor() {
     case $1 in
@@ -18,6 +19,7 @@ editor() {
         */worker.toml | */billing.toml) sed -i \\
             -e 's#^database_url.*#database_url = "postgresql://postgres@/postgres?host=/run/postgresql"#' \\
             -e 's#^url = "nats:.*#url = "nats://127.0.0.1:4222"#' "$1" ;;
+        */counter.toml) sed -i 's#^url = "nats:.*#url = "nats://127.0.0.1:4222"#' "$1" ;;
         */orders.toml) sed -i 's#https://broker.example.com#http://127.0.0.1:7420#' "$1" ;;
     esac
 }
@@ -27,7 +29,7 @@ editor() {
 def test_every_command_for_root_works_in_the_order_it_stands(installed_root: Path, tmp_path: Path) -> None:
     page = (TREE / "docs/install.md").read_text()
     commands = [line.removeprefix("# ") for line in _console(page) if line.startswith("# ")]
-    script = "\n".join(["set -ex", "cd /src", EDITOR, *commands])
+    script = "\n".join(["set -ex", JOURNAL, "cd /src", EDITOR, *commands])
     console = tmp_path / "console.log"
     alone = ["--private-network"]  # with the port of the page to itself
     with booted(installed_root, host_settings(), {TREE: "/src"}, console, alone) as machine:

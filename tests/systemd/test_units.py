@@ -10,6 +10,7 @@ SERVICES = (
     "postroom-broker.service",
     "postroom-worker.service",
     "postroom-consumer@billing.service",
+    "postroom-agent@counter.service",
 )
 SYSTEM_UNITS = (*SERVICES, "postroomd@orders.socket")
 

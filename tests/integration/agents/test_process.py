@@ -196,6 +196,13 @@ async def test_an_agent_that_cannot_be_found_is_said_so(
     assert sentence in ended.said
 
 
+async def test_the_config_may_name_the_agent(command_line: CommandLine):
+    assert "which agent?" in (await command_line.run("verify")).said
+    command_line.environment["POSTROOM_AGENT_AGENT_CLASS"] = AGENT
+    ended = await command_line.run("verify")
+    assert (ended.code, ended.said.strip()) == (3, f"postroom: there is no event store {command_line.database}")
+
+
 async def test_a_subject_that_no_stream_keeps_is_said_so(command_line: CommandLine):
     await command_line.context.remove()
     command_line.environment["POSTROOM_AGENT_START_SECONDS"] = "2"
