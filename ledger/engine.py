@@ -83,7 +83,7 @@ class Engine:
             answers_itself = known is not None and known.leg1 is None
             try:
                 await run_leg1(self._running, activity, attempt)
-            except Duplicate:
+            except (Duplicate, Inactive):  # of a job that this very message has closed, the completion may be left
                 if not answers_itself:
                     raise
             if answers_itself:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from jetstream import Context, until
+from jetstream import Context
 from workers import worker
 
 from delivery.nats import connect
@@ -23,14 +25,22 @@ from embedded.processes import tethered
 from ledger.database import migrate
 from ledger.primitives import Start, start_job
 
+SECONDS = 60.0
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUICK = {
     "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2",
     "POSTROOM_WORKER_JOBS_CHECK_SECONDS": "0.05",
     "POSTROOM_WORKER_JOBS_LEASE_SECONDS": "2",
 }
-STATES = "SELECT state, count(*) FROM ledger.job GROUP BY state"
 REPORTS = "SELECT payload::text FROM postroom.outbox_events WHERE event_type = 'job_completed'"
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait until `condition` holds, for as long as processes on a slow machine may need."""
+    async with asyncio.timeout(SECONDS):
+        while not await condition():  # noqa: ASYNC110 - neither a database nor a file has an event to wait for
+            await asyncio.sleep(0.01)
+    assert what
 
 
 class Office:
@@ -39,13 +49,13 @@ class Office:
     def __init__(self, context: Context, connection: asyncpg.Connection[asyncpg.Record], url: str, nats: str) -> None:
         self.context = context
         self.connection = connection
-        self._url = url
+        self.url = url
         self._nats = nats
 
     def worker(self, flow: str, **more: str) -> Any:
         """Run a worker with a flow for the length of a block."""
         return worker(
-            POSTROOM_WORKER_DATABASE_URL=self._url,
+            POSTROOM_WORKER_DATABASE_URL=self.url,
             POSTROOM_WORKER_NATS_URL=self._nats,
             POSTROOM_WORKER_FLOWS=flow,
             PYTHONPATH=f"{EXAMPLES}:{Path(__file__).parents[2] / 'support'}",
@@ -123,3 +133,78 @@ async def test_the_example_fans_out_and_in_whoever_is_killed_on_the_way(office: 
     reports = [json.loads(row[0])["result"] for row in await office.connection.fetch(REPORTS)]
     expected = [{"day": str(day), "parts": 20, "rows": sum(range(100, 120))} for day in range(3)]
     assert sorted(reports, key=lambda report: report["day"]) == expected
+
+
+async def effects(office: Office, name: str) -> list[str]:
+    query = "SELECT aggregate_id FROM postroom.outbox_events WHERE event_type = $1"
+    return [row[0] for row in await office.connection.fetch(query, name)]
+
+
+async def test_a_worker_that_was_stopped_past_its_lease_commits_nothing(office: Office, tmp_path: Path) -> None:
+    begun, go_on = tmp_path / "begun", tmp_path / "go_on"
+    with office.worker("slow_flow:flow") as (stopped, _):
+        await office.start("slow", "work", {"begun": str(begun), "go_on": str(go_on)})
+        await until(_there(begun), "the step has begun")
+        stopped.send_signal(signal.SIGSTOP)
+        begun.unlink()
+        with office.worker("slow_flow:flow") as (other, _):
+            await until(_there(begun), "another worker has taken the step over")
+            go_on.touch()
+            stopped.send_signal(signal.SIGCONT)
+            await office.until_is("SELECT state FROM ledger.job", "completed")
+            await _settled(office)
+            assert await effects(office, "worked") == [str(other.pid)]
+    assert len(await effects(office, "reported")) == 1
+
+
+async def test_completion_runs_once_after_a_kill_right_behind_the_commit_that_closed_the_job(
+    office: Office, tmp_path: Path
+) -> None:
+    go_on, killed = tmp_path / "go_on", tmp_path / "killed"
+    go_on.touch()
+    request = {"begun": str(tmp_path / "begun"), "go_on": str(go_on), "killed": str(killed)}
+    job = await office.start("slow", "work", request)
+    with office.worker("slow_flow:flow") as (process, _):
+        await asyncio.to_thread(process.wait)
+        assert process.returncode == -signal.SIGKILL
+    assert await office.connection.fetchval("SELECT state FROM ledger.job") == "closed"
+
+    with office.worker("slow_flow:flow"):
+        await office.until_is("SELECT state FROM ledger.job", "completed")
+        await _settled(office)
+    assert await effects(office, "reported") == [str(job)]
+    assert len(await effects(office, "worked")) == 1
+    ledgers = await office.connection.fetch("SELECT lpad(ledger::text, 15, '0') FROM ledger.guid")
+    assert [row[0] for row in ledgers] == ["000111100000001"]
+
+
+@pytest.mark.parametrize(
+    ("flow", "sentence"),
+    [("nowhere:flow", "cannot import nowhere"), ("nightly_export:nothing", "there is no nothing in nightly_export")],
+)
+async def test_a_flow_that_cannot_be_imported_ends_the_worker(office: Office, flow: str, sentence: str) -> None:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(EXAMPLES),
+        "POSTROOM_WORKER_DATABASE_URL": office.url,
+        "POSTROOM_WORKER_NATS_URL": "nats://127.0.0.1:1",
+        "POSTROOM_WORKER_FLOWS": flow,
+    }
+    command = tethered([sys.executable, "-m", "worker"])
+    ended = await asyncio.to_thread(
+        subprocess.run, command, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, sentence in ended.stderr) == (78, True), ended.stderr
+
+
+def _there(file: Path) -> Callable[[], Awaitable[bool]]:
+    async def there() -> bool:
+        return file.exists()
+
+    return there
+
+
+async def _settled(office: Office) -> None:
+    """Wait until nothing that was published waits for an ack."""
+    await office.until_is("SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL", 0)
+    await office.context.settled("jobs__slow")
