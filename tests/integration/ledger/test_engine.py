@@ -1,0 +1,200 @@
+"""The engine of a flow, as whoever delivers messages calls it: cycles, time-outs, failures, faults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import UUID, uuid4
+
+import asyncpg
+import pytest
+from ledgers import LEASE, Jobs
+
+from ledger.engine import Engine, TryLater
+from ledger.primitives import Answer, Start, enter_leg1, start_job
+from postroom.flow import Context, Flow
+from postroom.retry_policy import RetryPolicy
+
+COMMANDS = "SELECT id, payload::text FROM postroom.outbox_events WHERE event_type = 'pages' ORDER BY position"
+OVERDUE = "UPDATE ledger.request SET due_at = now() - interval '1 second' WHERE due_at IS NOT NULL"
+
+
+class Author:
+    """A flow, what its handlers were told, and how they behave."""
+
+    def __init__(self) -> None:
+        self.told: list[Context] = []
+        self.fails = 0
+        self.cycles = 2
+        flow = self.flow = Flow("nightly-export")
+
+        @flow.activity(sends="queue:pages", timeout=60, asks=2, retry_policy=RetryPolicy(max_attempts=3, backoff_ms=1))
+        async def extract(ctx: Context, request: Any) -> Any:
+            self._tell(ctx)
+            return {"page": request}
+
+        @extract.answered
+        async def _(ctx: Context, answer: Any) -> Any:
+            self._tell(ctx)
+            return extract.again(answer) if ctx.dimension < self.cycles else None
+
+        @flow.activity
+        async def count(ctx: Context, request: int) -> Any:
+            self._tell(ctx)
+            return count.again(request - 1) if request else None
+
+    def _tell(self, ctx: Context) -> None:
+        self.told.append(ctx)
+        if self.fails:
+            self.fails -= 1
+            raise OSError("the disk is full")
+
+
+class Running:
+    """The engine of an author's flow, and one job of it."""
+
+    def __init__(self, author: Author, jobs: Jobs, pool: asyncpg.Pool[asyncpg.Record]) -> None:
+        self.author = author
+        self.jobs = jobs
+        self.engine = Engine(pool, author.flow, lease=LEASE)
+
+    async def begin(self, name: str = "extract", request: Any = 1) -> Start:
+        start = Start(uuid4(), "sea", "nightly-export", uuid4(), name, json.dumps(request))
+        await start_job(self.jobs.connection, start)
+        return start
+
+    async def commands(self, start: Start) -> list[tuple[UUID, Any]]:
+        rows = await self.jobs.connection.fetch(COMMANDS.replace("WHERE", f"WHERE correlation_id = '{start.job}' AND"))
+        return [(row[0], json.loads(row[1])) for row in rows]
+
+    async def answer(self, start: Start, request: UUID, body: Any, guid: str | None = None, attempt: int = 1) -> None:
+        answer = Answer(json.dumps(body), request)
+        await self.engine.answered(start.root, "extract", guid or f"to-{request}", answer, attempt)
+
+    async def ended(self, start: Start) -> tuple[str, str | None]:
+        row = await self.jobs.connection.fetchrow("SELECT state, error FROM ledger.job WHERE id = $1", start.job)
+        return row["state"], row["error"]
+
+
+@pytest.fixture
+async def running(jobs: Jobs, jobs_database: str) -> AsyncIterator[Running]:
+    async with asyncpg.create_pool(jobs_database, min_size=1, max_size=4) as pool:
+        yield Running(Author(), jobs, pool)
+
+
+async def test_a_cycle_of_what_sends_asks_again_and_each_answer_has_its_dimension(running: Running) -> None:
+    start = await running.begin()
+    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    for page in (2, 3, 4):
+        *_, (request, _) = await running.commands(start)
+        assert await running.engine.find_askers([request, uuid4()]) == {request: (start.root, "extract")}
+        await running.answer(start, request, page)
+
+    assert [body for _, body in await running.commands(start)] == [{"page": 1}, {"page": 2}, {"page": 3}]
+    assert [ctx.dimension for ctx in running.author.told if ctx.message] == [0, 1, 2]
+    assert await running.ended(start) == ("completed", None)
+    asked = [ctx.request_id for ctx in running.author.told if not ctx.message]
+    assert asked == [str(request) for request, _ in await running.commands(start)]
+
+
+async def test_only_the_first_answer_to_a_request_counts(running: Running) -> None:
+    start = await running.begin()
+    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    ((first, _),) = await running.commands(start)
+    await running.answer(start, first, 2, "m-1")
+    await running.answer(start, first, 9, "m-2")  # another request is open by now, and it is not for that
+
+    assert [body for _, body in await running.commands(start)] == [{"page": 1}, {"page": 2}]
+    assert await running.jobs.job(start.job) == ("running", 1)
+    assert running.engine.counters.acknowledged == 1
+
+
+async def test_what_sends_nothing_answers_itself_and_works_again_by_its_own_message(running: Running) -> None:
+    start = await running.begin("count", 1)
+    await running.engine.spawned(start.root, "count", "spawned", 1)
+    assert (await running.jobs.events(start.job))[-1] == "activity_cycled"
+    await running.engine.answered(start.root, "count", "cycled", Answer("0"), 1)
+    await running.engine.spawned(start.root, "count", "spawned", 2)
+
+    assert await running.ended(start) == ("completed", None)
+    assert [(ctx.dimension, ctx.message) for ctx in running.author.told] == [(0, "spawned"), (1, "cycled")]
+
+
+async def test_a_handler_that_raises_is_tried_by_its_policy_and_told_why(running: Running) -> None:
+    start = await running.begin()
+    running.author.fails = 1
+    with pytest.raises(TryLater, match="the disk is full"):
+        await running.engine.spawned(start.root, "extract", "spawned", 1)
+    await running.engine.spawned(start.root, "extract", "spawned", 2)
+
+    errors = [(ctx.attempt, ctx.last_error, ctx.idempotency_key) for ctx in running.author.told]
+    ((request, _),) = await running.commands(start)
+    assert errors == [(1, None, str(request)), (2, "OSError: the disk is full", str(request))]
+    assert await running.jobs.activity(start.root) == "002100000000000"
+
+
+async def test_an_activity_whose_attempts_are_used_up_has_failed_and_says_why(running: Running) -> None:
+    start = await running.begin()
+    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    ((request, _),) = await running.commands(start)
+    running.author.fails = 3
+    for attempt in (1, 2):
+        with pytest.raises(TryLater):
+            await running.answer(start, request, 2, attempt=attempt)
+    await running.answer(start, request, 2, attempt=3)
+
+    assert await running.ended(start) == ("failed", "OSError: the disk is full (attempt 3 of 3)")
+    assert (await running.jobs.events(start.job))[-1] == "job_failed"
+    assert await running.jobs.guid(start.root, f"to-{request}") == "000000000000001"
+
+
+async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(running: Running) -> None:
+    start = await running.begin()
+    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    ((request, _),) = await running.commands(start)
+    published = (
+        "UPDATE postroom.outbox_events SET published_at = now(), stream = 's', stream_created_at = now(), "
+        "stream_sequence = 1 WHERE id = $1"
+    )
+    await running.engine.look_after_requests()  # nothing is overdue
+    await running.jobs.connection.execute(published, request)
+    await running.jobs.connection.execute(OVERDUE)
+    await running.engine.look_after_requests()
+    query = "SELECT published_at IS NULL AND epoch = 1 FROM postroom.outbox_events WHERE id = $1"
+    assert await running.jobs.connection.fetchval(query, request)
+    assert await running.ended(start) == ("running", None)
+
+    await running.jobs.connection.execute(OVERDUE)
+    await running.engine.look_after_requests()
+    why = f"no answer to the request {request}, asked 2 times, each time for 60 s"
+    assert await running.ended(start) == ("failed", why)
+
+
+async def test_a_full_counter_fails_the_activity_visibly(running: Running) -> None:
+    start = await running.begin()
+    await running.jobs.set_ledger(start.root, 999_000_000_000_000)
+    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    state, error = await running.ended(start)
+    assert (state, "999 times" in str(error)) == ("failed", True)
+    assert await running.jobs.activity(start.root) == "999000000000000"
+
+
+async def test_faults_are_acknowledged_or_come_again_as_they_say(running: Running) -> None:
+    start = await running.begin()
+    await running.engine.spawned(uuid4(), "extract", "spawned", 1)
+    await enter_leg1(running.jobs.connection, start.root, LEASE)
+    with pytest.raises(TryLater, match="another worker has it") as held:
+        await running.engine.spawned(start.root, "extract", "spawned", 1)
+    assert 0 < held.value.seconds <= LEASE.total_seconds()
+    with pytest.raises(TryLater, match="try again later"):
+        await running.engine.answered(start.root, "extract", "m-1", Answer("1"), 1)
+    assert (running.engine.counters.acknowledged, running.engine.counters.retried) == (1, 2)
+
+
+async def test_an_activity_that_the_flow_no_longer_has_is_tried_and_fails(running: Running) -> None:
+    start = await running.begin("renamed")
+    with pytest.raises(TryLater, match="has no activity 'renamed'"):
+        await running.engine.spawned(start.root, "renamed", "spawned", 1)
+    await running.engine.spawned(start.root, "renamed", "spawned", 20)
+    assert (await running.ended(start))[0] == "failed"
