@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
+from cli.events import Context
+from cli.events import app as events
 from cli.noun import Config, DryRun, Json, Yes, noun
 from cli.output import ago, confirm, json_line, line, table
 
 app = noun("Run the worker that publishes, and look after what it publishes.")
+app.add_typer(events, name="events")
 
-Context = Annotated[
-    str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
-]
 Since = Annotated[
     datetime,
     typer.Option(

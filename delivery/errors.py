@@ -83,6 +83,12 @@ def letter_not_found(letter: str) -> NotFound:
     return NotFound.of(404, "dead_letter_not_found", detail)
 
 
+def event_not_failing(event: str) -> NotFound:
+    """Say that no such event is being refused."""
+    detail = f"JetStream refuses no event {event!r}: see `postroom worker events list`; nothing was dropped"
+    return NotFound.of(404, "event_not_failing", detail)
+
+
 def no_payload(letter: str) -> Conflict:
     """Refuse to replay what holds no message."""
     detail = f"cannot replay {letter}: it holds no payload, so another program wrote it; look at it, or drop it"

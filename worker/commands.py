@@ -15,6 +15,7 @@ from chassis.exits import Exit, Fatal
 from chassis.postgres import Connection
 from delivery.database import open_database
 from delivery.publishing import Backlog, Redriven, Source, redrive, sources_of
+from delivery.publishing.failing import DroppedEvent, FailingEvent, drop_failing, list_dropped, list_failing
 from worker.config import WorkerConfig, load_config
 from worker.main import run
 
@@ -45,6 +46,24 @@ async def redrive_since(
     async with _opened(config) as (connection, sources):
         found = redrive(connection, sources, since=since, stream=stream, confirmed=confirmed, dry_run=dry_run)
         return [each async for each in found]
+
+
+async def ask_failing(config: WorkerConfig, context: str | None) -> list[FailingEvent]:
+    """Return the events that JetStream refuses, of one context or of all."""
+    async with _opened(config) as (connection, _):
+        return await list_failing(connection, context)
+
+
+async def drop_events(config: WorkerConfig, ids: Sequence[str], *, actor: str, reason: str) -> None:
+    """Take refused events out of the outbox for good; raises `NotFound`."""
+    async with _opened(config) as (connection, _):
+        await drop_failing(connection, ids, actor=actor, reason=reason)
+
+
+async def ask_dropped(config: WorkerConfig) -> list[DroppedEvent]:
+    """Return what was dropped, by whom and why."""
+    async with _opened(config) as (connection, _):
+        return await list_dropped(connection)
 
 
 @asynccontextmanager

@@ -1,0 +1,58 @@
+"""`postroom worker events`: an operator sees what JetStream refuses, and drops it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import asyncpg
+import pytest
+from terminal import Terminal
+
+from delivery.database import migrate
+
+
+@pytest.fixture
+def poison(database_url: str) -> str:
+    """An event that was refused, with another behind it."""
+
+    async def emit() -> str:
+        await migrate(database_url)
+        connection = await asyncpg.connect(database_url)
+        one, _ = [
+            await connection.fetchval("SELECT postroom.emit('demo', 'order', 'a', 'placed', '{\"pin\": 1234}')::text")
+            for _ in range(2)
+        ]
+        await connection.execute(
+            "UPDATE postroom.outbox_events SET publish_attempts = 3, publish_error = 'too large' WHERE id = $1::uuid",
+            one,
+        )
+        await connection.close()
+        return str(one)
+
+    return asyncio.run(emit())
+
+
+@pytest.fixture
+def user(database_url: str) -> Terminal:
+    return Terminal(POSTROOM_DATABASE_URL=database_url, POSTROOM_NATS_URL="nats://127.0.0.1:1")
+
+
+def test_a_refused_event_is_listed_without_its_payload_and_dropped_with_a_reason(user: Terminal, poison: str) -> None:
+    (row,) = user.run("worker", "events", "list", "--json").json
+    assert (row["id"], row["attempts"], row["error"], row["behind"]) == (poison, 3, "too large", 1)
+    assert "1234" not in user.run("worker", "events", "list").out
+
+    assert user.run("worker", "events", "drop", poison, "--reason", "a test", "--yes").out == f"{poison} dropped\n"
+    assert user.run("worker", "events", "list", "--json").json == []
+    (noted,) = user.run("worker", "events", "log", "--json").json
+    assert (noted["id"], noted["reason"]) == (poison, "a test")
+
+
+def test_an_event_that_is_not_refused_is_not_found(user: Terminal, poison: str) -> None:
+    done = user.run("worker", "events", "drop", poison[:-1], "--reason", "a test", "--yes")
+    assert (done.code, "nothing was dropped" in done.err) == (3, True)
+
+
+def test_without_ids_nothing_is_dropped(user: Terminal, poison: str) -> None:
+    assert poison
+    assert user.run("worker", "events", "drop", "--reason", "a test", "--yes").code == 2

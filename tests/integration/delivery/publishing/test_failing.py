@@ -1,0 +1,55 @@
+"""An event that can never be published is seen, and dropped by an operator: recorded, and nothing waits for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from delivery.publishing.failing import drop_failing, list_dropped, list_failing
+from postroom.errors import NotFound
+
+
+async def drain(office: Any) -> None:
+    publisher = office.publisher()
+    while await publisher.step():
+        pass
+    await publisher.stop()
+
+
+async def test_what_is_too_large_is_listed_dropped_and_kept_and_what_waited_behind_it_goes(office: Any) -> None:
+    await office.add_stream()
+    large = await office.emit("a", payload=json.dumps({"text": "x" * 8_400_000}))
+    behind = [await office.emit("a"), await office.emit("a")]
+    fine = await office.emit("b")
+    await drain(office)
+    async with office.pool.acquire() as connection:
+        (failing,) = await list_failing(connection, office.context)
+        assert (failing.id, failing.aggregate, failing.behind) == (large, "a", 2)
+        assert "raise its max_payload" in failing.error
+        assert await list_failing(connection, "another") == []
+
+        await drop_failing(connection, [large], actor="olga", reason="nobody can read it")
+        assert await list_failing(connection) == []
+        (dropped,) = await list_dropped(connection)
+        assert (dropped.id, dropped.dropped_by, dropped.reason, dropped.error) == (
+            large, "olga", "nobody can read it", failing.error,
+        )  # fmt: skip
+        size = await connection.fetchval("SELECT length(payload ->> 'text') FROM postroom.dropped_events")
+    assert size == 8_400_000
+    await drain(office)
+    assert await office.ids() == [fine, *behind]
+
+
+async def test_one_that_is_not_refused_keeps_all_from_being_dropped(office: Any) -> None:
+    await office.add_stream()
+    poison = await office.pool.fetchval("SELECT postroom.emit('nobody', 'order', 'a', 'lost', '{}')::text")
+    waiting = await office.emit("a")
+    await drain(office)
+    async with office.pool.acquire() as connection:
+        for other in (waiting, "no id at all"):
+            with pytest.raises(NotFound, match="nothing was dropped"):
+                await drop_failing(connection, [poison, other], actor="olga", reason="a test")
+        assert [one.id for one in await list_failing(connection)] == [poison]
+        assert await list_dropped(connection) == []
