@@ -11,6 +11,7 @@ from typing import Final
 from bench.accept import accept
 from bench.backlog import backlog
 from bench.deliver import deliver, handle, publish
+from bench.jobs import jobs
 from bench.relay import relay
 from bench.report import machine
 from bench.send import against_jetstream, batch_sends, single_sends
@@ -26,6 +27,7 @@ BENCHMARKS: Final[dict[str, Callable[[Path, int, float], None]]] = {
     "publish": publish,
     "handle": handle,
     "deliver": deliver,
+    "jobs": jobs,
     "spark-sink": spark_sink,
 }
 

@@ -40,13 +40,13 @@ _PATIENCE: Final = 120.0  # seconds
 
 async def publisher_rates(directory: Path) -> tuple[float, float]:
     """Let a worker publish events out of Postgres, and nats-py the same ones into the same stream, pipelined."""
-    async with _streams(directory) as (url, js), _database(directory) as database:
+    async with running_streams(directory) as (url, js), _database(directory) as database:
         theirs = MESSAGES / await _publish(js)
         connection = await asyncpg.connect(database)
         with _worker(directory, url, database):
             await connection.execute(_EMIT, MESH, _AGGREGATES, _BODY.decode(), MESSAGES)
             began = time.perf_counter()
-            await _until(lambda: _stored(js), 2 * MESSAGES)
+            await until_count(lambda: _stored(js), 2 * MESSAGES)
             ours = MESSAGES / (time.perf_counter() - began)
         await connection.close()
     return ours, theirs
@@ -54,32 +54,32 @@ async def publisher_rates(directory: Path) -> tuple[float, float]:
 
 async def consumer_rate(directory: Path) -> float:
     """Let a consumer give a stream's events to a handler behind HTTP, in a process of its own, that does nothing."""
-    async with _streams(directory) as (url, js), _database(directory) as database:
+    async with running_streams(directory) as (url, js), _database(directory) as database:
         await _publish(js)
         with handler(directory) as receiver:
             environment = {"POSTROOM_NATS_URL": url, "POSTROOM_DATABASE_URL": database}
             words = ["--context", MESH, "--name", "bench", "--handler", receiver.url]
             with program(directory / "consumer.log", "cli", "consumer", "run", *words, environment=environment):
-                await _until(lambda: asyncio.to_thread(lambda: receiver.calls().count), MESSAGES)
+                await until_count(lambda: asyncio.to_thread(lambda: receiver.calls().count), MESSAGES)
             calls = receiver.calls()
     return calls.count / (calls.last - calls.first)
 
 
 async def agent_rate(directory: Path) -> float:
     """Let an agent whose `receive` does nothing handle a stream's events."""
-    async with _streams(directory) as (url, js):
+    async with running_streams(directory) as (url, js):
         await _publish(js)
         environment = {"POSTROOM_NATS_URL": url, "POSTROOM_AGENT_STATE_DIRECTORY": str(directory / "agent")}
         words = ["agent", "run", "bench.quiet_agent:Quiet", "--tenant", MESH]
         with program(directory / "agent.log", "cli", *words, environment=environment):
-            before = await _until(lambda: _settled(js), 1)
+            before = await until_count(lambda: _settled(js), 1)
             began = time.perf_counter()
-            await _until(lambda: _settled(js), MESSAGES)
+            await until_count(lambda: _settled(js), MESSAGES)
             return (MESSAGES - before) / (time.perf_counter() - began)
 
 
 @asynccontextmanager
-async def _streams(directory: Path) -> AsyncIterator[tuple[str, JetStreamContext]]:
+async def running_streams(directory: Path) -> AsyncIterator[tuple[str, JetStreamContext]]:
     """Run a NATS with the streams of the mesh, which syncs every message; yields its URL and a way in."""
     directory.mkdir(mode=0o711)  # noqa: ASYNC240 - nothing else runs yet
     server = EmbeddedNats(directory / "nats")
@@ -140,7 +140,7 @@ async def _settled(js: JetStreamContext) -> int:
     return 0 if floor is None else floor.stream_seq
 
 
-async def _until(count: Callable[[], Awaitable[int]], least: int) -> int:
+async def until_count(count: Callable[[], Awaitable[int]], least: int) -> int:
     """Ask until `count` has reached `least`, and return it; raises `TimeoutError`."""
     async with asyncio.timeout(_PATIENCE):
         while (found := await count()) < least:  # noqa: ASYNC110 - another process counts
