@@ -53,18 +53,22 @@ def go_wrong(notes: Path, partition: int, speculates: bool, posted: Callable[[],
         raise OSError("this task fails on purpose")
     if partition == KILLS:
         wait_until(posted)
-        (notes / f"killed-{kill_siblings()}").touch()
+        (notes / f"killed-{kill_others()}").touch()
     if partition == STRAGGLES and speculates:
         wait_until((notes / f"{partition}-1").exists)
 
 
-def kill_siblings() -> int:
-    """Kill every other Python worker of this executor, the one with the sink of this task among them."""
-    others = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    siblings = [pid for pid in others if pid != os.getpid() and parent_of(pid) == os.getppid()]
-    for pid in siblings:
+def kill_others() -> int:
+    """Kill every other Python worker of this executor, the one with the sink of this task among them.
+
+    Workers are the grandchildren of the executor: one process for each environment forks them.
+    """
+    executor = parent_of(os.getppid())
+    everybody = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    others = [pid for pid in everybody if pid != os.getpid() and parent_of(parent_of(pid)) == executor]
+    for pid in others:
         os.kill(pid, signal.SIGKILL)
-    return len(siblings)
+    return len(others)
 
 
 def parent_of(pid: int) -> int:

@@ -1,0 +1,113 @@
+"""Executors of their own: a local cluster, and a standalone one of two "hosts" where everything goes wrong at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pyspark
+import pytest
+from post import PostOffice
+
+from embedded.processes import tethered
+from postroom.spark.session import prepare_environment
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+PROGRAM = Path(__file__).parents[1] / "support" / "rough_write.py"
+SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
+
+
+def test_two_executors_of_a_local_cluster_lose_nothing_and_repeat_nothing(post: PostOffice, tmp_path: Path) -> None:
+    environ = environment(tmp_path, SPARK_LOCAL_IP="127.0.0.1")
+    write(post, tmp_path, environ, "local-cluster[2,1,1024]", rows=20_000, partitions=20)
+    assert post.accepted().keys() == {str(number) for number in range(20_000)}
+
+
+def test_two_hundred_thousand_rows_survive_failing_tasks_speculation_and_killed_workers(
+    post: PostOffice, tmp_path: Path
+) -> None:
+    post.open_other()
+    hosts = {"127.0.0.2": post.socket, "127.0.0.3": post.other_socket}
+    with standalone(tmp_path, hosts) as master:
+        write(post, tmp_path, environment(tmp_path), master, "--speculation", rows=200_000, partitions=200)
+    notes = {note.name for note in (tmp_path / "notes").iterdir()}
+    assert {f"{partition}-1" for partition in (3, 7, 11, 23, 183)} <= notes
+    assert any(note.startswith("killed-") and note != "killed-0" for note in notes)
+    assert post.accepted().keys() == {str(number) for number in range(200_000)}
+
+
+def write(
+    post: PostOffice, directory: Path, environ: dict[str, str], master: str, *words: str, rows: int, partitions: int
+) -> None:
+    (directory / "notes").mkdir()
+    options = post.options(body="order_id")
+    if master.startswith("spark:"):
+        del options["socket"]  # each host has its own
+    sized = [f"--rows={rows}", f"--partitions={partitions}", f"--notes={directory / 'notes'}"]
+    command = [sys.executable, str(PROGRAM), f"--master={master}", *words, *sized]
+    done = subprocess.run(
+        [*command, *(f"{name}={value}" for name, value in options.items())],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-10_000:]
+    counts = re.search(r"postroom: write-\w+ to topic:orders: (\d+) accepted, (\d+) duplicate, 0 conflict", done.stderr)
+    assert counts, done.stderr[-10_000:]
+    assert int(counts[1]) + int(counts[2]) == rows
+    assert int(counts[2]) > 0, "no attempt had posted a part before it failed"
+
+
+def environment(directory: Path, **others: str) -> dict[str, str]:
+    environ = {**os.environ, "SPARK_WORKER_DIR": str(directory / "work"), "SPARK_LOCAL_DIRS": str(directory), **others}
+    environ.pop("POSTROOM_SOCKET", None)
+    prepare_environment(environ)
+    return environ
+
+
+@contextmanager
+def standalone(directory: Path, sockets: dict[str, Path]) -> Iterator[str]:
+    """Run a standalone master and a worker on each of the hosts, whose daemon listens on its socket."""
+    with ExitStack() as processes:
+        log = directory / "master.log"
+        words = ["org.apache.spark.deploy.master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0"]
+        processes.enter_context(running(words, log, environment(directory, SPARK_LOCAL_IP="127.0.0.1")))
+        master = awaited(log, r"Starting Spark master at (spark://\S+)")
+        for host, socket in sockets.items():
+            words = ["org.apache.spark.deploy.worker.Worker", "--host", host, "--webui-port", "0"]
+            words += ["--cores", "2", "--memory", "2g", "--work-dir", str(directory / host), master]
+            environ = environment(directory, SPARK_LOCAL_IP=host) | {"POSTROOM_SOCKET": str(socket)}
+            processes.enter_context(running(words, directory / f"{host}.log", environ))
+            awaited(directory / f"{host}.log", r"(Successfully registered with master)")
+        yield master
+
+
+@contextmanager
+def running(words: list[str], log: Path, environ: dict[str, str]) -> Iterator[None]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(tethered([str(SPARK_CLASS), *words]), stdout=output, stderr=output, env=environ)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def awaited(log: Path, pattern: str) -> str:
+    """Return the first group once `pattern` stands in a log."""
+    with subprocess.Popen(["tail", "--follow", "--lines=+1", log], stdout=subprocess.PIPE, text=True) as tail:
+        assert tail.stdout is not None
+        try:
+            for line in tail.stdout:
+                if found := re.search(pattern, line):
+                    return found[1]
+        finally:
+            tail.terminate()
+    raise AssertionError(log.read_text())
