@@ -83,6 +83,7 @@ class AgentRuntime:
         emitter = Emitter(self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
+        self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time
         self._wake = asyncio.Event()
         self._room = asyncio.Semaphore(_FINISHING)
 
@@ -210,7 +211,7 @@ class AgentRuntime:
 
     def _next_jobs(self) -> list[Job]:
         jobs: list[Job] = []
-        while self._jobs and len(jobs) < self._settings.group_messages:
+        while self._jobs and len(jobs) < self._fitting:
             job = heapq.heappop(self._jobs)
             if not job.done.done():  # the core gave it up
                 jobs.append(job)
@@ -240,8 +241,12 @@ class AgentRuntime:
         now = asyncio.get_running_loop().time
         due = now() + self._settings.group_seconds
         for index, job in enumerate(jobs):
+            if index and now() > due:
+                self._fitting = index
+                self._put_back(jobs[index:])
+                return
             # what a process ended in takes nothing with it that is not committed: it begins a group
-            if index and (now() > due or group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT):
+            if index and group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT:
                 self._put_back(jobs[index:])
                 return
             known = look.found.get(index) or group.find(keys[index])
@@ -250,6 +255,7 @@ class AgentRuntime:
             else:
                 self.counters.found += 1
                 group.know(job, *known)
+        self._fitting = min(2 * self._fitting, self._settings.group_messages)
 
     async def _handle_one(self, group: Group, job: Job, key: Key) -> None:
         delivery = job.delivery

@@ -3,6 +3,7 @@
 import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, runni
 from jetstream import Context, until
 
 from chassis.exits import Fatal
+from delivery.agents.store import Look, Wanted
 from delivery.consuming import DONE, Outcome
 from delivery.message import Delivery
 from delivery.streams import ensure_stream
@@ -293,6 +295,27 @@ async def test_a_message_that_was_delivered_too_often_is_done_where_the_store_ho
         known = Delivery(context.subject, b"", {}, "order-1", context.events, 1, 6, last=True, published_at=now)
         await running.runtime.handle([known], settle)
     assert outcomes == [DONE]
+
+
+async def test_a_turn_takes_about_as_many_messages_as_it_can_handle(context: Context, tmp_path: Path):
+    orders = [f"order-{number}" for number in range(200)]
+    await place_orders(context, orders)
+    settings = msgspec.structs.replace(SETTINGS, group_seconds=1e-9)  # one message
+    asked = 0
+    async with running_agent(context, tmp_path, settings=settings, batch=len(orders)) as running:
+        store: Any = running.runtime._store
+        look = store.look
+
+        async def counted(wanted: Wanted) -> Look:
+            nonlocal asked
+            asked += len(wanted.keys)
+            found: Look = await look(wanted)
+            return found
+
+        store.look = counted
+        await settled(context)
+        assert running.runtime.state == Tally(200, 400)
+    assert asked < 5 * len(orders)
 
 
 async def test_two_agents_of_one_name_on_one_host_share_the_work_the_store_and_the_state(
