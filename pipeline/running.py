@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import as_file, files
@@ -62,6 +63,7 @@ def session(name: str) -> Iterator[SparkSession]:
         yield present
         return
     prepare_environment()
+    warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")  # no pipeline uses pandas
     with as_file(files("pipeline").joinpath("log4j2.properties")) as quiet:
         builder = SparkSession.builder.appName(f"postroom {name}")
         for key, value in _settings(str(quiet)).items():
