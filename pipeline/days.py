@@ -89,7 +89,7 @@ def _write_file(name: str, parts: Iterator[pa.RecordBatch]) -> int:
 
     first = next(parts)
     waiting = pa.Table.from_batches([first]).replace_schema_metadata(None)
-    rows = first.num_rows
+    rows = int(first.num_rows)
     with parquet.ParquetWriter(name, waiting.schema, compression="zstd") as writer:
         for part in parts:
             waiting = pa.concat_tables([waiting, pa.Table.from_batches([part]).replace_schema_metadata(None)])

@@ -16,7 +16,7 @@ O = TypeVar("O", bound=msgspec.Struct)  # noqa: E741 - options
 DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
 
 
-class Struct(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+class Struct(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The base of every pipeline's options; a field without a default has to be given."""
 
 

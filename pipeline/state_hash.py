@@ -7,7 +7,7 @@ only read; on a cluster they have to lie where the executors see them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -57,7 +57,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     return Outcome(facts, failed=any(row["why"] for row in rows))
 
 
-def _verify_all(rows: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
+def _verify_all(rows: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     for row in rows:
         verified = asyncio.run(verify(Path(row["store"])))
         head = verified.head

@@ -1,0 +1,147 @@
+"""`postroom pipeline`: its words, and the pipelines over files (spec operate.md, "CLI")."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import SETTINGS, Counting
+from jetstream import Context
+from post import PostOffice
+from pyspark.sql import SparkSession
+
+from chassis.exits import Exit, Fatal
+from delivery.agents.runtime import AgentRuntime
+from delivery.consuming import Delivery, Outcome
+from delivery.nats import connect
+from delivery.settings import NatsSettings
+from pipeline.options import described, parse
+from pipeline.registry import PIPELINES
+from pipeline.running import run_by_name
+
+START = datetime(2026, 11, 21, tzinfo=UTC)
+ROOT = Path(__file__).parents[2]
+
+
+def postroom(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cli", "pipeline", *words]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+def test_every_pipeline_describes_each_of_its_options() -> None:
+    for pipeline in PIPELINES.values():
+        options = described(pipeline.options)
+        assert options.keys() == set(pipeline.options.__struct_fields__)
+        assert all(option["description"] for option in options.values()), pipeline.name
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["mesh"], "not one option, as name=value"),
+        (["output=x", "output=y"], "not one option, as name=value"),
+        (["colour=red", "output=x"], "colour"),
+        ([], "output"),
+        (["output=x", "database_url="], "say which database"),
+    ],
+)
+def test_words_that_are_no_options_are_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(Fatal, match=sentence) as raised:
+        parse(PIPELINES["delivery-report"].options, words, "delivery-report")
+    assert raised.value.exit_code == Exit.USAGE
+
+
+def test_the_command_says_what_there_is_and_what_is_missing(tmp_path: Path) -> None:
+    unknown = postroom("run", "nonsense")
+    assert unknown.returncode == Exit.NOT_FOUND
+    assert "orphan-check" in unknown.stderr
+    hidden = tmp_path / "sitecustomize.py"
+    hidden.write_text("import sys\nsys.modules['pyspark'] = None\n")
+    without = postroom("run", "orphan-check", PYTHONPATH=str(tmp_path))
+    assert without.returncode == Exit.UNAVAILABLE
+    assert "pip install 'postroom-server[pipeline]'" in without.stderr
+    assert "Traceback" not in without.stderr
+
+
+@pytest.fixture
+async def context(nats_url: str) -> AsyncIterator[Context]:
+    """A context whose four default streams exist."""
+    connection = await connect(NatsSettings(url=nats_url), name="test", patience=20)
+    context = Context(connection)
+    await context.declare()
+    yield context
+    await context.remove()
+    await connection.close()
+
+
+def options(**values: Any) -> list[str]:
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+async def test_state_hash_gives_the_runtimes_hash_and_finds_an_altered_store(
+    context: Context, spark: SparkSession, tmp_path: Path
+) -> None:
+    del spark
+    state_hash = await handled(context, tmp_path / "sound")
+    await handled(context, tmp_path / "altered")
+    words = options(stores=tmp_path / "*/events.db", output=tmp_path / "found")
+    sound = await asyncio.to_thread(run_by_name, "state-hash", words)
+    file = tmp_path / "altered/events.db"
+    file.write_bytes(file.read_bytes().replace(b'"id":"order-2"', b'"id":"Order-2"'))
+    altered = await asyncio.to_thread(run_by_name, "state-hash", words)
+
+    assert sound == (dict.fromkeys(sound.facts, f"counting {state_hash} at 9"), False)
+    assert altered.failed
+    assert altered.facts[str(tmp_path / "sound/events.db")] == f"counting {state_hash} at 9"
+    assert "position 4" in altered.facts[str(file)]
+
+
+async def handled(context: Context, directory: Path) -> str:
+    """Let an agent with a store of its own handle three orders; return its state hash."""
+    runtime = await AgentRuntime.open(
+        Counting, context.js, directory, tenant=context.name, workspace="default", settings=SETTINGS, max_deliver=5
+    )
+    orders = [
+        Delivery(
+            context.subject, b'{"total":%d}' % number, {}, f"order-{number}", context.events, number, 1,
+            last=False, published_at=START,
+        )
+        for number in range(1, 4)
+    ]  # fmt: skip
+
+    async def settle(_delivery: Delivery, _outcome: Outcome) -> None:
+        """The stream is not asked."""
+
+    running = asyncio.create_task(runtime.run())
+    await runtime.handle(orders, settle)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    state_hash = runtime.state_hash
+    await runtime.close()
+    return state_hash
+
+
+def test_a_backfill_that_runs_twice_sends_each_row_once(spark: SparkSession, post: PostOffice, tmp_path: Path) -> None:
+    del spark
+    file = tmp_path / "orders.csv"
+    file.write_text("order_id,what\n" + "".join(f"{number},apples\n" for number in range(40)))
+    words = options(input=file, id="order_id", to="topic:orders", socket=post.socket, namespace=post.namespace)
+    assert run_by_name("backfill", words).facts["rows"] == 40
+    run_by_name("backfill", words)
+
+    assert len(post.accepted()) == 40
+
+
+def test_no_store_is_an_error(spark: SparkSession, tmp_path: Path) -> None:
+    del spark
+    with pytest.raises(Fatal, match="no event store matches"):
+        run_by_name("state-hash", options(stores=tmp_path / "*.db"))
