@@ -33,8 +33,8 @@ ORDER BY place;
 UPDATE ledger.activity SET ledger = 1100000000000;
 
 -- name: ask
--- The requests.
-INSERT INTO ledger.request (id, activity_id) SELECT request, activity FROM bench_tree RETURNING id;
+-- The requests; in the order of their ids, which is none, neighbours are of different jobs.
+INSERT INTO ledger.request (id, activity_id) SELECT request, activity FROM bench_tree ORDER BY request RETURNING id;
 
 -- name: done
 -- How many messages have done step 2.
