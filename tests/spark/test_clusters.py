@@ -1,25 +1,31 @@
-"""Executors of their own: a local cluster, and a standalone one of two "hosts" where everything goes wrong at once."""
+"""Processes of their own: a stream that is killed, a local cluster, and two "hosts" where everything goes wrong."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pyarrow as pa
 import pyspark
 import pytest
+import rough_write
+import stream_orders
 from post import PostOffice
+from pyarrow import parquet
 
 from embedded.processes import tethered
 from postroom.spark.session import prepare_environment
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
-PROGRAM = Path(__file__).parents[1] / "support" / "rough_write.py"
+PROGRAM = Path(rough_write.__file__)
+STREAM = Path(stream_orders.__file__)
 SPARK_CLASS = Path(pyspark.__file__).parent / "bin" / "spark-class"
 
 
@@ -40,6 +46,22 @@ def test_two_hundred_thousand_rows_survive_failing_tasks_speculation_and_killed_
     assert {f"{partition}-1" for partition in (3, 7, 11, 23, 183)} <= notes
     assert any(note.startswith("killed-") and note != "killed-0" for note in notes)
     assert post.accepted().keys() == {str(number) for number in range(200_000)}
+
+
+def test_a_stream_that_is_killed_goes_on_from_its_checkpoint(post: PostOffice, tmp_path: Path) -> None:
+    source = tmp_path / "orders"
+    source.mkdir()
+    for number in range(20):
+        ids = range(number * 50, number * 50 + 50)
+        parquet.write_table(pa.table({"order_id": pa.array(ids, pa.int64())}), source / f"{number:02}.parquet")
+    words = [str(source), str(tmp_path / "checkpoint"), *(f"{name}={value}" for name, value in post.options().items())]
+    command = [sys.executable, str(STREAM), *words]
+    with subprocess.Popen(command, env=environment(tmp_path), start_new_session=True) as killed:
+        rough_write.wait_until(lambda: len(post.accepted()) >= 150)
+        os.killpg(killed.pid, signal.SIGKILL)
+    assert len(post.accepted()) < 1000
+    subprocess.run(command, env=environment(tmp_path), check=True)
+    assert post.accepted().keys() == {str(number) for number in range(1000)}
 
 
 def write(
