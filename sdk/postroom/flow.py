@@ -213,7 +213,8 @@ class Flow:
         return self._completed
 
     def _add(self, function: Handler, name: str | None, options: dict[str, Any]) -> Activity:
-        activity = Activity(str(name or getattr(function, "__name__", function)), function, **options)
+        own_name: str = getattr(function, "__name__", repr(function))
+        activity = Activity(own_name if name is None else name, function, **options)
         if activity.name in self._activities:
             raise _invalid(f"the flow {self.name!r} has two activities {activity.name!r}: rename one")
         self._activities[activity.name] = activity

@@ -1,0 +1,84 @@
+"""What a message says to the engine of a flow."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from delivery.consuming import Delivery
+from ledger.primitives import Answer
+from postroom.errors import InvalidMessage
+from worker.job_messages import Answering, Due, Spawned, answer_of, read
+
+ACTIVITY, REQUEST = uuid4(), uuid4()
+OWN: dict[str, Any] = {"job": str(uuid4()), "activity": str(ACTIVITY), "flow": "export", "name": "load"}
+
+
+def delivery(event: str, body: Any, **headers: str) -> Delivery:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    subject = event if "." in event else f"sea.event.{event}.v1"
+    return Delivery(subject, data, named, "m-1", "SEA_EVENTS", 1, 1, last=False, published_at=datetime.now(UTC))
+
+
+def test_the_engines_own_events_name_the_activity_and_what_is_due() -> None:
+    assert read(delivery("activity_spawned", OWN)) == Spawned(ACTIVITY, "load", "export", "m-1")
+    cycled = read(delivery("activity_cycled", {**OWN, "request": {"page": 2}}))
+    assert cycled == Due(ACTIVITY, "load", "export", "m-1", Answer('{"page":2}'))
+    retried = read(delivery("activity_retried", {**OWN, "guid": "m-0", "answer": [1], "request": str(REQUEST)}))
+    assert retried == Due(ACTIVITY, "load", "export", "m-0", Answer("[1]", REQUEST))
+
+
+def test_a_replay_is_the_message_that_it_replays() -> None:
+    spawned = read(delivery("activity_spawned", OWN, Postroom_Replay_Of="m-0"))
+    assert isinstance(spawned, Spawned)
+    assert spawned.guid == "m-0"
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"flow": "export"}', {**OWN, "activity": "none"}])
+def test_an_engines_event_that_says_something_else_is_refused(body: Any) -> None:
+    with pytest.raises(InvalidMessage, match="m-1 is no activity_spawned"):
+        read(delivery("activity_spawned", body))
+
+
+@pytest.mark.parametrize("cause", [str(REQUEST), f"{REQUEST}/1", f"{REQUEST}~extract_consumer.1", REQUEST.hex])
+def test_an_event_names_its_request_in_a_header_or_in_its_body(cause: str) -> None:
+    expected = Answering(REQUEST, "extracted", "m-1")
+    assert read(delivery("extracted", {"rows": 1}, X_Causation_Id=cause)) == expected
+    assert read(delivery("extracted", {"answers": cause})) == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        delivery("extracted", {"rows": 1}),
+        delivery("extracted", {"answers": 1}),
+        delivery("extracted", b'not JSON: "answers"'),
+        delivery("extracted", {}, X_Causation_Id="0123"),
+        delivery("cmd.sea.default.work.run", {}, X_Causation_Id=str(REQUEST)),
+        delivery("some.other.stream", {}, X_Causation_Id=str(REQUEST)),
+    ],
+)
+def test_what_names_no_request_says_nothing(message: Delivery) -> None:
+    assert read(message) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"rows": 1}, '{"rows":1}'),
+        ({"broker_message_id": "b", "message": {"to": "topic:extracted", "body": '{"rows": 1}'}}, '{"rows":1}'),
+        ({"broker_message_id": "b", "message": {"to": "topic:extracted", "body": "a text"}}, '"a text"'),
+    ],
+)
+def test_an_answer_is_a_body_or_what_was_sent(body: Any, said: str) -> None:
+    assert answer_of(delivery("extracted", body), REQUEST) == Answer(said, REQUEST)
+
+
+def test_an_answer_that_is_not_json_is_refused() -> None:
+    with pytest.raises(InvalidMessage, match="is not JSON"):
+        answer_of(delivery("extracted", b"not JSON"), UUID(int=1))
