@@ -11,6 +11,7 @@ from typing import Final
 from bench.accept import accept
 from bench.backlog import backlog
 from bench.deliver import deliver, handle, publish
+from bench.history import spark_source
 from bench.jobs import jobs
 from bench.relay import relay
 from bench.report import machine
@@ -29,6 +30,7 @@ BENCHMARKS: Final[dict[str, Callable[[Path, int, float], None]]] = {
     "deliver": deliver,
     "jobs": jobs,
     "spark-sink": spark_sink,
+    "history": spark_source,
 }
 
 
