@@ -344,7 +344,12 @@ WITH live AS MATERIALIZED (
   FROM mesh.message_queue
 ), announced AS (
   -- Services write events of their own into the same table, of any aggregate: an accept's names itself in its payload.
-  SELECT id AS broker_message_id, aggregate_type AS destination_kind, occurred_at FROM postroom.outbox_events
+  -- One that an operator dropped counts as well.
+  SELECT id AS broker_message_id, aggregate_type AS destination_kind, occurred_at FROM (
+    SELECT id, aggregate_type, aggregate_id, event_type, payload, occurred_at FROM postroom.outbox_events
+    UNION ALL
+    SELECT id, aggregate_type, aggregate_id, event_type, payload, occurred_at FROM postroom.dropped_events
+  ) AS event
   WHERE aggregate_type IN ('topic', 'queue')
     AND aggregate_id = (payload ->> 'mesh') || '/' || aggregate_type || ':' || event_type
     AND payload ->> 'broker_message_id' = id::text

@@ -36,6 +36,7 @@ TABLES = (
     "mesh.delivery_queue",
     "mesh.mention_index",
     "postroom.outbox_events",
+    "postroom.dropped_events",
 )
 ADMIN_TOKEN = "an administrator's token for tests"
 

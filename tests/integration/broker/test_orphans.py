@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from broker.orphans import find_orphans
+from delivery.publishing.failing import drop_failing, list_failing
 
 KEPT = timedelta(days=30)
 
@@ -73,6 +74,14 @@ async def test_damage_of_every_kind_is_found(
 
     assert {violation.kind: violation.rows for violation in violations} == DAMAGE[damage]
     assert all(violation.examples for violation in violations)
+
+
+async def test_an_event_that_an_operator_dropped_is_not_missed(broker: Any, message: Message, postgres: Any) -> None:
+    await broker.member("alice").send(message("id-1"), message("id-2"))
+    await postgres.execute("UPDATE postroom.outbox_events SET publish_attempts = 1, publish_error = 'too large'")
+    failing = await list_failing(postgres)
+    await drop_failing(postgres, [failing[0].id], actor="olga", reason="a test")
+    assert await find_orphans(postgres, events_kept=KEPT) == []
 
 
 async def test_an_event_may_be_pruned_before_its_message_and_outlive_its_forgotten_id(
