@@ -17,8 +17,9 @@ FROM pg_constraint WHERE connamespace = ANY ($1::text[]::regnamespace[])
 UNION ALL SELECT 'index', indexrelid::regclass::text, pg_get_indexdef(indexrelid)
 FROM pg_index JOIN pg_class ON pg_class.oid = indrelid
 WHERE relnamespace = ANY ($1::text[]::regnamespace[])
-UNION ALL SELECT 'trigger', tgrelid::regclass || '.' || tgname, pg_get_triggerdef(oid)
-FROM pg_trigger WHERE NOT tgisinternal
+UNION ALL SELECT 'trigger', tgrelid::regclass || '.' || tgname, pg_get_triggerdef(pg_trigger.oid)
+FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid
+WHERE NOT tgisinternal AND relnamespace = ANY ($1::text[]::regnamespace[])
 UNION ALL SELECT 'function', oid::regprocedure::text, pg_get_functiondef(oid)
 FROM pg_proc WHERE pronamespace = ANY ($1::text[]::regnamespace[])
 UNION ALL SELECT 'relation', oid::regclass::text,

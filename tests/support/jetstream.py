@@ -21,7 +21,7 @@ from delivery.settings import BackoffSettings, ConsumerSettings
 from delivery.streams import default_streams, ensure_stream
 
 DURABLE = "sea__from_us"
-SECONDS = 15.0
+SECONDS = 60.0
 QUICK = BackoffSettings(first_seconds=0.01, factor=1, most_seconds=0.01)
 _numbers = itertools.count(1)
 

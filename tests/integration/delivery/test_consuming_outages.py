@@ -90,8 +90,8 @@ async def test_what_is_done_while_nats_is_away_is_acknowledged_when_it_is_back(
     async with own.consuming(script, ack_wait_seconds=3600) as consumer:
         await script.saw(1)
         kill(server)
-        gate.set()
         await until(lambda: _is(lambda: not own.connection.is_connected), "the connection is lost")
+        gate.set()  # sooner, the ack could go into the socket of the dead server, and the message come after `ack_wait`
         server.start()
         await until(lambda: _exists(own), "it is back")
         await own.settled()
