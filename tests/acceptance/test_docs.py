@@ -17,7 +17,8 @@ PART = re.compile(
 )
 NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
 PORT = "8000"  # of the examples' handlers; another one may be free
-PAGES = ["README.md", "docs/operations.md", "docs/delivery.md", "docs/jobs.md", "sdk/README.md"]
+GUIDES = ("operations", "delivery", "jobs", "spark", "pipelines")
+PAGES = ["README.md", "sdk/README.md", *(f"docs/{name}.md" for name in GUIDES)]
 EXCHANGE = """
 import os, socket, sys
 with socket.socket(socket.AF_UNIX) as connection:
@@ -99,7 +100,14 @@ def test_every_command_of_a_page_works_in_the_order_it_stands(name, home):
     place.mkdir()
     (place / "exchange.py").write_text(EXCHANGE)
     (place / "execute.py").write_text(EXECUTE)
-    for file in ("Makefile", ".venv", "requirements.lock", "embedded.lock", "pyproject.toml", "sdk", "examples"):
+    for file in (
+        "Makefile",
+        ".venv",
+        *(lock.name for lock in ROOT.glob("*.lock")),
+        "pyproject.toml",
+        "sdk",
+        "examples",
+    ):
         (place / file).symlink_to(ROOT / file)
     typed = BEGINNING + ("" if "postroom up" in commands else UP) + commands
     shell = ["bash", "-euo", "pipefail", "-c", typed]

@@ -22,13 +22,6 @@ from postroom.spark.java import find_java
 _HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let PySpark say that it has not been tried with our pandas: the tests here try it."""
-    for item in items:
-        if item.path.is_relative_to(_HERE):
-            item.add_marker(pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas"))
-
-
 @pytest.fixture(scope="session")
 def spark(session_directory: Path) -> Iterator[SparkSession]:
     directory = session_directory / "spark"
