@@ -34,6 +34,13 @@ ORDERS = 500
 FRUIT = {"apples": 120, "pears": 180, "plums": 240}  # cents
 
 
+class Order(msgspec.Struct):
+    """What the handler needs of a message."""
+
+    order_id: int
+    cents: int
+
+
 # %% A handler, as any service may have one: it takes the cents of each order once, and remembers on disk.
 class Till(BaseHTTPRequestHandler):
     """A file for each order, under its key: a second delivery of one changes nothing."""
@@ -43,9 +50,13 @@ class Till(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Handle one message of the topic `orders`."""
         message = msgspec.json.decode(self.rfile.read(int(self.headers["Content-Length"])))
-        order = msgspec.json.decode(message["payload"]["message"]["body"])
-        (self.drawer / self.headers["Idempotency-Key"]).write_text(str(order["cents"]))
-        self.send_response(200)
+        try:
+            order = msgspec.json.decode(message["payload"]["message"]["body"], type=Order)
+        except msgspec.DecodeError:
+            self.send_response(422)  # somebody else's message: never
+        else:
+            (self.drawer / self.headers["Idempotency-Key"]).write_text(str(order.cents))
+            self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -103,8 +114,10 @@ posted.option("wait", "accepted").mode("append").save()
 
 # %% Let the handler work until it has all that the history has.
 history = spark.read.format("postroom_history").option("database_url", DATABASE).option("mesh", "demo").load()
-ours = history.where(F.col("to") == "topic:orders").select(
-    F.from_json("body", "order_id LONG, fruit STRING, pieces LONG, cents LONG").alias("order")
+ours = (
+    history.where(F.col("to") == "topic:orders")
+    .select(F.from_json("body", "order_id LONG, fruit STRING, pieces LONG, cents LONG").alias("order"))
+    .where("order.cents IS NOT NULL")  # what others sent to the topic is none of our orders
 )
 sent = ours.count()
 with handler() as consumer:

@@ -92,6 +92,7 @@ def home(short_directory: Path):
         subprocess.run(["postroom", "down", "--state", mailroom, "--wipe", "--yes"], env=environment, check=True)
 
 
+@pytest.mark.timeout(1200)  # the page on pipelines starts Spark eight times
 @pytest.mark.parametrize("name", PAGES)
 def test_every_command_of_a_page_works_in_the_order_it_stands(name, home):
     commands = script(ROOT / name).replace(PORT, str(choose_port()))
