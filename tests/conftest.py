@@ -8,7 +8,8 @@
 
 A test that stops or kills a server starts one of its own: `EmbeddedRedis(short_directory / "redis")`. The kernel ends
 every server when pytest ends, `kill -9` included; a program that a test starts gets the same from
-`embedded.processes.tethered([...])`. The files of a session that was killed are removed by the next one.
+`embedded.processes.tethered([...])`. What `postroom up --detach` leaves running, and the files of a session that was
+killed, are cleared away by its janitor; what a killed janitor left, by the next session.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import asyncpg
 import pytest
 import redis
 import uvloop
+from janitor import clearing_up
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, ProcessIdentity
 
@@ -58,7 +60,8 @@ def session_directory() -> Iterator[Path]:
     owner = ProcessIdentity.of(os.getpid())
     assert owner is not None
     owner.write(directory / _OWNER)
-    yield directory
+    with clearing_up(directory):
+        yield directory
     shutil.rmtree(directory)
 
 

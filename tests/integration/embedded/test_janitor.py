@@ -1,0 +1,38 @@
+"""A test session that is killed leaves nothing behind, not even what was detached from it on purpose."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from embedded import ProcessIdentity
+from embedded.server import wait_until
+
+SUPPORT = Path(__file__).parents[2] / "support"
+SECONDS = 60.0
+SESSION = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from embedded import ProcessIdentity
+from janitor import clearing_up
+directory = Path(sys.argv[1])
+detached = subprocess.Popen(["sleep", "600"], start_new_session=True)
+(directory / "1" / "mailroom").mkdir(parents=True)
+ProcessIdentity.of(detached.pid).write(directory / "1" / "mailroom" / "up.pid")
+with clearing_up(directory):
+    print(detached.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_session_had_detached_is_ended_and_its_files_are_removed(tmp_path: Path) -> None:
+    directory = tmp_path / "session"
+    directory.mkdir()
+    session = subprocess.run(
+        [sys.executable, "-c", SESSION, directory], env={"PYTHONPATH": str(SUPPORT)}, capture_output=True, check=False
+    )
+    pid = int(session.stdout)
+    assert wait_until(lambda: not directory.exists(), SECONDS)
+    detached = ProcessIdentity.of(pid)  # perhaps a zombie
+    assert detached is None or detached.wait(SECONDS)

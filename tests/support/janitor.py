@@ -1,0 +1,44 @@
+"""Clears up after a test session that was killed: `python janitor.py DIRECTORY` waits for the end of its input.
+
+Whatever a session starts ends with it by itself, but for what `postroom up --detach` leaves running on purpose. That
+is ended by the pid files of its supervisors below the directory, and the directory removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from embedded import ProcessIdentity
+
+_STEPS = ((signal.SIGTERM, 60.0), (signal.SIGKILL, 10.0))
+
+
+@contextmanager
+def clearing_up(directory: Path) -> Iterator[None]:
+    """Have a process of its own wait for the end of this one, for the length of a block."""
+    command = [sys.executable, __file__, str(directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as janitor:
+        try:
+            yield
+        finally:
+            janitor.kill()
+
+
+def clear_up(directory: Path) -> None:
+    """End every supervisor below the directory, which takes its programs along, and remove the directory."""
+    for file in directory.rglob("up.pid"):
+        supervisor = ProcessIdentity.read(file)
+        if supervisor is not None:
+            supervisor.end(*_STEPS)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.stdin.read()  # ends with the owner, who alone holds the other end
+    clear_up(Path(sys.argv[1]))
