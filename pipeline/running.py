@@ -59,7 +59,7 @@ def session(name: str) -> Iterator[SparkSession]:
 
     from postroom.spark.session import prepare_environment  # noqa: PLC0415 - the same
 
-    if (present := SparkSession.getActiveSession()) is not None:
+    if (present := _present()) is not None:
         yield present
         return
     prepare_environment()
@@ -73,6 +73,17 @@ def session(name: str) -> Iterator[SparkSession]:
             yield spark
         finally:
             spark.stop()
+
+
+def _present() -> SparkSession | None:
+    """Return the session of this process, be it another thread's."""
+    from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - as above
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - as above
+
+    try:
+        return SparkSession.active()
+    except PySparkRuntimeError:  # there is none
+        return None
 
 
 def _settings(quiet: str) -> dict[str, str]:

@@ -36,7 +36,6 @@ TABLES = (
     "mesh.delivery_queue",
     "mesh.mention_index",
     "postroom.outbox_events",
-    "postroom.dropped_events",
 )
 ADMIN_TOKEN = "an administrator's token for tests"
 
@@ -176,7 +175,7 @@ async def postgres(broker_database: str) -> AsyncIterator[asyncpg.Connection[asy
 @pytest.fixture
 async def migrated(config: BrokerConfig, postgres: asyncpg.Connection[asyncpg.Record]) -> BrokerConfig:
     """The config of a broker on an empty, migrated database."""
-    await postgres.execute(f"TRUNCATE mesh.mesh, {', '.join(TABLES)} RESTART IDENTITY CASCADE")
+    await postgres.execute(f"TRUNCATE mesh.mesh, postroom.dropped_events, {', '.join(TABLES)} RESTART IDENTITY CASCADE")
     return config
 
 
