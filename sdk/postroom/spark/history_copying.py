@@ -12,20 +12,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from postroom.errors import InvalidMessage, PostroomError, Unavailable
+from postroom.spark.database import connect
 
 if TYPE_CHECKING:
     import asyncpg
     import pyarrow as pa
 
 _BLOCK_BYTES: Final = 8 * 1024 * 1024  # more than a row can have: a body of 1 MiB whose every byte is a quote takes 2
-_CONNECT_SECONDS: Final = 10.0
 
 # A range of numbers is found by its index, and what belongs to it as well: the time that a range takes depends on its
 # own length. Left to its estimates Postgres would rather read each table whole for every range.
 _SETTINGS: Final = {
-    "application_name": "postroom-spark",
-    "timezone": "UTC",
     "datestyle": "ISO",
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
@@ -34,29 +31,11 @@ _SETTINGS: Final = {
 }
 
 
-async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
-    """Open a connection; raises `Unavailable`, and `PostroomError` where asyncpg is missing or `url` is none."""
-    try:
-        import asyncpg  # noqa: PLC0415 - of the extra `postgres`
-    except ImportError as error:
-        raise PostroomError.of(
-            501, "extra_missing", "reading from Postgres needs asyncpg: pip install 'postroom[postgres,spark]'"
-        ) from error
-    try:
-        return await asyncpg.connect(url, timeout=_CONNECT_SECONDS, server_settings=_SETTINGS)
-    except (ValueError, asyncpg.ClientConfigurationError) as error:
-        # what it says may hold the password
-        sentence = "database_url is not a Postgres URL (postgresql://user@host/database)"
-        raise InvalidMessage.of(400, "invalid_option", sentence, field="database_url") from error
-    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-        raise Unavailable.of(503, "database_unavailable", f"cannot open the database: {error}") from error
-
-
 def fetch(url: str, query: str, *arguments: Any) -> list[asyncpg.Record]:
     """Run one query on a connection of its own; raises as `connect` does."""
 
     async def run() -> list[asyncpg.Record]:
-        connection = await connect(url)
+        connection = await connect(url, _SETTINGS)
         try:
             return await connection.fetch(query, *arguments)
         finally:
@@ -112,7 +91,7 @@ def _batches(stream: BinaryIO, schema: pa.Schema, copying: Future[None]) -> Iter
 
 async def _copy(url: str, query: str, arguments: Sequence[Any], output: BinaryIO, snapshot: str | None) -> None:
     with output:
-        connection = await connect(url)
+        connection = await connect(url, _SETTINGS)
         try:
             async with connection.transaction(isolation="repeatable_read", readonly=True):
                 if snapshot is not None:

@@ -7,14 +7,13 @@ history is an operator's, who has the address of the database.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, NamedTuple, NoReturn
 
 from postroom.errors import InvalidMessage
+from postroom.spark.database import chosen_url
 
-DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
 _PARTITION_ROWS: Final = 50_000  # by default: about half a second of one task
 _NAMES: Final = ("database_url", "mesh", "since", "until", "partition_rows", "max_rows_per_batch", "push_filters")
 
@@ -36,11 +35,8 @@ def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptio
     given = {name.lower(): value for name, value in options.items()}
     for name in given.keys() - set(_NAMES):
         _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
-    url = given.get("database_url") or os.environ.get(DATABASE_URL)
-    if not url:
-        _refuse("database_url", f"say which database to read: set {DATABASE_URL}, or the option database_url")
     found = HistoryOptions(
-        database_url=url,
+        database_url=chosen_url(given.get("database_url"), "to read"),
         mesh=given.get("mesh"),
         since=_moment(given, "since"),
         until=_moment(given, "until"),

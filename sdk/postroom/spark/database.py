@@ -1,0 +1,46 @@
+"""A connection to the Postgres that the option `database_url` names, or `POSTROOM_DATABASE_URL`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from postroom.errors import InvalidMessage, PostroomError, Unavailable
+
+if TYPE_CHECKING:
+    import asyncpg
+
+DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
+
+_CONNECT_SECONDS: Final = 10.0
+_SETTINGS: Final = {"application_name": "postroom-spark", "timezone": "UTC"}
+
+
+def chosen_url(option: str | None, purpose: str) -> str:
+    """Return the option's URL, else the environment's; raises `InvalidMessage` that says what `purpose` it is for."""
+    url = option or os.environ.get(DATABASE_URL)
+    if not url:
+        sentence = f"say which database {purpose}: set {DATABASE_URL}, or the option database_url"
+        raise InvalidMessage.of(400, "invalid_option", sentence, field="database_url")
+    return url
+
+
+async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncpg.Connection[asyncpg.Record]:
+    """Open a connection; raises `Unavailable`, and `PostroomError` where asyncpg is missing or `url` is none."""
+    try:
+        import asyncpg  # noqa: PLC0415 - of the extra `postgres`
+    except ImportError as error:
+        raise PostroomError.of(
+            501, "extra_missing", "Postgres is reached with asyncpg: pip install 'postroom[postgres,spark]'"
+        ) from error
+    try:
+        return await asyncpg.connect(url, timeout=_CONNECT_SECONDS, server_settings=_SETTINGS | dict(settings or {}))
+    except (ValueError, asyncpg.ClientConfigurationError) as error:
+        # what it says may hold the password
+        sentence = "database_url is not a Postgres URL (postgresql://user@host/database)"
+        raise InvalidMessage.of(400, "invalid_option", sentence, field="database_url") from error
+    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        raise Unavailable.of(
+            503, "database_unavailable", f"cannot open the database: {error}", retryable=True
+        ) from error
