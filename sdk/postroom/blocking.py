@@ -51,7 +51,7 @@ def _iterating(
                 except StopAsyncIteration:
                     return
         finally:
-            if isinstance(items, AsyncGenerator):
+            if isinstance(items, AsyncGenerator) and self._thread.is_alive():
                 self._run(_close(items))
 
     return iterate
@@ -68,7 +68,8 @@ async def _close(items: AsyncGenerator[Any, None]) -> None:
 class Client:
     """A client of the daemon for programs without an event loop; see `AsyncClient`.
 
-    May be used by many threads at once, as a context manager or with `close`.
+    May be used by many threads at once, as a context manager or with `close`. A process that was forked needs a client
+    of its own: threads don't survive a fork, and connections must not be shared.
     """
 
     def __init__(self, socket: Path | str | None = None, *, timeout: float = 10.0, patience: float = 30.0) -> None:
@@ -90,8 +91,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close every connection and end the thread; a second call does nothing."""
-        if self._loop.is_closed():
+        """Close every connection and end the thread; does nothing a second time, nor in a forked process."""
+        if not self._thread.is_alive():
             return
         self._run(self._client.close())
         self._stop()
@@ -127,6 +128,9 @@ class Client:
             yield from results
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
+        if not self._thread.is_alive():  # also after a fork: nobody would ever run it
+            work.close()
+            raise RuntimeError("this client is closed, or was opened before a fork: open one in this process")
         ended = threading.Event()
 
         async def watched() -> R:

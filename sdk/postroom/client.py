@@ -22,7 +22,7 @@ from postroom.following import Following
 from postroom.message import Priority, SendRequest
 from postroom.operating import OperatorMethods
 from postroom.operations import MAX_WAIT, WaitQuery
-from postroom.outgoing import compose, encode
+from postroom.outgoing import Body, compose, encode
 from postroom.peer import Peer
 from postroom.received import EventsQuery, InboxMessage, InboxPage, InboxQuery
 from postroom.retry import Patience, retrying
@@ -47,7 +47,7 @@ class AsyncClient(OperatorMethods):
     async def send(
         self,
         to: str,
-        body: str | bytes | None = None,
+        body: Body = None,
         *,
         meta: dict[str, Any] | None = None,
         priority: Priority = "next",

@@ -9,15 +9,16 @@ from typing import Any
 
 import msgspec
 
-from postroom.errors import InvalidMessage
 from postroom.fingerprint import NotCanonical, canonical_json
 from postroom.ids import new_id
-from postroom.message import Priority, SendRequest
+from postroom.message import MAX_DEPTH, Priority, SendRequest, refuse
+
+Body = str | bytes | bytearray | memoryview | None
 
 
 def compose(
     to: str,
-    body: str | bytes | None = None,
+    body: Body = None,
     *,
     meta: dict[str, Any] | None = None,
     priority: Priority = "next",
@@ -26,11 +27,16 @@ def compose(
     client_message_id: str | None = None,
     not_before: datetime | None = None,
 ) -> SendRequest:
-    """Build a send: bytes travel as `body_base64`; without a `client_message_id` one is minted."""
+    """Build a send: bytes travel as `body_base64`; without a `client_message_id` one is minted.
+
+    Raises `InvalidMessage` for any other body: a program without type checks must not send an empty one instead.
+    """
+    if isinstance(mentions, str):
+        refuse("invalid_field", f"mentions must be a list of members, as in [{mentions!r}]", "mentions")
     return SendRequest(
         to=to,
         body=body if isinstance(body, str) else None,
-        body_base64=base64.b64encode(body).decode() if isinstance(body, bytes) else None,
+        body_base64=None if body is None or isinstance(body, str) else _base64(body),
         meta=meta,
         priority=priority,
         reply_to=reply_to,
@@ -42,6 +48,8 @@ def compose(
 
 def with_id(request: SendRequest) -> SendRequest:
     """Return `request`, with a fresh id where it has none: what is tried twice needs one name."""
+    if not isinstance(request, SendRequest):
+        refuse("invalid_message", f"a stream of messages is made of SendRequest, not of {type(request).__name__}")
     if request.client_message_id is not None:
         return request
     return msgspec.structs.replace(request, client_message_id=new_id())
@@ -49,12 +57,29 @@ def with_id(request: SendRequest) -> SendRequest:
 
 def encode(request: SendRequest) -> bytes:
     """Encode a send as JSON; raises `InvalidMessage` for what JSON can't say (NaN would become null)."""
+    _check_types(request)
     try:
         canonical_json(request.meta)
         return msgspec.json.encode(request)
     except NotCanonical as error:
-        detail = f"meta cannot be fingerprinted (RFC 8785): {error}"
-        raise InvalidMessage.of(400, "meta_not_canonical", detail, field="meta") from error
-    except UnicodeEncodeError as error:
-        detail = "the message holds half of a surrogate pair, which is no text: send bytes instead"
-        raise InvalidMessage.of(400, "invalid_json", detail) from error
+        refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {error}", "meta")
+    except UnicodeEncodeError:
+        refuse("invalid_json", "the message holds half of a surrogate pair, which is no text: send bytes instead")
+    except RecursionError:
+        refuse("too_deep", f"meta is nested deeper than {MAX_DEPTH} levels", "meta")
+
+
+def _base64(body: object) -> str:
+    if not isinstance(body, bytes | bytearray | memoryview):
+        sentence = f"the body must be text or bytes, not {type(body).__name__}: encode it first, as with json.dumps"
+        refuse("invalid_field", sentence, "body")
+    return base64.b64encode(body).decode()
+
+
+def _check_types(request: SendRequest) -> None:
+    """Refuse bytes where text belongs, which JSON would turn into other text, and a meta that is no object."""
+    for field in ("body", "body_base64"):
+        if not isinstance(getattr(request, field), str | None):
+            refuse("invalid_field", f"{field} must be text: give bytes as `body_base64`, in base64", field)
+    if not isinstance(request.meta, dict | None):
+        refuse("invalid_field", f"meta must be an object (a dict), not {type(request.meta).__name__}", "meta")

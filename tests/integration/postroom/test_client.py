@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -219,3 +220,46 @@ async def test_many_threads_share_one_client(daemon: LoneDaemon) -> None:
         return ids
 
     assert len(await asyncio.to_thread(share)) == 400
+
+
+async def test_a_closed_client_says_so(daemon: LoneDaemon) -> None:
+    def use_a_closed_one() -> None:
+        client = Client(daemon.socket)
+        client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            client.send("topic:orders", "x")
+        with pytest.raises(RuntimeError, match="closed"):
+            list(client.export())
+
+    await asyncio.to_thread(use_a_closed_one)
+
+
+async def test_a_client_taken_through_a_fork_says_so_instead_of_hanging(daemon: LoneDaemon) -> None:
+    program = f"""
+import os
+from postroom import Client
+client = Client({str(daemon.socket)!r})
+client.send("topic:orders", "x")
+if (child := os.fork()) == 0:
+    try:
+        client.send("topic:orders", "y")
+    except RuntimeError as error:
+        os.write(1, str(error).encode())
+    finally:
+        client.close()
+        os._exit(0)
+os.waitpid(child, 0)
+client.send("topic:orders", "z")
+client.close()
+"""
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "error", "-c", program, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(60):
+            said, _ = await running.communicate()
+    except TimeoutError:
+        running.kill()
+        raise
+    assert running.returncode == 0
+    assert b"open one in this process" in said

@@ -1,0 +1,51 @@
+"""What a program hands to `send`: every body that can be meant travels whole, and no other is quietly made into one."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from postroom import InvalidMessage, SendRequest
+from postroom.outgoing import compose, encode, with_id
+
+
+@pytest.mark.parametrize("body", [b"\xff\x00", bytearray(b"\xff\x00"), memoryview(b"\xff\x00")])
+def test_every_kind_of_bytes_travels_as_base64(body: Any) -> None:
+    request = compose("topic:orders", body)
+    assert request.body_base64 is not None
+    assert base64.b64decode(request.body_base64) == b"\xff\x00"
+
+
+@pytest.mark.parametrize("body", [{"order": 17}, 17, ["a"], True])
+def test_a_body_that_is_neither_text_nor_bytes_is_refused_instead_of_sent_empty(body: Any) -> None:
+    with pytest.raises(InvalidMessage, match="text or bytes") as caught:
+        compose("topic:orders", body)
+    assert (caught.value.code, caught.value.problem.field) == ("invalid_field", "body")
+
+
+def test_one_text_is_no_list_of_mentions() -> None:
+    with pytest.raises(InvalidMessage, match="list of members") as caught:
+        compose("topic:orders", "hello", mentions="bob")
+    assert caught.value.problem.field == "mentions"
+
+
+@pytest.mark.parametrize("field", ["body", "body_base64"])
+def test_a_request_built_with_bytes_is_refused_instead_of_sent_as_other_text(field: str) -> None:
+    fields: dict[str, Any] = {field: b"hello"}
+    with pytest.raises(InvalidMessage, match=field):
+        encode(SendRequest(to="topic:orders", **fields))
+
+
+def test_a_meta_that_is_no_object_is_refused_by_name() -> None:
+    meta: Any = [1]
+    with pytest.raises(InvalidMessage) as caught:
+        encode(compose("topic:orders", "hello", meta=meta))
+    assert caught.value.problem.field == "meta"
+
+
+def test_what_is_no_send_request_is_refused_with_what_to_use() -> None:
+    message: Any = {"to": "topic:orders", "body": "hello"}
+    with pytest.raises(InvalidMessage, match="SendRequest"):
+        with_id(message)
