@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +52,7 @@ def up(
     else:
         _run(layout)
         return
-    _explain(layout)
+    explain(layout)
 
 
 def layout_of(state: Path | None) -> Layout:
@@ -72,7 +73,7 @@ def _run(layout: Layout) -> None:
     with interruptible(), supervising(layout), fatal_failures():
         try:
             stack.start(_say_ready)
-            _explain(layout)
+            explain(layout)
             notify("READY=1")
             keep_running(stack, note)
         except Interrupted:
@@ -87,13 +88,13 @@ def _say_ready(program: EmbeddedServer) -> None:
     sys.stdout.flush()
 
 
-def _explain(layout: Layout) -> None:
+def explain(layout: Layout) -> None:
     """Say how to use what runs now."""
     line(
         f"""
 Postroom is up; it keeps everything in {layout.state}
 
-  set -a; . {layout.env_file}; set +a      tell this shell where it is
+  set -a; . {shlex.quote(str(layout.env_file))}; set +a      tell this shell where it is
   postroom send topic:orders 'hello' --wait
   postroom outbox list
   postroom inbox list
