@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -14,7 +13,7 @@ from nats.aio.msg import Msg
 from postroom.retry_policy import RetryPolicy, policy_of
 
 MESSAGE_ID: Final = "Nats-Msg-Id"
-_EPOCH: Final = re.compile(r"/[0-9]+$")
+EPOCH: Final = "Postroom-Epoch"  # how often a message was published again, where it was: its id then ends with that
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _PLAIN_WORDS: Final = 9  # of an ack subject without a domain
 _NANOSECONDS: Final = 1_000_000_000
@@ -69,10 +68,13 @@ def delivery_of(message: Msg, max_deliver: int) -> Delivery:
 
 
 def message_id_of(headers: Mapping[str, str], data: bytes) -> str | None:
-    """Return `Nats-Msg-Id` without the epoch of a redrive, else the broker's id in the body, else None."""
+    """Return `Nats-Msg-Id` without the epoch of a redrive, else the broker's id in the body, else None.
+
+    The epoch is cut off where a header says that there is one: the ids of other programs may look the same.
+    """
     message_id = headers.get(MESSAGE_ID)
     if message_id:
-        return _EPOCH.sub("", message_id) if "/" in message_id else message_id
+        return message_id.removesuffix(f"/{headers[EPOCH]}") if EPOCH in headers else message_id
     try:
         return _decode_body(data).broker_message_id or None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

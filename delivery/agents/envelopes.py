@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from delivery.dead_letters import REPLAY_OF
-from delivery.message import MESSAGE_ID, Delivery
-from delivery.publishing.source import message_id
+from delivery.message import Delivery
+from delivery.publishing.source import identifying
 from delivery.subjects import CommandSubject, EventSubject, Subject, parse_subject
 from postroom.agent import Envelope
 from postroom.errors import InvalidMessage
@@ -102,8 +102,8 @@ def idempotency_key(delivery: Delivery) -> str:
 
 def headers_of(envelope: Envelope, epoch: int = 0) -> dict[str, str]:
     """Return the headers that an emitted message travels with; each `epoch` has a message id of its own."""
-    headers = {
-        MESSAGE_ID: message_id(envelope.id, epoch),
+    headers: dict[str, str | None] = {
+        **identifying(envelope.id, epoch),
         ACTOR: envelope.actor,
         CAUSATION_ID: envelope.causation_id,
         CORRELATION_ID: envelope.correlation_id,

@@ -16,6 +16,7 @@ import msgspec
 from chassis.postgres import Connection, Pool
 from chassis.sql import Queries, load_queries
 from delivery.history import history_message
+from delivery.message import EPOCH, MESSAGE_ID
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -105,9 +106,15 @@ def message_id(identity: str, epoch: int) -> str:
     return f"{identity}/{epoch}" if epoch else identity
 
 
+def identifying(identity: str, epoch: int) -> dict[str, str]:
+    """Return the headers that say which message it is, and which part of its id is the epoch."""
+    headers = {MESSAGE_ID: message_id(identity, epoch)}
+    return {**headers, EPOCH: str(epoch)} if epoch else headers
+
+
 def _event(row: asyncpg.Record) -> Outgoing:
     headers = {
-        "Nats-Msg-Id": message_id(row["id"], row["epoch"]),
+        **identifying(row["id"], row["epoch"]),
         "Postroom-Event-Type": row["event_type"],
         "X-Event-Version": str(row["event_version"]),
         "X-Occurred-At": row["occurred_at"].isoformat(),
@@ -123,7 +130,7 @@ def _event(row: asyncpg.Record) -> Outgoing:
 
 
 def _delivery(row: asyncpg.Record) -> Outgoing:
-    headers = {"Nats-Msg-Id": message_id(row["id"], row["epoch"]), "X-Occurred-At": row["accepted_at"].isoformat()}
+    headers = {**identifying(row["id"], row["epoch"]), "X-Occurred-At": row["accepted_at"].isoformat()}
     if row["traceparent"] is not None:
         headers["traceparent"] = row["traceparent"]
     key = f"{row['broker_message_id']}.{row['recipient_id']}"

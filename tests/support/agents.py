@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
-from jetstream import QUICK, Context, until
+from jetstream import QUICK, Context, named, until
 from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
@@ -140,7 +140,7 @@ async def last_wanted(context: Context, stream: str, info: ConsumerInfo) -> int:
 async def place_orders(context: Context, ids: Iterable[str], **headers: str) -> None:
     """Publish an order of 2 under each id."""
     for message_id in ids:
-        await context.js.publish(context.subject, b'{"total":2}', headers={"Nats-Msg-Id": message_id, **headers})
+        await context.js.publish(context.subject, b'{"total":2}', headers={**named(message_id), **headers})
 
 
 class Kept(NamedTuple):

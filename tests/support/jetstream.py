@@ -17,6 +17,7 @@ from nats.js.errors import NotFoundError
 
 from delivery.consuming import DONE, Consumer, Delivery, Outcome, Settle
 from delivery.dead_letters import DeadLetter, DeadLetters
+from delivery.publishing.source import identifying
 from delivery.settings import BackoffSettings, ConsumerSettings
 from delivery.streams import default_streams, ensure_stream
 
@@ -32,6 +33,12 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
         while not await condition():  # noqa: ASYNC110 - the server has no event to wait for
             await asyncio.sleep(0.005)
     assert what
+
+
+def named(message_id: str) -> dict[str, str]:
+    """Return the headers of a message's id; `m-1/2` is the one that a redrive gives to `m-1` the second time."""
+    identity, _, epoch = message_id.partition("/")
+    return identifying(identity, int(epoch or 0))
 
 
 class Script:
@@ -86,7 +93,7 @@ class Context:
     async def publish(self, ids: Iterable[str], body: bytes = b'{"total":1}', subject: str | None = None) -> None:
         for chunk in _batched(ids, 500):
             acks = [
-                await self.js.publish_async(subject or self.subject, body, headers={"Nats-Msg-Id": message_id})
+                await self.js.publish_async(subject or self.subject, body, headers=named(message_id))
                 for message_id in chunk
             ]
             await asyncio.gather(*acks)

@@ -303,6 +303,16 @@ async def test_the_epoch_of_a_redrive_is_no_part_of_the_message_id(context: Cont
     assert script.ids() == ["3f1c", "3f1c"]
 
 
+async def test_an_id_of_another_program_that_ends_like_an_epoch_stays_whole(context: Context):
+    for message_id in ("order-9/1", "order-9/2"):  # its lines, say
+        await context.js.publish(context.subject, b"{}", headers={"Nats-Msg-Id": message_id})
+    script = Script()
+    async with context.consuming(script):
+        await script.saw(2)
+        await context.settled()
+    assert script.ids() == ["order-9/1", "order-9/2"]
+
+
 async def test_without_a_message_id_the_brokers_id_in_the_body_is_it(context: Context):
     await context.js.publish(context.subject, b'{"broker_message_id":"01HZ"}')
     await context.js.publish(context.subject, b"no json")

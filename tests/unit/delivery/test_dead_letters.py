@@ -34,7 +34,9 @@ def letter(**members) -> DeadLetter:
     ("headers", "body", "message_id"),
     [
         ({"Nats-Msg-Id": "m1"}, b"{}", "m1"),
-        ({"Nats-Msg-Id": "m1/12"}, b"{}", "m1"),
+        ({"Nats-Msg-Id": "m1/12", "Postroom-Epoch": "12"}, b"{}", "m1"),
+        ({"Nats-Msg-Id": "order/12"}, b"{}", "order/12"),
+        ({"Nats-Msg-Id": "order/12/1", "Postroom-Epoch": "1"}, b"{}", "order/12"),
         ({"Nats-Msg-Id": "a/b"}, b"{}", "a/b"),
         ({"Nats-Msg-Id": "m1"}, b'{"broker_message_id":"m2"}', "m1"),
         ({}, b'{"broker_message_id":"m2","more":[1]}', "m2"),
