@@ -11,6 +11,7 @@ import pytest
 from inboxes import message, wire
 from nats.js import JetStreamContext
 from receiving import ids_in, publish, stream_of
+from waiting import until
 
 from broker_client.settings import BrokerClientSettings
 from daemon.receiver import Receiver
@@ -60,12 +61,6 @@ class Running:
         await self.receiver.stop(5)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - any of its many parts may bring it about
-            await asyncio.sleep(0.01)
 
 
 Start = Callable[..., Awaitable[Running]]

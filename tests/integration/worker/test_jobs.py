@@ -17,6 +17,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 from jetstream import Context
+from waiting import until_so
 from workers import worker
 
 from delivery.nats import connect
@@ -25,7 +26,6 @@ from embedded.processes import tethered
 from ledger.database import migrate
 from ledger.primitives import Start, start_job
 
-SECONDS = 60.0
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUICK = {
     "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2",
@@ -33,14 +33,6 @@ QUICK = {
     "POSTROOM_WORKER_JOBS_LEASE_SECONDS": "2",
 }
 REPORTS = "SELECT payload::text FROM postroom.outbox_events WHERE event_type = 'job_completed'"
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Wait until `condition` holds, for as long as processes on a slow machine may need."""
-    async with asyncio.timeout(SECONDS):
-        while not await condition():  # noqa: ASYNC110 - neither a database nor a file has an event to wait for
-            await asyncio.sleep(0.01)
-    assert what
 
 
 class Office:
@@ -94,7 +86,7 @@ class Office:
         async def done() -> bool:
             return bool(await self.connection.fetchval(query, *arguments) == value)
 
-        await until(done, query)
+        await until_so(done)
 
     async def until_at_least(self, query: str, least: int) -> None:
         """Wait until a count is so high."""
@@ -102,7 +94,7 @@ class Office:
         async def done() -> bool:
             return bool(await self.connection.fetchval(query) >= least)
 
-        await until(done, query)
+        await until_so(done)
 
 
 @pytest.fixture
@@ -144,11 +136,11 @@ async def test_a_worker_that_was_stopped_past_its_lease_commits_nothing(office: 
     begun, go_on = tmp_path / "begun", tmp_path / "go_on"
     with office.worker("slow_flow:flow") as (stopped, _):
         await office.start("slow", "work", {"begun": str(begun), "go_on": str(go_on)})
-        await until(_there(begun), "the step has begun")
+        await until_so(_there(begun))
         stopped.send_signal(signal.SIGSTOP)
         begun.unlink()
         with office.worker("slow_flow:flow") as (other, _):
-            await until(_there(begun), "another worker has taken the step over")
+            await until_so(_there(begun))  # another worker has taken the step over
             go_on.touch()
             stopped.send_signal(signal.SIGCONT)
             await office.until_is("SELECT state FROM ledger.job", "completed")

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 import nats
 import pytest
+from waiting import until_so
 from workers import worker
 
 from broker.authentication import Member
@@ -166,13 +167,13 @@ async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_ha
         js = client.jetstream()
         for name in ("DEMO_EVENTS", "DEMO_INBOX"):
             await js.delete_stream(name)
-        await until(lambda: holds(js, "DEMO_EVENTS", 50))
-        await until(lambda: holds(js, "DEMO_INBOX", 100))
+        await until_so(lambda: holds(js, "DEMO_EVENTS", 50))
+        await until_so(lambda: holds(js, "DEMO_INBOX", 100))
 
         said = await cli("worker", "redrive", "--since", "2000-01-01", "--dry-run", **settings)
         assert said == "events: 50 would be published again\ndeliveries: 100 would be published again\n"
         await cli("worker", "redrive", "--since", "2000-01-01", "--stream", "DEMO_EVENTS", "--yes", **settings)
-        await until(lambda: holds(js, "DEMO_EVENTS", 100))
+        await until_so(lambda: holds(js, "DEMO_EVENTS", 100))
         await asyncio.wait_for(accepting.published(), 30)
         backlog = [json.loads(line) for line in (await cli("worker", "backlog", "--json", **settings)).splitlines()]
         assert backlog == [
@@ -195,7 +196,7 @@ async def test_it_starts_without_nats_says_so_and_publishes_when_it_is_there(
                 assert 'postroom_worker_backlog_messages{source="deliveries"} 1.0' in await answer.text()
             own_nats.start()
             await asyncio.wait_for(accepting.published(), 30)
-            await until(lambda: answers(session, "/ready", 200))
+            await until_so(lambda: answers(session, "/ready", 200))
             async with session.get("/metrics") as answer:
                 assert 'postroom_worker_published_total{source="deliveries"} 1.0' in await answer.text()
         process.send_signal(signal.SIGTERM)
@@ -236,12 +237,6 @@ async def test_a_wrong_config_or_schema_ends_it_with_78_and_a_sentence(
     command = [sys.executable, "-m", "worker", "--config", str(file)]
     ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (78, True, False), ended.stderr
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(30):
-        while not await condition():  # noqa: ASYNC110 - the server has no event for it
-            await asyncio.sleep(0.02)
 
 
 async def holds(js: Any, stream: str, messages: int) -> bool:

@@ -1,0 +1,149 @@
+"""Answers to a whole batch: the broker away, refusing, or choking on one message of it."""
+
+from __future__ import annotations
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from relaying import ids_of, rows_of, whole
+from waiting import until
+
+HOUR = 3600  # seconds
+
+
+@pytest.mark.parametrize("answer", [lambda: whole(503), lambda: web.Response(text="<html>"), lambda: whole(502)])
+async def test_an_outage_longer_than_any_schedule_kills_nothing_and_the_backlog_drains_by_itself(
+    scripted_broker, station, answers, answer
+):
+    accepted, _ = answers
+    scripted_broker.judge = lambda _: answer()
+    here = await station(scripted_broker.url, speed=100_000)
+    ids = ids_of(2500)
+    await here.send(*ids)
+    here.run()
+    await scripted_broker.until(lambda: len(scripted_broker.batches) >= 40)
+    probes = scripted_broker.batches[4:]
+    assert max(map(len, probes)) <= 10
+    assert here.relay.status().state == "waiting"
+    scripted_broker.judge = lambda items: [accepted(item) for item in items]
+    rows = await here.settled(*ids)
+    assert {row.status for row in rows} == {"done"}
+    assert {row.attempts for row in rows} == {1}
+    assert sorted(scripted_broker.done) == ids
+
+
+async def test_a_broker_that_is_not_there_at_the_start_is_no_reason_not_to_start(
+    scripted_broker, station, unused_tcp_port
+):
+    here = await station(f"http://127.0.0.1:{unused_tcp_port}", speed=100_000)
+    await here.send("a", "b")
+    here.run()
+    await until(lambda: here.relay.status().state == "waiting")
+    assert "cannot connect" in (here.relay.status().reason or "")
+    await here.clock.sleep(48 * HOUR)
+    assert {row.attempts for row in await rows_of(here)} == {0}
+    async with TestServer(scripted_broker.application(), port=unused_tcp_port):
+        rows = await here.settled("a", "b")
+        assert {(row.status, row.attempts) for row in rows} == {("done", 1)}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_wrong_token_kills_nothing_and_says_degraded(scripted_broker, station, answers, status):
+    accepted, _ = answers
+    scripted_broker.judge = lambda _: whole(status)
+    here = await station(scripted_broker.url, speed=100_000)
+    ids = ids_of(1000)
+    await here.send(*ids)
+    here.run()
+    await scripted_broker.until(lambda: len(scripted_broker.batches) >= 20)
+    await until(lambda: here.relay.status().degraded)
+    assert f"answered {status}" in (here.relay.status().reason or "")
+    assert {(row.status, row.attempts) for row in await rows_of(here)} <= {("pending", 0), ("inflight", 0)}
+    scripted_broker.judge = lambda items: [accepted(item) for item in items]
+    assert {(row.status, row.attempts) for row in await here.settled(*ids)} == {("done", 1)}
+    assert not here.relay.status().degraded
+
+
+async def test_a_token_file_that_is_gone_is_degraded_until_it_is_back(scripted_broker, station, token_file):
+    token_file.rename(token_file.with_suffix(".away"))
+    here = await station(scripted_broker.url)
+    await here.send("a")
+    here.run()
+    await until(lambda: here.relay.status().degraded)
+    assert str(token_file) in (here.relay.status().reason or "")
+    token_file.with_suffix(".away").rename(token_file)
+    assert [row.status for row in await here.settled("a")] == ["done"]
+
+
+async def test_a_broker_that_says_when_is_left_alone_until_then(scripted_broker, station):
+    scripted_broker.judge = lambda _: whole(503, **{"Retry-After": "600"})
+    here = await station(scripted_broker.url, speed=1)
+    await here.send("a")
+    here.run()
+    await until(lambda: here.relay.counters.batches["broker_failed"] == 1)
+    await here.relay.stop()
+    (row,) = await rows_of(here)
+    assert row.status == "pending"
+    assert (row.next_attempt_at - row.enqueued_at).total_seconds() >= 600
+
+
+async def test_a_probe_can_be_asked_for(scripted_broker, station, answers):
+    accepted, _ = answers
+    scripted_broker.judge = lambda _: whole(503, **{"Retry-After": "600"})
+    here = await station(scripted_broker.url, speed=1)
+    await here.send("a")
+    here.run()
+    await until(lambda: here.relay.status().state == "waiting")
+    scripted_broker.judge = lambda items: [accepted(item) for item in items]
+    await here.send("b")
+    here.relay.probe_now()
+    assert [row.status for row in await here.settled("b")] == ["done"]
+
+
+@pytest.mark.parametrize("answer", [lambda: whole(500), lambda: whole(413), lambda: web.Response(text="<html>")])
+async def test_a_poison_message_in_a_batch_of_500_is_found_by_halving_and_backed_off_alone(
+    scripted_broker, station, answers, answer
+):
+    accepted, _ = answers
+    ids = ids_of(500)
+    poison = ids[321]
+
+    def judge(items):
+        if any(item["client_message_id"] == poison for item in items):
+            return answer()
+        return [accepted(item) for item in items]
+
+    scripted_broker.judge = judge
+    here = await station(scripted_broker.url)
+    await here.send(*ids)
+    here.run()
+    healthy = [one for one in ids if one != poison]
+    rows = await here.settled(*healthy)
+    assert {(row.status, row.attempts) for row in rows} == {("done", 1)}
+    before = len(scripted_broker.batches)
+    assert before < 40
+    await until(lambda: here.relay.counters.attempts["failed"] >= 3)
+    row = await here.outbox.find(poison)
+    assert row.status in {"pending", "inflight"}
+    assert row.attempts >= 2
+    assert scripted_broker.batches[before + 1 :] == [[poison]] * (len(scripted_broker.batches) - before - 1)
+
+
+async def test_a_poison_message_does_not_hold_up_those_that_come_later(scripted_broker, station, answers):
+    accepted, _ = answers
+    scripted_broker.judge = lambda items: (
+        whole(500)
+        if any(item["client_message_id"] == "poison" for item in items)
+        else [accepted(item) for item in items]
+    )
+    here = await station(scripted_broker.url)
+    await here.send("poison")
+    here.run()
+    await scripted_broker.until(lambda: len(scripted_broker.batches) >= 5)
+    ids = ids_of(50)
+    await here.send(*ids)
+    assert {row.status for row in await here.settled(*ids)} == {"done"}
+    await until(lambda: here.relay.counters.attempts["failed"] >= 2)
+    assert here.relay.status().state == "relaying"
+    scripted_broker.judge = lambda items: [accepted(item) for item in items]
+    assert [row.status for row in await here.settled("poison")] == ["done"]
