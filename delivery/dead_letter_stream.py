@@ -1,8 +1,9 @@
 """What an operator does with dead letters: look at them, send them again, drop them (spec delivery.md).
 
 A replay goes to the original subject under a message id that is derived from the old one, so that a replay that was cut
-short and repeated is still one message; it names the consumer that buried it, and every other one lets it pass. Then a
-note of what was done is kept in the same stream, and only then is the letter removed: it cannot be replayed twice.
+short and repeated is still one message; it names the consumer that buried it, and every other one lets it pass, so that
+consumer has to be there. Then a note of what was done is kept in the same stream, and only then is the letter removed:
+it cannot be replayed twice.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
 from delivery.dead_letters import REPLAY_OF, REPLAYED_FOR, DeadLetter, now
-from delivery.errors import NATS_ERRORS, from_nats, letter_not_found, no_payload
-from delivery.message import MESSAGE_ID
+from delivery.errors import NATS_ERRORS, consumer_gone, from_nats, letter_not_found, no_payload
+from delivery.message import EPOCH, MESSAGE_ID
 from delivery.streams import all_streams, covers
 from delivery.subjects import dead_letter_subject, stream_name
 
@@ -116,15 +117,17 @@ class DeadLetterStream:
         ]
 
     async def replay(self, stored: StoredLetter, *, why: str) -> str:
-        """Send a letter's message again, then remove the letter; returns the new message id."""
+        """Send a letter's message again, then remove the letter; returns the new message id.
+
+        Raises `Conflict` where the letter holds no message, or the consumer that it is meant for is gone.
+        """
         letter = stored.letter
         if letter is None or (letter.payload is None and letter.payload_base64 is None):
             raise no_payload(stored.id)
         new_id = replay_id(letter)
-        headers = {name: text for name, text in letter.headers.items() if not name.startswith("Nats-")}
-        headers |= {MESSAGE_ID: new_id, REPLAY_OF: letter.message_id or "", REPLAYED_FOR: letter.consumer}
         try:
-            await self._js.publish(letter.original_subject, letter.data(), headers=headers)
+            await self._check_consumer(stored.id, letter)
+            await self._js.publish(letter.original_subject, letter.data(), headers=_replay_headers(letter, new_id))
         except NATS_ERRORS as error:
             raise from_nats(error, f"replaying the dead letter {stored.id}") from error
         await self._note("replayed", letter, stored.id, why=why, new_message_id=new_id)
@@ -163,6 +166,15 @@ class DeadLetterStream:
         except NATS_ERRORS as error:
             raise from_nats(error, f"reading the dead letters of {self._context}") from error
 
+    async def _check_consumer(self, id_: str, letter: DeadLetter) -> None:
+        if not letter.consumer:  # another program's: it is meant for all
+            return
+        try:
+            stream = await self._js.find_stream_name_by_subject(letter.original_subject)
+            await self._js.consumer_info(stream, letter.consumer)
+        except NotFoundError:
+            raise consumer_gone(id_, letter.consumer, letter.original_subject) from None
+
     async def _note(
         self, act: Act, letter: DeadLetter, id_: str, *, why: str, new_message_id: str | None = None
     ) -> None:
@@ -197,6 +209,14 @@ def replay_id(letter: DeadLetter) -> str:
     before = _REPLAY_ID.fullmatch(message_id)
     original, number = (before["original"], int(before["number"])) if before else (message_id, 0)
     return f"{original}~{letter.consumer}.{number + 1}"
+
+
+def _replay_headers(letter: DeadLetter, new_id: str) -> dict[str, str]:
+    """Return a letter's own headers, and those that say what the replay is and whose."""
+    own = {name: text for name, text in letter.headers.items() if not name.startswith("Nats-") and name != EPOCH}
+    first_id = letter.headers.get(REPLAY_OF) or letter.message_id
+    said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
+    return own | {name: text for name, text in said.items() if text}
 
 
 async def count_letters(js: JetStreamContext) -> dict[str, int]:

@@ -25,7 +25,7 @@ from postroom.errors import InvalidMessage
 
 EVENT_TYPE: Final = "MessageDeadLettered"
 REPLAYED_FOR: Final = "Postroom-Replayed-For"  # the consumer that buried it: no other takes the replay
-REPLAY_OF: Final = "Postroom-Replay-Of"  # the message id that it had before
+REPLAY_OF: Final = "Postroom-Replay-Of"  # the message id that it was first sent under
 _IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 _UNKNOWN: Final = datetime.fromtimestamp(0, UTC)
 

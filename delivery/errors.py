@@ -89,6 +89,12 @@ def event_not_failing(event: str) -> NotFound:
     return NotFound.of(404, "event_not_failing", detail)
 
 
+def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
+    """Refuse a replay that nobody would take."""
+    detail = f"cannot replay {letter}: {consumer}, which buried it, is no consumer of {subject} now; start it first"
+    return Conflict.of(409, "consumer_gone", detail)
+
+
 def no_payload(letter: str) -> Conflict:
     """Refuse to replay what holds no message."""
     detail = f"cannot replay {letter}: it holds no payload, so another program wrote it; look at it, or drop it"

@@ -156,7 +156,33 @@ def test_a_message_that_dies_again_can_be_replayed_again(station: Station) -> No
     (letter,) = station.letters()
     assert letter["message_id"] == f"a~{DURABLE}.1"
     station.user.run("dlq", "replay", letter["message_id"], "--yes", "--reason", "mended better")
-    assert station.consume().ids() == [f"a~{DURABLE}.2"]
+    (again,) = station.consume().seen
+    assert again.message_id == f"a~{DURABLE}.2"
+    assert again.headers["Postroom-Replay-Of"] == "a"  # what inboxes may know it by: the id it was first sent under
+
+
+def test_a_replay_whose_consumer_is_gone_is_refused_and_keeps_the_letter(station: Station) -> None:
+    """Every other consumer would let it pass, and acknowledge it."""
+    station.bury("a")
+    station.work(lambda context: context.js.delete_consumer(context.events, DURABLE))
+    outcome = station.user.run("dlq", "replay", "a", "--yes", "--reason", "mended")
+    assert outcome.code == 1
+    assert DURABLE in outcome.err
+    assert len(station.letters()) == 1
+    assert station.consume().ids() == ["a"]  # made anew, it gets what the stream holds
+
+
+def test_a_letter_that_names_no_consumer_is_replayed_to_all(station: Station) -> None:
+    async def write(context: Context) -> None:
+        await context.js.publish(
+            f"{context.name}.dlq.order_placed.v1",
+            b'{"message_id":"z","original_subject":"%s","reason":"poison","attempts":1,"payload":"{}"}'
+            % context.subject.encode(),
+        )
+
+    station.work(write)
+    assert station.user.run("dlq", "replay", "z", "--yes", "--reason", "mended").code == 0
+    assert station.consume().ids() == ["z~.1"]
 
 
 def test_a_dry_run_sends_and_removes_nothing(station: Station) -> None:
