@@ -1,7 +1,7 @@
 """The retention sweep of `inbox_messages`: a consumer forgets what it has handled, once that cannot come again.
 
-A message comes again for as long as its stream holds it (a consumer may be made anew), and for as long as a worker
-publishes what streams have lost (its `record.horizon_days`). So a row goes when it is older than both, and ended for
+A message comes again for as long as its stream holds it (a consumer may be made anew, or have been killed before it
+acknowledged), and for as long as a worker publishes what streams have lost (its `record.horizon_days`). So a row goes when it is older than both, and ended for
 `keep_days`. Rows of messages that are waiting stay. A sweep goes in slices, and rests after each four times as long as
 it took; any number of processes may sweep.
 """
@@ -16,7 +16,6 @@ from typing import Final
 import asyncpg
 import structlog
 from nats.js import JetStreamContext
-from nats.js.api import RetentionPolicy
 from nats.js.errors import NotFoundError
 
 from chassis.postgres import UNREACHABLE, Pool
@@ -28,6 +27,7 @@ _log = structlog.get_logger(__name__)
 
 _QUERIES: Final = load_queries(__package__, "queries.sql")
 _NOTHING_IS_OLDER: Final = datetime(1, 1, 1, tzinfo=UTC)
+_CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 _REST_PER_SLICE: Final = 4  # the rest after a slice, in durations of that slice
 
 
@@ -65,11 +65,11 @@ class InboxRetention:
             await asyncio.sleep(_REST_PER_SLICE * (asyncio.get_running_loop().time() - started))
 
     async def _oldest(self) -> datetime | None:
-        """Return when the oldest message of the stream was stored; None where it holds none that was handled."""
+        """Return when the oldest message of the stream was stored, by any clock; None where it holds none."""
         with suppress(NotFoundError):  # no such stream, or its first message went a moment ago: the next sweep is right
             info = await self._js.stream_info(self._stream)
-            if info.config.retention == RetentionPolicy.WORK_QUEUE or not info.state.messages:
+            if not info.state.messages:
                 return None
             first = await self._js.get_msg(self._stream, info.state.first_seq)
-            return datetime.fromisoformat(str(first.time))
+            return datetime.fromisoformat(str(first.time)) - _CLOCK_SKEW
         return _NOTHING_IS_OLDER

@@ -80,7 +80,18 @@ async def test_nothing_goes_while_the_stream_is_not_there(pool: Pool, context: C
     assert await retention(pool, context, stream="NOBODYS").sweep() == 0
 
 
-async def test_what_a_work_queue_waits_for_keeps_nothing(pool: Pool, context: Context) -> None:
+async def test_a_row_stays_for_as_long_as_its_work_queue_has_not_heard_of_it(pool: Pool, context: Context) -> None:
+    """A consumer may be killed between its last commit and the acknowledgement, and stay away for months."""
+    commands = context.streams[1]
+    await context.publish(["first"], subject=f"cmd.{context.name}.default.work.run")
+    await put(pool, "first", 0, "processed_at")
+    sweeper = retention(pool, context, stream=commands.name, keep_days=1e-9)
+    assert await sweeper.sweep() == 0
+    await context.js.purge_stream(commands.name)
+    assert await sweeper.sweep() == 1
+
+
+async def test_what_a_work_queue_waits_for_keeps_nothing_older(pool: Pool, context: Context) -> None:
     commands = context.streams[1]
     await context.publish(["first"], subject=f"cmd.{context.name}.default.work.run")
     await put(pool, "old", 31, "processed_at")
