@@ -1,9 +1,9 @@
 """The retention sweep of `inbox_messages`: a consumer forgets what it has handled, once that cannot come again.
 
 A message comes again for as long as its stream holds it (a consumer may be made anew, or have been killed before it
-acknowledged), and for as long as a worker publishes what streams have lost (its `record.horizon_days`). So a row goes when it is older than both, and ended for
-`keep_days`. Rows of messages that are waiting stay. A sweep goes in slices, and rests after each four times as long as
-it took; any number of processes may sweep.
+acknowledged), and for as long as a worker publishes what streams have lost (its `record.horizon_days`). So a row goes
+when it is older than both, and ended for `keep_days`. Rows of messages that are waiting stay. A sweep goes in slices,
+and rests after each four times as long as it took; any number of processes may sweep.
 """
 
 from __future__ import annotations
