@@ -44,7 +44,7 @@ class State(StrEnum):
     PROCESSED = "processed"
     DEAD = "dead"
     FAILED = "failed"
-    RELEASED = "released"  # not attempted at all
+    EXHAUSTED = "exhausted"  # dead without this attempt: those before it were all that there are
 
 
 class Judgement(NamedTuple):

@@ -13,17 +13,22 @@ Whatever crashes between two steps, the message is delivered again and the row s
 So a handler that remembers the key (or answers 409) has each effect exactly once, and no two calls for one message are
 made at once by any number of consumers. A call that timed out is given up on this side; whether the handler still runs
 it, only the handler knows.
+
+Attempts are counted here, by the row, whatever the server has counted (`Counts`): a message is claimed when it is about
+to be called, so a consumer that is killed uses up an attempt (`ack_timeout`) of those that it was calling, and of no
+other that it had in hand.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Final
 
 import structlog
 
-from delivery.consuming import DONE, MAX_DELIVER, Dead, Outcome, Retry, Settle
+from delivery.consuming import ACK_TIMEOUT, DONE, MAX_DELIVER, Dead, Outcome, Retry, Settle
 from delivery.http.answers import Judgement, State, judge
 from delivery.http.client import HandlerClient
 from delivery.http.counters import HandlerCounters
@@ -31,16 +36,18 @@ from delivery.http.inbox_messages import Claim, Died, Held, InboxMessages, Proce
 from delivery.http.leases import LeaseLost, Leases
 from delivery.http.requests import Incoming, Malformed, body, headers, read
 from delivery.message import Delivery
-from postroom.errors import TryAgain
 
 _log = structlog.get_logger(__name__)
 
 LEASE_SHARE: Final = 2 / 3  # of ack_wait: the lease of a consumer that died is over when the message comes again
-_RELEASED: Final = Judgement(State.RELEASED)
+_STOPPED: Final = Retry("the consumer stopped before it called the handler", after=0)
+_LEASE_RAN_OUT: Final = Retry("the lease ran out before the attempt had ended", after=0)
 
 
 class HttpHandler:
     """A `delivery.consuming.Handler` that posts each message; `leases.run` goes beside it as a task."""
+
+    counts_attempts: Final = True
 
     def __init__(self, inbox: InboxMessages, client: HandlerClient, *, max_deliver: int, calls_at_once: int) -> None:
         self.counters = HandlerCounters()
@@ -62,21 +69,6 @@ class HttpHandler:
             if error is not None:
                 raise error
 
-    async def is_done(self, delivery: Delivery) -> bool:
-        """Tell whether the message was processed, and if not, give it up: all its deliveries are used up.
-
-        Raises `TryAgain` while another consumer attempts it.
-        """
-        try:
-            incoming = read(delivery)
-        except Malformed:
-            return False
-        match await self._inbox.close(incoming, MAX_DELIVER, "ack_timeout"):
-            case Held():
-                raise TryAgain.of(503, "attempt_under_way", f"{delivery.message_id} is being attempted", retryable=True)
-            case state:
-                return isinstance(state, Processed)
-
     async def _handle(self, delivery: Delivery, settle: Settle) -> None:
         try:
             incoming = read(delivery)
@@ -87,63 +79,55 @@ class HttpHandler:
             await settle(delivery, await self._outcome(incoming))
 
     async def _outcome(self, incoming: Incoming) -> Outcome:
-        """Attempt the message, or learn that there is no need to; at the last delivery wait until either is possible.
-
-        (A `Retry` would then bury a message of which nobody knows that it can't be handled.)
-        """
-        last = incoming.delivery.last
-        while True:
+        """Attempt the message when its turn has come, or learn that there is no need to."""
+        async with AsyncExitStack() as turn:
+            await turn.enter_async_context(self._slots)
+            if self._stopping:
+                return _STOPPED
             match await self._inbox.claim(incoming):
                 case Claim() as claim:
-                    judgement = await self._attempt(incoming, claim)
-                    if judgement is not None:
-                        return _outcome_of(judgement)
-                    if not last:
-                        return Retry("the lease ran out before the attempt had ended", after=0)
+                    return await self._attempt(incoming, claim, turn)
                 case Processed():
                     self.counters.duplicates += 1
                     return DONE
-                case Died(reason, error):
-                    return Dead(reason, error)
+                case Died(reason, error, attempts):
+                    return Dead(reason, error, attempts)
                 case Held(seconds):
                     self.counters.held += 1
-                    if not last:
-                        return Retry("another attempt is under way", after=seconds)
-                    await asyncio.sleep(seconds)
+                    return Retry("another attempt is under way", after=seconds)
 
-    async def _attempt(self, incoming: Incoming, claim: Claim) -> Judgement | None:
-        """Call the handler and write down what came of it; None where the lease ran out, so that nothing is written."""
+    async def _attempt(self, incoming: Incoming, claim: Claim, turn: AsyncExitStack) -> Outcome:
+        """Call the handler, end the turn, and write down what came of it, unless the lease ran out."""
         try:
             async with self.leases.holding(claim):
-                judgement = await self._call(incoming, claim)
+                judgement = await self._judgement(incoming, claim)
+                await turn.aclose()  # what is written meanwhile holds up no call
                 if await self._inbox.settle(claim, judgement):
-                    return judgement
+                    return _outcome_of(judgement, claim.attempt)
         except LeaseLost:
             pass
         self.counters.leases_lost += 1
         _log.warning("lease_lost", message_id=claim.message_id, attempt=claim.attempt)
-        return None
+        return _LEASE_RAN_OUT
 
-    async def _call(self, incoming: Incoming, claim: Claim) -> Judgement:
-        delivery = incoming.delivery
-        last = delivery.last or claim.attempt >= delivery.most_attempts(self._max_deliver)
-        async with self._slots:
-            if self._stopping and not last:
-                return _RELEASED
-            request = body(incoming)
-            with self.counters.call():
-                answer = await self._client.call(request, headers(incoming, claim.attempt, claim.last_error))
+    async def _judgement(self, incoming: Incoming, claim: Claim) -> Judgement:
+        """Call the handler, unless all attempts are used up: the last one ended without a word then."""
+        most = incoming.delivery.most_attempts(self._max_deliver)
+        if claim.attempt > most:
+            return Judgement(State.EXHAUSTED, MAX_DELIVER, claim.last_error or ACK_TIMEOUT)
+        with self.counters.call():
+            answer = await self._client.call(body(incoming), headers(incoming, claim.attempt, claim.last_error))
         self.counters.answers[answer.code or f"http_{answer.status}"] += 1
-        return judge(answer, last=last)
+        return judge(answer, last=claim.attempt == most)
 
 
-def _outcome_of(judgement: Judgement) -> Outcome:
+def _outcome_of(judgement: Judgement, attempt: int) -> Outcome:
     match judgement.state:
         case State.PROCESSED:
             return DONE
         case State.DEAD:
-            return Dead(judgement.reason or "", judgement.error or "")
+            return Dead(judgement.reason or "", judgement.error or "", attempt)
+        case State.EXHAUSTED:
+            return Dead(judgement.reason or "", judgement.error or "", attempt - 1)
         case State.FAILED:
-            return Retry(judgement.error or "", after=judgement.after)
-        case State.RELEASED:
-            return Retry("the consumer stopped before it called the handler", after=0)
+            return Retry(judgement.error or "", judgement.after, attempt)

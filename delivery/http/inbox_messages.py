@@ -56,6 +56,7 @@ class Died(NamedTuple):
 
     reason: str
     error: str
+    attempts: int
 
 
 class Held(NamedTuple):
@@ -116,7 +117,10 @@ class InboxMessages:
         self._settlements = Grouped(self._settle, most=_GROUP)
 
     async def claim(self, incoming: Incoming) -> State:
-        """Record the message where it is new, and begin an attempt where none is under way; each claim counts one."""
+        """Record the message where it is new, and begin an attempt where none is under way; each claim counts one.
+
+        So claim what is attempted at once: a process that is killed uses up an attempt of whatever it has claimed.
+        """
         return await self._claims(incoming)
 
     async def settle(self, claim: Claim, judgement: Judgement) -> bool:
@@ -128,13 +132,6 @@ class InboxMessages:
         started = asyncio.get_running_loop().time()
         rows = await self._pool.fetch(QUERIES["renew"], self._consumer, self._lease, *_keys(claims))
         return {claims[row[0] - 1]: started + self.lease_seconds for row in rows}
-
-    async def close(self, incoming: Incoming, reason: str, error: str) -> State:
-        """Give a message up that is delivered no more, unless it is processed or held; return what it is now."""
-        key = incoming.source_context, incoming.message_id
-        await self._pool.execute(QUERIES["close"], self._consumer, *key, reason, error)
-        states = await self._look_up([key])
-        return states.get(key, Died(reason, error))
 
     async def _claim(self, messages: Sequence[Incoming]) -> list[State]:
         owner = uuid4()
@@ -208,9 +205,15 @@ def _keys(claims: Sequence[Claim]) -> tuple[list[str], list[str], list[UUID]]:
     )
 
 
-def _state(processed: bool, dead_reason: str | None, last_error: str | None, lease: float | None) -> State:  # noqa: FBT001 - a column
+def _state(
+    processed: bool,  # noqa: FBT001 - a column
+    dead_reason: str | None,
+    last_error: str | None,
+    attempts: int,
+    lease: float | None,
+) -> State:
     if processed:
         return Processed()
     if dead_reason is not None:
-        return Died(dead_reason, last_error or "")
+        return Died(dead_reason, last_error or "", attempts)
     return Held(max(0.0, lease or 0.0))

@@ -27,19 +27,20 @@ SELECT
   known.processed_at IS NOT NULL,
   known.dead_reason,
   known.last_error,
+  known.attempts,
   extract(epoch FROM known.leased_until - clock_timestamp())::float8
 FROM unnest($2::text[], $3::text[]) AS wanted (source_context, message_id)
 JOIN postroom.inbox_messages AS known USING (source_context, message_id)
 WHERE known.consumer = $1;
 
 -- name: settle
--- Ends attempts whose lease still holds: processed, dead, failed (waiting again), or released (never made, not counted).
--- Returns the position of each.
+-- Ends attempts whose lease still holds: processed, dead, failed (waiting again), or exhausted (dead, and not counted,
+-- since it was one too many to be made). Returns the position of each.
 UPDATE postroom.inbox_messages AS known SET
   processed_at = CASE WHEN verdict.state = 'processed' THEN greatest(clock_timestamp(), known.received_at) END,
-  dead_at = CASE WHEN verdict.state = 'dead' THEN clock_timestamp() END,
-  dead_reason = CASE WHEN verdict.state = 'dead' THEN verdict.reason END,
-  attempts = known.attempts - CASE WHEN verdict.state = 'released' THEN 1 ELSE 0 END,
+  dead_at = CASE WHEN verdict.state IN ('dead', 'exhausted') THEN clock_timestamp() END,
+  dead_reason = CASE WHEN verdict.state IN ('dead', 'exhausted') THEN verdict.reason END,
+  attempts = known.attempts - CASE WHEN verdict.state = 'exhausted' THEN 1 ELSE 0 END,
   last_error = coalesce(verdict.error, known.last_error),
   owner = NULL,
   leased_until = NULL
@@ -62,13 +63,6 @@ WHERE known.consumer = $1
   AND known.owner = lease.owner
   AND known.leased_until > clock_timestamp()
 RETURNING lease.position;
-
--- name: close
--- Ends a message that will not be delivered again as dead, unless it is processed or an attempt is under way.
-UPDATE postroom.inbox_messages SET
-  dead_at = clock_timestamp(), dead_reason = $4, last_error = coalesce(last_error, $5), owner = NULL, leased_until = NULL
-WHERE consumer = $1 AND source_context = $2 AND message_id = $3 AND processed_at IS NULL AND dead_at IS NULL
-  AND (owner IS NULL OR leased_until <= clock_timestamp());
 
 -- name: backlog
 -- QRY-051, GetInboxBacklog: how many messages of a context are neither processed nor dead, and since when the oldest.

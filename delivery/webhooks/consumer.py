@@ -99,6 +99,8 @@ class WebhookConsumer:
 class SinceRegistered:
     """Keeps from a webhook's handler what happened before it was registered, published late or again as it may be."""
 
+    counts_attempts: Final = True  # as its handler does
+
     def __init__(self, handler: HttpHandler, since: datetime) -> None:
         self._handler = handler
         self._since = since
@@ -112,10 +114,6 @@ class SinceRegistered:
             else:
                 await settle(delivery, DONE)
         await self._handler.handle(wanted, settle)
-
-    async def is_done(self, delivery: Delivery) -> bool:
-        """Tell whether the message needs no delivering any more."""
-        return occurred_at(delivery) <= self._since or await self._handler.is_done(delivery)
 
 
 def _consumer_settings(webhook: Webhook, stream: str, settings: WebhookSettings) -> ConsumerSettings:

@@ -45,6 +45,10 @@ QUICK = {
     "POSTROOM_WORKER_WEBHOOKS_BACKOFF_FIRST_SECONDS": "0.01",
     "POSTROOM_WORKER_WEBHOOKS_BACKOFF_MOST_SECONDS": "0.01",
 }
+IMPATIENT = {
+    "POSTROOM_WORKER_WEBHOOKS_TIMEOUT_SECONDS": "0.9",
+    "POSTROOM_WORKER_WEBHOOKS_ACK_WAIT_SECONDS": "1",
+}
 _numbers = itertools.count(1)
 
 
@@ -264,10 +268,6 @@ async def test_a_webhook_that_nothing_can_be_posted_to_stops_neither_the_others_
 @pytest.mark.parametrize("moment", ["before the answer", "after the answer"])
 async def test_a_worker_killed_while_it_posts_loses_nothing(mesh: Mesh, moment: str) -> None:
     wanted = [str(number) for number in range(20)]
-    impatient = {
-        "POSTROOM_WORKER_WEBHOOKS_TIMEOUT_SECONDS": "0.9",
-        "POSTROOM_WORKER_WEBHOOKS_ACK_WAIT_SECONDS": "1",
-    }
     killers: list[Callable[[], None]] = []
 
     async def answer(call: Call) -> web.StreamResponse:
@@ -283,14 +283,38 @@ async def test_a_worker_killed_while_it_posts_loses_nothing(mesh: Mesh, moment: 
         await mesh.add(handler)
         await mesh.send(*wanted)
         for _ in range(3):
-            with mesh.worker(**impatient) as (process, _):
+            with mesh.worker(**IMPATIENT) as (process, _):
                 killers.append(process.kill)
                 await asyncio.to_thread(process.wait, 60)
-        with mesh.worker(**impatient):
+        with mesh.worker(**IMPATIENT):
             await until(lambda: handled(handler, wanted), "each has had its effect")
 
     assert set(handler.effects.values()) == {1}
     assert handler.most_at_once == 1
+
+
+async def test_a_kill_uses_up_no_attempt_of_what_was_not_being_posted(mesh: Mesh) -> None:
+    wanted = [str(number) for number in range(10)]
+    once = {
+        **IMPATIENT,
+        "POSTROOM_WORKER_WEBHOOKS_CALLS_AT_ONCE": "1",
+        "POSTROOM_WORKER_WEBHOOKS_MAX_DELIVER": "1",
+    }
+
+    async with serving() as handler:
+        await mesh.add(handler)
+        await mesh.send(*wanted)
+        with mesh.worker(**once) as (process, _):
+            handler.answer = lambda _: process.kill() or web.Response(status=503)
+            await asyncio.to_thread(process.wait, 60)
+        handler.answer = ok
+        with mesh.worker(**once):
+            await until(lambda: holds(mesh.context, mesh.context.dlq, 1), "one is dead")
+            await until(lambda: handled(handler, wanted[1:]), "the others have their effect")
+
+    (letter,) = await mesh.context.letters()
+    assert (letter.reason, letter.attempts, letter.last_error) == ("max_deliver", 1, "ack_timeout")
+    assert {call.attempt for call in handler.calls} == {1}
 
 
 async def handled(handler: CountingHandler, wanted: Sequence[str]) -> bool:

@@ -69,3 +69,53 @@ async def test_killed_at_every_step_each_effect_happens_once_and_what_is_process
     assert await inbox.processed() == set(ids)
     assert await context.letters() == []
     assert handler.most_at_once == 1
+
+
+async def test_a_kill_uses_up_an_attempt_of_the_message_that_was_being_called_and_of_none_that_was_in_hand(
+    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path
+) -> None:
+    one_call(config_file, max_deliver=3)
+    ids = [f"m-{number}" for number in range(PER_KILL)]
+    await context.publish(ids)
+    for _ in range(2):
+        await killed(config_file)
+    assert sum(await attempts(inbox, ids)) == 2
+    async with running(config_file, "never", 1):
+        await settled(context)
+
+    assert sum(await attempts(inbox, ids)) == PER_KILL + 2
+    assert handler.effects == dict.fromkeys(ids, 1)
+    assert await context.letters() == []
+
+
+async def test_what_its_last_attempt_was_killed_with_is_dead_and_what_was_in_hand_beside_it_is_not(
+    context: Context, handler: CountingHandler, inbox: Inbox, config_file: Path
+) -> None:
+    one_call(config_file, max_deliver=2)
+    await context.publish(["deadly"])
+    await killed(config_file)
+    await killed(config_file)
+    await context.publish(["m-1", "m-2"])
+    async with running(config_file, "never", 1):
+        await settled(context)
+
+    (letter,) = await context.letters()
+    told = letter.message_id, letter.reason, letter.attempts, letter.last_error
+    assert told == ("deadly", "max_deliver", 2, "ack_timeout")
+    assert await attempts(inbox, ["deadly", "m-1", "m-2"]) == [2, 1, 1]
+    assert handler.effects == {"m-1": 1, "m-2": 1}
+
+
+def one_call(config_file: Path, *, max_deliver: int) -> None:
+    text = config_file.read_text().replace("max_deliver = 50", f"max_deliver = {max_deliver}")
+    config_file.write_text(text.replace("[handler]", "[handler]\ncalls_at_once = 1"))
+
+
+async def killed(config_file: Path) -> None:
+    """Run a consumer until it is about to call its handler for the first time."""
+    async with running(config_file, "before_call", 1) as process, asyncio.timeout(60):
+        assert await process.wait() == -signal.SIGKILL
+
+
+async def attempts(inbox: Inbox, ids: list[str]) -> list[int]:
+    return [(await inbox.row(message_id)).get("attempts", 0) for message_id in ids]
