@@ -2,7 +2,8 @@
 
 It knows no transport: whoever delivers messages calls `spawned` and `answered`, acknowledges where they return, and
 delivers again, later, where they raise `TryLater`. Faults are acknowledged, retried or escalated as they say; a handler
-that fails is tried by its activity's policy, and then the activity has failed, and with it the job.
+that fails is tried by its activity's policy, and then the activity has failed, and with it the job. Attempts are those
+that the ledgers have counted: one whose worker died is one, a delivery that finds another worker at it is none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from postroom.retry_policy import RetryPolicy
 
 _log = structlog.get_logger(__name__)
 
-DEFAULT_POLICY: Final = RetryPolicy(max_attempts=20)
+_MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
+_DEFAULT_POLICY: Final = RetryPolicy()
 
 
 class Place(NamedTuple):
@@ -40,9 +42,9 @@ class Place(NamedTuple):
 
 
 class TryLater(Exception):
-    """The message is to be delivered again, `seconds` from now."""
+    """The message is to be delivered again, `seconds` from now; None leaves that to whoever delivers it."""
 
-    def __init__(self, error: str, seconds: float) -> None:
+    def __init__(self, error: str, seconds: float | None) -> None:
         super().__init__(error)
         self.seconds = seconds
 
@@ -72,29 +74,29 @@ class Engine:
         self.flow = flow
         self._running = Running(pool=pool, flow=flow, lease=lease)
 
-    async def spawned(self, activity: UUID, name: str, guid: str, attempt: int) -> None:
-        """Run leg 1 of an activity, for the message `guid` at its `attempt`, from 1; raises `TryLater`.
+    async def spawned(self, activity: UUID, name: str, guid: str) -> None:
+        """Run leg 1 of an activity, for the message `guid`; raises `TryLater`.
 
         One that sends nothing answers itself: leg 2 runs at once, for the same message.
         """
 
-        async def legs() -> None:
+        async def legs(most: int) -> None:
             known = self.flow.activities.get(name)
             answers_itself = known is not None and known.leg1 is None
             try:
-                await run_leg1(self._running, activity, attempt)
+                await run_leg1(self._running, activity, most)
             except (Duplicate, Inactive):  # of a job that this very message has closed, the completion may be left
                 if not answers_itself:
                     raise
             if answers_itself:
                 body = await self._running.pool.fetchval(QUERIES["find_request"], activity)
-                await run_leg2(self._running, activity, guid, Answer(body), attempt)
+                await run_leg2(self._running, activity, guid, Answer(body), most)
 
-        await self._run(activity, name, attempt, legs)
+        await self._run(activity, name, legs)
 
-    async def answered(self, activity: UUID, name: str, guid: str, answer: Answer, attempt: int) -> None:
+    async def answered(self, activity: UUID, name: str, guid: str, answer: Answer) -> None:
         """Run leg 2 of an activity for the message `guid` that answers it; raises `TryLater`."""
-        await self._run(activity, name, attempt, lambda: run_leg2(self._running, activity, guid, answer, attempt))
+        await self._run(activity, name, lambda most: run_leg2(self._running, activity, guid, answer, most))
 
     async def find_askers(self, requests: list[UUID]) -> dict[UUID, Asker]:
         """Return which activities of the flow sent those of `requests` that any of them sent."""
@@ -119,34 +121,33 @@ class Engine:
             if exhausted is not None:
                 await self.fail(overdue.activity, exhausted)
 
-    async def _run(self, activity: UUID, name: str, attempt: int, legs: Callable[[], Awaitable[None]]) -> None:
+    async def _run(self, activity: UUID, name: str, legs: Callable[[int], Awaitable[None]]) -> None:
         policy = self._policy(name)
-        most = policy.max_attempts or DEFAULT_POLICY.max_attempts or 1
+        most = policy.max_attempts or _MOST_ATTEMPTS
         try:
-            await legs()
+            await legs(most)
             self.counters.done += 1
         except Fault as fault:
-            await self._settle(activity, fault, policy, attempt)
+            await self._settle(activity, fault)
         except HandlerFailed as failed:
-            if attempt >= most:
-                await self.fail(activity, f"{failed} (attempt {attempt} of {most})")
+            if failed.attempt >= most:
+                await self.fail(activity, f"{failed} (attempt {failed.attempt} of {most})")
             else:
-                raise self._later(failed, policy.pause(attempt)) from failed
+                raise self._later(failed, policy.pause(failed.attempt)) from failed
 
-    async def _settle(self, activity: UUID, fault: Fault, policy: RetryPolicy, attempt: int) -> None:
+    async def _settle(self, activity: UUID, fault: Fault) -> None:
         match fault.then:
             case Then.ACKNOWLEDGE:
                 self.counters.acknowledged += 1
             case Then.ESCALATE:
                 await self.fail(activity, str(fault))
             case Then.RETRY:
-                after = fault.problem.retry_after
-                raise self._later(fault, policy.pause(attempt) if after is None else after)
+                raise self._later(fault, fault.problem.retry_after)
 
-    def _later(self, error: PostroomError, seconds: float) -> TryLater:
+    def _later(self, error: PostroomError, seconds: float | None) -> TryLater:
         self.counters.retried += 1
         return TryLater(str(error), seconds)
 
     def _policy(self, name: str) -> RetryPolicy:
         known = self.flow.activities.get(name)
-        return DEFAULT_POLICY if known is None or known.retry_policy is None else known.retry_policy
+        return _DEFAULT_POLICY if known is None or known.retry_policy is None else known.retry_policy

@@ -94,6 +94,19 @@ class LeaseLost(Fault):
         return cls.of(409, "lease_lost", detail, retryable=True)
 
 
+class Exhausted(Fault):
+    """Every attempt that the activity's policy allows has begun, and the last did not end."""
+
+    then = Then.ESCALATE
+
+    @classmethod
+    def of_attempts(cls, leg: str, most: int, last_error: str | None) -> Self:
+        """Say what became of the last one, and why one before it failed, where one did."""
+        ended = f"attempt {most} of {most} of {leg} ended without a word: its worker was killed, or lost its lease"
+        before = "" if last_error is None else f"; an attempt before failed: {last_error}"
+        return cls.of(409, "exhausted", ended + before)
+
+
 class Overflow(Fault):
     """A counter is full: the activity fails fast (seed §3, Rule F)."""
 

@@ -11,24 +11,24 @@ from ledger.running import Running, StepTransaction, decode, derived, encode, st
 from postroom.flow import Activity
 
 
-async def run_leg1(running: Running, activity: UUID, attempt: int) -> None:
-    """Run leg 1; raises the faults of `enter_leg1` and `complete_leg1`, and `HandlerFailed`.
+async def run_leg1(running: Running, activity: UUID, most: int | None = None) -> None:
+    """Run leg 1, `most` times at most; raises the faults of `enter_leg1` and `complete_leg1`, and `HandlerFailed`.
 
     An activity that sends nothing completes it at once.
     """
     async with running.pool.acquire() as connection:
-        entry = await enter_leg1(connection, activity, running.lease)
+        entry = await enter_leg1(connection, activity, running.lease, most)
     async with step_of(running, entry) as step:
-        request = await _request(running, entry, step, attempt)
-        await complete_leg1(await step.connection(), entry, request)
+        request = await _request(running, entry, step)
+        await step.conclude(lambda connection: complete_leg1(connection, entry, request))
 
 
-async def _request(running: Running, entry: Leg1, step: StepTransaction, attempt: int) -> Request | None:
+async def _request(running: Running, entry: Leg1, step: StepTransaction) -> Request | None:
     activity = running.activity(entry.name)
     if activity.leg1 is None:
         return None
     key = derived(entry.activity, "request")
-    context = running.context(entry, step, key, attempt=attempt, request_id=str(key))
+    context = running.context(entry, step, key, request_id=str(key))
     body = await under_lease(running, entry, activity.leg1(context, decode(entry.request)))
     return request_of(activity, key, body)
 

@@ -15,46 +15,45 @@ from uuid import UUID
 import msgspec
 
 from chassis.sql import load_queries
-from ledger.digits import GuidLedger, decode_guid
 from ledger.plan import Plan, carry_out, plan_of
-from ledger.primitives import Answer, Leg2, enter_leg2, finish_job, finish_work
+from ledger.primitives import Answer, Leg2, Spawned, enter_leg2, finish_job
 from ledger.running import Running, StepTransaction, decode, encode, step_of, under_lease
 from postroom.flow_context import Job
 
 QUERIES: Final = load_queries("ledger", "engine.sql")
 
 
-async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, attempt: int) -> None:
-    """Run what is left of leg 2 for a message; raises the faults of its primitives, and `HandlerFailed`."""
+async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, most: int | None = None) -> None:
+    """Run what is left of leg 2 for a message, `most` times at most.
+
+    Raises the faults of its primitives, and `HandlerFailed`.
+    """
     async with running.pool.acquire() as connection:
-        entry = await enter_leg2(connection, activity, guid, running.lease, answer)
-    steps = entry.steps
-    if not steps.children_spawned:
-        steps = await _work_and_spawn(running, entry, answer, attempt)
-    if steps.job_closed and not steps.completion_done:
-        await _complete(running, entry, attempt)
+        entry = await enter_leg2(connection, activity, guid, running.lease, answer, most=most)
+    if not entry.steps.children_spawned:
+        spawned = await _work_and_spawn(running, entry, answer)
+        entry = entry._replace(ledger=spawned.ledger, attempt=1)  # of the step that may be left
+    if not entry.steps.done:
+        await _complete(running, entry)
 
 
-async def _work_and_spawn(running: Running, entry: Leg2, answer: Answer, attempt: int) -> GuidLedger:
-    """Do steps 1 and 2 in one commit, or step 2 alone where 1 is done; return the message's ledger, read."""
+async def _work_and_spawn(running: Running, entry: Leg2, answer: Answer) -> Spawned:
+    """Do steps 1 and 2 in one commit, or step 2 alone where 1 is done."""
     async with step_of(running, entry) as step:
         if entry.steps.work_done:
             plan = msgspec.json.decode(entry.result or "{}", type=Plan)
         else:
-            plan = await under_lease(running, entry, _work(running, entry, step, answer, attempt))
-            await finish_work(await step.connection(), entry, encode(plan))
-        spawned = await carry_out(await step.connection(), running, entry, plan)
-    return decode_guid(spawned.ledger)
+            plan = await under_lease(running, entry, _work(running, entry, step, answer))
+        return await step.conclude(lambda connection: carry_out(connection, running, entry, plan))
 
 
-async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: Answer, attempt: int) -> Plan:
+async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: Answer) -> Plan:
     activity = running.activity(entry.name)
     assert activity.leg2 is not None  # noqa: S101 - `check_flow` has seen to it
     context = running.context(
         entry,
         step,
         f"{entry.activity}/{entry.guid}",
-        attempt=attempt,
         message=entry.guid,
         request_id=None if answer.request is None else str(answer.request),
         dimension=entry.steps.dimension,
@@ -62,15 +61,15 @@ async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: An
     return await plan_of(running, entry, context, await activity.leg2(context, decode(answer.body)))
 
 
-async def _complete(running: Running, entry: Leg2, attempt: int) -> None:
+async def _complete(running: Running, entry: Leg2) -> None:
     """Do step 3: the flow's completion handler, and the digit that says so, in one commit."""
     async with step_of(running, entry) as step:
         result = None
         if running.flow.completion is not None:
-            context = running.context(entry, step, entry.job, attempt=attempt, message=entry.guid)
+            context = running.context(entry, step, entry.job, message=entry.guid)
             job = await _job(running, entry.job)
             result = await under_lease(running, entry, running.flow.completion(context, job))
-        await finish_job(await step.connection(), entry, encode(result))
+        await step.conclude(lambda connection: finish_job(connection, entry, encode(result)))
 
 
 async def _job(running: Running, job: UUID) -> Job:

@@ -93,13 +93,16 @@ WITH revived AS (
 ), activities AS MATERIALIZED (
   SELECT activity.* FROM ledger.activity JOIN revived ON activity.job_id = revived.id
 ), cleared AS (
-  UPDATE ledger.activity SET failed_at = NULL, error = NULL, owner = NULL, leased_until = NULL
+  UPDATE ledger.activity SET
+    failed_at = NULL, error = NULL, owner = NULL, leased_until = NULL, attempts_before = activity.ledger / 1000000000000
   FROM activities
-  WHERE activity.id = activities.id AND num_nonnulls(activity.failed_at, activity.owner) > 0
+  WHERE activity.id = activities.id
+    AND (num_nonnulls(activity.failed_at, activity.owner) > 0 OR NOT ledger.is_set(activity.ledger, 100000000000))
 ), freed AS (
-  UPDATE ledger.guid SET owner = NULL, leased_until = NULL
-  FROM revived
-  WHERE guid.job_id = revived.id AND guid.owner IS NOT NULL
+  UPDATE ledger.guid SET owner = NULL, leased_until = NULL, attempts_before = guid.attempts
+  FROM activities
+  WHERE guid.activity_id = activities.id AND (NOT ledger.is_set(guid.ledger, 1000000000)
+    OR (ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000)))
 ), asked AS (
   UPDATE ledger.request SET due_at = clock_timestamp() + request.timeout, asked = 1
   FROM activities
@@ -111,7 +114,7 @@ WITH revived AS (
   RETURNING missed.activity_id, missed.guid, missed.answer, missed.request_id
 ), messages AS (
   SELECT activity_id, guid, answer, NULL::uuid AS request_id
-  FROM ledger.guid JOIN revived ON guid.job_id = revived.id
+  FROM ledger.guid JOIN activities ON activities.id = guid.activity_id
   WHERE NOT ledger.is_set(guid.ledger, 1000000000)
     OR (ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000))
   UNION ALL

@@ -33,13 +33,14 @@ async def plan_of(running: Running, entry: Leg2, context: Context, returned: Any
 
 
 async def carry_out(connection: Connection, running: Running, entry: Leg2, plan: Plan) -> Spawned:
-    """Do step 2 as it is planned, in the caller's transaction; raises as `spawn` does."""
+    """Do step 2 as it is planned, and with it step 1, which is the plan; raises as `spawn` does."""
     children = [
         Child(derived(entry.activity, entry.guid, "child", place), name, encode(request))
         for place, (name, request) in enumerate(plan.children)
     ]
     again = [encode(request) for request in plan.again]
-    return await spawn(connection, entry, children, again, _requests(running.activity(entry.name), entry, plan))
+    requests = _requests(running.activity(entry.name), entry, plan)
+    return await spawn(connection, entry, children, again, requests, result=encode(plan))
 
 
 async def _add(plan: Plan, entry: Leg2, context: Context, step: Step) -> None:

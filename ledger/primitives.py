@@ -1,9 +1,9 @@
 """The primitives of the ledgers: entries, steps, and the leases that they need (seed §4, §5, §7, §10 to §13).
 
-Each is one commit, or part of the caller's: in a transaction of the caller's, whatever it wrote before becomes durable
-together with the digit that proves it, or not at all (Rule B). Entries are bundled with nothing: one that is rolled
-back is not counted. Each raises a `Fault` that changes nothing; in a transaction, the caller rolls back what it wrote
-for the step.
+Each is a function of the database (`primitives.sql`), and one commit, or part of the caller's: in a transaction of the
+caller's, whatever it wrote before becomes durable together with the digit that proves it, or not at all (Rule B).
+Entries are bundled with nothing: one that is rolled back is not counted. Each raises a `Fault` that changes nothing; in
+a transaction, the caller rolls back what it wrote for the step.
 
 An entry leases its message to the caller, for `lease`. A step of a lease that ran out raises `LeaseLost`.
 """
@@ -11,7 +11,6 @@ An entry leases its message to the caller, for `lease`. A step of a lease that r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Final, NamedTuple, NoReturn
 from uuid import UUID, uuid4
@@ -21,7 +20,7 @@ import asyncpg
 from chassis.postgres import Connection
 from chassis.sql import load_queries
 from ledger.digits import GuidLedger, decode_guid, render
-from ledger.errors import Duplicate, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
+from ledger.errors import Duplicate, Exhausted, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
 
 QUERIES: Final = load_queries("ledger")
 
@@ -69,7 +68,10 @@ NO_ANSWER: Final = Answer()
 
 
 class Leg1(NamedTuple):
-    """An attempt of leg 1, leased to `owner`; `last_error` is why the one before failed."""
+    """An attempt of leg 1, leased to `owner`; `attempt` counts from the job's last retry on, from 1.
+
+    `last_error` is why the one before failed.
+    """
 
     activity: UUID
     owner: UUID
@@ -78,13 +80,15 @@ class Leg1(NamedTuple):
     name: str
     request: str
     ledger: int
+    attempt: int
     last_error: str | None
 
 
 class Leg2(NamedTuple):
     """An entry into leg 2 with one message, leased to `owner`; `ledger` is the message's, as the entry found it.
 
-    `result` is what step 1 returned, where it is done; `attempt` counts the message's deliveries, from 1.
+    `result` is what step 1 returned, where it is done. `attempt` counts the message's entries, from 1: since the last
+    retry of the job, or, where it has closed the job, for its completion.
     """
 
     activity: UUID
@@ -93,7 +97,6 @@ class Leg2(NamedTuple):
     job: UUID
     context: str
     name: str
-    request: str
     result: str | None
     activity_ledger: int
     ledger: int
@@ -121,14 +124,14 @@ async def start_job(connection: Connection, start: Start) -> None:
         raise Duplicate.of_what(f"the job {start.job} is begun")
 
 
-async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta) -> Leg1:
+async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta, most: int | None = None) -> Leg1:
     """Count an attempt of leg 1, and lease it.
 
     Raises `Duplicate` where leg 1 is complete, which is counted too (seed §18.1), `Overflow` for attempt 1000,
-    `Held`, `Inactive` and `Missing`.
+    `Exhausted` for one more than `most`, `Held`, `Inactive` and `Missing`.
     """
     owner = uuid4()
-    found = await _locked(connection, activity, "enter_leg1", owner, lease)
+    found = await connection.fetchrow(QUERIES["enter_leg1"], activity, owner, lease, most)
     row = _done(found, activity, step="leg 1", needs="nothing")
     return Leg1(
         activity,
@@ -138,6 +141,7 @@ async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta) -
         row["name"],
         row["request"],
         row["ledger"],
+        row["attempt"],
         row["last_error"],
     )
 
@@ -148,21 +152,28 @@ async def complete_leg1(connection: Connection, leg1: Leg1, request: Request | N
     Returns the activity's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
     """
     asked = (None,) * 5 if request is None else request
-    row = await _locked(connection, leg1.activity, "complete_leg1", leg1.owner, *asked)
+    row = await connection.fetchrow(QUERIES["complete_leg1"], leg1.activity, leg1.owner, *asked)
     return int(_done(row, leg1.activity, step="completing leg 1", needs="its entry")["ledger"])
 
 
 async def enter_leg2(
-    connection: Connection, activity: UUID, guid: str, lease: timedelta, answer: Answer = NO_ANSWER
+    connection: Connection,
+    activity: UUID,
+    guid: str,
+    lease: timedelta,
+    answer: Answer = NO_ANSWER,
+    *,
+    most: int | None = None,
 ) -> Leg2:
     """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
 
     What the message says is kept beside it: a retry of the job goes on with it (`ledger.operating`). Raises `Forbidden`
     before leg 1 is complete, `Duplicate` where the message is done, or the answer to its request, or every answer that
-    is due, was taken by another, `Overflow` for entry 100,000,000, `Held`, `Inactive` and `Missing`.
+    is due, was taken by another, `Overflow` for entry 100,000,000, `Exhausted` for an attempt more than `most`, `Held`,
+    `Inactive` and `Missing`.
     """
     owner = uuid4()
-    found = await _locked(connection, activity, "enter_leg2", guid, owner, lease, *answer)
+    found = await connection.fetchrow(QUERIES["enter_leg2"], activity, guid, owner, lease, *answer, most)
     row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
     return Leg2(
         activity,
@@ -171,7 +182,6 @@ async def enter_leg2(
         row["job_id"],
         row["context"],
         row["name"],
-        row["request"],
         row["result"],
         row["activity_ledger"],
         row["ledger"],
@@ -181,11 +191,11 @@ async def enter_leg2(
 
 
 async def finish_work(connection: Connection, leg2: Leg2, result: str) -> int:
-    """Step 1: mark the work as done, and keep its `result` (JSON) for the steps after it; returns the message's ledger.
+    """Step 1 by itself: mark the work as done, and keep its `result` (JSON) for the steps after it.
 
-    Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
+    Returns the message's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
     """
-    row = await _locked(connection, leg2.activity, "finish_work", leg2.guid, leg2.owner, result)
+    row = await connection.fetchrow(QUERIES["finish_work"], leg2.activity, leg2.guid, leg2.owner, result)
     return int(_done(row, leg2.activity, step="step 1", needs="the entry")["ledger"])
 
 
@@ -195,19 +205,21 @@ async def spawn(
     children: Sequence[Child] = (),
     again: Sequence[str] = (),
     requests: Sequence[Request] = (),
+    *,
+    result: str | None = None,
 ) -> Spawned:
-    """Step 2, the compound primitive: one statement, whatever it spawns (Rule D).
+    """Step 2, the compound primitive: one statement, whatever it spawns (Rule D); with a `result` it is step 1 too.
 
     `children` go out as `activity_spawned`; for each request in `again` (JSON) the activity is entered once more, with
     the `activity_cycled` that goes out, and for each of `requests` with the answer to it. Raises `Forbidden` before
-    step 1, `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
+    step 1 and without its result, `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
     """
-    found = await _locked(
-        connection,
+    found = await connection.fetchrow(
+        QUERIES["spawn"],
         leg2.activity,
-        "spawn",
         leg2.guid,
         leg2.owner,
+        result,
         [child.id for child in children],
         [child.name for child in children],
         [child.request for child in children],
@@ -228,7 +240,7 @@ async def finish_job(connection: Connection, leg2: Leg2, result: str = "null") -
     Returns the message's ledger.
     Raises `Forbidden` for a message that did not close the job, `LeaseLost`, `Inactive` and `Missing`.
     """
-    row = await _locked(connection, leg2.activity, "finish_job", leg2.guid, leg2.owner, result)
+    row = await connection.fetchrow(QUERIES["finish_job"], leg2.activity, leg2.guid, leg2.owner, result)
     return int(_done(row, leg2.activity, step="step 3", needs="the snapshot")["ledger"])
 
 
@@ -237,7 +249,7 @@ async def fail_activity(connection: Connection, activity: UUID, error: str) -> N
 
     Raises `Inactive` where the job has ended, and `Missing`.
     """
-    row = await _locked(connection, activity, "fail", error)
+    row = await connection.fetchrow(QUERIES["fail"], activity, error)
     _done(row, activity, step="failing", needs="nothing")
 
 
@@ -255,13 +267,6 @@ async def release(connection: Connection, entry: Leg1 | Leg2, error: str | None 
     """
     query = QUERIES["release_leg1"] if isinstance(entry, Leg1) else QUERIES["release_leg2"]
     await connection.execute(query, *_lease_of(entry), error)
-
-
-async def _locked(connection: Connection, activity: UUID, query: str, *values: Any) -> asyncpg.Record | None:
-    """Run a primitive in turn with the others of its activity, in the caller's transaction or one of its own."""
-    async with nullcontext() if connection.is_in_transaction() else connection.transaction():
-        await connection.execute(QUERIES["lock_activity"], activity)
-        return await connection.fetchrow(QUERIES[query], activity, *values)
 
 
 def _lease_of(entry: Leg1 | Leg2) -> tuple[Any, ...]:
@@ -289,6 +294,8 @@ def _refuse(row: asyncpg.Record, activity: UUID, step: str, needs: str) -> NoRet
             raise Held.of_seconds(row["seconds"])
         case "lease_lost":
             raise LeaseLost.of_entry()
+        case "exhausted":
+            raise Exhausted.of_attempts(step, row["attempt"], row["last_error"])
         case "overflow" if step == "leg 1":
             raise Overflow.of_leg1(render(row["ledger"]))
         case _:

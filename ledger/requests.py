@@ -8,7 +8,6 @@ from uuid import UUID
 
 from chassis.postgres import Connection, Pool
 from chassis.sql import load_queries
-from ledger.primitives import QUERIES as PRIMITIVES
 
 QUERIES: Final = load_queries("ledger", "requests.sql")
 
@@ -49,7 +48,7 @@ async def ask_again(connection: Connection, overdue: Overdue) -> str | None:
     Where it was answered meanwhile, or its job has ended, nothing happens.
     """
     async with connection.transaction():
-        await connection.execute(PRIMITIVES["lock_activity"], overdue.activity)
+        await connection.execute(QUERIES["take_turn"], overdue.activity)
         row = await connection.fetchrow(QUERIES["ask_again"], overdue.activity, overdue.id)
     if row is None or row["verdict"] != "exhausted":
         return None

@@ -1,4 +1,4 @@
--- Requests that wait for their answers. `ask_again` judges as the primitives do (queries.sql), under the same lock.
+-- Requests that wait for their answers. `ask_again` judges as the primitives do (primitives.sql), in turn with them.
 
 -- name: find_requests
 -- Which activities of the flow $2 asked with the messages $1.
@@ -12,6 +12,10 @@ SELECT request.id, request.activity_id AS activity
 FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id JOIN ledger.job ON job.id = activity.job_id
 WHERE request.due_at <= now() AND job.flow = ANY ($1::text[])
 ORDER BY request.due_at LIMIT $2;
+
+-- name: take_turn
+-- Takes the turn of the activity $1 until the end of the transaction.
+SELECT ledger.take_turn($1);
 
 -- name: ask_again
 -- Has the request $2 of the activity $1 go out again, under its own id, where its answer is overdue. Its verdict is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,10 +35,15 @@ _encode: Final = msgspec.json.Encoder().encode
 class HandlerFailed(PostroomError):
     """A handler raised, or returned what it may not: its step wrote nothing, and may be tried again."""
 
+    attempt: int = 1  # that failed
+
     @classmethod
-    def of_error(cls, error: Exception) -> HandlerFailed:
-        """Say what it raised."""
-        return cls.of(500, "handler_failed", f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], retryable=True)
+    def of_error(cls, error: Exception, attempt: int) -> HandlerFailed:
+        """Say what it raised, at which attempt."""
+        detail = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+        failed = cls.of(500, "handler_failed", detail, retryable=True)
+        failed.attempt = attempt
+        return failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,7 @@ class Running:
             job=entry.job,
             activity=entry.activity,
             name=entry.name,
+            attempt=entry.attempt,
             last_error=entry.last_error,
             idempotency_key=str(key),
             _connect=step.connection,
@@ -73,7 +79,7 @@ class Running:
 
 
 class StepTransaction:
-    """The transaction of one step: it begins where a handler asks for its connection, else where the step ends."""
+    """The transaction of one step: it begins where a handler asks for its connection; else the end is all of it."""
 
     def __init__(self, pool: Pool, stack: AsyncExitStack) -> None:
         self._pool = pool
@@ -90,6 +96,13 @@ class StepTransaction:
                 self._connection = connection
         return self._connection
 
+    async def conclude(self, primitive: Callable[[Connection], Awaitable[T]]) -> T:
+        """End the step with its primitive, which is one commit by itself where there is no transaction yet."""
+        if self._connection is not None:
+            return await primitive(self._connection)
+        async with self._pool.acquire() as connection:
+            return await primitive(connection)
+
 
 @asynccontextmanager
 async def step_of(running: Running, entry: Leg1 | Leg2) -> AsyncIterator[StepTransaction]:
@@ -103,7 +116,7 @@ async def step_of(running: Running, entry: Leg1 | Leg2) -> AsyncIterator[StepTra
     except Fault:
         raise
     except Exception as error:
-        failed = HandlerFailed.of_error(error)
+        failed = HandlerFailed.of_error(error, entry.attempt)
         _log.warning("step_failed", activity=str(entry.activity), name=entry.name, exc_info=error)
         await _give_up(running, entry, str(failed))
         raise failed from error

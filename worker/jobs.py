@@ -81,7 +81,7 @@ class JobHandler:
             self.ignored += 1
             await settle(delivery, DONE)
         else:
-            await settle(delivery, await self._move_on(delivery, meaning))
+            await settle(delivery, await self._move_on(meaning))
 
     def _answer(self, delivery: Delivery, answering: Answering, askers: Mapping[UUID, Asker]) -> Due | Dead | None:
         """Return the leg 2 that an answer is for; None where the request is none of the flow's."""
@@ -95,15 +95,13 @@ class JobHandler:
             return Dead(error.code, str(error))
         return Due(asker.activity, asker.name, self._engine.flow.name, answering.guid, answer)
 
-    async def _move_on(self, delivery: Delivery, meaning: Spawned | Due) -> Outcome:
+    async def _move_on(self, meaning: Spawned | Due) -> Outcome:
         try:
             async with self._slots:
                 if isinstance(meaning, Spawned):
-                    await self._engine.spawned(meaning.activity, meaning.name, meaning.guid, delivery.attempt)
+                    await self._engine.spawned(meaning.activity, meaning.name, meaning.guid)
                 else:
-                    await self._engine.answered(
-                        meaning.activity, meaning.name, meaning.guid, meaning.answer, delivery.attempt
-                    )
+                    await self._engine.answered(meaning.activity, meaning.name, meaning.guid, meaning.answer)
         except TryLater as later:
             return Retry(str(later), later.seconds)
         except (asyncpg.PostgresError, *UNREACHABLE) as error:

@@ -12,7 +12,8 @@ import pytest
 from ledgers import LEASE, Jobs
 
 from ledger.engine import Engine, TryLater
-from ledger.primitives import Answer, Start, enter_leg1, start_job
+from ledger.primitives import Answer, Start, complete_leg1, enter_leg1, enter_leg2, release, spawn, start_job
+from ledger.retrying import retry_job
 from postroom.flow import Context, Flow
 from postroom.retry_policy import RetryPolicy
 
@@ -44,6 +45,10 @@ class Author:
             self._tell(ctx)
             return count.again(request - 1) if request else None
 
+        @flow.activity(retry_policy=RetryPolicy(max_attempts=1))
+        async def fragile(ctx: Context, _request: Any) -> None:
+            self._tell(ctx)
+
     def _tell(self, ctx: Context) -> None:
         self.told.append(ctx)
         if self.fails:
@@ -68,9 +73,9 @@ class Running:
         rows = await self.jobs.connection.fetch(COMMANDS.replace("WHERE", f"WHERE correlation_id = '{start.job}' AND"))
         return [(row[0], json.loads(row[1])) for row in rows]
 
-    async def answer(self, start: Start, request: UUID, body: Any, guid: str | None = None, attempt: int = 1) -> None:
+    async def answer(self, start: Start, request: UUID, body: Any, guid: str | None = None) -> None:
         answer = Answer(json.dumps(body), request)
-        await self.engine.answered(start.root, "extract", guid or f"to-{request}", answer, attempt)
+        await self.engine.answered(start.root, "extract", guid or f"to-{request}", answer)
 
     async def ended(self, start: Start) -> tuple[str, str | None]:
         row = await self.jobs.connection.fetchrow("SELECT state, error FROM ledger.job WHERE id = $1", start.job)
@@ -85,7 +90,7 @@ async def running(jobs: Jobs, jobs_database: str) -> AsyncIterator[Running]:
 
 async def test_a_cycle_of_what_sends_asks_again_and_each_answer_has_its_dimension(running: Running) -> None:
     start = await running.begin()
-    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    await running.engine.spawned(start.root, "extract", "spawned")
     for page in (2, 3, 4):
         *_, (request, _) = await running.commands(start)
         assert await running.engine.find_askers([request, uuid4()]) == {request: (start.root, "extract")}
@@ -100,7 +105,7 @@ async def test_a_cycle_of_what_sends_asks_again_and_each_answer_has_its_dimensio
 
 async def test_only_the_first_answer_to_a_request_counts(running: Running) -> None:
     start = await running.begin()
-    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    await running.engine.spawned(start.root, "extract", "spawned")
     ((first, _),) = await running.commands(start)
     await running.answer(start, first, 2, "m-1")
     await running.answer(start, first, 9, "m-2")  # another request is open by now, and it is not for that
@@ -112,10 +117,10 @@ async def test_only_the_first_answer_to_a_request_counts(running: Running) -> No
 
 async def test_what_sends_nothing_answers_itself_and_works_again_by_its_own_message(running: Running) -> None:
     start = await running.begin("count", 1)
-    await running.engine.spawned(start.root, "count", "spawned", 1)
+    await running.engine.spawned(start.root, "count", "spawned")
     assert (await running.jobs.events(start.job))[-1] == "activity_cycled"
-    await running.engine.answered(start.root, "count", "cycled", Answer("0"), 1)
-    await running.engine.spawned(start.root, "count", "spawned", 2)
+    await running.engine.answered(start.root, "count", "cycled", Answer("0"))
+    await running.engine.spawned(start.root, "count", "spawned")
 
     assert await running.ended(start) == ("completed", None)
     assert [(ctx.dimension, ctx.message) for ctx in running.author.told] == [(0, "spawned"), (1, "cycled")]
@@ -125,8 +130,8 @@ async def test_a_handler_that_raises_is_tried_by_its_policy_and_told_why(running
     start = await running.begin()
     running.author.fails = 1
     with pytest.raises(TryLater, match="the disk is full"):
-        await running.engine.spawned(start.root, "extract", "spawned", 1)
-    await running.engine.spawned(start.root, "extract", "spawned", 2)
+        await running.engine.spawned(start.root, "extract", "spawned")
+    await running.engine.spawned(start.root, "extract", "spawned")
 
     errors = [(ctx.attempt, ctx.last_error, ctx.idempotency_key) for ctx in running.author.told]
     ((request, _),) = await running.commands(start)
@@ -136,22 +141,102 @@ async def test_a_handler_that_raises_is_tried_by_its_policy_and_told_why(running
 
 async def test_an_activity_whose_attempts_are_used_up_has_failed_and_says_why(running: Running) -> None:
     start = await running.begin()
-    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    await running.engine.spawned(start.root, "extract", "spawned")
     ((request, _),) = await running.commands(start)
     running.author.fails = 3
-    for attempt in (1, 2):
+    for _ in range(2):
         with pytest.raises(TryLater):
-            await running.answer(start, request, 2, attempt=attempt)
-    await running.answer(start, request, 2, attempt=3)
+            await running.answer(start, request, 2)
+    await running.answer(start, request, 2)
 
     assert await running.ended(start) == ("failed", "OSError: the disk is full (attempt 3 of 3)")
     assert (await running.jobs.events(start.job))[-1] == "job_failed"
     assert await running.jobs.guid(start.root, f"to-{request}") == "000000000000001"
 
 
+async def test_a_delivery_that_finds_another_worker_at_it_is_no_attempt(running: Running) -> None:
+    start = await running.begin()
+    other = await enter_leg1(running.jobs.connection, start.root, LEASE)
+    for _ in range(4):
+        with pytest.raises(TryLater, match="another worker has it"):
+            await running.engine.spawned(start.root, "extract", "spawned")
+    await release(running.jobs.connection, other)
+    await running.engine.spawned(start.root, "extract", "spawned")
+
+    ((request, _),) = await running.commands(start)
+    entry = await enter_leg2(running.jobs.connection, start.root, f"to-{request}", LEASE, Answer("2", request))
+    for _ in range(4):
+        with pytest.raises(TryLater, match="another worker has it"):
+            await running.answer(start, request, 2)
+    await release(running.jobs.connection, entry)
+    await running.answer(start, request, 2)
+    assert [ctx.attempt for ctx in running.author.told if ctx.dimension == 0] == [2, 2, 2]
+    assert await running.ended(start) == ("running", None)
+
+
+async def test_a_leg_that_ends_its_worker_each_time_fails_its_activity_in_the_end(running: Running) -> None:
+    asking, answered = await running.begin(), await running.begin()
+    await running.engine.spawned(answered.root, "extract", "spawned")
+    ((request, _),) = await running.commands(answered)
+    for _ in range(3):
+        await enter_leg1(running.jobs.connection, asking.root, LEASE)
+        await enter_leg2(running.jobs.connection, answered.root, f"to-{request}", LEASE, Answer("2", request))
+        for start in (asking, answered):
+            await running.jobs.end_leases(start.root)
+    await running.engine.spawned(asking.root, "extract", "spawned")
+    await running.answer(answered, request, 2)
+
+    why = "attempt 3 of 3 of {} ended without a word: its worker was killed, or lost its lease"
+    assert await running.ended(asking) == ("failed", why.format("leg 1"))
+    assert await running.ended(answered) == ("failed", why.format("leg 2"))
+    assert await running.jobs.activity(asking.root) == "003000000000000"
+    assert await running.jobs.activity(answered.root) == "001100000000003"
+
+
+async def test_after_a_retry_of_the_job_a_handler_has_all_its_attempts_again(running: Running) -> None:
+    first, second = await running.begin(), await running.begin()
+    await running.engine.spawned(second.root, "extract", "spawned")
+    ((request, _),) = await running.commands(second)
+
+    async def deliver() -> None:
+        await running.engine.spawned(first.root, "extract", "spawned")
+        await running.answer(second, request, 2)
+
+    async def deliver_in_vain() -> None:
+        for handling in (running.engine.spawned(first.root, "extract", "spawned"), running.answer(second, request, 2)):
+            with pytest.raises(TryLater):
+                await handling
+
+    running.author.fails = 12
+    for _ in range(2):
+        await deliver_in_vain()
+        await deliver_in_vain()
+        await deliver()
+        for start in (first, second):
+            assert await running.ended(start) == ("failed", "OSError: the disk is full (attempt 3 of 3)")
+            await retry_job(running.jobs.connection, start.job, actor="olga", reason="the disk has room again")
+    await deliver()
+    assert [ctx.attempt for ctx in running.author.told[-2:]] == [1, 1]
+    for start in (first, second):
+        assert await running.ended(start) == ("running", None)
+
+
+async def test_a_worker_that_dies_behind_the_closing_commit_costs_the_completion_no_attempt(running: Running) -> None:
+    start = await running.begin("fragile")
+    leg1 = await enter_leg1(running.jobs.connection, start.root, LEASE)
+    await complete_leg1(running.jobs.connection, leg1)
+    entry = await enter_leg2(running.jobs.connection, start.root, "spawned", LEASE)
+    assert (await spawn(running.jobs.connection, entry, result="{}")).threshold_hit
+    await running.jobs.end_leases(start.root)
+    await running.engine.spawned(start.root, "fragile", "spawned")
+
+    assert await running.ended(start) == ("completed", None)
+    assert await running.jobs.guid(start.root, "spawned") == "000111100000001"
+
+
 async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(running: Running) -> None:
     start = await running.begin()
-    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    await running.engine.spawned(start.root, "extract", "spawned")
     ((request, _),) = await running.commands(start)
     published = (
         "UPDATE postroom.outbox_events SET published_at = now(), stream = 's', stream_created_at = now(), "
@@ -174,7 +259,7 @@ async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(r
 async def test_a_full_counter_fails_the_activity_visibly(running: Running) -> None:
     start = await running.begin()
     await running.jobs.set_ledger(start.root, 999_000_000_000_000)
-    await running.engine.spawned(start.root, "extract", "spawned", 1)
+    await running.engine.spawned(start.root, "extract", "spawned")
     state, error = await running.ended(start)
     assert (state, "999 times" in str(error)) == ("failed", True)
     assert await running.jobs.activity(start.root) == "999000000000000"
@@ -182,19 +267,20 @@ async def test_a_full_counter_fails_the_activity_visibly(running: Running) -> No
 
 async def test_faults_are_acknowledged_or_come_again_as_they_say(running: Running) -> None:
     start = await running.begin()
-    await running.engine.spawned(uuid4(), "extract", "spawned", 1)
+    await running.engine.spawned(uuid4(), "extract", "spawned")
     await enter_leg1(running.jobs.connection, start.root, LEASE)
     with pytest.raises(TryLater, match="another worker has it") as held:
-        await running.engine.spawned(start.root, "extract", "spawned", 1)
-    assert 0 < held.value.seconds <= LEASE.total_seconds()
+        await running.engine.spawned(start.root, "extract", "spawned")
+    assert 0 < (held.value.seconds or 0) <= LEASE.total_seconds()
     with pytest.raises(TryLater, match="try again later"):
-        await running.engine.answered(start.root, "extract", "m-1", Answer("1"), 1)
+        await running.engine.answered(start.root, "extract", "m-1", Answer("1"))
     assert (running.engine.counters.acknowledged, running.engine.counters.retried) == (1, 2)
 
 
 async def test_an_activity_that_the_flow_no_longer_has_is_tried_and_fails(running: Running) -> None:
     start = await running.begin("renamed")
     with pytest.raises(TryLater, match="has no activity 'renamed'"):
-        await running.engine.spawned(start.root, "renamed", "spawned", 1)
-    await running.engine.spawned(start.root, "renamed", "spawned", 20)
+        await running.engine.spawned(start.root, "renamed", "spawned")
+    await running.jobs.set_ledger(start.root, 19_000_000_000_000)
+    await running.engine.spawned(start.root, "renamed", "spawned")
     assert (await running.ended(start))[0] == "failed"
