@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
+import structlog
 
 from chassis import sqlite_migrate
 from chassis.exits import Exit, Fatal
 from chassis.sql import load_queries, migrations
 from chassis.sqlite import QUERIES as SQLITE
-from chassis.sqlite import Connection, is_damage, open_writer
+from chassis.sqlite import Connection, is_damage, is_full, open_writer
 from delivery.agents.records import Role
+
+_log = structlog.get_logger(__name__)
 
 APPLICATION_ID: Final = int.from_bytes(b"PSAE", "big")  # in the file's header
 MIGRATIONS: Final = migrations("delivery.agents")
@@ -235,7 +238,7 @@ class Store:
         result = await self._connection.run(partial(_transact, work))
         if self._logged > _CHECKPOINT_BYTES:
             self._logged = 0
-            await self._connection.run(lambda db: db.execute(SQLITE["checkpoint"]).fetchall())
+            await self._connection.run(_checkpoint)
         return result
 
 
@@ -331,6 +334,16 @@ def _transact(work: Callable[[sqlite3.Connection], T], db: sqlite3.Connection) -
             db.execute(SQLITE["rollback"])
         raise
     return result
+
+
+def _checkpoint(db: sqlite3.Connection) -> None:
+    """Move the log into the file; a disk that has no room for that keeps the log, which holds what was committed."""
+    try:
+        db.execute(SQLITE["checkpoint"]).fetchall()
+    except sqlite3.Error as error:
+        if not is_full(error):
+            raise
+        _log.warning("checkpoint_failed", error=str(error), advice="free some space")
 
 
 def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, ...]) -> list[Outgoing]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from outboxes import ALICE, WHY, accepted, counted, done, opened, row_in, send
+from small_disk import environment, run, run_on_a_small_disk
 
 from outbox import AcceptedRow, Outbox, RowFilter
 from postroom.errors import PostroomError, TryAgain
@@ -110,17 +111,6 @@ async def main(directory):
 logs.configure("critical")
 asyncio.run(main(Path(sys.argv[1])))
 """
-
-
-async def run_on_a_small_disk(tmp_path: Path, program: str) -> list[str]:
-    """A small tmpfs in a mount namespace of its own, which needs no privilege where user namespaces are allowed."""
-    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    small = f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}"'
-    probe = await asyncio.create_subprocess_exec(*namespace, "sh", "-c", small, stderr=asyncio.subprocess.DEVNULL)
-    if await probe.wait():
-        pytest.skip("this machine lets nobody mount a tmpfs")
-    command = f'{small} && exec "{sys.executable}" -c "$PROGRAM" "{tmp_path}"'
-    return await run(*namespace, "sh", "-c", command, PROGRAM=program)
 
 
 async def test_a_full_file_system_refuses_and_the_outbox_goes_on_when_space_is_back(tmp_path: Path) -> None:
@@ -293,19 +283,6 @@ async def test_what_accept_returned_is_there_after_kill_9(state: Path) -> None:
         counts = (await outbox.counts()).rows
         await outbox.close()
         assert counts == counted(state / str(round_) / "outbox.db")
-
-
-async def run(*command: str, **variables: str) -> list[str]:
-    """Run a program and return the lines it printed."""
-    program = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, env=environment() | variables
-    )
-    output, _ = await program.communicate()
-    return output.decode().splitlines()
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
 
 
 async def test_closing_finishes_what_is_queued_and_then_takes_nothing(open_outbox: OpenOutbox, database: Path) -> None:

@@ -1,0 +1,54 @@
+"""An agent's event store on a disk that is full."""
+
+from pathlib import Path
+
+from small_disk import run_on_a_small_disk
+
+FULL_DISK = """
+import asyncio, os, sys
+from functools import partial
+from pathlib import Path
+from chassis import logs
+from delivery.agents.records import NO_HASH, next_hash
+from delivery.agents.store import Changes, Event, Owner, Store, read_head
+from delivery.agents.writing import durably
+
+KEPT_FREE = 500 * 1024  # bytes: the log has room for some events more, the file has none for the 1 MiB in the log
+
+def free(directory):
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_bsize
+
+async def make_room_once_it_is_full(directory, ballast):
+    while free(directory) > 64 * 1024:
+        await asyncio.sleep(0.01)
+    ballast.unlink()
+
+def event(position, previous):
+    envelope = b'{"envelope":{"idempotency_key":"k%d","payload":"%s"},"role":"handled"}' % (position, b"x" * 20_000)
+    return Event(position, envelope, next_hash(previous, envelope))
+
+async def main(directory):
+    store = await Store.open(directory / "events.db", Owner("counting", "shop", "main"))
+    last, ballast = Event(0, b"", NO_HASH), directory / "ballast"
+    while last.position < 60:
+        if last.position == 45:  # some before the log is to be moved into the file
+            ballast.write_bytes(b"x" * (free(directory) - KEPT_FREE))
+            full = asyncio.create_task(make_room_once_it_is_full(directory, ballast))
+        last = event(last.position + 1, last.state_hash)
+        await durably(partial(store.append, Changes([last], {}, 0, [], [])))
+    await asyncio.wait_for(full, 60)
+    print("was full")
+    await store.close()
+    store = await Store.open(directory / "events.db", Owner("counting", "shop", "main"))
+    print("whole", (await store.run(read_head)).position == last.position)
+    await store.close()
+
+logs.configure("critical")
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_a_full_disk_keeps_the_log_from_the_file_and_ends_no_agent(tmp_path: Path) -> None:
+    """What was committed is not written a second time: the store has no room for the same event twice."""
+    assert await run_on_a_small_disk(tmp_path, FULL_DISK, megabytes=3) == ["was full", "whole True"]
