@@ -1,7 +1,6 @@
 """One transaction for many operations, each faring as if it had its own; full disks, failing disks, closing."""
 
 import asyncio
-import os
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
