@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +9,7 @@ from typing import Any, Final
 import cli
 from cli.demo.receiver import Receiver
 from cli.stack import Stack
+from cli.stack.commands import module_command
 from cli.stack.layout import MESH
 from cli.stack.programs import PageProgram
 from embedded import EmbeddedServer
@@ -43,7 +43,7 @@ class ConsumerProgram(PageProgram):
         self._receiver = receiver
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", "cli", "consumer", "run", "--config", str(self.config_file)]
+        return module_command("cli", "consumer", "run", "--config", self.config_file)
 
     def _settings(self) -> Mapping[str, Any]:
         return {
@@ -66,8 +66,8 @@ class AgentProgram(PageProgram):
         self._stack = stack
 
     def _command(self) -> list[str]:
-        words = [sys.executable, "-m", "cli", "agent", "run", "counting_agent:Counter", "--config", self.config_file]
-        return ["/usr/bin/env", f"PYTHONPATH={EXAMPLES}", *map(str, words)]
+        words = module_command("cli", "agent", "run", "counting_agent:Counter", "--config", self.config_file)
+        return ["/usr/bin/env", f"PYTHONPATH={EXAMPLES}", *words]
 
     def _settings(self) -> Mapping[str, Any]:
         return {

@@ -10,10 +10,10 @@ import secrets
 import select
 import socket
 import subprocess
-import sys
 from typing import Final
 
 from chassis.exits import Exit, Fatal
+from cli.stack.commands import module_command
 from cli.stack.layout import Layout
 
 _MAX_NOTIFICATION: Final = 4096  # bytes
@@ -26,7 +26,7 @@ def detached(layout: Layout) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, layout.log_file.open("wb") as log:
         notifications.bind("\0" + name)  # abstract: no file to remove, and nobody can guess it
         supervisor = subprocess.Popen(  # noqa: S603 - our own words, no shell
-            [sys.executable, "-m", "cli", "up", "--state", str(layout.state)],
+            module_command("cli", "up", "--state", layout.state),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -9,7 +9,6 @@ import re
 import secrets
 import socket
 import subprocess
-import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, Final
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from cli.stack.commands import module_command
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import tethered
@@ -46,7 +46,7 @@ class Program(EmbeddedServer):
         write_secret(self.config_file, toml(self._settings()))
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", self.name, "--config", str(self.config_file)]
+        return module_command(self.name, "--config", self.config_file)
 
     def _ready(self, process: ProcessIdentity) -> bool:  # noqa: ARG002 - the address is this process's alone
         async def ask() -> bool:
@@ -122,7 +122,7 @@ class BrokerProgram(PortProgram):
 
     def _prepare(self) -> None:
         super()._prepare()
-        migrate = [sys.executable, "-m", "broker", "migrate", "--config", str(self.config_file)]
+        migrate = module_command("broker", "migrate", "--config", self.config_file)
         with self.log_file.open("ab") as log:
             done = subprocess.run(  # noqa: S603 - our own words, no shell
                 tethered(migrate), stdout=log, stderr=log, env={"PATH": os.defpath}, check=False

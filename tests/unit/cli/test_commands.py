@@ -1,0 +1,37 @@
+"""Commands that start our own programs, in a directory whose files have the same names."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cli.stack import Stack
+from cli.stack.commands import module_command
+from cli.stack.programs import Program
+
+NAMES = ("broker", "cli", "daemon", "embedded", "worker")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's directory, in which every one of our names is taken."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("module", ["broker", "cli", "daemon", "worker"])
+def test_a_users_file_of_the_same_name_is_not_run_instead(module: str, project: Path) -> None:
+    done = subprocess.run(
+        module_command(module, "--help"), cwd=project, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "usage: " in done.stdout.lower(), done.stderr
+    assert done.returncode == 0
+
+
+def test_every_program_of_a_stack_is_started_that_way(tmp_path: Path) -> None:
+    programs = [program for program in Stack(tmp_path).programs if isinstance(program, Program)]
+    commands = [program._command() for program in programs]
+    assert [command[: len(module_command("x")) - 1] for command in commands] == [module_command("x")[:-1]] * 3
