@@ -11,7 +11,7 @@ from chassis.exits import Exit, Fatal
 
 
 def load_named(name: str, *, what: str, example: str) -> Any:
-    """Import `module:name`, also from the current directory.
+    """Import `module:name`, also from the current directory, which comes last: its `worker.py` must not hide ours.
 
     Raises `Fatal`: 2 where `name` has another form, as one that names no `what`, and 78 where it can't be imported.
     """
@@ -19,7 +19,7 @@ def load_named(name: str, *, what: str, example: str) -> Any:
     if not (module_name and colon and attribute):
         raise Fatal(Exit.USAGE, f"{name!r} names no {what}: give {example}")
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
