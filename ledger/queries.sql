@@ -2,18 +2,7 @@
 
 -- name: start
 -- Begins the job $1 of the context $2 and flow $3 with its root $4: name $5, request $6. No row: there is that job.
-WITH job AS (
-  INSERT INTO ledger.job (id, context, flow) VALUES ($1, $2, $3) ON CONFLICT (id) DO NOTHING RETURNING id, context, flow
-), root AS (
-  INSERT INTO ledger.activity (id, job_id, name, request)
-  SELECT $4, id, $5, $6::jsonb FROM job RETURNING id, job_id, name
-)
-SELECT
-  postroom.emit(job.context, 'job', job.id::text, 'job_started',
-    jsonb_build_object('job', job.id, 'flow', job.flow), correlation_id => job.id),
-  postroom.emit(job.context, 'activity', root.id::text, 'activity_spawned',
-    jsonb_build_object('job', job.id, 'activity', root.id, 'flow', job.flow, 'name', root.name), correlation_id => job.id)
-FROM job, root;
+SELECT * FROM ledger.start($1, $2, $3, $4, $5, $6);
 
 -- name: enter_leg1
 -- Counts an attempt of leg 1 of the activity $1, of at most $4, and leases it to $2 for $3.
@@ -64,5 +53,4 @@ UPDATE ledger.activity SET owner = NULL, leased_until = NULL, last_error = $3 WH
 
 -- name: release_leg2
 -- Gives up the lease that $3 has on the message $2 of the activity $1, and keeps why this attempt failed ($4).
-UPDATE ledger.guid SET owner = NULL, leased_until = NULL, last_error = $4
-WHERE activity_id = $1 AND guid = $2 AND owner = $3::uuid;
+SELECT ledger.release_leg2($1, $2, $3, $4);

@@ -14,6 +14,30 @@
 -- The job's row, which all activities of a job share, is locked last and once, by its UPDATE, which judges it again: locked
 -- first and updated then, two of these statements can wait for each other.
 
+-- Begins a job of a context and a flow with its root. No row: there is that job.
+CREATE FUNCTION ledger.start(job uuid, context text, flow text, root uuid, name text, request jsonb)
+RETURNS TABLE (job_started uuid, activity_spawned uuid) LANGUAGE plpgsql AS $$
+#variable_conflict use_column
+BEGIN
+  RETURN QUERY
+  WITH job AS (
+    INSERT INTO ledger.job (id, context, flow) VALUES (start.job, start.context, start.flow)
+    ON CONFLICT (id) DO NOTHING
+    RETURNING id, context, flow
+  ), root AS (
+    INSERT INTO ledger.activity (id, job_id, name, request)
+    SELECT start.root, job.id, start.name, start.request FROM job
+    RETURNING id, job_id, name
+  )
+  SELECT
+    postroom.emit(job.context, 'job', job.id::text, 'job_started',
+      jsonb_build_object('job', job.id, 'flow', job.flow), correlation_id => job.id),
+    postroom.emit(job.context, 'activity', root.id::text, 'activity_spawned',
+      jsonb_build_object('job', job.id, 'activity', root.id, 'flow', job.flow, 'name', root.name),
+      correlation_id => job.id)
+  FROM job, root;
+END $$;
+
 -- Takes the lock that entries and steps of an activity take turns with. Where their worker stands still in a transaction,
 -- Postgres ends it: it would hold this row, and the job's.
 CREATE FUNCTION ledger.take_turn(activity uuid) RETURNS void LANGUAGE plpgsql AS $$
@@ -241,7 +265,7 @@ BEGIN
       semaphore = job.semaphore + delta,
       state = CASE WHEN job.semaphore + delta = 0 THEN 'closed' ELSE job.state END
     FROM judged
-    WHERE job.id = judged.job_id AND verdict = 'done' AND job.state = 'running'
+    WHERE job.id = judged.job_id AND verdict = 'done' AND job.state IS NOT DISTINCT FROM 'running'
     RETURNING job.id, job.semaphore, CASE WHEN job.semaphore = 0 THEN 1 ELSE 0 END AS threshold_hit
   ), marked AS (
     UPDATE ledger.guid SET
@@ -315,7 +339,7 @@ BEGIN
   ), completed AS (
     UPDATE ledger.job SET state = 'completed', ended_at = clock_timestamp()
     FROM judged
-    WHERE job.id = judged.job_id AND verdict = 'done' AND job.state = 'closed'
+    WHERE job.id = judged.job_id AND verdict = 'done' AND job.state IS NOT DISTINCT FROM 'closed'
     RETURNING job.id
   ), marked AS (
     UPDATE ledger.guid SET ledger = guid.ledger + 100000000, owner = NULL, leased_until = NULL
@@ -351,7 +375,7 @@ BEGIN
   ), ended AS (
     UPDATE ledger.job SET state = 'failed', ended_at = clock_timestamp(), error = fail.error
     FROM judged
-    WHERE job.id = judged.id AND job.state IN ('running', 'closed')
+    WHERE job.id = judged.id AND coalesce(job.state IN ('running', 'closed'), false)
     RETURNING job.id
   ), failed AS (
     UPDATE ledger.activity SET failed_at = clock_timestamp(), error = fail.error, owner = NULL, leased_until = NULL
@@ -366,4 +390,13 @@ BEGIN
   )
   SELECT CASE WHEN ended.id IS NULL THEN 'inactive' ELSE 'done' END, judged.state, (SELECT count(*) FROM emitted)
   FROM judged LEFT JOIN ended ON true;
+END $$;
+
+-- Gives up the lease that the owner has on a message of an activity, so that the next attempt need not wait for its end,
+-- and keeps why this one failed.
+CREATE FUNCTION ledger.release_leg2(activity uuid, guid text, owner uuid, error text) RETURNS void LANGUAGE plpgsql AS $$
+#variable_conflict use_column
+BEGIN
+  UPDATE ledger.guid SET owner = NULL, leased_until = NULL, last_error = release_leg2.error
+  WHERE activity_id = release_leg2.activity AND guid = release_leg2.guid AND owner = release_leg2.owner;
 END $$;
