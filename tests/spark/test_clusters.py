@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pyarrow as pa
 import pyspark
@@ -18,6 +19,7 @@ import rough_write
 import stream_orders
 from post import PostOffice
 from pyarrow import parquet
+from write_jobs import completions, holding, shown
 
 from embedded.processes import tethered
 from postroom.spark.session import prepare_environment
@@ -64,27 +66,50 @@ def test_a_stream_that_is_killed_goes_on_from_its_checkpoint(post: PostOffice, t
     assert post.accepted().keys() == {str(number) for number in range(1000)}
 
 
+def test_a_driver_that_is_killed_while_it_commits_leaves_a_job_that_the_next_run_completes_once(
+    post: PostOffice, tmp_path: Path
+) -> None:
+    job = uuid4()
+    options = post.options(job=str(job), mesh="demo", database_url=post.database_url, body="order_id")
+    environ = environment(tmp_path, SPARK_LOCAL_IP="127.0.0.1")
+    command = program(tmp_path, options, "--master=local-cluster[2,1,1024]", "--rows=2000", "--partitions=20")
+    with (
+        holding(post.database_url, job, place=8) as committing,
+        subprocess.Popen(command, env=environ, start_new_session=True) as killed,
+    ):
+        committing()
+        os.killpg(killed.pid, signal.SIGKILL)
+    done = subprocess.run([*command, "--partitions=12"], env=environ, capture_output=True, text=True, check=True)
+    assert f"postroom: the job {job} is completed" in done.stderr
+    found = shown(post.database_url, job)
+    assert [activity.name for activity in found.activities] == ["write"] + ["partition"] * 20
+    assert {activity.state for activity in found.activities} == {"done"}
+    (completion,) = completions(post.database_url, job)
+    assert (completion["partitions"], completion["accepted"] + completion["duplicate"]) == (20, 2000)
+    assert post.accepted().keys() == {str(number) for number in range(2000)}
+
+
 def write(
     post: PostOffice, directory: Path, environ: dict[str, str], master: str, *words: str, rows: int, partitions: int
 ) -> None:
-    (directory / "notes").mkdir()
     options = post.options(body="order_id")
     if master.startswith("spark:"):
         del options["socket"]  # each host has its own
-    sized = [f"--rows={rows}", f"--partitions={partitions}", f"--notes={directory / 'notes'}"]
-    command = [sys.executable, str(PROGRAM), f"--master={master}", *words, *sized]
-    done = subprocess.run(
-        [*command, *(f"{name}={value}" for name, value in options.items())],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = program(directory, options, f"--master={master}", *words, f"--rows={rows}", f"--partitions={partitions}")
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-10_000:]
     counts = re.search(r"postroom: write-\w+ to topic:orders: (\d+) accepted, (\d+) duplicate, 0 conflict", done.stderr)
     assert counts, done.stderr[-10_000:]
     assert int(counts[1]) + int(counts[2]) == rows
     assert int(counts[2]) > 0, "no attempt had posted a part before it failed"
+
+
+def program(directory: Path, options: dict[str, str], *words: str) -> list[str]:
+    """Return the command of a rough write."""
+    notes = directory / "notes"
+    notes.mkdir(exist_ok=True)
+    given = [f"{name}={value}" for name, value in options.items()]
+    return [sys.executable, str(PROGRAM), *words, f"--notes={notes}", *given]
 
 
 def environment(directory: Path, **others: str) -> dict[str, str]:

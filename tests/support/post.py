@@ -39,7 +39,7 @@ class PostOffice:
     def __init__(self, room: Mailroom, server: EmbeddedPostgres) -> None:
         self._room = room
         self._server = server
-        self._database_url = server.url_of(_DATABASE)
+        self.database_url = server.url_of(_DATABASE)
         elsewhere = room.directory / "elsewhere"
         elsewhere.mkdir()
         self.socket = room.socket
@@ -93,7 +93,7 @@ class PostOffice:
         if self._other_daemon.running:
             await _relayed(self.other_socket)
         prefix = self.id_of("x").removesuffix("x")
-        database = await asyncpg.connect(self._database_url)
+        database = await asyncpg.connect(self.database_url)
         rows = await database.fetch(
             "SELECT client_message_id, body, meta, priority FROM mesh.topic_message "
             "WHERE starts_with(client_message_id, $1)",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from postroom.errors import InvalidMessage, PostroomError, Unavailable
@@ -44,3 +45,26 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
         raise Unavailable.of(
             503, "database_unavailable", f"cannot open the database: {error}", retryable=True
         ) from error
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
+    """Lend a connection; raises as `connect` does, and `Unavailable` where it breaks while it is lent."""
+    connection = await connect(url)
+    import asyncpg  # noqa: PLC0415 - `connect` has seen that it is there
+
+    try:
+        yield connection
+    except (
+        OSError,
+        asyncpg.PostgresConnectionError,
+        asyncpg.InterfaceError,
+        asyncpg.OperatorInterventionError,
+    ) as error:
+        detail = f"the database went away: {error}"
+        raise Unavailable.of(503, "database_unavailable", detail, retryable=True) from error
+    except (asyncpg.UndefinedFunctionError, asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError) as error:
+        detail = f"this database has no jobs, or those of another version: `postroom broker migrate` ({error})"
+        raise PostroomError.of(501, "jobs_missing", detail) from error
+    finally:
+        connection.terminate()

@@ -7,8 +7,10 @@ that is not there or of a type that an option can't use, raises `InvalidMessage`
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from typing import Final, Literal, NoReturn, get_args
+from typing import Annotated, Final, Literal, NoReturn, get_args
+from uuid import UUID
 
 import msgspec
 from pyspark.sql.types import (
@@ -21,16 +23,25 @@ from pyspark.sql.types import (
 
 from postroom.errors import InvalidMessage
 from postroom.message import Priority, parse_destination
+from postroom.spark.database import chosen_url
 from postroom.spark.values import check_id_type, check_type
 
 Wait = Literal["queued", "accepted"]
 
+MAX_BATCH_SIZE: Final = 10_000
+
+_MESH: Final = "POSTROOM_MESH"
 _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})  # options that Spark hands on as they are
 _ID_REQUIRED: Final = (
     "set the option `id` to the column, or comma-separated columns, that name a row: Spark may write a row more than "
     "once (a task that is retried, a speculative one, a job run again), and only an id that is the same each time "
     "keeps it one message. There is no safe default: a row's place changes from run to run, and equal rows may be two"
 )
+
+_EXPECTED: Final = {  # of the options that are more than text
+    "batch_size": f"a number of rows from 1 to {MAX_BATCH_SIZE}",
+    "wait": "`queued` or `accepted`",
+}
 
 
 class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -43,18 +54,22 @@ class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     meta: str | None = None
     priority: str = "next"
     socket: str | None = None
-    batch_size: int = msgspec.field(default=1000)
+    batch_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_SIZE)] = 1000
     wait: Wait = "queued"
     namespace: str | None = None
     on_conflict: str = "fail"
-
-    def __post_init__(self) -> None:
-        """Refuse a size that is none."""
-        if not 1 <= self.batch_size <= MAX_BATCH_SIZE:
-            raise ValueError(f"`batch_size` is a number of rows from 1 to {MAX_BATCH_SIZE}")
+    job: str | None = None
+    mesh: str | None = None
+    database_url: str | None = None
 
 
-MAX_BATCH_SIZE: Final = 10_000
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteJob:
+    """The job of the ledger that a write is; without `database_url` the driver takes that of its environment."""
+
+    id: UUID
+    mesh: str
+    database_url: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +88,7 @@ class WritePlan:
     wait: Wait
     namespace: str
     on_conflict: str
+    job: WriteJob | None = None
 
     @property
     def target(self) -> str:
@@ -106,6 +122,7 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
         wait=chosen.wait,
         namespace=chosen.namespace or _default_namespace(chosen, given.get("queryname")),
         on_conflict=chosen.on_conflict,
+        job=_job(chosen),
     )
     _check_columns(plan)
     return plan
@@ -120,7 +137,8 @@ def _decode(given: dict[str, str]) -> SinkOptions:
     try:
         return msgspec.convert(given, SinkOptions, strict=False)
     except msgspec.ValidationError as error:
-        _refuse(None, f"an option is wrong: {error}")
+        name = str(error).partition("$.")[2].rstrip("`")
+        _refuse(name, f"the option `{name}` is {given[name]!r}: give {_EXPECTED[name]}")
 
 
 def _check_target(chosen: SinkOptions) -> None:
@@ -128,6 +146,28 @@ def _check_target(chosen: SinkOptions) -> None:
         _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column that holds each row's")
     if chosen.to is not None:
         parse_destination(chosen.to)
+
+
+def _job(chosen: SinkOptions) -> WriteJob | None:
+    """Return the job that the write is, if it is one; where its database is has to be known by now."""
+    if chosen.job is None:
+        for option, text in (("mesh", chosen.mesh), ("database_url", chosen.database_url)):
+            if text is not None:
+                _refuse(option, f"the option `{option}` is for a write that is a job: set `job` too, or leave it out")
+        return None
+    chosen_url(chosen.database_url, "has the job")
+    mesh = chosen.mesh or os.environ.get(_MESH)
+    if not mesh:
+        _refuse("mesh", f"say which mesh the job is of: set {_MESH}, or the option `mesh`")
+    return WriteJob(id=_job_id(chosen.job), mesh=mesh, database_url=chosen.database_url)
+
+
+def _job_id(text: str) -> UUID:
+    try:
+        return UUID(text)
+    except ValueError:
+        advice = "give a UUID, which you choose once for a write, and give again whenever it runs again"
+        _refuse("job", f"the option `job` is {text!r}: {advice}")
 
 
 def _default_namespace(chosen: SinkOptions, query_name: str | None) -> str:

@@ -63,7 +63,8 @@ def post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
 
 async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
     async with AsyncClient(plan.socket, patience=ABSENT_SECONDS) as client:
-        await client.version()  # a host without a daemon is told of soon
+        version = await client.version()  # a host without a daemon is told of soon
+    _check_mesh(plan, version.mesh)
     task = _Task(plan)
     async with (
         AsyncClient(plan.socket, patience=PATIENCE_SECONDS) as client,
@@ -76,6 +77,13 @@ async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
                 await task.send(client, _one(rows))
                 await task.await_broker(client)
     return task.tally
+
+
+def _check_mesh(plan: WritePlan, mesh: str) -> None:
+    """Refuse to send what is a job of one mesh into another."""
+    if plan.job is not None and plan.job.mesh != mesh:
+        detail = f"the daemon of this host serves the mesh {mesh!r}, and the job is one of {plan.job.mesh!r}"
+        raise InvalidMessage.of(400, "invalid_option", f"{detail}: set the option `mesh` to {mesh}", field="mesh")
 
 
 async def _slices(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> AsyncGenerator[list[Row], None]:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, PostroomError
 from postroom.ids import new_id
 from postroom.spark.conflicts import FAIL, failure, prepare_directory, write_conflicts
+from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import WritePlan, plan_write
 from postroom.spark.posting import Tally, post
 
@@ -32,23 +33,47 @@ class TaskDone(WriterCommitMessage):
 
 
 class BatchSink(DataSourceArrowWriter):
-    """A batch write."""
+    """A batch write, and the job that it is, if it is one."""
 
     def __init__(self, plan: WritePlan) -> None:
         self._plan = plan
         self._name = f"write-{new_id()}"
+        self._job = None if plan.job is None else JobOfWrite(plan, plan.job)
+
+    def begin(self) -> None:
+        """Begin the job, on the driver, before a row is sent; raises the `PostroomError` that forbids it."""
+        if self._job is not None:
+            self._job.begin()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
         """Send the rows of one task, on an executor; raises the `PostroomError` that stops it."""
         return TaskDone(post(self._plan, iterator))
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Say what became of all rows, on the driver; raises where some were not sent."""
-        _conclude(self._plan, messages, self._name)
+        """Say what became of all rows, on the driver, and close the job; raises where some were not sent."""
+        tallies = _tallies(messages)
+        try:
+            _conclude(self._plan, tallies, self._name)
+        except PostroomError as error:
+            self._note_failure(str(error))
+            raise
+        if self._job is not None:
+            self._job.close([_count(tally) for tally in tallies])
+            _say(f"the job {self._job.id} is completed")
 
-    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:  # noqa: ARG002 - Spark's signature
-        """Say what a write that failed leaves behind."""
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Say what a write that failed leaves behind; of a commit that failed, its own error has told the job."""
         _say_aborted(self._plan)
+        if len(_tallies(messages)) < len(messages):
+            self._note_failure("tasks of the write failed: the log of its driver says why; run it again under this job")
+
+    def _note_failure(self, error: str) -> None:
+        if self._job is None:
+            return
+        try:
+            self._job.note_failure(error)
+        except PostroomError as problem:  # what fails the write is the other one
+            _say(f"the job {self._job.id} was not told of it: {problem}")
 
 
 class StreamSink(DataSourceStreamArrowWriter):
@@ -63,7 +88,7 @@ class StreamSink(DataSourceStreamArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Say what became of the rows of a micro-batch; raises where some were not sent, and the query ends."""
-        _conclude(self._plan, messages, f"batch-{batchId}")
+        _conclude(self._plan, _tallies(messages), f"batch-{batchId}")
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803 - the same
         """Say what a micro-batch that failed leaves behind."""
@@ -71,13 +96,19 @@ class StreamSink(DataSourceStreamArrowWriter):
 
 
 def batch_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> BatchSink:
-    """Check a batch write; raises `InvalidMessage` before anything is sent."""
-    return BatchSink(_checked(options, schema, overwrite=overwrite))
+    """Check a batch write, and begin its job; raises the `PostroomError` that forbids it before anything is sent."""
+    sink = BatchSink(_checked(options, schema, overwrite=overwrite))
+    sink.begin()
+    return sink
 
 
 def stream_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> StreamSink:
     """Check a streaming write; raises `InvalidMessage` before anything is sent."""
-    return StreamSink(_checked(options, schema, overwrite=overwrite))
+    plan = _checked(options, schema, overwrite=overwrite)
+    if plan.job is not None:
+        detail = "a stream has no last partition, so that it is no job: leave the option `job` out, or write a batch"
+        raise InvalidMessage.of(400, "invalid_option", detail, field="job")
+    return StreamSink(plan)
 
 
 def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> WritePlan:
@@ -90,9 +121,9 @@ def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool)
     return plan
 
 
-def _conclude(plan: WritePlan, messages: Sequence[WriterCommitMessage | None], name: str) -> None:
+def _conclude(plan: WritePlan, tallies: Sequence[Tally], name: str) -> None:
     """Print the counts, write the conflicts where they are wanted, and raise for what remains."""
-    tally = _sum(messages)
+    tally = _sum(tallies)
     conflicts = [problem for problem in tally.problems if problem.conflict]
     refused = [problem for problem in tally.problems if not problem.conflict]
     _say(
@@ -110,13 +141,21 @@ def _say_aborted(plan: WritePlan) -> None:
     _say(f"the write to {plan.target} failed; what it has sent stays sent, and a second run sends what is missing")
 
 
-def _sum(messages: Sequence[WriterCommitMessage | None]) -> Tally:
-    tallies = [message.tally for message in messages if isinstance(message, TaskDone)]
+def _tallies(messages: Sequence[WriterCommitMessage | None]) -> list[Tally]:
+    """Return what the tasks that were done tell, in the order of their partitions."""
+    return [message.tally for message in messages if isinstance(message, TaskDone)]
+
+
+def _sum(tallies: Sequence[Tally]) -> Tally:
     return Tally(
         sum(tally.accepted for tally in tallies),
         sum(tally.duplicate for tally in tallies),
         [problem for tally in tallies for problem in tally.problems],
     )
+
+
+def _count(tally: Tally) -> Counts:
+    return Counts(tally.accepted, tally.duplicate, len(tally.problems))
 
 
 def _say(sentence: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from pyspark.sql.types import (
     ArrayType,
@@ -29,6 +31,7 @@ COLUMNS: dict[str, DataType] = {
     "tags": MapType(StringType(), LongType()),
 }
 ENOUGH = {"to": "topic:orders", "id": "order_id"}
+JOB = {"job": "6fa459ea-ee8a-3ca4-894e-db77e160355e", "mesh": "demo", "database_url": "postgresql://host/postroom"}
 
 
 def schema(**columns: DataType) -> StructType:
@@ -70,9 +73,11 @@ def test_without_an_id_the_error_says_why_there_is_no_default() -> None:
         ({"meta": "order_id"}, "meta", "has to be a struct, a map, or text"),
         ({"priority": "urgent"}, "priority", "`urgent` .* nor is it now, next or low"),
         ({"priority": "order_id"}, "priority", "has to hold text"),
-        ({"batch_size": "many"}, None, "batch_size"),
-        ({"batch_size": "0"}, None, "`batch_size` is a number of rows from 1 to"),
-        ({"wait": "handled"}, None, "wait"),
+        ({"batch_size": "many"}, "batch_size", "`batch_size` is 'many': give a number of rows from 1 to"),
+        ({"batch_size": "0"}, "batch_size", "a number of rows from 1 to"),
+        ({"wait": "handled"}, "wait", "give `queued` or `accepted`"),
+        ({"mesh": "demo"}, "mesh", "set `job` too"),
+        ({"database_url": "postgresql://elsewhere"}, "database_url", "set `job` too"),
         ({"idd": "order_id"}, "idd", "the sink has no option `idd`; it has to, to_column, id"),
         ({"path": "/orders"}, "path", "no option `path`"),
     ],
@@ -81,6 +86,35 @@ def test_an_option_that_cannot_be_meant_is_refused(options: dict[str, str], fiel
     with pytest.raises(InvalidMessage, match=sentence) as caught:
         plan_write(ENOUGH | options, schema())
     assert caught.value.problem.field == field
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("mesh", "set POSTROOM_MESH, or the option `mesh`"),
+        ("database_url", "set POSTROOM_DATABASE_URL, or the option database_url"),
+    ],
+)
+def test_a_job_needs_a_mesh_and_a_database(missing: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POSTROOM_MESH", "POSTROOM_DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    given = {name: text for name, text in JOB.items() if name != missing}
+    with pytest.raises(InvalidMessage, match=sentence) as caught:
+        plan_write(ENOUGH | given, schema())
+    assert caught.value.problem.field == missing
+
+
+@pytest.mark.parametrize("text", ["null", "nightly", "17"])
+def test_the_id_of_a_job_is_a_uuid(text: str) -> None:
+    with pytest.raises(InvalidMessage, match=f"`job` is '{text}': give a UUID") as caught:
+        plan_write(ENOUGH | JOB | {"job": text}, schema())
+    assert caught.value.problem.field == "job"
+
+
+def test_the_database_of_the_environment_does_not_go_to_the_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POSTROOM_DATABASE_URL", "postgresql://alice:secret@host/postroom")
+    plan = plan_write(ENOUGH | {"job": JOB["job"], "mesh": "demo"}, schema())
+    assert b"secret" not in pickle.dumps(plan)
 
 
 def test_a_write_without_a_destination_is_refused() -> None:

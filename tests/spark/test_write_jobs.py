@@ -1,0 +1,141 @@
+"""`option("job", …)`: a write that is a job of the ledger, whoever is killed and whatever runs again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from uuid import UUID, uuid4
+
+import crashing_write
+import pyarrow as pa
+import pytest
+from post import PostOffice
+from pyspark import cloudpickle
+from pyspark.errors import AnalysisException, PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from write_jobs import cancel, completions, in_database, shown
+
+from ledger.operating import start
+from ledger.primitives import Start
+from postroom import Conflict, InvalidMessage
+from postroom.spark.jobs import Counts, JobOfWrite
+from postroom.spark.options import WritePlan, plan_write
+from postroom.spark.posting import post as send
+
+SENT = {"partitions": 3, "accepted": 30, "duplicate": 0, "conflict": 0}
+SENT_AGAIN = {"partitions": 2, "accepted": 0, "duplicate": 30, "conflict": 0}
+
+
+def test_a_write_is_a_job_of_its_partitions_and_completes_once_however_often_it_runs(
+    spark: SparkSession, post: PostOffice
+) -> None:
+    job = uuid4()
+    orders = spark.range(30, numPartitions=3).selectExpr("id AS order_id")
+    write(orders, post, job)
+    found = shown(post.database_url, job)
+    write(orders.coalesce(2), post, job)
+    assert (found.job.flow, found.job.mesh, found.job.state, found.job.open) == ("spark-write", "demo", "completed", 0)
+    assert [(each.name, each.state, each.attempts) for each in found.activities] == [
+        ("write", "done", 1),
+        *[("partition", "done", 1)] * 3,
+    ]
+    assert shown(post.database_url, job) == found
+    assert completions(post.database_url, job) == [SENT]
+    assert post.accepted().keys() == {str(number) for number in range(30)}
+
+
+def test_a_write_that_fails_leaves_its_job_running_with_the_reason_and_goes_on_when_it_runs_again(
+    spark: SparkSession, post: PostOffice
+) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers do not know the modules of tests
+    job = uuid4()
+    orders = spark.range(30, numPartitions=3).selectExpr("id AS order_id", "'new' AS state")
+    with pytest.raises(PySparkException):
+        write(orders.mapInArrow(fail_one, orders.schema), post, job)
+    tasks_failed = shown(post.database_url, job)
+    write(orders.where("order_id = 7").selectExpr("order_id", "'old' AS state"), post)
+    with pytest.raises(AnalysisException, match="order_id=7"):
+        write(orders, post, job)
+    one_refused = shown(post.database_url, job)
+    write(orders, post, job, on_conflict=str(post.socket.parent / "conflicts"))
+    assert [(found.job.state, len(found.activities)) for found in (tasks_failed, one_refused)] == [("running", 1)] * 2
+    assert "tasks of the write failed" in str(tasks_failed.activities[0].error)
+    assert "order_id=7" in str(one_refused.activities[0].error)
+    assert [(each.state, each.error) for each in shown(post.database_url, job).activities] == [("done", None)] * 4
+    assert [result["conflict"] for result in completions(post.database_url, job)] == [1]
+
+
+def test_a_job_that_cannot_be_this_writes_is_refused_before_a_row_is_sent(
+    spark: SparkSession, post: PostOffice
+) -> None:
+    orders = spark.range(3).selectExpr("id AS order_id")
+    nightly, cancelled = uuid4(), job_of(post)
+    root = Start(nightly, "demo", "nightly-export", uuid4(), "extract")
+    in_database(post.database_url, lambda connection: start(connection, root))
+    with pytest.raises(AnalysisException, match="belongs to the flow 'nightly-export'"):
+        write(orders, post, nightly)
+    cancelled.begin()
+    with pytest.raises(AnalysisException, match="belongs to another write"):
+        write(orders, post, cancelled.id, namespace="another")
+    cancel(post.database_url, cancelled.id)
+    with pytest.raises(AnalysisException, match="was cancelled, which is for good"):
+        write(orders, post, cancelled.id)
+    with pytest.raises(AnalysisException, match="there is no mesh 'sea'"):
+        write(orders, post, uuid4(), mesh="sea")
+    assert post.accepted() == {}
+
+
+def test_a_job_is_of_the_mesh_that_the_daemons_serve(post: PostOffice) -> None:
+    plan = plan_of(post, mesh="sea")
+    with pytest.raises(InvalidMessage, match="serves the mesh 'demo', and the job is one of 'sea'"):
+        send(plan, iter([pa.record_batch({"order_id": [1]})]))
+    assert post.accepted() == {}
+
+
+def test_a_job_that_is_cancelled_while_its_rows_are_sent_does_not_complete(post: PostOffice) -> None:
+    job = job_of(post)
+    job.begin()
+    cancel(post.database_url, job.id)
+    with pytest.raises(Conflict, match="was cancelled"):
+        job.close([Counts(10, 0, 0)])
+    job.note_failure("it was cancelled")
+    assert completions(post.database_url, job.id) == []
+
+
+def test_a_driver_that_is_killed_after_any_statement_leaves_a_job_that_the_next_run_completes_once(
+    post: PostOffice,
+) -> None:
+    command = [sys.executable, crashing_write.__file__, post.database_url]
+    jobs = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    results = [completions(post.database_url, UUID(job)) for job in jobs]
+    assert [SENT] in results
+    assert [SENT_AGAIN] in results
+    for job, result in zip(jobs, results, strict=True):
+        assert result in ([SENT], [SENT_AGAIN])
+        states = [activity.state for activity in shown(post.database_url, UUID(job)).activities]
+        assert states == ["done"] * (1 + result[0]["partitions"])
+
+
+def fail_one(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        if 7 in batch.column("order_id").to_pylist():
+            raise OSError("this task fails on purpose")
+        yield batch
+
+
+def write(rows: DataFrame, post: PostOffice, job: UUID | None = None, **options: str) -> None:
+    given = {} if job is None else {"job": str(job), "mesh": "demo", "database_url": post.database_url}
+    rows.write.format("postroom").options(**post.options(**given | options)).mode("append").save()
+
+
+def job_of(post: PostOffice) -> JobOfWrite:
+    """A job of this test's writes, without Spark."""
+    plan = plan_of(post)
+    assert plan.job is not None
+    return JobOfWrite(plan, plan.job)
+
+
+def plan_of(post: PostOffice, **options: str) -> WritePlan:
+    given = {"job": str(uuid4()), "mesh": "demo", "database_url": post.database_url}
+    return plan_write(post.options(**given | options), crashing_write.ROWS)
