@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from broker_client.counters import LATENCY_BOUNDS as POST_BOUNDS
 from broker_client.counters import RelayCounters
 from broker_client.relay import Relay
+from chassis.metrics import exposition
 from daemon.receiver import Receiver
 from ipc.counters import LATENCY_BOUNDS as ACCEPT_BOUNDS
 from ipc.counters import Counters
@@ -27,29 +27,15 @@ _process = ProcessCollector(registry=None)
 async def expose(counters: Counters, outbox: Outbox, relay: Relay, receiver: Receiver | None = None) -> bytes:
     """Return every metric in Prometheus' text format."""
     counts = await outbox.counts()
-    registry = CollectorRegistry()
-    registry.register(
-        _Scrape(
-            [
-                *_socket(counters),
-                *_outbox(outbox, counts),
-                *_relay(relay.counters),
-                *_inbox(counters, receiver),
-                *_process.collect(),
-            ]
-        )
+    return exposition(
+        [
+            *_socket(counters),
+            *_outbox(outbox, counts),
+            *_relay(relay.counters),
+            *_inbox(counters, receiver),
+            *_process.collect(),
+        ]
     )
-    return generate_latest(registry)
-
-
-class _Scrape(Collector):
-    """What one scrape found."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 def _socket(counters: Counters) -> Iterator[Metric]:

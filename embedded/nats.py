@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 from pathlib import Path
 from typing import Any
 
+from embedded.ports import is_free
 from embedded.processes import ProcessIdentity
 from embedded.programs import nats_server
 from embedded.server import EmbeddedServer
@@ -52,7 +52,7 @@ class EmbeddedNats(EmbeddedServer):
             {
                 "server_name": "postroom",
                 "host": "127.0.0.1",
-                "port": config["port"] if _is_free(config["port"]) else _ANY_PORT,
+                "port": config["port"] if is_free(config["port"]) else _ANY_PORT,
                 "authorization": config["authorization"],
                 "max_payload": _MAX_PAYLOAD,
                 "jetstream": {
@@ -88,15 +88,3 @@ class EmbeddedNats(EmbeddedServer):
         if config["port"] != port:
             self._write({**config, "port": port})
         return True
-
-
-def _is_free(port: int) -> bool:
-    if port == _ANY_PORT:
-        return False
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from chassis.metrics import exposition
 from delivery.agents.counters import AgentCounters
 from delivery.agents.runtime import AgentRuntime
 from delivery.consuming import ConsumerCounters
@@ -19,19 +18,7 @@ PREFIX: Final = "postroom_agent_"
 
 def expose(runtime: AgentRuntime, consumers: Sequence[ConsumerCounters]) -> bytes:
     """Return every metric in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Scrape([*_agent(runtime.counters, runtime.position), *_consumers(consumers)]))
-    return generate_latest(registry)
-
-
-class _Scrape(Collector):
-    """What one scrape found."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    return exposition([*_agent(runtime.counters, runtime.position), *_consumers(consumers)])
 
 
 def _agent(counters: AgentCounters, position: int) -> Iterator[Metric]:

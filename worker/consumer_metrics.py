@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from chassis.metrics import exposition
 from delivery.consuming import ConsumerCounters
 from delivery.http.counters import CALL_BOUNDS, HandlerCounters
 from delivery.http.inbox_messages import Backlog
@@ -21,19 +20,7 @@ PREFIX: Final = "postroom_consumer_"
 
 def expose(consumer: ConsumerCounters, handler: HandlerCounters, in_hand: int, backlog: Backlog | None) -> bytes:
     """Return every metric in Prometheus' text format; without a backlog where Postgres could not tell it."""
-    registry = CollectorRegistry()
-    registry.register(_Scrape([*_consumer(consumer, in_hand), *_handler(handler), *_backlog(backlog)]))
-    return generate_latest(registry)
-
-
-class _Scrape(Collector):
-    """What one scrape found."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    return exposition([*_consumer(consumer, in_hand), *_handler(handler), *_backlog(backlog)])
 
 
 def _consumer(counters: ConsumerCounters, in_hand: int) -> Iterator[Metric]:

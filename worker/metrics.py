@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from chassis.metrics import exposition
 from delivery.publishing import Backlog, Publisher, Record
 from delivery.webhooks.webhooks import Webhooks
 from worker.jobs import Jobs
@@ -23,20 +22,7 @@ def expose(
     jobs: Jobs | None,
 ) -> bytes:
     """Return every metric in Prometheus' text format; without `backlogs`, which Postgres knows, none of them."""
-    registry = CollectorRegistry()
-    families = [*_counters(publishers, record), *_backlogs(backlogs), *_webhooks(webhooks), *_jobs(jobs)]
-    registry.register(_Scrape(families))
-    return generate_latest(registry)
-
-
-class _Scrape(Collector):
-    """What one scrape found."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    return exposition([*_counters(publishers, record), *_backlogs(backlogs), *_webhooks(webhooks), *_jobs(jobs)])
 
 
 def _counters(publishers: Sequence[Publisher], record: Record) -> Iterable[Metric]:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import secrets
-import socket
 import subprocess
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping
@@ -20,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cli.stack.commands import module_command
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
+from embedded.ports import is_free
 from embedded.processes import tethered
 from postroom import AsyncClient, PostroomError
 from postroom.broker import BrokerClient
@@ -210,14 +210,3 @@ def choose_port() -> int:
         if is_free(port):
             return port
     raise EmbeddedError(f"no free port of loopback found between {_PORTS.start} and {_PORTS.stop}")
-
-
-def is_free(port: int) -> bool:
-    """Say whether a server may listen on a port of loopback."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -18,6 +18,7 @@ import asyncpg
 import msgspec
 import pytest
 from aiohttp import web
+from databases import migrated_database
 
 from broker.app import Services, build
 from broker.config import BrokerConfig
@@ -144,18 +145,8 @@ def admin_token_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def broker_database(postgres_server: EmbeddedPostgres) -> str:
-    """One migrated database for all these tests: emptying it takes a fraction of what making another one takes."""
-    url = postgres_server.url_of("broker")
-
-    async def create() -> None:
-        server = await asyncpg.connect(postgres_server.url)
-        await server.execute("CREATE DATABASE broker")
-        await server.close()
-        await migrate(url)
-
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # leaves the loop of the test plugin alone
-        runner.run(create())
-    return url
+    """One migrated database for all these tests."""
+    return migrated_database(postgres_server, "broker", migrate)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from relaying import FEATURES
 
 from broker_client import BrokerClientSettings, BrokerLink, Relay, RelaySettings
 from outbox import Outbox
@@ -23,18 +24,6 @@ TOKEN = "tok-3c1f"
 Item = dict[str, Any]
 Answer = dict[str, Any]
 Judge = Callable[[list[Item]], web.StreamResponse | list[Answer]]
-
-FEATURES = {
-    "mesh": "demo",
-    "member": "alice",
-    "max_batch": 1000,
-    "client_message_id_dedupe": {
-        "version": 1,
-        "mode": "retention_scoped",
-        "request_fingerprint": True,
-        "dedupe_retention_days": 7,
-    },
-}
 
 
 def accepted(item: Item, history_id: int = 1) -> Answer:

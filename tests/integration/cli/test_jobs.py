@@ -11,6 +11,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
+from databases import migrated_database
 from ledgers import Jobs
 from terminal import Terminal
 
@@ -86,17 +87,7 @@ class Office:
 
 @pytest.fixture(scope="module")
 def jobs_url(postgres_server: EmbeddedPostgres) -> str:
-    url = postgres_server.url_of("jobs_of_the_command_line")
-
-    async def create() -> None:
-        server = await asyncpg.connect(postgres_server.url)
-        await server.execute("CREATE DATABASE jobs_of_the_command_line")
-        await server.close()
-        await migrate(url)
-
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        runner.run(create())
-    return url
+    return migrated_database(postgres_server, "jobs_of_the_command_line", migrate)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import asyncpg
 import pytest
-from databases import migrated
+from databases import migrated_database
 from ledgers import Jobs
 
 from embedded import EmbeddedPostgres
@@ -15,7 +15,7 @@ from ledger.database import migrate
 
 @pytest.fixture(scope="session")
 def jobs_database(postgres_server: EmbeddedPostgres) -> str:
-    return migrated(postgres_server, "jobs", migrate)
+    return migrated_database(postgres_server, "jobs", migrate)
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import asyncpg
 import pytest
+from databases import migrated_database
 from handlers import CountingHandler, serving
 from http_consumers import Inbox, config_of, consuming
 from jetstream import Context
@@ -24,17 +24,7 @@ Start = Callable[..., AbstractAsyncContextManager[Services]]
 @pytest.fixture(scope="session")
 def inbox_database(postgres_server: EmbeddedPostgres) -> str:
     """One migrated database for all these tests; each has a context of its own in it."""
-    url = postgres_server.url_of("inboxes")
-
-    async def create() -> None:
-        server = await asyncpg.connect(postgres_server.url)
-        await server.execute("CREATE DATABASE inboxes")
-        await server.close()
-        await migrate(url)
-
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # leaves the loop of the test plugin alone
-        runner.run(create())
-    return url
+    return migrated_database(postgres_server, "inboxes", migrate)
 
 
 @pytest.fixture
