@@ -10,19 +10,22 @@ from typing import Any
 
 import asyncpg
 import msgspec
+import pyarrow as pa
 import pytest
 from histories import History
 from pyspark.errors import AnalysisException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import EqualTo, GreaterThan, LessThanOrEqual
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+from pyspark.sql.types import StringType, StructType
 
 from postroom import Conflict
 from postroom.administration import HistoryMessage
 from postroom.errors import InvalidMessage
 from postroom.spark.history_conditions import Conditions
+from postroom.spark.history_copying import copy
 from postroom.spark.history_options import read_options
-from postroom.spark.history_reading import SCHEMA, PushingHistoryReader
+from postroom.spark.history_reading import SCHEMA, HistoryReader, PushingHistoryReader
 from postroom.spark.history_streaming import HistoryStreamReader
 
 
@@ -59,6 +62,47 @@ def test_a_batch_holds_every_message_with_every_field(spark: SparkSession, histo
     (kept,) = history.fetch("SELECT * FROM mesh.message WHERE client_message_id = 'odd'")
     assert odd["request_fingerprint"] == kept["request_fingerprint"].hex()
     assert odd["accepted_at"].astimezone(kept["accepted_at"].tzinfo) == kept["accepted_at"]
+
+
+ODD_BODIES = [
+    "",
+    '"',
+    "\x1e",
+    "a\x1fb",
+    "\\.",
+    "\\N",
+    "two\nlines\r\n",
+    "\n",
+    " ",
+    "t",
+    "NULL",
+    "x" * 1_000_000,
+    "Lachs für den Käptn",
+]
+
+
+def test_a_column_alone_holds_nulls_empty_texts_and_whatever_a_text_may_hold(history: History) -> None:
+    bodies: list[str | None] = [*ODD_BODIES, None]
+    for number, body in enumerate(bodies):
+        history.accept([f"odd-{number}"], body=body, body_base64="AAEC" if body is None else None)
+    options = read_options({"database_url": history.url}, streaming=False)
+    reader = HistoryReader(options, StructType().add("body", StringType()))
+    read = [body for part in reader.partitions() for batch in reader.read(part) for body in batch["body"].to_pylist()]
+
+    assert sorted(read, key=repr) == sorted(bodies, key=repr)
+
+
+def test_a_read_that_stops_half_way_ends_its_query(history: History) -> None:
+    history.accept(f"id-{number}" for number in range(6))
+    endless = "SELECT repeat('x', 1000) AS line FROM (SELECT generate_series(1, 1000000000)) AS number"
+    rows = copy(history.url, endless, [], pa.schema([("line", pa.string())]))
+    assert next(rows)["line"][0].as_py() == "x" * 1000
+    rows.close()
+
+    running = (
+        "SELECT FROM pg_stat_activity WHERE state = 'active' AND query LIKE '%1000000000%' AND pid <> pg_backend_pid()"
+    )
+    assert history.fetch(running) == []
 
 
 def test_options_and_columns_narrow_what_is_read(spark: SparkSession, history: History) -> None:

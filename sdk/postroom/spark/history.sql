@@ -72,3 +72,7 @@ WHERE mesh_id = $1 AND history_id > $2 AND history_id <= $3
   AND ($8::text IS NULL OR destination_kind = $8)
   AND ($9::text IS NULL OR client_message_id = $9)
   AND ($10::uuid IS NULL OR broker_message_id = $10);
+
+-- name: columns
+-- Some columns of a query, so that Postgres need not compute the others.
+SELECT {columns} FROM ({query}) AS whole;

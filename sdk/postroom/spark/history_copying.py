@@ -1,24 +1,32 @@
 """Postgres to Arrow, without a Python object per row: `COPY … TO STDOUT (FORMAT csv)`, read by Arrow's CSV reader.
 
-A thread of its own copies into a pipe and the caller's thread reads from it, so that a result of any size takes a few
-blocks of memory. In CSV a null is nothing at all and an empty text is two quotes, so each comes out as what it was.
+Whole rows are gathered into blocks, and each block becomes a batch: a result of any size takes a few blocks of memory.
+All of it happens in the caller's thread, which lets the connection read only while it waits for a block: a second one
+would cost more in turns of the interpreter's lock than it gains. In CSV a null is nothing at all and an empty text is
+two quotes, so each comes out as what it was.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
 from postroom.spark.database import connect
+from postroom.sql import load_queries
 
 if TYPE_CHECKING:
     import asyncpg
     import pyarrow as pa
 
-_BLOCK_BYTES: Final = 8 * 1024 * 1024  # more than a row can have: a body of 1 MiB whose every byte is a quote takes 2
+QUERIES: Final = load_queries("postroom.spark", "history.sql")
+_BLOCK_BYTES: Final = 1024 * 1024  # of one batch, about
+
+# Control characters, which hardly any text has, so that JSON needs no quotes around it, nor a second one for each of
+# its own; what does have one of them is quoted.
+_DELIMITER: Final = "\x1f"
+_QUOTE: Final = "\x1e"
 
 # A range of numbers is found by its index, and what belongs to it as well: the time that a range takes depends on its
 # own length. Left to its estimates Postgres would rather read each table whole for every range.
@@ -47,60 +55,94 @@ def fetch(url: str, query: str, *arguments: Any) -> list[asyncpg.Record]:
 def copy(
     url: str, query: str, arguments: Sequence[Any], schema: pa.Schema, *, snapshot: str | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the result of `query` as batches of `schema`, which names some of its columns.
+    """Yield the result of `query` as batches of `schema`, which names some of its columns; others are not computed.
 
     With `snapshot` it is read as an exported snapshot shows the database. Raises as `connect` does, and what Postgres
-    refuses the query with.
+    refuses the query with. Whoever stops half-way closes the generator, which ends the query too.
     """
-    read_end, write_end = os.pipe()
-    with ThreadPoolExecutor(1) as thread, os.fdopen(read_end, "rb") as stream:
-        copying = thread.submit(asyncio.run, _copy(url, query, arguments, os.fdopen(write_end, "wb"), snapshot))
-        try:
-            yield from _batches(stream, schema, copying)
-        finally:
-            stream.close()  # whoever still writes notices that nobody reads any more
+    loop = asyncio.new_event_loop()
+    blocks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
+    text = QUERIES["columns"].format(columns=", ".join(f'"{name}"' for name in schema.names), query=_statement(query))
+    copying = loop.create_task(_copy(url, _statement(text), arguments, blocks.put, snapshot))
+    try:
+        while block := loop.run_until_complete(_next_block(blocks, copying)):
+            yield _parsed(block, schema)
+    finally:
+        copying.cancel()
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(copying)
+        loop.close()
 
 
-def _batches(stream: BinaryIO, schema: pa.Schema, copying: Future[None]) -> Iterator[pa.RecordBatch]:
+async def _next_block(blocks: asyncio.Queue[bytes], copying: asyncio.Task[None]) -> bytes:
+    """Return the next block, and nothing at the end; raises what ended the copying."""
+    getting = asyncio.ensure_future(blocks.get())
+    await asyncio.wait({getting, copying}, return_when=asyncio.FIRST_COMPLETED)
+    if getting.done():
+        return getting.result()
+    getting.cancel()
+    copying.result()
+    return b""
+
+
+async def _copy(
+    url: str, query: str, arguments: Sequence[Any], put: Callable[[bytes], Awaitable[None]], snapshot: str | None
+) -> None:
+    connection = await connect(url, _SETTINGS)
+    try:
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            if snapshot is not None:
+                await connection.execute(f"SET TRANSACTION SNAPSHOT '{_checked(snapshot)}'")
+            gathering = _Gathering(put)
+            await connection.copy_from_query(
+                query, *arguments, output=gathering.add, format="csv", delimiter=_DELIMITER, quote=_QUOTE
+            )
+            await gathering.flush()
+    finally:
+        await connection.close()
+
+
+class _Gathering:
+    """Gathers what Postgres sends, which is whole rows always (a message of the protocol for each), into blocks."""
+
+    def __init__(self, put: Callable[[bytes], Awaitable[None]]) -> None:
+        self._put = put
+        self._held: list[bytes] = []
+        self._bytes = 0
+
+    async def add(self, rows: bytes) -> None:
+        """Hold rows until there is a block of them."""
+        self._held.append(rows)
+        self._bytes += len(rows)
+        if self._bytes >= _BLOCK_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Hand on what is held, if anything."""
+        held, self._held, self._bytes = self._held, [], 0
+        if held:
+            await self._put(b"".join(held))
+
+
+def _parsed(block: bytes, schema: pa.Schema) -> pa.RecordBatch:
     import pyarrow as pa  # noqa: PLC0415 - of the extra `spark`
     from pyarrow import csv  # noqa: PLC0415
 
-    try:
-        reader = csv.open_csv(
-            stream,
-            csv.ReadOptions(block_size=_BLOCK_BYTES, use_threads=False),
-            csv.ParseOptions(newlines_in_values=True),
-            csv.ConvertOptions(
-                column_types=schema,
-                include_columns=schema.names,
-                null_values=[""],
-                strings_can_be_null=True,
-                quoted_strings_can_be_null=False,
-                true_values=["t"],
-                false_values=["f"],
-            ),
-        )
-    except pa.ArrowInvalid:
-        copying.result()  # nothing came, not even a header: this says why
-        raise
-    for batch in reader:
-        if batch.num_rows:
-            yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
-    copying.result()
-
-
-async def _copy(url: str, query: str, arguments: Sequence[Any], output: BinaryIO, snapshot: str | None) -> None:
-    with output:
-        connection = await connect(url, _SETTINGS)
-        try:
-            async with connection.transaction(isolation="repeatable_read", readonly=True):
-                if snapshot is not None:
-                    await connection.execute(f"SET TRANSACTION SNAPSHOT '{_checked(snapshot)}'")
-                await connection.copy_from_query(
-                    _statement(query), *arguments, output=output, format="csv", header=True
-                )
-        finally:
-            await connection.close()
+    table = csv.read_csv(
+        pa.py_buffer(block),
+        csv.ReadOptions(column_names=schema.names, block_size=len(block), use_threads=False),
+        csv.ParseOptions(delimiter=_DELIMITER, quote_char=_QUOTE, newlines_in_values=True, ignore_empty_lines=False),
+        csv.ConvertOptions(
+            column_types=schema,
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+            true_values=["t"],
+            false_values=["f"],
+        ),
+    )
+    (batch,) = table.combine_chunks().to_batches()
+    return pa.RecordBatch.from_arrays(batch.columns, schema=schema)
 
 
 def _statement(query: str) -> str:

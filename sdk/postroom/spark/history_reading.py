@@ -16,17 +16,14 @@ from pyspark.sql.types import LongType, StringType, StructField, StructType, Tim
 
 from postroom.errors import InvalidMessage, NotFound
 from postroom.spark.history_conditions import Conditions
-from postroom.spark.history_copying import copy, fetch
+from postroom.spark.history_copying import QUERIES, copy, fetch
 from postroom.spark.history_options import HistoryOptions
-from postroom.sql import load_queries
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.datasource import Filter
 
 _INSTANT: Final = timedelta(microseconds=1)  # the precision of Postgres and of Spark
-
-QUERIES: Final = load_queries("postroom.spark", "history.sql")
 
 # The fields of `HistoryMessage`, as columns; the first ones need no more than the table of the history.
 _OF_HISTORY: Final = (

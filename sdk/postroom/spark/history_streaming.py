@@ -16,9 +16,9 @@ from pyspark.sql.types import StructType
 
 from postroom.errors import Conflict
 from postroom.spark.history_conditions import Conditions
-from postroom.spark.history_copying import fetch
+from postroom.spark.history_copying import QUERIES, fetch
 from postroom.spark.history_options import HistoryOptions
-from postroom.spark.history_reading import QUERIES, Range, RangeReader, mesh_ids, split
+from postroom.spark.history_reading import Range, RangeReader, mesh_ids, split
 
 Offset: TypeAlias = dict[str, int]
 
