@@ -20,7 +20,7 @@ from cli.quantities import duration
 from cli.sending import send_lines
 
 if TYPE_CHECKING:
-    from postroom import AsyncClient, OutboxRow, SendResult
+    from postroom import AsyncClient, OutboxRow, PostroomError, SendResult
 
 app = noun()
 
@@ -122,9 +122,13 @@ def _one(
     to: str, content: bytes, common: Common, client_message_id: str | None, wait: float | None, *, as_json: bool
 ) -> Callable[[AsyncClient], Awaitable[None]]:
     """Make the work of sending one message and, if wanted, waiting for what becomes of it."""
+    from postroom import TryAgain, Unavailable  # noqa: PLC0415
 
     async def work(client: AsyncClient) -> None:
-        result = await client.send(to, body_of(content), **common._asdict(), client_message_id=client_message_id)
+        try:
+            result = await client.send(to, body_of(content), **common._asdict(), client_message_id=client_message_id)
+        except (TryAgain, Unavailable) as error:
+            raise _repeatable(error) from error
         if wait is None:
             json_line(result) if as_json else line(_receipt(result))
             return
@@ -133,6 +137,14 @@ def _one(
         _judge(row)
 
     return work
+
+
+def _repeatable(error: PostroomError) -> PostroomError:
+    """Name the id under which a message that may have been kept can be sent again without a second one."""
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    sentence = f"{error}; then repeat it with --id {error.client_message_id}, which makes no second message of it"
+    return type(error)(replace(error.problem, detail=sentence))
 
 
 def _receipt(result: SendResult) -> str:
@@ -147,6 +159,4 @@ def _judge(row: OutboxRow) -> None:
         raise Fatal(
             Exit.FAILED, f"{row.client_message_id} is {row.status}: {row.last_error or 'an operator retired it'}"
         )
-    raise Fatal(
-        Exit.TRY_AGAIN, f"{row.client_message_id} is kept and still {row.status}: it goes out when the broker is back"
-    )
+    raise Fatal(Exit.TRY_AGAIN, f"{row.client_message_id} is kept and still {row.status}: the daemon goes on with it")

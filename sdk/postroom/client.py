@@ -17,6 +17,7 @@ from urllib.parse import quote
 import aiohttp
 
 from postroom.batch import Batch
+from postroom.errors import PostroomError
 from postroom.feed import feed
 from postroom.following import Following
 from postroom.message import Priority, SendRequest
@@ -60,7 +61,7 @@ class AsyncClient(OperatorMethods):
         """Hand in one message; when this returns it is on disk, and goes out whatever happens.
 
         Raises `InvalidMessage`, `Conflict` (the id is taken), `NotPermitted`, `TryAgain` or `Unavailable`; after the
-        last two the message may have been kept all the same: send it again with the same `client_message_id`.
+        last two the message may have been kept all the same: send it again under the error's `client_message_id`.
         """
         request = compose(
             to,
@@ -74,10 +75,14 @@ class AsyncClient(OperatorMethods):
         )
         data = encode(request)
         headers = {} if traceparent is None else {"traceparent": traceparent}
-        return await retrying(
-            lambda: self._transport.call("POST", "/v1/send", SendResult, body=data, headers=headers),
-            self._patience(),
-        )
+        try:
+            return await retrying(
+                lambda: self._transport.call("POST", "/v1/send", SendResult, body=data, headers=headers),
+                self._patience(),
+            )
+        except PostroomError as error:
+            error.client_message_id = request.client_message_id
+            raise
 
     async def send_many(
         self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]

@@ -40,7 +40,12 @@ class Problem(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PostroomError(Exception):
-    """The base of every error of Postroom; carries the problem it was answered with, or will be."""
+    """The base of every error of Postroom; carries the problem it was answered with, or will be.
+
+    `client_message_id` is set by a client's `send`: the id under which the message may have been kept all the same.
+    """
+
+    client_message_id: str | None = None
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.detail)

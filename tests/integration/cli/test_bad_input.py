@@ -16,6 +16,7 @@ from lone_daemon import LoneDaemon
 from terminal import Terminal
 
 from cli import connect
+from postroom.ids import is_client_message_id
 
 WHY = ("--reason", "test", "--yes")
 
@@ -268,3 +269,19 @@ def test_no_color_is_obeyed(terminal: Terminal) -> None:
     assert "\x1b[33mpending" in coloured.out
     assert "\x1b[33m" not in plain.out
     assert "pending" in plain.out
+
+
+def test_a_message_that_may_have_been_kept_can_be_sent_again_by_its_id(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "TIMEOUT", 0.1)
+    monkeypatch.setattr(connect, "PATIENCE", 0.1)
+    path = short_directory / "hung.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        ended = Terminal(path).run("send", "topic:orders", "hello")
+        named = Terminal(path).run("send", "topic:orders", "hello", "--id", "order-17")
+    assert ended.code == 69
+    assert is_client_message_id(ended.sentence().partition("--id ")[2].partition(",")[0])
+    assert "repeat it with --id order-17" in named.sentence()
