@@ -51,6 +51,7 @@ _NAME_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, di
 _ADVICE: Final = "return None, an activity.spawn(…), an activity.again(…), or a list of them"
 _MOST_TIMEOUT: Final = 7 * 86_400  # seconds: as long as an outbox keeps what it published
 _MOST_ASKS: Final = 1000
+SPARK_WRITE: Final = "spark-write"  # the flow of the jobs that Spark's drivers close themselves (docs/spark.md)
 _MOST_FLOW_NAME: Final = 58  # characters: it is a part of its consumer's name
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]  # of a Context and one JSON value, or a Job
@@ -148,6 +149,8 @@ class Flow:
         _check_name("the flow", name)
         if len(name) > _MOST_FLOW_NAME:
             raise _invalid(f"the flow {name!r} has {len(name)} characters: at most {_MOST_FLOW_NAME}")
+        if name == SPARK_WRITE:
+            raise _invalid(f"the flow cannot be called {name!r}: writes of Spark are its jobs")
         self.name = name
         self._activities: dict[str, Activity] = {}
         self._completed: Handler | None = None

@@ -19,6 +19,7 @@ from uuid import UUID, uuid5
 import msgspec
 
 from postroom.errors import Conflict, NotFound
+from postroom.flow import SPARK_WRITE
 from postroom.retry import Patience, retrying
 from postroom.spark.database import chosen_url, connected
 from postroom.spark.job_steps import QUERIES, Child, answer, ask, complete, give_up
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     import asyncpg
 
     Connection = asyncpg.Connection[asyncpg.Record]
-
-FLOW: Final = "spark-write"
 
 _BEGIN_SECONDS: Final = 15.0  # for a lease to run out that a killed driver has left
 _CLOSE_SECONDS: Final = 60.0  # for a Postgres that starts again: by then every row is sent
@@ -79,7 +78,7 @@ class JobOfWrite:
         if not await connection.fetchval(QUERIES["knows_mesh"], self._job.mesh):
             detail = f"there is no mesh {self._job.mesh!r}: `postroom mesh list` shows them"
             raise NotFound.of(404, "mesh_missing", detail)
-        started = (self.id, self._job.mesh, FLOW, self._root, "write", self._request)
+        started = (self.id, self._job.mesh, SPARK_WRITE, self._root, "write", self._request)
         await connection.execute(QUERIES["start"], *started)
         job = await connection.fetchrow(QUERIES["find_job"], self.id)
         if job is None or job["root"] != self._root:
@@ -88,7 +87,7 @@ class JobOfWrite:
 
     def _taken(self, flow: str | None) -> Conflict:
         whose = "another write: to another target, of another mesh or namespace, or by other id columns"
-        if flow != FLOW:
+        if flow != SPARK_WRITE:
             whose = f"the flow {flow!r}"
         return Conflict.of(409, "job_taken", f"the job {self.id} belongs to {whose}. Give this write an id of its own")
 

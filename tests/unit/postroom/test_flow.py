@@ -87,6 +87,7 @@ def _unanswered(flow: Flow) -> None:
     ("sentence", "define"),
     [
         ("the flow cannot be called 'Nightly'", lambda _: Flow("Nightly")),
+        ("writes of Spark are its jobs", lambda _: Flow("spark-write")),
         ("cannot be called 'A'", lambda flow: flow.activity(name="A")(extract)),
         ("sends to .extract.", lambda flow: flow.activity(sends="extract")(extract)),
         ("a request goes to queue:<name>", lambda flow: flow.activity(sends="topic:extract")(extract)),
