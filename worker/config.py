@@ -20,6 +20,7 @@ from delivery.settings import NatsSettings, StreamSettings
 from delivery.streams import GIGABYTE
 from delivery.webhooks.settings import WebhookSettings, check_webhooks
 from worker.job_settings import JobSettings
+from worker.once import OnceSettings
 
 PREFIX: Final = "POSTROOM_WORKER_"
 _SHARED: Final = {"POSTROOM_DATABASE_URL": "DATABASE_URL", "POSTROOM_NATS_URL": "NATS_URL"}
@@ -48,6 +49,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     events: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     deliveries: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     record: RecordSettings = msgspec.field(default_factory=RecordSettings)
+    once: OnceSettings = msgspec.field(default_factory=OnceSettings)
     webhooks: WebhookSettings = msgspec.field(default_factory=WebhookSettings)
     flows: Annotated[list[str], Meta(description="flows whose jobs it runs, as in nightly_export:flow")] = (
         msgspec.field(default_factory=list)
@@ -66,6 +68,12 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> W
             f"({config.record.horizon_days:g}): what may have to be published again must be kept",
         )
     check_webhooks(config.webhooks)
+    if config.once.keep_days < config.record.horizon_days:
+        raise Fatal(
+            Exit.CONFIG,
+            f"once.keep_days ({config.once.keep_days:g}) is shorter than record.horizon_days "
+            f"({config.record.horizon_days:g}): what is published again would be done again",
+        )
     if config.webhooks.inbox.horizon_days < config.record.horizon_days:
         raise Fatal(
             Exit.CONFIG,

@@ -23,6 +23,7 @@ from delivery.settings import StreamsConfig
 from delivery.streams import Reconciled, default_streams, ensure_stream, reconcile
 from postroom.errors import Conflict, PostroomError
 from worker.config import WorkerConfig
+from worker.once import OnceRetention
 
 _log = structlog.get_logger(__name__)
 
@@ -44,6 +45,7 @@ class Upkeep:
         self._link: Link | None = None
         self._audit = Audit(self._wake.set)
         self._work_queues = WorkQueues(pool, record)
+        self._once = OnceRetention(pool, config.once)
 
     async def run(self) -> None:
         """Look after the streams until `stop`; NATS or Postgres away ends one round, no more."""
@@ -84,6 +86,7 @@ class Upkeep:
         await self.look_after(link)
         await self._work_queues.check(link, self._audit)
         await self._record.prune()
+        await self._once.forget()
 
     async def _connected(self) -> Link:
         """Return a connection that stands, and hears."""

@@ -66,6 +66,14 @@ class PostgresStore:
         if version != VERSION:
             raise unusable(f"its schema is {version}, this program knows {VERSION}: install the same version")
 
+    async def is_there(self) -> bool:
+        """Tell whether the schema is there; raises `PostroomError` where it is of another version."""
+        async with _mapped():
+            version = await self._pool.fetchval(_QUERIES["version"])
+        if version not in (None, VERSION):
+            raise unusable(f"its schema is {version}, this program knows {VERSION}: install the same version")
+        return version is not None
+
     async def take(self, scope: Scope, owner: str, lease: float) -> Row | None:
         """See `Store.take`."""
         return _row(await self._fetch("take", scope, owner, timedelta(seconds=lease), LEASE_EXPIRED))

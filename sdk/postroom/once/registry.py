@@ -14,12 +14,12 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, PostroomError
 from postroom.once.claim import Claim, claimed
 from postroom.once.errors import KeyHeld, LeaseLost, unusable
 from postroom.once.memory import MemoryStore
@@ -28,6 +28,10 @@ from postroom.once.store import Store
 
 LEASE: Final = 30.0  # seconds
 WAIT: Final = 10.0  # seconds
+KEEP_DAYS: Final = 90.0
+_DAY: Final = 86_400.0  # seconds
+_BETWEEN_PURGES: Final = 3600.0  # seconds
+_PURGED: Final = 1000  # keys of one transaction
 _FIRST_LOOK: Final = 0.05  # seconds; doubles
 _LAST_LOOK: Final = 1.0  # seconds
 _RACES: Final = 100  # how often a key may change between two steps before that is no coincidence
@@ -129,6 +133,15 @@ class Registry:
         """
         return await self._store.purge(age, limit)
 
+    async def forget_old(self, keep_days: float) -> int:
+        """Forget every key that ended more than `keep_days` ago, a part at a time; return how many."""
+        forgotten = 0
+        while True:
+            purged = await self.purge(keep_days * _DAY, _PURGED)
+            forgotten += purged
+            if purged < _PURGED:
+                return forgotten
+
     async def _require_settled(self, scope: Scope, owner: str, state: str) -> None:
         """Accept a settlement that this owner has made before, whose answer it did not hear."""
         row = await self._store.look(scope)
@@ -143,26 +156,63 @@ def new_owner() -> str:
 
 @asynccontextmanager
 async def open_registry(
-    url: str, *, group: str | None = None, lease: float = LEASE, wait: float = WAIT
+    url: str,
+    *,
+    group: str | None = None,
+    lease: float = LEASE,
+    wait: float = WAIT,
+    keep_days: float | None = None,
 ) -> AsyncIterator[Registry]:
     """Open the registry at `url`, and close it behind the block.
 
     `postgresql://…` for any number of hosts (needs `postroom[postgres]`), `sqlite:///absolute/path` for the processes
     of one host, `memory:` for one process, which forgets everything. What is missing there is created.
 
+    Keys of whichever program that ended more than `keep_days` ago are forgotten, at once and every hour; unset, that is
+    90 days, and in Postgres never: a worker of that database does it (its `once.keep_days`). See `Registry.purge`.
+
     Raises `InvalidMessage` for another address, `Unavailable` and `PostroomError` as the stores do.
     """
+    if keep_days is not None and keep_days <= 0:
+        raise ValueError("a key is kept for longer than 0 days")
     store = await _open_store(url)
     try:
-        yield Registry(store, group=group, lease=lease, wait=wait)
+        registry = Registry(store, group=group, lease=lease, wait=wait)
+        if keep_days is None and _is_postgres(url):
+            yield registry
+        else:
+            async with _forgetting(registry, KEEP_DAYS if keep_days is None else keep_days):
+                yield registry
     finally:
         await store.close()
 
 
+@asynccontextmanager
+async def _forgetting(registry: Registry, keep_days: float) -> AsyncIterator[None]:
+    await registry.forget_old(keep_days)
+    going_on = asyncio.create_task(_forget_hourly(registry, keep_days), name="idempotency retention")
+    try:
+        yield
+    finally:
+        going_on.cancel()
+        await asyncio.wait([going_on])
+
+
+async def _forget_hourly(registry: Registry, keep_days: float) -> None:
+    while True:
+        await registry.sleep(_BETWEEN_PURGES)
+        with suppress(PostroomError):  # a store that is away now says so to each claim; the next hour makes up for it
+            await registry.forget_old(keep_days)
+
+
+def _is_postgres(url: str) -> bool:
+    return url.partition(":")[0] in {"postgresql", "postgres"}
+
+
 async def _open_store(url: str) -> Store:
-    scheme, _, rest = url.partition(":")
-    if scheme in {"postgresql", "postgres"}:
+    if _is_postgres(url):
         return await _open_postgres(url)
+    scheme, _, rest = url.partition(":")
     if scheme == "sqlite" and rest.startswith("///"):
         from postroom.once.sqlite import SqliteStore  # noqa: PLC0415 - some builds of Python have no sqlite3
 

@@ -91,3 +91,10 @@ async def bench(place: str) -> AsyncIterator[Bench]:
         built = await postgres_bench(place)
     yield built
     await built.store.close()
+
+
+@pytest.fixture
+async def in_postgres(database_url: str) -> AsyncIterator[Bench]:
+    built = await postgres_bench(database_url)
+    yield built
+    await built.store.close()

@@ -1,0 +1,64 @@
+"""What was done once is forgotten after its time, by whoever looks after the store."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import until_so
+from workers import worker
+
+from delivery.database import migrate
+from postroom.once import Result, Scope, Store, open_registry
+from postroom.once.sqlite import SqliteStore
+
+OLD, NEW = Scope("shop", "orders", "old", "billing"), Scope("shop", "orders", "new", "billing")
+DAY = 86_400.0
+
+
+@pytest.mark.parametrize(("keep_days", "kept"), [(None, False), (101, True)])
+async def test_a_file_forgets_what_ended_too_long_ago_when_it_is_opened(
+    tmp_path: Path, *, keep_days: float | None, kept: bool
+) -> None:
+    file = tmp_path / "once.db"
+    for scope, age in ((OLD, 100), (NEW, 89)):
+        store = await SqliteStore.open(file, lambda age=age: time.time() - age * DAY)
+        await end(store, scope)
+        await store.close()
+    async with open_registry(f"sqlite://{file}", group="billing", keep_days=keep_days):
+        store = await SqliteStore.open(file)
+
+        assert (await store.look(OLD) is not None, await store.look(NEW) is not None) == (kept, True)
+        await store.close()
+
+
+async def test_what_is_never_kept_is_refused() -> None:
+    with pytest.raises(ValueError, match="longer than 0 days"):
+        async with open_registry("memory:", keep_days=0):
+            pass
+
+
+async def test_a_worker_forgets_what_its_database_has_kept_for_long_enough(
+    database_url: str, nats_url: str, in_postgres: Any
+) -> None:
+    await migrate(database_url)
+    store = in_postgres.store
+    await end(store, OLD)
+    await in_postgres.pass_time(40 * DAY)
+    await end(store, NEW)
+
+    async def is_gone() -> bool:
+        return await store.look(OLD) is None
+
+    settings = {"POSTROOM_WORKER_DATABASE_URL": database_url, "POSTROOM_WORKER_NATS_URL": nats_url}
+    with worker(**settings, POSTROOM_WORKER_ONCE_KEEP_DAYS="30"):
+        await until_so(is_gone)
+
+    assert await store.look(NEW) is not None
+
+
+async def end(store: Store, scope: Scope) -> None:
+    await store.take(scope, "me", 30)
+    await store.commit(scope, "me", Result.of("charged"))
