@@ -72,7 +72,7 @@ def _run(layout: Layout) -> None:
     stack = Stack(layout.state)
     with interruptible(), supervising(layout), fatal_failures():
         try:
-            stack.stop()  # what a supervisor that was killed has left ends with it, sooner or later: no use to wait for it
+            stack.stop()  # what a supervisor that was killed has left would end under this one
             stack.start(_say_ready)
             explain(layout)
             notify("READY=1")

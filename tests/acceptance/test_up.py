@@ -151,8 +151,11 @@ def test_killed_with_9_nothing_keeps_running_and_started_again_it_carries_on(sta
     assert again.stdout == "up-before done (duplicate)\n"
 
 
-def test_in_the_foreground_ctrl_c_stops_everything(short_directory: Path) -> None:
+def test_in_the_foreground_ctrl_c_stops_everything_that_it_started_anew(short_directory: Path) -> None:
     stack = Stack(short_directory / "up")
+    stack.layout.create()
+    stack.redis.start()  # another's, as of a supervisor that was killed a moment ago: it ends with that one
+    leftover = stack.redis.process
     command = tethered([sys.executable, "-m", "cli", "up", "--state", str(stack.layout.state)])
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as foreground:
         assert foreground.stdout is not None
@@ -160,7 +163,9 @@ def test_in_the_foreground_ctrl_c_stops_everything(short_directory: Path) -> Non
         running = [process for process in pids(stack).values() if process is not None]
         foreground.send_signal(signal.SIGINT)
         foreground.communicate()
+    stack.redis.stop()  # the test's own child, which has ended, leaves no zombie
     assert is_up
+    assert leftover not in running
     assert len(running) == len(stack.programs)
     assert foreground.returncode == 0
     assert not any(process.alive for process in running)
