@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -23,6 +24,7 @@ C = TypeVar("C", bound=msgspec.Struct)
 
 SECRET: Final = msgspec.Meta(extra={"secret": True})
 MASK: Final = "********"
+_NEARLY: Final = 0.8  # how like a setting's name a variable's has to be to count as misspelt (difflib's ratio)
 
 
 class Setting(NamedTuple):
@@ -53,6 +55,7 @@ def load(config: type[C], file: Path | None, *, prefix: str, environ: Mapping[st
 
     A list is given in the environment as comma-separated words. Raises `Fatal` (78) with the path of what is wrong.
     """
+    _refuse_misspelt(config, prefix, environ)
     tree = _read(file) if file is not None else {}
     for setting in settings(config):
         if (text := environ.get(setting.variable(prefix))) is not None:
@@ -85,6 +88,17 @@ def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
         for name in setting.path:
             value = getattr(value, name, None)  # None for all of a section that is left out
         yield setting, MASK if setting.secret and value else value
+
+
+def _refuse_misspelt(config: type[C], prefix: str, environ: Mapping[str, str]) -> None:
+    """Refuse a variable that is nearly a setting's; one that resembles none is somebody else's, as of Kubernetes."""
+    names = {setting.variable("") for setting in settings(config)}
+    for variable in environ:
+        name = variable.removeprefix(prefix)
+        if name == variable or name in names:
+            continue
+        if meant := get_close_matches(name, names, n=1, cutoff=_NEARLY):
+            raise Fatal(Exit.CONFIG, f"{variable} sets nothing: did you mean {prefix}{meant[0]}?")
 
 
 def _refuse_too_little(config: type[C], prefix: str, environ: Mapping[str, str]) -> None:
@@ -134,6 +148,8 @@ def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:
 
 
 def _decode(wanted: type, value: Any) -> Any:
+    if wanted is Path and value == "":
+        raise ValueError("Expected a path, got an empty text")
     if wanted is Path and isinstance(value, str):
         return Path(os.path.expandvars(value)).expanduser()
     raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")

@@ -116,3 +116,20 @@ def test_a_section_that_is_left_out_is_shown_without_values():
     ]
     assert [value for _, value in effective(Optional())] == [None, None]
     assert [value for _, value in effective(Optional(Remote("nats://x")))] == ["nats://x", 5.0]
+
+
+@pytest.mark.parametrize("misspelt", ["P_PASWORD", "P_LIMITS_DEPHT", "P_LIMITS_NAME"])
+def test_a_misspelt_variable_is_refused_with_the_one_that_is_meant(tmp_path, misspelt):
+    said = refusal(write(tmp_path, 'mesh = "sea"'), {misspelt: "1"})
+    assert misspelt in said
+    assert "did you mean P_" in said
+
+
+@pytest.mark.parametrize("foreign", ["P_PORT_80_TCP_ADDR", "P_SERVICE_HOST", "P_URL", "OTHER_MESH"])
+def test_a_variable_that_resembles_no_setting_is_somebody_elses(tmp_path, foreign):
+    assert load(Config, write(tmp_path, 'mesh = "sea"'), prefix="P_", environ={foreign: "1"}).mesh == "sea"
+
+
+def test_an_empty_path_is_refused_instead_of_meaning_the_working_directory(tmp_path):
+    assert "state: " in refusal(write(tmp_path, 'mesh = "sea"\nstate = ""'))
+    assert "state: " in refusal(write(tmp_path, 'mesh = "sea"'), {"P_STATE": ""})
