@@ -302,19 +302,19 @@ async def test_the_same_message_twice_in_one_batch_is_called_once_at_a_time(
 async def test_a_handler_that_outlives_its_lease_and_the_queue_before_it_is_not_run_twice(
     start: Start, context: Context, handler: CountingHandler
 ) -> None:
-    """One place for calls and five messages: the last waits, and runs, far longer than `ack_wait`."""
+    """One place for calls and three messages: the last waits, and runs, far longer than `ack_wait`."""
 
     async def slow(call: Call) -> web.StreamResponse:
-        await asyncio.sleep(0.8)  # longer than the lease, shorter than the time-out
+        await asyncio.sleep(1.4)  # longer than the lease (two thirds of `ack_wait`), shorter than the time-out
         return answering(200)(call)
 
     handler.answer = slow
-    settings = {"timeout_seconds": 0.95, "calls_at_once": 1}
-    async with start(settings, ack_wait_seconds=1), start(settings, ack_wait_seconds=1):
-        await context.publish([f"m-{number}" for number in range(5)])
+    settings = {"timeout_seconds": 1.95, "calls_at_once": 1}
+    async with start(settings, ack_wait_seconds=2), start(settings, ack_wait_seconds=2):
+        await context.publish([f"m-{number}" for number in range(3)])
         await settled(context)
 
-    assert sorted(handler.ids()) == [f"m-{number}" for number in range(5)]
+    assert sorted(handler.ids()) == [f"m-{number}" for number in range(3)]
     assert handler.most_at_once == 1
 
 
