@@ -1,17 +1,24 @@
 -- Requests that wait for their answers. `ask_again` judges as the primitives do (primitives.sql), in turn with them.
 
 -- name: find_requests
--- Which activities of the flow $2 asked with the messages $1.
-SELECT request.id, activity.id AS activity, activity.name
-FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id JOIN ledger.job ON job.id = activity.job_id
-WHERE request.id = ANY ($1::uuid[]) AND job.flow = $2;
+-- Which activities of the flow $2 asked with the messages $1. The flow is looked up for each: joined, Postgres may begin with
+-- all jobs of a flow, and everything that they ever sent.
+WITH named AS MATERIALIZED (
+  SELECT id, activity_id FROM ledger.request WHERE id = ANY ($1::uuid[])
+)
+SELECT named.id, activity.id AS activity, activity.name
+FROM named JOIN ledger.activity ON activity.id = named.activity_id
+WHERE (SELECT flow FROM ledger.job WHERE id = activity.job_id) = $2;
 
 -- name: find_overdue
--- The requests of the flows $1 whose answer is overdue, oldest first, at most $2.
-SELECT request.id, request.activity_id AS activity
-FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id JOIN ledger.job ON job.id = activity.job_id
-WHERE request.due_at <= now() AND job.flow = ANY ($1::text[])
-ORDER BY request.due_at LIMIT $2;
+-- The requests of the flows $1 whose answer is overdue, oldest first, at most $2. The flow is looked up as above.
+WITH overdue AS MATERIALIZED (
+  SELECT id, activity_id, due_at FROM ledger.request WHERE due_at <= now()
+)
+SELECT overdue.id, overdue.activity_id AS activity
+FROM overdue JOIN ledger.activity ON activity.id = overdue.activity_id
+WHERE (SELECT flow FROM ledger.job WHERE id = activity.job_id) = ANY ($1::text[])
+ORDER BY overdue.due_at LIMIT $2;
 
 -- name: take_turn
 -- Takes the turn of the activity $1 until the end of the transaction.
