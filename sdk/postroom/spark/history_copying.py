@@ -29,13 +29,15 @@ _DELIMITER: Final = "\x1f"
 _QUOTE: Final = "\x1e"
 
 # A range of numbers is found by its index, and what belongs to it as well: the time that a range takes depends on its
-# own length. Left to its estimates Postgres would rather read each table whole for every range.
+# own length. Left to its estimates Postgres would rather read each table whole for every range, or start processes that
+# hand every row to the one that sends it: there are as many tasks as Spark has cores.
 _SETTINGS: Final = {
     "datestyle": "ISO",
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
     "jit": "off",
+    "max_parallel_workers_per_gather": "0",
 }
 
 
