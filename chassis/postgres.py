@@ -117,8 +117,14 @@ def _fatal(error: Exception) -> Fatal:
         return Fatal(Exit.CONFIG, _NO_URL)  # what it says may hold the password
     exits = (code for kinds, code in _EXITS if isinstance(error, kinds))
     code = next(exits, Exit.FAILED)
+    return Fatal(code, f"{_SENTENCES[code]}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
     reason = str(error).partition("\n")[0]  # the lines after it are details and hints
-    return Fatal(code, f"{_SENTENCES[code]}: {type(error).__name__}: {reason}")
+    if not reason and isinstance(error, TimeoutError):
+        return "no answer in time"
+    return f"{type(error).__name__}: {reason}"
 
 
 async def migrate(url: str, *rooms: str) -> list[str]:

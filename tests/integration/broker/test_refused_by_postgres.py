@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -127,3 +128,12 @@ async def test_whatever_else_postgres_refuses_is_a_failure(database_url: str) ->
     await connection.close()
 
     assert refused.value.exit_code == Exit.FAILED
+
+
+async def test_a_server_that_hangs_is_said_to_give_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chassis.postgres.CONNECT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"postgresql://guest@127.0.0.1:{hung.getsockname()[1]}/own"
+        with pytest.raises(Fatal, match=r"cannot open the database \(database_url\): no answer in time$") as refused:
+            await Database.open(url, connections=1)
+    assert refused.value.exit_code == Exit.UNAVAILABLE
