@@ -51,7 +51,7 @@ class ProcessIdentity(NamedTuple):
         try:
             pid, started, boot = file.read_text("utf-8").split()
             return cls(int(pid), int(started), boot)
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
 
     def write(self, file: Path) -> None:

@@ -17,6 +17,7 @@ from cli.stack.commands import module_command
 from cli.stack.layout import Layout
 
 _MAX_NOTIFICATION: Final = 4096  # bytes
+_SAID: Final = "postroom: "  # before the sentence with which a command ends
 
 
 def detached(layout: Layout) -> None:
@@ -40,7 +41,7 @@ def detached(layout: Layout) -> None:
             supervisor.wait()
             raise
     if not ready:
-        raise Fatal(_exit_of(supervisor.wait()), _last_words(layout))
+        raise Fatal(_exit_of(supervisor.wait()), last_words(layout))
     supervisor.returncode = 0  # it lives on: nobody here waits for it
 
 
@@ -61,6 +62,8 @@ def _exit_of(code: int) -> Exit:
     return Exit(code) if code in set(Exit) - {Exit.OK} else Exit.FAILED
 
 
-def _last_words(layout: Layout) -> str:
-    said = layout.log_file.read_text("utf-8", errors="replace").strip().rpartition("postroom: ")[2]
-    return said or f"the supervisor ended without a word; see {layout.log_file}"
+def last_words(layout: Layout) -> str:
+    """Return the sentence that ended the supervisor, as its log has it."""
+    lines = layout.log_file.read_text("utf-8", errors="replace").splitlines()
+    said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
+    return said[-1] if said else f"the supervisor ended without a word; see {layout.log_file}"

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from chassis.exits import Exit
+from cli import main
 from cli.stack import Layout
+from cli.stack.detaching import last_words
 from cli.up import explain
 
 
@@ -20,3 +23,31 @@ def test_the_line_to_copy_works_in_a_directory_with_a_space(tmp_path: Path, caps
     command = to_copy.removesuffix("tell this shell where it is")
     shell = subprocess.run(["sh", "-c", f"{command}; echo $POSTROOM_MESH"], capture_output=True, text=True, check=True)
     assert shell.stdout == "demo\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("  redis     ready, pid 7\npostroom: a bug in postroom: NameError: x", "a bug in postroom: NameError: x"),
+        ("postroom: the disk is full: postroom: cannot go on\n", "the disk is full: postroom: cannot go on"),
+    ],
+)
+def test_a_supervisors_last_words_are_told_whole(tmp_path: Path, log: str, said: str) -> None:
+    layout = Layout(tmp_path)
+    layout.log_file.write_text(log)
+    assert last_words(layout) == said
+
+
+def test_a_supervisor_that_ended_without_a_word_leads_to_its_log(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    layout.log_file.write_text("  redis     ready, pid 7\n")
+    assert str(layout.log_file) in last_words(layout)
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_in_the_place_of_the_state_directory_is_said_to_be_one(
+    tmp_path: Path, below: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main.run(["up", "--state", str(tmp_path / "file" / below)]) == Exit.CONFIG
+    assert f"cannot use the state directory {tmp_path / 'file'}" in capsys.readouterr().err
