@@ -390,7 +390,11 @@ WITH live AS MATERIALIZED (
   SELECT 'deliveries_incomplete', history.broker_message_id
   FROM mesh.message_history AS history
   LEFT JOIN (
-    SELECT broker_message_id, count(*) AS deliveries FROM mesh.delivery_queue GROUP BY broker_message_id
+    SELECT broker_message_id, count(*) AS deliveries
+    FROM (
+      SELECT broker_message_id FROM mesh.delivery_queue
+      UNION ALL SELECT broker_message_id FROM postroom.dropped_deliveries
+    ) AS delivery GROUP BY broker_message_id
   ) AS queued USING (broker_message_id)
   WHERE history.recipients <> coalesce(queued.deliveries, 0)
   UNION ALL

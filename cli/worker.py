@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from cli.events import Context
-from cli.events import app as events
 from cli.noun import Config, DryRun, Json, Yes, noun
 from cli.output import ago, confirm, json_line, line, table
+from cli.refused import Context, refused
 
 app = noun("Run the worker that publishes, and look after what it publishes.")
-app.add_typer(events, name="events")
+for _source in ("events", "deliveries"):
+    app.add_typer(refused(_source), name=_source)
 
 Since = Annotated[
     datetime,

@@ -83,10 +83,10 @@ def letter_not_found(letter: str) -> NotFound:
     return NotFound.of(404, "dead_letter_not_found", detail)
 
 
-def event_not_failing(event: str) -> NotFound:
-    """Say that no such event is being refused."""
-    detail = f"JetStream refuses no event {event!r}: see `postroom worker events list`; nothing was dropped"
-    return NotFound.of(404, "event_not_failing", detail)
+def not_failing(source: str, key: str) -> NotFound:
+    """Say that nothing of that id is being refused, among `events` or `deliveries`."""
+    detail = f"JetStream refuses no {key!r}: see `postroom worker {source} list`; nothing was dropped"
+    return NotFound.of(404, "not_failing", detail)
 
 
 def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:

@@ -15,7 +15,7 @@ from chassis.exits import Exit, Fatal
 from chassis.postgres import Connection
 from delivery.database import open_database
 from delivery.publishing import Backlog, Redriven, Source, redrive, sources_of
-from delivery.publishing.failing import DroppedEvent, FailingEvent, drop_failing, list_dropped, list_failing
+from delivery.publishing.failing import Dropped, Failing, drop_failing, list_dropped, list_failing
 from worker.config import WorkerConfig, load_config
 from worker.main import run
 
@@ -48,22 +48,29 @@ async def redrive_since(
         return [each async for each in found]
 
 
-async def ask_failing(config: WorkerConfig, context: str | None) -> list[FailingEvent]:
-    """Return the events that JetStream refuses, of one context or of all."""
-    async with _opened(config) as (connection, _):
-        return await list_failing(connection, context)
+async def ask_failing(config: WorkerConfig, source: str, context: str | None) -> list[Failing]:
+    """Return what JetStream refuses of a source, of one context or of all."""
+    async with _opened(config) as (connection, sources):
+        return await list_failing(connection, _named(source, sources), context)
 
 
-async def drop_events(config: WorkerConfig, ids: Sequence[str], *, actor: str, reason: str) -> None:
-    """Take refused events out of the outbox for good; raises `NotFound`."""
-    async with _opened(config) as (connection, _):
-        await drop_failing(connection, ids, actor=actor, reason=reason)
+async def drop_refused(config: WorkerConfig, source: str, ids: Sequence[str], *, actor: str, reason: str) -> None:
+    """Take what is refused out of a source for good; raises `NotFound`."""
+    async with _opened(config) as (connection, sources):
+        await drop_failing(connection, _named(source, sources), ids, actor=actor, reason=reason)
 
 
-async def ask_dropped(config: WorkerConfig) -> list[DroppedEvent]:
+async def ask_dropped(config: WorkerConfig, source: str) -> list[Dropped]:
     """Return what was dropped, by whom and why."""
-    async with _opened(config) as (connection, _):
-        return await list_dropped(connection)
+    async with _opened(config) as (connection, sources):
+        return await list_dropped(connection, _named(source, sources))
+
+
+def _named(name: str, sources: Sequence[Source]) -> Source:
+    for source in sources:
+        if source.name == name:
+            return source
+    raise Fatal(Exit.NOT_FOUND, f"there are no {name} in this database: it is no broker's")
 
 
 @asynccontextmanager

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from broker.orphans import find_orphans
-from delivery.publishing.failing import drop_failing, list_failing
+from delivery.publishing import DELIVERIES, EVENTS, Source
+from delivery.publishing.failing import drop_failing, list_dropped, list_failing
 
 KEPT = timedelta(days=30)
 
@@ -76,11 +77,16 @@ async def test_damage_of_every_kind_is_found(
     assert all(violation.examples for violation in violations)
 
 
-async def test_an_event_that_an_operator_dropped_is_not_missed(broker: Any, message: Message, postgres: Any) -> None:
+@pytest.mark.parametrize("source", [EVENTS, DELIVERIES])
+async def test_what_an_operator_dropped_is_not_missed(
+    broker: Any, message: Message, postgres: Any, source: Source
+) -> None:
     await broker.member("alice").send(message("id-1"), message("id-2"))
-    await postgres.execute("UPDATE postroom.outbox_events SET publish_attempts = 1, publish_error = 'too large'")
-    failing = await list_failing(postgres)
-    await drop_failing(postgres, [failing[0].id], actor="olga", reason="a test")
+    for table in ("postroom.outbox_events", "mesh.delivery_queue"):
+        await postgres.execute(f"UPDATE {table} SET publish_attempts = 1, publish_error = 'too large'")  # noqa: S608
+    failing = await list_failing(postgres, source)
+    await drop_failing(postgres, source, [failing[0].id], actor="olga", reason="a test")
+    assert [one.id for one in await list_dropped(postgres, source)] == [failing[0].id]
     assert await find_orphans(postgres, events_kept=KEPT) == []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from delivery.publishing import EVENTS
 from delivery.publishing.failing import drop_failing, list_dropped, list_failing
 from postroom.errors import NotFound
 
@@ -25,14 +26,14 @@ async def test_what_is_too_large_is_listed_dropped_and_kept_and_what_waited_behi
     fine = await office.emit("b")
     await drain(office)
     async with office.pool.acquire() as connection:
-        (failing,) = await list_failing(connection, office.context)
+        (failing,) = await list_failing(connection, EVENTS, office.context)
         assert (failing.id, failing.aggregate, failing.behind) == (large, "a", 2)
         assert "raise its max_payload" in failing.error
-        assert await list_failing(connection, "another") == []
+        assert await list_failing(connection, EVENTS, "another") == []
 
-        await drop_failing(connection, [large], actor="olga", reason="nobody can read it")
-        assert await list_failing(connection) == []
-        (dropped,) = await list_dropped(connection)
+        await drop_failing(connection, EVENTS, [large], actor="olga", reason="nobody can read it")
+        assert await list_failing(connection, EVENTS) == []
+        (dropped,) = await list_dropped(connection, EVENTS)
         assert (dropped.id, dropped.dropped_by, dropped.reason, dropped.error) == (
             large, "olga", "nobody can read it", failing.error,
         )  # fmt: skip
@@ -50,6 +51,6 @@ async def test_one_that_is_not_refused_keeps_all_from_being_dropped(office: Any)
     async with office.pool.acquire() as connection:
         for other in (waiting, "no id at all"):
             with pytest.raises(NotFound, match="nothing was dropped"):
-                await drop_failing(connection, [poison, other], actor="olga", reason="a test")
-        assert [one.id for one in await list_failing(connection)] == [poison]
-        assert await list_dropped(connection) == []
+                await drop_failing(connection, EVENTS, [poison, other], actor="olga", reason="a test")
+        assert [one.id for one in await list_failing(connection, EVENTS)] == [poison]
+        assert await list_dropped(connection, EVENTS) == []
