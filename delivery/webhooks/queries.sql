@@ -11,6 +11,11 @@ JOIN mesh.mesh ON mesh.id = topic.mesh_id;
 -- Every mesh.
 SELECT slug FROM mesh.mesh;
 
--- name: forget_unfinished
--- What a consumer that is gone has not finished: nobody will.
-DELETE FROM postroom.inbox_messages WHERE consumer = $1 AND processed_at IS NULL AND dead_at IS NULL;
+-- name: forget_removed
+-- Deletes up to $1 rows of webhooks that are gone: what was not finished nobody will, and no id is given a second time.
+DELETE FROM postroom.inbox_messages WHERE ctid IN (
+  SELECT inbox.ctid FROM postroom.inbox_messages AS inbox
+  WHERE inbox.consumer ~ '^webhook__[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$'
+    AND NOT EXISTS (SELECT FROM mesh.webhook WHERE webhook.id::text = substr(inbox.consumer, 10))
+  LIMIT $1 FOR UPDATE SKIP LOCKED
+);

@@ -1,7 +1,7 @@
 """Every webhook of a database, each with its consumer: what is registered begins, what is deleted ends, by polling.
 
 A consumer goes from JetStream when its webhook is gone: each worker deletes it after it has stopped its own part of it,
-so the last one does for good; what a killed worker left behind, the next to start deletes.
+so the last one does for good; what a killed worker left behind, the next to start deletes. Its rows in the inbox go too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _log = structlog.get_logger(__name__)
 
 QUERIES: Final = load_queries("delivery.webhooks")
 
+_FORGOTTEN: Final = 5000  # rows of one statement
 _PAGE: Final = 256  # consumers in one answer of the server
 
 
@@ -50,6 +51,7 @@ class Webhooks:
         self._unusable: set[str] = set()
         self._ended = ConsumerCounters()  # of those that are gone
         self._strays: set[tuple[str, str]] | None = None  # stream and name of consumers to delete; None: not looked yet
+        self._forgotten = False  # whether the inbox has no rows of webhooks that are gone
         self._stop = asyncio.Event()
         self._stopped = asyncio.Event()
 
@@ -109,6 +111,10 @@ class Webhooks:
         for stream, durable in list(self._strays):
             await self._delete(js, stream, durable)
             self._strays.discard((stream, durable))
+            self._forgotten = False
+        if not self._forgotten:
+            await self._forget_removed()
+            self._forgotten = True
 
     async def _begin(self, js: JetStreamContext, webhook: Webhook) -> None:
         try:
@@ -137,7 +143,10 @@ class Webhooks:
     async def _delete(self, js: JetStreamContext, stream: str, durable: str) -> None:
         with suppress(NotFoundError):
             await js.delete_consumer(stream, durable)
-        await self._pool.execute(QUERIES["forget_unfinished"], durable)
+
+    async def _forget_removed(self) -> None:
+        while await self._pool.execute(QUERIES["forget_removed"], _FORGOTTEN) == f"DELETE {_FORGOTTEN}":
+            pass
 
     async def _find_strays(self, js: JetStreamContext) -> set[tuple[str, str]]:
         """Find the consumers of webhooks that went while no worker ran.

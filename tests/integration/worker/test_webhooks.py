@@ -207,8 +207,10 @@ async def test_a_failed_post_is_repeated_and_what_is_refused_or_fails_to_the_end
     assert letters["poison"].last_error == "http_422: poison will not do"
 
 
-async def test_a_deleted_webhook_gets_nothing_more_and_the_others_go_on(mesh: Mesh) -> None:
-    async with serving() as deleted, serving() as other:
+async def test_a_deleted_webhook_gets_nothing_more_and_leaves_nothing_behind_and_the_others_go_on(
+    mesh: Mesh, database_url: str
+) -> None:
+    async with serving() as deleted, serving() as other, asyncpg.create_pool(database_url, min_size=1) as pool:
         with mesh.worker() as (_, one), mesh.worker() as (_, another):
             webhook, staying = await mesh.add(deleted), await mesh.add(other)
             await mesh.send("1")
@@ -221,18 +223,24 @@ async def test_a_deleted_webhook_gets_nothing_more_and_the_others_go_on(mesh: Me
             await mesh.send("2")
             await other.saw(2)
             await settled(mesh.context, f"webhook__{staying.id}")
+            await until(lambda: remembered(pool, staying), "the rows of the deleted one are gone")
 
     assert (bodies(deleted), bodies(other)) == ({"1": 1}, {"1": 1, "2": 1})
 
 
-async def test_the_consumer_of_a_webhook_that_went_while_no_worker_ran_goes_too(mesh: Mesh) -> None:
-    async with serving() as handler:
+async def test_the_consumer_of_a_webhook_that_went_while_no_worker_ran_goes_too_with_its_rows(
+    mesh: Mesh, database_url: str
+) -> None:
+    async with serving() as handler, asyncpg.create_pool(database_url, min_size=1) as pool:
         webhook = await mesh.add(handler)
+        await mesh.send("1")
         with mesh.worker():
-            await mesh.begun(webhook)
+            await handler.saw(1)
+            await until(lambda: remembered(pool, webhook), "it is remembered")
         await mesh.client.delete_topic(mesh.slug, "orders")
         with mesh.worker():
             await mesh.gone(webhook)
+            await until(lambda: remembered(pool), "nothing is remembered")
 
 
 async def test_an_address_that_the_worker_does_not_allow_is_never_connected_to(mesh: Mesh, database_url: str) -> None:
@@ -315,6 +323,12 @@ async def test_a_kill_uses_up_no_attempt_of_what_was_not_being_posted(mesh: Mesh
     (letter,) = await mesh.context.letters()
     assert (letter.reason, letter.attempts, letter.last_error) == ("max_deliver", 1, "ack_timeout")
     assert {call.attempt for call in handler.calls} == {1}
+
+
+async def remembered(pool: asyncpg.Pool[asyncpg.Record], *webhooks: NewWebhook) -> bool:
+    """Tell whether the inbox has rows of these webhooks alone."""
+    rows = await pool.fetch("SELECT DISTINCT consumer FROM postroom.inbox_messages")
+    return {row["consumer"] for row in rows} == {f"webhook__{webhook.id}" for webhook in webhooks}
 
 
 async def handled(handler: CountingHandler, wanted: Sequence[str]) -> bool:
