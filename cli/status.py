@@ -46,7 +46,12 @@ def _row(name: str, process: ProcessIdentity | None, address: str) -> dict[str, 
 
 def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
     row = _row(program.name, program.process, program.address)
-    asking = {stack.daemon: _rows, stack.worker: _unpublished, stack.nats: _dead_letters}
+    asking = {
+        stack.daemon: _rows,
+        stack.worker: _unpublished,
+        stack.nats: _dead_letters,
+        stack.broker: _nothing_but_its_health,
+    }
     if row["state"] == "running" and program in asking:
         backlog = asyncio.run(_answer(asking[program](stack)))
         row |= {"state": "silent"} if backlog is None else {"backlog": backlog}
@@ -70,6 +75,13 @@ async def _rows(stack: Stack) -> dict[str, int]:
     async with stack.daemon.client() as client:
         rows = (await client.health()).rows
     return {status: rows.get(status, 0) for status in ("pending", "inflight", "dead")}
+
+
+async def _nothing_but_its_health(stack: Stack) -> dict[str, int]:
+    """Ask the broker how it is; it keeps no backlog."""
+    async with stack.broker.client() as client:
+        await client.health()
+    return {}
 
 
 async def _unpublished(stack: Stack) -> dict[str, int]:

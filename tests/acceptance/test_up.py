@@ -103,6 +103,18 @@ def test_status_shows_every_process_and_the_backlog(stack: Stack) -> None:
     assert rows["nats"]["backlog"] == {"dead in DEMO_DLQ": 0}
 
 
+def test_status_tells_a_broker_that_hangs_from_one_that_runs(stack: Stack) -> None:
+    hung = stack.broker.process
+    assert hung is not None
+    hung.send(signal.SIGSTOP)
+    try:
+        done = run("status", "--state", str(stack.layout.state), "--json")
+    finally:
+        hung.send(signal.SIGCONT)
+    rows = {row["process"]: row["state"] for row in map(json.loads, done.stdout.splitlines())}
+    assert (rows["broker"], rows["daemon"], done.returncode) == ("silent", "running", 69)
+
+
 def test_status_for_people_is_a_table(stack: Stack) -> None:
     done = run("status", "--state", str(stack.layout.state))
     assert [line.split()[0] for line in done.stdout.splitlines()] == [
