@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Final
 
 from bench.load import BODY_BYTES
-from bench.processes import daemon, output_of
+from bench.processes import daemon
 from bench.report import Measured, Ratio, judge, show
 from bench.send import STREAMS, stream
+from bench.spark_session import output_of_spark, session
 
 ROWS: Final = 100_000
 _WARM_UP: Final = 2_000  # rows
@@ -27,7 +28,7 @@ def spark_sink(directory: Path, runs: int, seconds: float) -> None:  # noqa: ARG
     pairs = []
     for run in range(runs):
         with daemon(directory / f"sink-{run}") as daemon_:
-            written = ROWS / json.loads(output_of(["bench.spark", str(daemon_.socket)]))
+            written = ROWS / json.loads(output_of_spark(["bench.spark", str(daemon_.socket)]))
         with daemon(directory / f"route-{run}") as daemon_:
             pairs.append((written, stream(daemon_, first=0, lines=ROWS // STREAMS)))
     print("the Spark sink, local[2], until queued")
@@ -38,22 +39,10 @@ def spark_sink(directory: Path, runs: int, seconds: float) -> None:  # noqa: ARG
 
 def main() -> None:
     """Write twice, and print how long the second write took."""
-    # Spark is large, and the other benchmarks do without
-    from pyspark.sql import SparkSession  # noqa: PLC0415
-
-    from postroom.spark.session import prepare_environment  # noqa: PLC0415
-
-    prepare_environment()
-    session = (
-        SparkSession.builder.master("local[2]")
-        .config("spark.ui.enabled", "false")
-        .config("spark.ui.showConsoleProgress", "false")
-        .config("spark.driver.host", "127.0.0.1")
-        .getOrCreate()
-    )
+    spark = session()
     options = {"to": "topic:orders", "id": "order_id", "body": "body", "socket": sys.argv[1]}
     for name, rows in (("warm-up", _WARM_UP), ("timed", ROWS)):
-        orders = session.range(rows, numPartitions=2).selectExpr("id AS order_id", f"repeat('x', {BODY_BYTES}) AS body")
+        orders = spark.range(rows, numPartitions=2).selectExpr("id AS order_id", f"repeat('x', {BODY_BYTES}) AS body")
         began = time.perf_counter()
         orders.write.format("postroom").options(**options, namespace=name).mode("append").save()
     print(time.perf_counter() - began)
