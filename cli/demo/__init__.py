@@ -32,7 +32,7 @@ def demo(
 ) -> None:
     """Send a file of events through broker stops and a killed daemon to a handler, and count that nothing is lost."""
     from chassis.exits import Exit, Fatal  # noqa: PLC0415
-    from cli.demo.acts import Demo  # noqa: PLC0415
+    from cli.demo.acts import EVENTS, Demo  # noqa: PLC0415
     from cli.demo.programs import DemoStack  # noqa: PLC0415
     from cli.demo.receiver import Receiver  # noqa: PLC0415
     from cli.demo.stage import Stage  # noqa: PLC0415
@@ -40,6 +40,11 @@ def demo(
     from cli.stack.interruption import interruptible  # noqa: PLC0415
     from cli.stack.supervisor import supervising  # noqa: PLC0415
 
+    if not EVENTS.exists():
+        sentence = (
+            f"there is no {EVENTS}: the demo runs in the source tree, by `make demo`; `postroom up` runs anywhere"
+        )
+        raise Fatal(Exit.UNAVAILABLE, sentence)
     with interruptible(), fatal_failures(), _directory(state) as directory:
         layout = Layout(directory)
         if layout.outbox_file.exists():
