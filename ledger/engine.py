@@ -55,6 +55,7 @@ class EngineCounters:
 
     done: int = 0  # messages whose steps were run to their end
     acknowledged: int = 0  # replays, and messages for what has ended or is gone
+    ignored: int = 0  # messages of the mesh that are none of the flow's
     retried: int = 0
     failed: int = 0  # activities
     asked_again: int = 0
@@ -111,6 +112,12 @@ class Engine:
             return
         self.counters.failed += 1
         _log.error("activity_failed", activity=str(activity), error=error)
+
+    async def abandon(self, activity: UUID, error: str) -> None:
+        """Fail an activity whose message came too often; raises `TryLater` while a worker is at it."""
+        if await self._running.pool.fetchval(QUERIES["is_leased"], activity):
+            raise TryLater(f"a worker is at the activity {activity}", None)
+        await self.fail(activity, error)
 
     async def look_after_requests(self) -> None:
         """Ask again for what is overdue; what was asked as often as it may be fails its activity."""

@@ -78,6 +78,14 @@ WHERE job.id = $1;
 -- The ledger of the activity that failed the job $1.
 SELECT ledger FROM ledger.activity WHERE job_id = $1 AND failed_at IS NOT NULL;
 
+-- name: find_pruned
+-- A request that the activity that failed the job $1 has no answer to, and that the outbox has no more.
+SELECT request.id, activity.name
+FROM ledger.activity JOIN ledger.request ON request.activity_id = activity.id
+WHERE activity.job_id = $1 AND activity.failed_at IS NOT NULL AND request.answered_by IS NULL
+  AND NOT EXISTS (SELECT FROM postroom.outbox_events WHERE id = request.id)
+LIMIT 1;
+
 -- name: retry
 -- Lets the failed job $1 go on, as $2 wants it for the reason $3; no row: there is no such job. Whatever its messages
 -- were refused for goes out again: what began an activity whose leg 1 is not complete, or that answers itself and has not;

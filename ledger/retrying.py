@@ -28,11 +28,13 @@ _STATES: Final = {
 async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
     """Let a failed job go on where it stopped, and emit `job_retried`.
 
-    Raises `NotFound`, and `Conflict` where the job has not failed or its activity has no attempt left.
+    Raises `NotFound`, and `Conflict` where the job has not failed, its activity has no attempt left, or its request
+    can't go out again because the outbox was pruned of it.
     """
     async with connection.transaction():
         await hold(connection, job)
         await _check_ceilings(connection, job)
+        await _check_requests(connection, job)
         row = await connection.fetchrow(QUERIES["retry"], job, actor, reason)
         if row is None:
             raise missing(job)
@@ -48,3 +50,14 @@ async def _check_ceilings(connection: Connection, job: UUID) -> None:
             enter_leg2(ledger) if is_set(ledger, LEG1_COMPLETE) else enter_leg1(ledger)
     except Overflow as error:
         raise Conflict.of(409, "job_exhausted", f"the job {job} cannot go on: {error}; start another") from error
+
+
+async def _check_requests(connection: Connection, job: UUID) -> None:
+    """Refuse where what failed waits for the answer to a request that nobody can send again: it would wait for ever."""
+    pruned = await connection.fetchrow(QUERIES["find_pruned"], job)
+    if pruned is not None:
+        detail = (
+            f"the job {job} cannot go on: {pruned['name']!r} has no answer to its request {pruned['id']}, and the "
+            "outbox, which keeps for some days what it published, has that no more; start another"
+        )
+        raise Conflict.of(409, "request_pruned", detail)

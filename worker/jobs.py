@@ -38,7 +38,7 @@ _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "jobs__"  # of a durable's name; the flow's name follows
 
-_MAX_DELIVER: Final = 1000  # the flow's own policy ends it before
+_MAX_DELIVER: Final = 1000  # the flow's own policy ends it before, unless no delivery came so far as to be an attempt
 _IN_HAND: Final = 500  # messages of one flow in one mesh
 _CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 
@@ -48,7 +48,6 @@ class JobHandler:
 
     def __init__(self, engine: Engine, slots: asyncio.Semaphore) -> None:
         """`slots` are shared by all flows of a worker: so many steps run at once."""
-        self.ignored = 0  # messages that are none of the flow's
         self._engine = engine
         self._slots = slots
 
@@ -62,12 +61,15 @@ class JobHandler:
                 tasks.create_task(self._handle(delivery, meaning, askers, settle))
 
     async def is_done(self, delivery: Delivery) -> bool:
-        """Fail the activity of a message that was delivered as often as it may be, so that its job does not wait."""
+        """Fail the activity of a message that was delivered as often as it may be, so that its job does not wait.
+
+        Raises `TryLater` while a worker is at it: what comes meanwhile comes in vain, and is no reason to give up.
+        """
         meaning = _read(delivery)
         if isinstance(meaning, Answering):
             meaning = self._answer(delivery, meaning, await self._engine.find_askers([meaning.request]))
         if isinstance(meaning, Spawned | Due) and meaning.flow == self._engine.flow.name:
-            await self._engine.fail(meaning.activity, "each worker that was given the message ended without a word")
+            await self._engine.abandon(meaning.activity, f"its message was delivered {_MAX_DELIVER} times in vain")
         return False  # it is dead-lettered beside
 
     async def _handle(
@@ -78,7 +80,7 @@ class JobHandler:
         if isinstance(meaning, Dead):
             await settle(delivery, meaning)
         elif meaning is None or meaning.flow != self._engine.flow.name:
-            self.ignored += 1
+            self._engine.counters.ignored += 1
             await settle(delivery, DONE)
         else:
             await settle(delivery, await self._move_on(meaning))

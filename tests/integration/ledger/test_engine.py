@@ -193,6 +193,17 @@ async def test_a_leg_that_ends_its_worker_each_time_fails_its_activity_in_the_en
     assert await running.jobs.activity(answered.root) == "001100000000003"
 
 
+async def test_an_activity_whose_message_came_too_often_is_given_up_when_no_worker_is_at_it(running: Running) -> None:
+    start = await running.begin()
+    entry = await enter_leg1(running.jobs.connection, start.root, LEASE)
+    with pytest.raises(TryLater, match="a worker is at the activity"):
+        await running.engine.abandon(start.root, "in vain")
+    assert await running.ended(start) == ("running", None)
+    await release(running.jobs.connection, entry)
+    await running.engine.abandon(start.root, "in vain")
+    assert await running.ended(start) == ("failed", "in vain")
+
+
 async def test_after_a_retry_of_the_job_a_handler_has_all_its_attempts_again(running: Running) -> None:
     first, second = await running.begin(), await running.begin()
     await running.engine.spawned(second.root, "extract", "spawned")

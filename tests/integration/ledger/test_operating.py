@@ -13,7 +13,7 @@ from ledgers import LEASE, Jobs, asking
 
 from broker.migrate import migrate
 from ledger.errors import Duplicate, Inactive, LeaseLost
-from ledger.operating import JobFilter, cancel_job, find_jobs, show_job, start
+from ledger.operating import QUERIES, JobFilter, cancel_job, find_jobs, show_job, start
 from ledger.primitives import (
     Answer,
     Child,
@@ -31,6 +31,10 @@ from ledger.primitives import (
 from ledger.retrying import retry_job
 from postroom.errors import Conflict, InvalidMessage, NotFound
 
+MANY_COMPLETED = """
+INSERT INTO ledger.job (id, context, flow, state, semaphore, ended_at)
+SELECT gen_random_uuid(), 'sea', 'nightly-export', 'completed', 0, now() FROM generate_series(1, 5000)
+"""
 BLOCKED = "SELECT cardinality(pg_blocking_pids($1)) > 0"
 AGAIN = "SELECT epoch FROM postroom.outbox_events WHERE aggregate_id = $1 AND event_type = 'activity_spawned'"
 RETRIED = "SELECT payload FROM postroom.outbox_events WHERE correlation_id = $1 AND event_type = 'activity_retried'"
@@ -249,6 +253,17 @@ async def test_a_request_that_nobody_answered_in_time_goes_out_again_under_its_o
     assert tuple(await jobs.connection.fetchrow(query, request.id) or ()) == (None, 1)
 
 
+async def test_a_job_whose_request_can_not_go_out_again_is_not_let_go_on(jobs: Jobs) -> None:
+    begun = await jobs.asked()
+    await jobs.publish()
+    await fail_activity(jobs.connection, begun.root, "no answer in time")
+    pruning = "DELETE FROM postroom.outbox_events WHERE event_type = 'asked' AND correlation_id = $1"
+    await jobs.connection.execute(pruning, begun.job)
+    with pytest.raises(Conflict, match=r"'extract' has no answer to its request .* start another"):
+        await retry(jobs, begun.job)
+    assert (await jobs.job(begun.job))[0] == "failed"
+
+
 @pytest.mark.parametrize("full", [999_000_000_000_000, 1_100_099_999_999])
 async def test_an_activity_without_an_attempt_left_is_not_tried_again(jobs: Jobs, full: int) -> None:
     begun = await jobs.asked() if full % 10 else await jobs.begin()
@@ -319,6 +334,20 @@ async def test_a_list_has_the_newest_first_and_what_is_wanted_alone(jobs: Jobs) 
     assert await found(mesh="sea") == [ids[1], ids[0]]
     assert await found(state="cancelled") == [ids[1]]
     assert await found(mesh="land", state="cancelled") == []
+
+
+async def test_few_jobs_of_a_state_are_found_without_a_look_at_all_others(jobs: Jobs) -> None:
+    begun, _ = await come_to(jobs, "failed")
+    transaction = jobs.connection.transaction()
+    await transaction.start()
+    await jobs.connection.execute(MANY_COMPLETED)
+    await jobs.connection.execute("ANALYZE ledger.job")
+    found = await find_jobs(jobs.connection, JobFilter(state="failed"), 50)
+    await jobs.connection.execute(f"PREPARE listing (text, text, text, bigint) AS {QUERIES['find_jobs']}")
+    plan = await jobs.connection.fetch("EXPLAIN EXECUTE listing (NULL, NULL, 'failed', 50)")
+    await transaction.rollback()
+    assert begun.job in {job.id for job in found}
+    assert "job_ended_early" in "".join(row[0] for row in plan)
 
 
 async def test_a_start_is_repeated_only_as_it_was(jobs: Jobs) -> None:
