@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chassis.exits import Exit, Fatal
-from cli.noun import Config, DryRun, Json, Yes, noun
+from cli.noun import Config, DryRun, Json, Since, Yes, noun
 from cli.output import confirm, fields, json_line, line
 
 if TYPE_CHECKING:
@@ -34,15 +34,6 @@ Workspace = Annotated[str | None, typer.Option("--workspace", help="Its workspac
 State = Annotated[
     Path | None,
     typer.Option("--state-directory", help="Where its events.db lies [default: by the config].", metavar="DIRECTORY"),
-]
-
-Since = Annotated[
-    datetime,
-    typer.Option(
-        "--since",
-        help="The time from which on, in UTC, as in 2026-01-31T12:00:00.",
-        formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
-    ),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
@@ -18,6 +18,8 @@ from cli.selection import chosen_ids
 
 if TYPE_CHECKING:
     from delivery.dead_letter_stream import DeadLetterStream, LetterFilter, StoredLetter
+
+    Act: TypeAlias = Callable[[DeadLetterStream, StoredLetter, str], Awaitable[dict[str, Any]]]
 
 app = noun("See, replay and drop messages that could not be handled.")
 
@@ -84,75 +86,54 @@ def inspect(
         json_line(_members(stored, whole=True)) if as_json else fields(_members(stored, whole=True).items())
 
 
-@app.command()
-def replay(
-    *,
-    ids: Ids = None,
-    everything: All = False,
-    subject: SubjectFilter = None,
-    code: Code = None,
-    consumer: Consumer = None,
-    older_than: OlderThan = None,
-    reason: Why = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    mesh: Mesh = None,
-    nats_url: NatsUrl = None,
-    credentials: Credentials = None,
-    as_json: Json = False,
-) -> None:
-    """Send messages again, each under a fresh id, to the consumer that buried them; their dead letters go."""
-    wanted = _chosen(ids, everything=everything, subject=subject, code=code, consumer=consumer, older_than=older_than)
-
-    async def send_again(letters: DeadLetterStream, stored: StoredLetter, why: str) -> dict[str, Any]:
-        return {"new_message_id": await letters.replay(stored, why=why)}
-
-    _settle(
-        "replay",
-        wanted,
-        send_again,
-        reason=reason,
-        dry_run=dry_run,
-        yes=yes,
-        as_json=as_json,
-        reach=(mesh, nats_url, credentials),
-    )
+async def _replayed(letters: DeadLetterStream, stored: StoredLetter, why: str) -> dict[str, Any]:
+    return {"new_message_id": await letters.replay(stored, why=why)}
 
 
-@app.command()
-def drop(
-    *,
-    ids: Ids = None,
-    everything: All = False,
-    subject: SubjectFilter = None,
-    code: Code = None,
-    consumer: Consumer = None,
-    older_than: OlderThan = None,
-    reason: Why = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    mesh: Mesh = None,
-    nats_url: NatsUrl = None,
-    credentials: Credentials = None,
-    as_json: Json = False,
-) -> None:
-    """Remove dead letters for good; a note of each is kept, its payload is not."""
-    wanted = _chosen(ids, everything=everything, subject=subject, code=code, consumer=consumer, older_than=older_than)
+async def _dropped(letters: DeadLetterStream, stored: StoredLetter, why: str) -> dict[str, Any]:
+    await letters.drop(stored, why=why)
+    return {}
 
-    async def remove(letters: DeadLetterStream, stored: StoredLetter, why: str) -> dict[str, Any]:
-        await letters.drop(stored, why=why)
-        return {}
 
-    _settle(
-        "drop",
-        wanted,
-        remove,
-        reason=reason,
-        dry_run=dry_run,
-        yes=yes,
-        as_json=as_json,
-        reach=(mesh, nats_url, credentials),
-    )
+def _settling(verb: str, act: Act, help_text: str) -> None:
+    """Make the verb that does `act` to every letter that its ids or its filters mean."""
+
+    @app.command(verb, help=help_text)
+    def settle(
+        *,
+        ids: Ids = None,
+        everything: All = False,
+        subject: SubjectFilter = None,
+        code: Code = None,
+        consumer: Consumer = None,
+        older_than: OlderThan = None,
+        reason: Why = None,
+        dry_run: DryRun = False,
+        yes: Yes = False,
+        mesh: Mesh = None,
+        nats_url: NatsUrl = None,
+        credentials: Credentials = None,
+        as_json: Json = False,
+    ) -> None:
+        filters = {"subject": subject, "code": code, "consumer": consumer, "older_than": older_than}
+        _settle(
+            verb,
+            _chosen(ids, everything=everything, **filters),
+            act,
+            reason=reason,
+            dry_run=dry_run,
+            yes=yes,
+            as_json=as_json,
+            reach=(mesh, nats_url, credentials),
+        )
+
+
+_settling(
+    "replay",
+    _replayed,
+    "Send messages again, each under a fresh id, to the consumer that buried them; their dead letters go.",
+)
+_settling("drop", _dropped, "Remove dead letters for good; a note of each is kept, its payload is not.")
 
 
 @app.command()
@@ -170,7 +151,7 @@ def log(*, mesh: Mesh = None, nats_url: NatsUrl = None, credentials: Credentials
 def _settle(
     verb: str,
     wanted: LetterFilter,
-    act: Callable[[DeadLetterStream, StoredLetter, str], Awaitable[dict[str, Any]]],
+    act: Act,
     *,
     reason: str | None,
     dry_run: bool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,14 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be.")]
 Reason = Annotated[
     str | None, typer.Option("--reason", help="Why; kept in the operator log. Asked for on a terminal.", metavar="TEXT")
+]
+Since = Annotated[
+    datetime,
+    typer.Option(
+        "--since",
+        help="The time from which on, in UTC, as in 2026-01-31T12:00:00.",
+        formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
+    ),
 ]
 Config = Annotated[
     Path | None,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Annotated
 
 import typer
 
-from cli.noun import Config, DryRun, Json, Yes, noun
+from cli.noun import Config, DryRun, Json, Since, Yes, noun
 from cli.output import ago, confirm, json_line, line, table
 from cli.refused import Context, refused
 
@@ -16,14 +16,6 @@ app = noun("Run the worker that publishes, and look after what it publishes.")
 for _source in ("events", "deliveries"):
     app.add_typer(refused(_source), name=_source)
 
-Since = Annotated[
-    datetime,
-    typer.Option(
-        "--since",
-        help="The time from which on, in UTC, as in 2026-01-31T12:00:00.",
-        formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
-    ),
-]
 Stream = Annotated[str | None, typer.Option("--stream", help="Only what went into this stream.", metavar="NAME")]
 Flows = Annotated[
     list[str] | None,

@@ -1,7 +1,8 @@
 """Every webhook of a database, each with its consumer: what is registered begins, what is deleted ends, by polling.
 
 A consumer goes from JetStream when its webhook is gone: each worker deletes it after it has stopped its own part of it,
-so the last one does for good; what a killed worker left behind, the next to start deletes. Its rows in the inbox go too.
+so the last one does for good; what a killed worker left behind, the next to start deletes. Its rows in the inbox go
+too.
 """
 
 from __future__ import annotations
