@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID, uuid4
 
 import crashing_write
@@ -14,15 +15,20 @@ from post import PostOffice
 from pyspark import cloudpickle
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from write_jobs import cancel, completions, in_database, shown
+from write_jobs import cancel, completions, holding, in_database, shown
 
 from ledger.operating import start
 from ledger.primitives import Start
-from postroom import Conflict, InvalidMessage
+from postroom import Conflict, InvalidMessage, PostroomError
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import WritePlan, plan_write
 from postroom.spark.posting import post as send
 
+BREAK = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE application_name = 'postroom-spark' AND datname = current_database()
+"""
+COUNT_UP = "UPDATE ledger.activity SET ledger = 999100000000000 WHERE job_id = $1"
 SENT = {"partitions": 3, "accepted": 30, "duplicate": 0, "conflict": 0}
 SENT_AGAIN = {"partitions": 2, "accepted": 0, "duplicate": 30, "conflict": 0}
 
@@ -101,6 +107,47 @@ def test_a_job_that_is_cancelled_while_its_rows_are_sent_does_not_complete(post:
         job.close([Counts(10, 0, 0)])
     job.note_failure("it was cancelled")
     assert completions(post.database_url, job.id) == []
+
+
+def test_two_drivers_of_one_job_both_succeed_and_complete_it_once(post: PostOffice) -> None:
+    job = job_of(post)
+
+    def run(partitions: int) -> None:
+        job.begin()
+        job.close([Counts(10, 0, 0)] * partitions)
+
+    with ThreadPoolExecutor(2) as drivers:
+        list(drivers.map(run, (30, 20)))
+    (result,) = completions(post.database_url, job.id)
+    assert result["accepted"] in {200, 300}
+    assert {activity.state for activity in shown(post.database_url, job.id).activities} == {"done"}
+
+
+def test_a_driver_whose_connection_breaks_while_it_commits_goes_on_with_another(post: PostOffice) -> None:
+    job = job_of(post)
+    job.begin()
+    with ThreadPoolExecutor(1) as driver:
+        with holding(post.database_url, job.id, place=2) as committing:
+            closing = driver.submit(job.close, [Counts(10, 0, 0)] * 3)
+            committing()
+            in_database(post.database_url, lambda connection: connection.execute(BREAK))
+        closing.result()
+    assert completions(post.database_url, job.id) == [SENT]
+
+
+def test_a_job_that_was_begun_as_often_as_its_ledger_can_count_is_refused(post: PostOffice) -> None:
+    job = job_of(post)
+    job.begin()
+    in_database(post.database_url, lambda connection: connection.execute(COUNT_UP, job.id))
+    with pytest.raises(Conflict, match="begun as often as it can be"):
+        job.begin()
+
+
+def test_a_database_without_jobs_is_told_how_to_get_them(post: PostOffice, database_url: str) -> None:
+    plan = plan_of(post, database_url=database_url)
+    assert plan.job is not None
+    with pytest.raises(PostroomError, match="has no jobs, or those of another version: `postroom broker migrate`"):
+        JobOfWrite(plan, plan.job).begin()
 
 
 def test_a_driver_that_is_killed_after_any_statement_leaves_a_job_that_the_next_run_completes_once(

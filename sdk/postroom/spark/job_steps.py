@@ -109,8 +109,7 @@ async def _call(connection: Connection, function: str, activity: UUID, *values: 
 def _refuse(row: asyncpg.Record) -> NoReturn:
     verdict, state = row["verdict"], row["state"]
     if verdict == "held":
-        detail = "another driver writes the same job: it is waited for"
-        raise TryAgain.of(503, "held", detail, retryable=True, retry_after=row["seconds"])
+        raise TryAgain.of(503, "held", "another driver is at the same step of the job", retryable=True)
     if verdict == "lease_lost":
         raise TryAgain.of(503, "lease_lost", "the step took too long: it was not done", retryable=True)
     if verdict == "overflow":

@@ -65,16 +65,16 @@ class JobOfWrite:
 
         Raises `Conflict` where it was cancelled meanwhile. Returns when it is completed.
         """
-        self._run(lambda connection: self._close(connection, counts), _CLOSE_SECONDS)
+        self._run(lambda connection, patience: self._close(connection, patience, counts), _CLOSE_SECONDS)
 
     def note_failure(self, error: str) -> None:
         """Let an operator see why the write has failed; the job goes on when it is run again."""
         self._run(
-            lambda connection: give_up(connection, self._root, self._guid("write"), error[:_ERROR_CHARACTERS]),
+            lambda connection, _: give_up(connection, self._root, self._guid("write"), error[:_ERROR_CHARACTERS]),
             _BEGIN_SECONDS,
         )
 
-    async def _begin(self, connection: Connection) -> None:
+    async def _begin(self, connection: Connection, _: Patience) -> None:
         if not await connection.fetchval(QUERIES["knows_mesh"], self._job.mesh):
             detail = f"there is no mesh {self._job.mesh!r}: `postroom mesh list` shows them"
             raise NotFound.of(404, "mesh_missing", detail)
@@ -91,7 +91,7 @@ class JobOfWrite:
             whose = f"the flow {flow!r}"
         return Conflict.of(409, "job_taken", f"the job {self.id} belongs to {whose}. Give this write an id of its own")
 
-    async def _close(self, connection: Connection, counts: Sequence[Counts]) -> None:
+    async def _close(self, connection: Connection, patience: Patience, counts: Sequence[Counts]) -> None:
         job = await connection.fetchrow(QUERIES["find_job"], self.id)
         if job is not None and job["state"] == "completed":
             return
@@ -102,6 +102,7 @@ class JobOfWrite:
         kept = msgspec.json.decode(write.result, type=list[Counts])
         for number, counted in enumerate(kept):
             await self._close_partition(connection, number, counted, kept)
+            patience.restart()
 
     async def _close_partition(
         self, connection: Connection, number: int, counted: Counts, all_: Sequence[Counts]
@@ -122,12 +123,15 @@ class JobOfWrite:
     def _guid(self, word: str) -> str:
         return f"{self.id}/{word}"
 
-    def _run(self, work: Callable[[Connection], Awaitable[None]], seconds: float) -> None:
+    def _run(self, work: Callable[[Connection, Patience], Awaitable[None]], seconds: float) -> None:
+        """Run `work`, which may be repeated; raises what stops it, and what has done so for `seconds`."""
+        patience = Patience(seconds)
+
         async def attempt() -> None:
             async with connected(chosen_url(self._job.database_url, "has the job")) as connection:
-                await work(connection)
+                await work(connection, patience)
 
-        asyncio.run(retrying(attempt, Patience(seconds)))
+        asyncio.run(retrying(attempt, patience))
 
 
 def _json(value: Any) -> str:

@@ -16,7 +16,7 @@ SELECT FROM ledger.start($1, $2, $3, $4, $5, $6);
 
 -- name: enter_leg1
 -- Counts an attempt of leg 1 of the activity $1, as often as its ledger can, and leases it to $2 for $3.
-SELECT verdict, state, seconds FROM ledger.enter_leg1($1, $2, $3, 1000);
+SELECT verdict, state FROM ledger.enter_leg1($1, $2, $3, 1000);
 
 -- name: complete_leg1
 -- Completes leg 1 of the activity $1, leased to $2; it sends nothing.
@@ -24,7 +24,7 @@ SELECT verdict, state FROM ledger.complete_leg1($1, $2, NULL, NULL, NULL, NULL, 
 
 -- name: enter_leg2
 -- Enters leg 2 of the activity $1 with the message $2, as often as its ledger can, and leases it to $3 for $4.
-SELECT verdict, state, seconds, result, ledger.is_set(ledger, 1000000000) AS spawned
+SELECT verdict, state, result, ledger.is_set(ledger, 1000000000) AS spawned
 FROM ledger.enter_leg2($1, $2, $3, $4, 'null', NULL, 100000000);
 
 -- name: spawn
