@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from postroom.sends import BulkResult
 
 ASKS: Final = frozenset({"requeue", "abort"})  # the verbs that retire a row for good
-BULK_SECONDS: Final = 120.0  # how long a bulk verb may take
+BULK_SECONDS: Final = 120.0  # how long one request of a bulk verb may take, a dry run over millions of rows included
 MAX_IDS: Final = 10_000  # ids in one request
 
 _DONE: Final = {
@@ -40,32 +40,28 @@ def repair_rows(
     as_json: bool,
 ) -> None:
     """Use `verb` on the rows named by `ids`, or on all that `rows` matches; exit code 1 where it failed for some."""
-    import msgspec  # noqa: PLC0415
-
-    from postroom import RowFilter  # noqa: PLC0415
+    from msgspec.structs import replace  # noqa: PLC0415
 
     if bool(ids) == (rows is not None):
         raise Fatal(Exit.USAGE, f"name the rows to {verb}, or use --all with filters")
     if len(ids) == 1 and not dry_run:
         repair_one(verb, socket, ids[0], reason=reason, yes=yes, as_json=as_json)
         return
-    filters = (
-        [rows] if rows is not None else [RowFilter(ids=list(ids[i : i + MAX_IDS])) for i in range(0, len(ids), MAX_IDS)]
-    )
-    planned = [_bulk(verb, socket, each, reason=reason, dry_run=True) for each in filters]
+    filters = [rows] if rows is not None else _portions(ids)
+    result = _together(_bulk(verb, socket, each, reason=reason, dry_run=True) for each in filters)
     if not dry_run:
-        would = sum(len(plan.done) for plan in planned)
-        confirm(f"{verb.capitalize()} {would} of {sum(plan.matched for plan in planned)} rows?", yes=yes)
-        planned = [_bulk(verb, socket, each, reason=reason, dry_run=False) for each in filters]
-    for plan in planned:
-        for failure in plan.failed:
-            note(f"{failure.id}: {failure.detail}")
+        confirm(f"{verb.capitalize()} {len(result.done)} of {result.matched} rows?", yes=yes)
+        done = _together(_bulk(verb, socket, each, reason=reason, dry_run=False) for each in _portions(result.done))
+        result = replace(
+            done, matched=result.matched, skipped=result.skipped + done.skipped, failed=result.failed + done.failed
+        )
+    for failure in result.failed:
+        note(f"{failure.id}: {failure.detail}")
     if as_json:
-        for plan in planned:
-            json_line(msgspec.to_builtins(plan))
+        json_line(result)
     else:
-        _summarise(verb, planned, dry_run=dry_run)
-    if any(plan.failed for plan in planned):
+        _summarise(verb, result)
+    if result.failed:
         raise SystemExit(Exit.FAILED)
 
 
@@ -100,15 +96,33 @@ def show_row(verb: Verb, row_id: str, row: OutboxRow, *, as_json: bool) -> None:
         line(f"{row.id} {_DONE[verb]}")
 
 
+def _portions(ids: Sequence[str]) -> list[RowFilter]:
+    """Cut many rows into requests that each take moments: none runs into its time-out, and Ctrl-C ends between two."""
+    from postroom import RowFilter  # noqa: PLC0415
+
+    return [RowFilter(ids=list(ids[i : i + MAX_IDS])) for i in range(0, len(ids), MAX_IDS)]
+
+
 def _bulk(verb: Verb, socket: Path | None, rows: RowFilter, *, reason: str, dry_run: bool) -> BulkResult:
     return with_daemon(
         socket, lambda client: client.bulk(verb, rows, reason=reason, dry_run=dry_run), timeout=BULK_SECONDS
     )
 
 
-def _summarise(verb: Verb, results: Sequence[BulkResult], *, dry_run: bool) -> None:
-    done, skipped, failed = (
-        sum(len(getattr(result, name)) for result in results) for name in ("done", "skipped", "failed")
-    )
-    what = f"would be {_DONE[verb]}" if dry_run else _DONE[verb]
-    line(f"{done} {what}, {skipped} skipped, {failed} failed")
+def _together(results: Iterable[BulkResult]) -> BulkResult:
+    """Add up what several requests did, or would do."""
+    from postroom.sends import BulkResult  # noqa: PLC0415
+
+    total = BulkResult(dry_run=False, matched=0, done=[], skipped=[], failed=[])
+    for each in results:
+        total.dry_run |= each.dry_run
+        total.matched += each.matched
+        total.done += each.done
+        total.skipped += each.skipped
+        total.failed += each.failed
+    return total
+
+
+def _summarise(verb: Verb, result: BulkResult) -> None:
+    what = f"would be {_DONE[verb]}" if result.dry_run else _DONE[verb]
+    line(f"{len(result.done)} {what}, {len(result.skipped)} skipped, {len(result.failed)} failed")

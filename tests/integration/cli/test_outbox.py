@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lone_daemon import LoneDaemon
 from terminal import Terminal
 
-from postroom import Client
+from postroom import AsyncClient, Client, RowFilter
+from postroom.sends import BulkResult
 
 WHY = ("--reason", "a test wants it")
 
@@ -238,3 +240,20 @@ def test_what_a_row_says_cannot_steer_the_terminal(sent: Terminal) -> None:
     assert "owned" in shown
     assert "\x1b" not in shown
     assert "\x07" not in shown
+
+
+def test_many_rows_are_changed_in_portions_and_told_as_one(sent: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.repair.MAX_IDS", 2)
+    asked: list[int | None] = []
+    portion = AsyncClient.bulk
+
+    async def watched(client: AsyncClient, verb: Any, rows: RowFilter, **options: Any) -> BulkResult:
+        asked.append(None if rows.ids is None else len(rows.ids))
+        return await portion(client, verb, rows, **options)
+
+    monkeypatch.setattr(AsyncClient, "bulk", watched)
+    (done,) = sent.run("outbox", "abort", "--all", "--status", "pending", *WHY, "--yes", "--json").json
+    assert asked == [None, 2, 1]
+    assert (done["matched"], len(done["done"]), done["skipped"], done["failed"]) == (3, 3, [], [])
+    (named,) = sent.run("outbox", "flush", *done["done"], *WHY, "--yes", "--json").json
+    assert (named["matched"], len(named["skipped"])) == (3, 3)
