@@ -74,7 +74,7 @@ def _tables(spark: SparkSession, moment: Snapshot) -> dict[str, DataFrame]:
         schema = StructType([StructField(name, kind) for name, kind in columns])
         return read_table(spark, moment, table, query, schema)
 
-    accepted_at = ("accepted_at", TimestampType())
+    accepted_at, occurred_at = ("accepted_at", TimestampType()), ("occurred_at", TimestampType())
     return {
         "dedupe": read(
             "mesh.client_message_dedupe", "dedupe_rows", _ID, *_PLACE, _KIND, ("history_available", BooleanType())
@@ -85,7 +85,10 @@ def _tables(spark: SparkSession, moment: Snapshot) -> dict[str, DataFrame]:
         "history_row": read("mesh.message_history", "history_rows", _ID, *_PLACE, ("recipients", IntegerType())),
         "delivery": read("mesh.delivery_queue", "delivery_rows", _ID),
         "mention": read("mesh.mention_index", "mention_rows", _ID),
-        "announced": read("postroom.outbox_events", "announced_rows", _ID, _KIND, ("occurred_at", TimestampType())),
+        "dropped_delivery": read("postroom.dropped_deliveries", "dropped_delivery_rows", _ID),
+        "announced": read("postroom.outbox_events", "announced_rows", _ID, _KIND, occurred_at).union(
+            read("postroom.dropped_events", "dropped_event_rows", _ID, _KIND, occurred_at)
+        ),
     }
 
 

@@ -28,7 +28,10 @@ WITH live AS (
   UNION ALL
   SELECT 'deliveries_incomplete', history.broker_message_id FROM postroom_history_row AS history
   LEFT JOIN (
-    SELECT broker_message_id, count(*) AS deliveries FROM postroom_delivery GROUP BY broker_message_id
+    SELECT broker_message_id, count(*) AS deliveries FROM (
+      SELECT broker_message_id FROM postroom_delivery
+      UNION ALL SELECT broker_message_id FROM postroom_dropped_delivery
+    ) GROUP BY broker_message_id
   ) AS queued ON queued.broker_message_id = history.broker_message_id
   WHERE history.recipients <> coalesce(queued.deliveries, 0)
   UNION ALL

@@ -55,6 +55,21 @@ WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint ||
   AND aggregate_id = (payload ->> 'mesh') || '/' || aggregate_type || ':' || event_type
   AND payload ->> 'broker_message_id' = id::text;
 
+-- name: dropped_event_rows
+-- The same of the events that an operator dropped, in some blocks of their table.
+SELECT id AS broker_message_id, aggregate_type AS destination_kind, occurred_at
+FROM postroom.dropped_events
+WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid
+  AND aggregate_type IN ('topic', 'queue')
+  AND aggregate_id = (payload ->> 'mesh') || '/' || aggregate_type || ':' || event_type
+  AND payload ->> 'broker_message_id' = id::text;
+
+-- name: dropped_delivery_rows
+-- The deliveries that an operator dropped, in some blocks of their table.
+SELECT broker_message_id
+FROM postroom.dropped_deliveries
+WHERE ctid >= ('(' || $1::bigint || ',0)')::tid AND ctid < ('(' || $2::bigint || ',0)')::tid;
+
 -- name: audit_rows
 -- Who sent what to whom in a range of a mesh's history, before $4; never what it said.
 SELECT to_char(history.accepted_at AT TIME ZONE 'UTC', 'YYYY-MM-DD') AS day, mesh.slug AS mesh, history.history_id,

@@ -27,6 +27,25 @@ DAMAGE = (
     "UPDATE mesh.client_message_dedupe SET history_available = false WHERE client_message_id = 'work-2'",
 )
 
+# An event and a delivery that an operator took out.
+DROPPED = (
+    """
+    WITH dropped AS (
+      DELETE FROM postroom.outbox_events WHERE payload ->> 'client_message_id' = 'orders-7' RETURNING *
+    )
+    INSERT INTO postroom.dropped_events
+    SELECT id, aggregate_type, aggregate_id, event_type, event_version, subject, payload, occurred_at, correlation_id,
+      causation_id, 1, 'refused', now(), 'olga', 'a test'
+    FROM dropped
+    """,
+    """
+    WITH dropped AS (DELETE FROM mesh.delivery_queue WHERE history_id = 9 RETURNING *)
+    INSERT INTO postroom.dropped_deliveries
+    SELECT broker_message_id, recipient_id, 'bob', 'demo.inbox.bob', enqueued_at, 1, 'refused', now(), 'olga', 'a test'
+    FROM dropped
+    """,
+)
+
 
 @pytest.fixture
 def history(database_url: str) -> History:
@@ -50,6 +69,7 @@ def pipeline(spark: SparkSession, history: History, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_orphan_check_gives_the_answer_of_the_sql_check(history: History, pipeline: Any) -> None:
+    history.tamper(*DROPPED)
     assert run(check_in_sql(history.url, events_kept=KEPT)) == []
     assert pipeline("orphan-check") == ({"violations": 0}, False)
 
