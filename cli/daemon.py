@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from cli.configs import daemon_config
 from cli.findings import show_findings
 from cli.noun import Config, Json, noun
 from cli.output import fields, json_line, line
@@ -14,19 +15,17 @@ app = noun("Run and check the daemon.")
 @app.command()
 def run(*, config: Config = None) -> None:
     """Accept, keep and relay until a signal says stop."""
-    from daemon.config import load_config  # noqa: PLC0415
     from daemon.main import run as run_daemon  # noqa: PLC0415
 
-    raise SystemExit(run_daemon(load_config(config)))
+    raise SystemExit(run_daemon(daemon_config(config)))
 
 
 @app.command()
 def rotate_token(*, config: Config = None) -> None:
     """Write a new local token for the TCP port; the old one is good for another 60 s."""
-    from daemon.config import load_config  # noqa: PLC0415
     from daemon.maintenance import rotate_token as rotate  # noqa: PLC0415
 
-    line(f"the new token is in {rotate(load_config(config))}")
+    line(f"the new token is in {rotate(daemon_config(config))}")
 
 
 @app.command()
@@ -35,9 +34,8 @@ def check(*, config: Config = None, as_json: Json = False) -> None:
     from chassis.config import effective  # noqa: PLC0415
     from chassis.findings import Finding  # noqa: PLC0415
     from daemon.checks import check as find  # noqa: PLC0415
-    from daemon.config import load_config  # noqa: PLC0415
 
-    loaded = load_config(config)
+    loaded = daemon_config(config)
     settings = {".".join(setting.path): value for setting, value in effective(loaded)}
 
     async def collect() -> list[Finding]:

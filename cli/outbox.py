@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chassis.exits import Exit, Fatal
+from cli.configs import daemon_config
 from cli.connect import with_daemon
 from cli.export import export_rows
 from cli.noun import Config, DryRun, Json, Reason, Socket, Yes, noun
@@ -211,10 +212,9 @@ def export(
 @app.command()
 def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -> None:
     """Set the damaged files of a stopped daemon aside, and save what can be read into a new outbox."""
-    from daemon.config import load_config  # noqa: PLC0415
     from daemon.maintenance import recover as recover_outbox  # noqa: PLC0415
 
-    loaded = load_config(config)
+    loaded = daemon_config(config)
     confirm("Set the outbox's files aside and save what can be read into a new one?", yes=yes)
     recovery = recover_outbox(loaded)
     if as_json:
