@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import astuple
 from datetime import timedelta
 from typing import Final
 from uuid import UUID
 
 import asyncpg
 import structlog
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from chassis.postgres import UNREACHABLE, Pool
-from delivery.consuming import DONE, Consumer, ConsumerCounters, Dead, Delivery, Outcome, Retry, Settle
+from delivery.consumers import Consumers
+from delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Retry, Settle
 from delivery.dead_letters import DeadLetters
-from delivery.errors import NATS_ERRORS
-from delivery.nats import connect
 from delivery.settings import ConsumerSettings, NatsSettings
 from delivery.subjects import event_subject
 from ledger.engine import Engine, Place, TryLater, find_places
 from ledger.requests import Asker
-from postroom.errors import InvalidMessage, PostroomError
+from postroom.errors import InvalidMessage
 from postroom.flow import Flow
 from worker.job_messages import SPAWNED, Answering, Due, Meaning, Spawned, answer_of, read
 from worker.job_settings import JobSettings
@@ -125,64 +121,33 @@ class Jobs:
         self.engines = {
             flow.name: Engine(pool, flow, lease=timedelta(seconds=settings.lease_seconds)) for flow in flows
         }
-        self.running: dict[tuple[str, str], Consumer] = {}  # by flow and mesh
-        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._consumers: Consumers[tuple[str, str], Consumer] = Consumers(  # by flow and mesh
+            nats, name="postroom-worker jobs", check_seconds=settings.check_seconds
+        )
         self._pool = pool
-        self._nats = nats
         self._settings = settings
         self._slots = asyncio.Semaphore(settings.steps_at_once)
-        self._stop = asyncio.Event()
-        self._stopped = asyncio.Event()
 
     async def run(self) -> None:
         """Run jobs until `stop`; NATS or Postgres away ends one look, no more."""
-        connecting = asyncio.create_task(connect(self._nats, name="postroom-worker jobs"))
-        stopping = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if connecting.done():
-                await self._look_after(connecting.result())
-        finally:
-            connecting.cancel()
-            stopping.cancel()
-            await asyncio.wait({connecting, stopping})
-            self._stopped.set()
+        await self._consumers.run(self._look)
 
     async def stop(self) -> None:
         """Begin no further step, and wait for those under way."""
-        self._stop.set()
-        await self._stopped.wait()
+        await self._consumers.stop()
 
     @property
-    def counters(self) -> ConsumerCounters:
-        """What all consumers have done since the start."""
-        counters = [astuple(consumer.counters) for consumer in self.running.values()]
-        return ConsumerCounters(*(sum(column) for column in zip(*counters, strict=True)))
+    def running(self) -> Mapping[tuple[str, str], Consumer]:
+        """What is consumed, by flow and mesh."""
+        return self._consumers.running
 
-    async def _look_after(self, connection: Client) -> None:
-        try:
-            while not self._stop.is_set():
-                await self._try_look(connection.jetstream())
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), self._settings.check_seconds)
-        finally:
-            await asyncio.gather(*(consumer.stop() for consumer in self.running.values()))
-            if self._tasks:
-                await asyncio.wait(self._tasks.values())
-            await connection.close()
-
-    async def _try_look(self, js: JetStreamContext) -> None:
-        for task in self._tasks.values():
-            if task.done():
-                task.result()  # it ended by itself: what it raises ends the worker
-        try:
-            for place in await find_places(self._pool, list(self.engines)):
-                if (place.flow, place.mesh) not in self.running:
-                    await self._begin(js, place)
-            for engine in self.engines.values():
-                await engine.look_after_requests()
-        except (PostroomError, asyncpg.PostgresError, *UNREACHABLE, *NATS_ERRORS) as error:
-            _log.warning("jobs_not_looked_after", error=f"{type(error).__name__}: {error}")
+    async def _look(self, js: JetStreamContext) -> None:
+        """Begin what is missing, and ask again for what is overdue."""
+        for place in await find_places(self._pool, list(self.engines)):
+            if (place.flow, place.mesh) not in self.running:
+                await self._begin(js, place)
+        for engine in self.engines.values():
+            await engine.look_after_requests()
 
     async def _begin(self, js: JetStreamContext, place: Place) -> None:
         try:
@@ -191,8 +156,7 @@ class Jobs:
             return  # nobody has declared it yet: the next look will find it
         handler = JobHandler(self.engines[place.flow], self._slots)
         consumer = Consumer(js, self._consumer(stream, place), handler, DeadLetters(js, place.mesh))
-        self.running[place.flow, place.mesh] = consumer
-        self._tasks[place.flow, place.mesh] = asyncio.create_task(consumer.run())
+        self._consumers.begin((place.flow, place.mesh), consumer)
         _log.info("flow_begun", flow=place.flow, mesh=place.mesh, stream=stream)
 
     def _consumer(self, stream: str, place: Place) -> ConsumerSettings:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from nats.js import JetStreamContext
 
 from chassis.postgres import Pool
-from delivery.consuming import DONE, Consumer, Delivery, Settle
+from delivery.consuming import DONE, Consumer, ConsumerCounters, Delivery, Settle
 from delivery.dead_letters import DeadLetters
 from delivery.http.addresses import Guard
 from delivery.http.client import HandlerClient
@@ -72,7 +72,7 @@ class WebhookConsumer:
         self._handler = HttpHandler(
             inbox, self._client, max_deliver=settings.max_deliver, calls_at_once=settings.calls_at_once
         )
-        self.consumer = Consumer(
+        self._consumer = Consumer(
             js,
             _consumer_settings(webhook, stream, settings),
             SinceRegistered(self._handler, webhook.created_at),
@@ -80,11 +80,16 @@ class WebhookConsumer:
         )
         self._retention = InboxRetention(pool, js, stream=stream, durable=webhook.durable, settings=settings.inbox)
 
+    @property
+    def counters(self) -> ConsumerCounters:
+        """What it has done since it began."""
+        return self._consumer.counters
+
     async def run(self) -> None:
         """Deliver until stopped; raises `Unavailable` where the connection to NATS was closed for good."""
         beside = [asyncio.create_task(task) for task in (self._handler.leases.run(), self._retention.run())]
         try:
-            await self.consumer.run()
+            await self._consumer.run()
         finally:
             for task in beside:
                 task.cancel()
@@ -93,7 +98,7 @@ class WebhookConsumer:
     async def stop(self) -> None:
         """Begin no further request, and wait for those under way."""
         self._handler.stop()
-        await self.consumer.stop()
+        await self._consumer.stop()
 
 
 class SinceRegistered:

@@ -7,29 +7,24 @@ too.
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import astuple
 from typing import Final
 
-import asyncpg
 import structlog
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from chassis.exits import Fatal
-from chassis.postgres import UNREACHABLE, Pool
+from chassis.postgres import Pool
 from chassis.sql import load_queries
+from delivery.consumers import Consumers
 from delivery.consuming import ConsumerCounters
-from delivery.errors import NATS_ERRORS
 from delivery.http.addresses import Guard
-from delivery.nats import connect
 from delivery.settings import NatsSettings
 from delivery.subjects import event_subject
 from delivery.webhooks.consumer import PREFIX, Webhook, WebhookConsumer
 from delivery.webhooks.settings import WebhookSettings
-from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
@@ -43,64 +38,36 @@ class Webhooks:
     """The webhooks of one database: `run` it as a task."""
 
     def __init__(self, pool: Pool, nats: NatsSettings, settings: WebhookSettings, guard: Guard) -> None:
-        self.running: dict[str, WebhookConsumer] = {}  # by id
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._consumers: Consumers[str, WebhookConsumer] = Consumers(  # by the webhook's id
+            nats, name="postroom-worker webhooks", check_seconds=settings.check_seconds
+        )
         self._pool = pool
-        self._nats = nats
         self._settings = settings
         self._guard = guard
         self._unusable: set[str] = set()
-        self._ended = ConsumerCounters()  # of those that are gone
         self._strays: set[tuple[str, str]] | None = None  # stream and name of consumers to delete; None: not looked yet
         self._forgotten = False  # whether the inbox has no rows of webhooks that are gone
-        self._stop = asyncio.Event()
-        self._stopped = asyncio.Event()
 
     async def run(self) -> None:
         """Deliver until `stop`; NATS or Postgres away ends one look, no more."""
-        connecting = asyncio.create_task(connect(self._nats, name="postroom-worker webhooks"))
-        stopping = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if connecting.done():
-                await self._look_after(connecting.result())
-        finally:
-            connecting.cancel()
-            stopping.cancel()
-            await asyncio.wait({connecting, stopping})
-            self._stopped.set()
+        await self._consumers.run(self._look)
 
     async def stop(self) -> None:
         """Begin no further request, and wait for those under way."""
-        self._stop.set()
-        await self._stopped.wait()
+        await self._consumers.stop()
+
+    @property
+    def running(self) -> Mapping[str, WebhookConsumer]:
+        """Those that are delivered to, by id."""
+        return self._consumers.running
 
     @property
     def counters(self) -> ConsumerCounters:
         """What all of them have done since the start."""
-        return _sum(self._ended, *(one.consumer.counters for one in self.running.values()))
-
-    async def _look_after(self, connection: Client) -> None:
-        try:
-            while not self._stop.is_set():
-                await self._try_look(connection.jetstream())
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), self._settings.check_seconds)
-        finally:
-            await asyncio.gather(*(self._end(key) for key in list(self.running)))
-            await connection.close()
-
-    async def _try_look(self, js: JetStreamContext) -> None:
-        try:
-            await self._look(js)
-        except (PostroomError, asyncpg.PostgresError, *UNREACHABLE, *NATS_ERRORS) as error:
-            _log.warning("webhooks_not_looked_after", error=f"{type(error).__name__}: {error}")
+        return self._consumers.counters
 
     async def _look(self, js: JetStreamContext) -> None:
-        """Begin what is new, end what is gone, delete what was left; raises where the task of one ended by itself."""
-        for task in self._tasks.values():
-            if task.done():
-                task.result()
+        """Begin what is new, end what is gone, delete what was left."""
         wanted = {row["id"]: Webhook(**row) for row in await self._pool.fetch(QUERIES["list_webhooks"])}
         if self._strays is None:
             self._strays = await self._find_strays(js)
@@ -128,18 +95,13 @@ class Webhooks:
             self._unusable.add(webhook.id)
             _log.error("webhook_unusable", webhook=webhook.id, error=str(error))
             return
-        self.running[webhook.id] = begun
-        self._tasks[webhook.id] = asyncio.create_task(begun.run())
+        self._consumers.begin(webhook.id, begun)
         _log.info("webhook_begun", webhook=webhook.id, stream=stream)
 
     async def _end(self, key: str) -> WebhookConsumer:
-        ending, task = self.running[key], self._tasks[key]
-        await ending.stop()
-        await asyncio.wait({task})
-        del self.running[key], self._tasks[key]
-        self._ended = _sum(self._ended, ending.consumer.counters)
+        ended = await self._consumers.end(key)
         _log.info("webhook_ended", webhook=key)
-        return ending
+        return ended
 
     async def _delete(self, js: JetStreamContext, stream: str, durable: str) -> None:
         with suppress(NotFoundError):
@@ -161,10 +123,6 @@ class Webhooks:
                 found |= {(stream, name) for name in await _consumers(js, stream) if name.startswith(PREFIX)}
         known = {PREFIX + row["id"] for row in await self._pool.fetch(QUERIES["list_webhooks"])}
         return {(stream, name) for stream, name in found if name not in known}
-
-
-def _sum(*counters: ConsumerCounters) -> ConsumerCounters:
-    return ConsumerCounters(*(sum(column) for column in zip(*map(astuple, counters), strict=True)))
 
 
 async def _consumers(js: JetStreamContext, stream: str) -> list[str]:
