@@ -181,7 +181,7 @@ class Flow:
         the request goes out again under its own id, so that an agent that has handled it does not handle it twice;
         after `asks` times in all, the activity has failed. `retry_policy` says how often a leg that raises is tried,
         and how long it waits; unset, it is tried 20 times, within about an hour. Then the activity has failed,
-        and with it the job. Raises `InvalidFlow`.
+        and with it the job. An attempt whose worker was killed is one of them. Raises `InvalidFlow`.
         """
         if function is not None:
             return self._add(function, name, options)
