@@ -18,6 +18,7 @@ from chassis.exits import Exit, Fatal
 from pipeline.options import parse
 from pipeline.progress import progress
 from pipeline.registry import Outcome, find
+from postroom.errors import PostroomError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -38,9 +39,9 @@ def submitted(name: str) -> NoReturn:
     """Run a pipeline as the program of `spark-submit` and end the process with its exit code."""
     try:
         outcome = run_by_name(name, sys.argv[1:])
-    except Fatal as error:
+    except (Fatal, PostroomError) as error:
         sys.stderr.write(f"{name}: {error}\n")
-        sys.exit(error.exit_code)
+        sys.exit(error.exit_code if isinstance(error, Fatal) else Exit.FAILED)
     for fact, value in outcome.facts.items():
         sys.stdout.write(f"{fact}: {value}\n")
     sys.exit(Exit.FAILED if outcome.failed else Exit.OK)

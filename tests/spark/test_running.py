@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from agents import SETTINGS, Counting
+from histories import History
 from jetstream import Context
 from post import PostOffice
 from pyspark.sql import SparkSession
@@ -25,6 +26,7 @@ from delivery.settings import NatsSettings
 from pipeline.options import described, parse
 from pipeline.registry import PIPELINES
 from pipeline.running import run_by_name
+from postroom.spark.java import provide_java
 
 START = datetime(2026, 11, 21, tzinfo=UTC)
 ROOT = Path(__file__).parents[2]
@@ -145,3 +147,24 @@ def test_no_store_is_an_error(spark: SparkSession, tmp_path: Path) -> None:
     del spark
     with pytest.raises(Fatal, match="no event store matches"):
         run_by_name("state-hash", options(stores=tmp_path / "*.db"))
+
+
+@pytest.mark.soak
+def test_the_module_of_a_pipeline_runs_under_spark_submit(database_url: str, tmp_path: Path) -> None:
+    History(database_url).accept(f"id-{number}" for number in range(12))
+    environment = {**os.environ, "POSTROOM_DATABASE_URL": database_url, "XDG_CACHE_HOME": str(tmp_path)}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    provide_java(environment)
+
+    def submit(*words: str) -> subprocess.CompletedProcess[str]:
+        command = ["spark-submit", "--master", "local[2]", str(ROOT / "pipeline/rate_telemetry.py"), *words]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = [submit(), submit()]
+    assert [run.returncode for run in done] == [Exit.OK, Exit.OK], done[0].stderr
+    assert done[0].stdout == done[1].stdout
+    assert "messages: 12" in done[0].stdout
+    refused = submit("colour=red")
+    assert refused.returncode == Exit.USAGE
+    assert "rate-telemetry: " in refused.stdout  # where spark-submit puts what its program says on either
+    assert "Traceback" not in refused.stdout
