@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from datetime import date, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _PANELS: Final = 6
 _COLUMNS: Final = 2
 _COLOURS: Final = {"published": "#2f6f8f", "handled": "#c8553d"}
+_BESIDE: Final = {"published": timedelta(hours=-2), "handled": timedelta(hours=2)}  # where there is a single day
 _INK: Final = "#30343b"
 _FAINT: Final = "#d9dce1"
 _MARKS: Final = 5  # days that are named on an axis
@@ -30,8 +31,11 @@ def draw(latencies: Sequence[Latency], file: Path) -> None:
     columns = min(_COLUMNS, max(1, len(wanted)))
     figure = Figure(figsize=(5.4 * columns + 0.6, 3.1 * rows + 1.1), layout="constrained", facecolor="white")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.04)
+    days = sorted({line.day for line in latencies if _name(line) in wanted})
     for panel, destination in zip(panels, wanted, strict=False):
         _draw_panel(panel, destination, [line for line in latencies if _name(line) == destination])
+        _date_axis(panel, days)
     for panel in panels[len(wanted) :]:
         panel.set_axis_off()
     _title(figure, latencies, len(wanted))
@@ -63,15 +67,16 @@ def _draw_panel(panel: Any, destination: str, lines: Sequence[Latency]) -> None:
     panel.tick_params(which="both", length=0, labelsize=8.5, labelcolor=_INK, labelleft=True)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.spines["bottom"].set_color(_FAINT)
-    _date_axis(panel, sorted({line.day for line in lines}))
 
 
 def _draw_stage(panel: Any, stage: str, colour: str, days: Sequence[Latency]) -> None:
-    """Draw the median as a line and p50 to p99 as a band; a single day as a point with a bar."""
-    at = [date.fromisoformat(line.day) for line in days]
+    """Draw the median as a line and p50 to p99 as a band; of a single day a point with a bar, the stages side by side."""
+    beside = _BESIDE[stage] if len(days) == 1 else timedelta()
+    at = [datetime.fromisoformat(line.day) + beside for line in days]
     p50, p99 = [line.p50 for line in days], [line.p99 for line in days]
     if len(days) == 1:
         panel.vlines(at, p50, p99, color=colour, alpha=0.35, linewidth=7)
+        panel.scatter(at, [line.p90 for line in days], color=colour, marker="_", s=60)
     panel.fill_between(at, p50, p99, color=colour, alpha=0.16, linewidth=0)
     panel.plot(at, [line.p90 for line in days], color=colour, linewidth=0.9, linestyle=(0, (4, 2)))
     panel.plot(at, p50, color=colour, linewidth=2, marker="o", markersize=3.5, label=stage)
@@ -87,11 +92,11 @@ def _draw_stage(panel: Any, stage: str, colour: str, days: Sequence[Latency]) ->
 
 
 def _date_axis(panel: Any, days: Sequence[str]) -> None:
-    """Mark some of the days that there are, and leave room for the words behind the last."""
+    """Mark some of the days that there are, the same in every panel, and leave room for the words behind the last."""
     first, last = datetime.fromisoformat(days[0]), datetime.fromisoformat(days[-1])
     span = max((last - first).days, 1)
-    marked = [date.fromisoformat(day) for day in days[:: -(-len(days) // _MARKS)]]
-    panel.set_xlim(first - timedelta(days=0.05 * span), last + timedelta(days=0.32 * span))
+    marked = [datetime.fromisoformat(day) for day in days[:: -(-len(days) // _MARKS)]]
+    panel.set_xlim(first - timedelta(days=max(0.05 * span, 0.2)), last + timedelta(days=0.32 * span))
     panel.set_xticks(marked, [f"{day.day} {day:%b}" for day in marked])
 
 
