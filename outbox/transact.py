@@ -9,16 +9,19 @@ treated alike; one that fails with an I/O error may have happened, and ends the 
 from __future__ import annotations
 
 import sqlite3
+import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Final
 
 from chassis.sqlite import QUERIES, is_broken
 from outbox.accepting import Accept, accept_group
 from outbox.errors import from_sqlite
-from outbox.relaying import WalkedPast
+from outbox.relaying import WalkedPast, hasten
 from outbox.transaction import Operation, Transaction
 from postroom.errors import PostroomError
+
+_SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it
 
 Outcome = Any  # what the operation returns, or the exception it raises
 
@@ -37,6 +40,7 @@ class Transactor:
         self._new_id = new_id
         self._max_bytes = max_bytes
         self._walked = walked
+        self._latest = sys.maxsize  # the last time that was seen; before a start the clock may have been anywhere
         self.used_bytes = 0  # of the file, after the last transaction
         self.last_bytes = 0  # about what the last transaction added to the WAL
         self.logged_bytes = 0  # about what the WAL holds that a checkpoint has not moved
@@ -71,6 +75,8 @@ class Transactor:
             transaction = Transaction(
                 db, now=self._clock(), new_id=self._new_id, used_bytes=self.used_bytes, max_bytes=self._max_bytes
             )
+            if transaction.now < self._latest - _SET_BACK:
+                hasten(transaction, self._walked)
             outcomes = _run_all(transaction, group)
             transaction.write_counters()
             db.execute(QUERIES["commit"])
@@ -79,6 +85,7 @@ class Transactor:
             if is_broken(error):
                 raise WriteFailed(str(error)) from error
             raise
+        self._latest = transaction.now
         self.used_bytes = transaction.used_bytes
         self.last_bytes = transaction.logged_bytes
         self.logged_bytes += transaction.logged_bytes

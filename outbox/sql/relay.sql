@@ -7,6 +7,16 @@ WHERE seq IN (
     WHERE lane = 3 AND next_attempt_at <= :now ORDER BY next_attempt_at LIMIT :limit
 );
 
+-- name: hasten
+-- After the clock was set back: rows that wait for longer than any backoff are due, or when their sender said.
+UPDATE outbox
+SET next_attempt_at = max(:now, coalesce(not_before, 0)),
+    lane = CASE WHEN not_before > :now THEN 3 WHEN priority = 'now' THEN 0 WHEN priority = 'next' THEN 1 ELSE 2 END
+WHERE seq IN (
+    SELECT seq FROM outbox INDEXED BY outbox_waiting
+    WHERE lane = 3 AND next_attempt_at > :latest AND next_attempt_at > coalesce(not_before, 0)
+);
+
 -- name: next_due
 -- When the first of the waiting rows becomes due.
 SELECT min(next_attempt_at) FROM outbox INDEXED BY outbox_waiting WHERE lane = 3;

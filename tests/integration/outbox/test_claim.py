@@ -1,6 +1,7 @@
 """What a claim takes, in which order, and what it leaves alone."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ from outboxes import START, WHY, Clock, accepted, opened, retry, send
 from outbox import Outbox, relaying
 from outbox.errors import outbox_full
 from outbox.outbox import CLAIM_AT_ONCE
+
+OpenOutbox = Callable[..., Awaitable[Outbox]]
+HOUR = 3_600_000  # ms
 
 
 async def ids(outbox: Outbox, **limits: object) -> list[str]:
@@ -150,6 +154,26 @@ async def test_a_clock_that_is_set_back_does_not_hide_due_rows(outbox: Outbox, c
     await accepted(outbox, send())
     clock.forward(-3600)
     assert await ids(outbox) == ["id-1"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_what_waits_by_a_clock_that_was_ahead_is_due_once_it_is_set_back(
+    open_outbox: OpenOutbox, clock: Clock, *, restarted: bool
+) -> None:
+    outbox = await open_outbox()
+    await accepted(outbox, send("tomorrow", not_before=START + 24 * HOUR), send("now"))
+    (row,) = await outbox.claim()
+    clock.forward(30 * 3600)  # past the sender's wish as well, which stands
+    (later,) = await outbox.claim()
+    await outbox.settle([retry(each.row_id, clock.now + 60_000) for each in (row, later)])
+    clock.forward(-30 * 3600)
+    if restarted:
+        await outbox.close()
+        outbox = await open_outbox()
+    assert await ids(outbox) == ["now"]
+    clock.forward(24 * 3600)
+    assert await ids(outbox) == ["tomorrow"]
+    await outbox.close()
 
 
 async def test_nobody_waits_for_work_that_is_there(outbox: Outbox, clock: Clock) -> None:
