@@ -70,7 +70,7 @@ def _draw_panel(panel: Any, destination: str, lines: Sequence[Latency]) -> None:
 
 
 def _draw_stage(panel: Any, stage: str, colour: str, days: Sequence[Latency]) -> None:
-    """Draw the median as a line and p50 to p99 as a band; of a single day a point with a bar, the stages side by side."""
+    """Draw the median as a line, p50 to p99 as a band; of a single day a point with a bar, the stages side by side."""
     beside = _BESIDE[stage] if len(days) == 1 else timedelta()
     at = [datetime.fromisoformat(line.day) + beside for line in days]
     p50, p99 = [line.p50 for line in days], [line.p99 for line in days]
