@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 if TYPE_CHECKING:
@@ -29,9 +30,11 @@ def draw(latencies: Sequence[Latency], file: Path) -> None:
     wanted = _busiest(latencies)
     rows = max(1, -(-len(wanted) // _COLUMNS))
     columns = min(_COLUMNS, max(1, len(wanted)))
-    figure = Figure(figsize=(5.4 * columns + 0.6, 3.1 * rows + 1.1), layout="constrained", facecolor="white")
+    layout = ConstrainedLayoutEngine(
+        w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.04
+    )  # inches, and shares of the figure
+    figure = Figure(figsize=(5.4 * columns + 0.6, 3.1 * rows + 1.1), layout=layout, facecolor="white")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04, hspace=0.04)
     days = sorted({line.day for line in latencies if _name(line) in wanted})
     for panel, destination in zip(panels, wanted, strict=False):
         _draw_panel(panel, destination, [line for line in latencies if _name(line) == destination])

@@ -46,11 +46,15 @@ def progress(spark: SparkSession, name: str) -> Iterator[None]:
 
 def _watch(spark: SparkSession, name: str, ended: threading.Event) -> None:
     from rich.console import Console  # noqa: PLC0415
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tasks"))
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=None)
+        task = bar.add_task(name, total=None, state=_said(Tasks(0, 0)))
         while not ended.wait(_PAUSE_SECONDS):
             found = tasks(spark)
-            bar.update(task, completed=found.done, total=found.all or None)
+            bar.update(task, completed=found.done, total=found.all or None, state=_said(found))
+
+
+def _said(found: Tasks) -> str:
+    return f"{found.done} of {found.all} tasks" if found.all else "planning"
