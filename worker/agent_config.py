@@ -85,7 +85,14 @@ def load_config(
     shared = {PREFIX + key: environ[name] for name, key in _SHARED.items() if name in environ}
     told = {"TENANT": tenant, "WORKSPACE": workspace}
     given = {PREFIX + key: value for key, value in told.items() if value is not None}
-    return load(AgentConfig, file, prefix=PREFIX, environ={**shared, **environ, **given})
+    config = load(AgentConfig, file, prefix=PREFIX, environ={**shared, **environ, **given})
+    if config.agent.keep_days < config.agent.horizon_days:
+        raise Fatal(
+            Exit.CONFIG,
+            f"agent.keep_days ({config.agent.keep_days:g}) is shorter than agent.horizon_days "
+            f"({config.agent.horizon_days:g}): what may have to be published again must be kept",
+        )
+    return config
 
 
 def state_directory(config: AgentConfig, agent: type[Agent[Any]], environ: Mapping[str, str] = os.environ) -> Path:

@@ -110,6 +110,13 @@ WHERE position IN (SELECT value FROM json_each(?)) AND published_at IS NOT NULL;
 UPDATE outgoing SET stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 WHERE position IN (SELECT value FROM json_each(?));
 
+-- name: prune
+-- Forget, of the oldest published messages (so many), those that were published before a moment. Only what was published
+-- a second time since stands in its way.
+DELETE FROM outgoing WHERE position IN (
+  SELECT position FROM outgoing WHERE published_at IS NOT NULL ORDER BY position LIMIT :most
+) AND published_at < :before;
+
 -- name: attempts
 -- The failed attempts at these messages: how many of each, and why the last one failed.
 SELECT attempt.message_id, attempt.attempts, attempt.last_error

@@ -16,6 +16,9 @@ the epoch. What is gone by age or handled loses its place, so that each message 
 On each new connection the comparison comes first, before anything is published, and then every `check_seconds`. It
 cannot see what was purged from a work queue, and single messages deleted from the middle of a stream: `postroom agent
 republish` publishes those by hand.
+
+Where a message went is known for `keep_days`, which is not below the horizon, so that all that could be published again
+by a comparison can be; republishing by hand reaches as far back. Its event stays in the store for ever.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ class Record:
         self._turns = turns
         self._seconds = settings.check_seconds
         self._horizon = timedelta(days=settings.horizon_days)
+        self._kept = timedelta(days=settings.keep_days)
         self._counters = counters
         self._clock = clock
 
@@ -78,6 +82,7 @@ class Record:
                 _log.warning("agent_streams_unknown", detail=str(error))
             else:
                 await self._republish()
+            await self._prune()
             await asyncio.sleep(self._seconds)
 
     async def compare(self) -> int:
@@ -146,3 +151,11 @@ class Record:
                 return
             await self._publisher.publish([stored_message(outgoing) for outgoing in page])
             after = page[-1].position
+
+    async def _prune(self) -> None:
+        """Forget what was published so long ago that nothing asks about it; a page at a time, others have turns too."""
+        before = self._clock() - self._kept // _MILLISECOND
+        pruned = _PAGE
+        while pruned == _PAGE:
+            async with self._turns.turn():
+                pruned = await durably(partial(self._store.prune, before, _PAGE))

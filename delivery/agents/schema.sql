@@ -38,7 +38,8 @@ BEGIN SELECT RAISE(ABORT, 'the event store is append-only'); END;
 CREATE TRIGGER event_append_only_update BEFORE UPDATE ON event
 BEGIN SELECT RAISE(ABORT, 'the event store is append-only'); END;
 
--- The events that go out. Whoever compares streams with this takes the place away from what is no longer of interest.
+-- The events that go out. Whoever compares streams with this takes the place away from what is no longer of interest, and
+-- the row from what was published so long ago that it would not be published again.
 CREATE TABLE outgoing (
     position          INTEGER PRIMARY KEY,               -- the event's
     cause             INTEGER NOT NULL,                  -- the position of the message that caused it
@@ -59,8 +60,8 @@ CREATE INDEX outgoing_place ON outgoing (stream, stream_created_at, stream_seque
 CREATE TRIGGER event_goes_out AFTER INSERT ON event WHEN NEW.cause IS NOT NULL
 BEGIN INSERT INTO outgoing (position, cause) VALUES (NEW.position, NEW.cause); END;
 
-CREATE TRIGGER outgoing_stays BEFORE DELETE ON outgoing
-BEGIN SELECT RAISE(ABORT, 'what goes out stays known'); END;
+CREATE TRIGGER outgoing_stays BEFORE DELETE ON outgoing WHEN OLD.published_at IS NULL
+BEGIN SELECT RAISE(ABORT, 'what is not published stays known'); END;
 
 CREATE TRIGGER outgoing_is_published_until_it_is_lost BEFORE UPDATE ON outgoing
 WHEN NEW.position <> OLD.position OR NEW.cause <> OLD.cause
@@ -119,4 +120,4 @@ WHEN NEW.message_id <> OLD.message_id OR NEW.attempts <= OLD.attempts
 BEGIN SELECT RAISE(ABORT, 'attempts only grow'); END;
 
 PRAGMA application_id = 1347633477;  -- "PSAE"
-PRAGMA user_version = 1;
+PRAGMA user_version = 2;

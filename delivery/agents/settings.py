@@ -33,3 +33,9 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     horizon_days: Annotated[
         float, Meta(gt=0, description="how old what a stream lost may be to be published again, in days")
     ] = 7
+    keep_days: Annotated[
+        float,
+        Meta(
+            gt=0, description="how long it is known where a published message went, in days; not below `horizon_days`"
+        ),
+    ] = 30

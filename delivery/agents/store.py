@@ -230,6 +230,16 @@ class Store:
         """Return the positions of what was published from a time on (ms since the epoch)."""
         return await self._connection.run(lambda db: [row[0] for row in db.execute(_QUERIES["find_since"], (since,))])
 
+    async def prune(self, before: int, most: int) -> int:
+        """Forget where up to `most` messages went that were published before a time (ms since the epoch).
+
+        Return how many; their events stay.
+        """
+        values = {"before": before, "most": most}
+        pruned = await self._write(lambda db: db.execute(_QUERIES["prune"], values).rowcount)
+        self._logged += _EVENT_BYTES * pruned
+        return pruned
+
     async def lost(self, after: int, most: int) -> list[Outgoing]:
         """Return what was lost and is not published again yet, after a position, oldest first."""
         return await self._connection.run(lambda db: _outgoing(db, "lost", (after, most)))

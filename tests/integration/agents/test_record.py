@@ -1,9 +1,10 @@
 """What JetStream loses of an agent's messages is published again from its store, and what is there is left alone."""
 
 import shutil
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import pytest
 from agents import SETTINGS, Running, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
+from delivery.agents.inspecting import verify
 from delivery.nats import connect
 from delivery.settings import NatsSettings
 from delivery.streams import ensure_stream
@@ -150,3 +152,30 @@ async def test_what_a_server_lost_with_its_newest_is_published_again(
             assert running.runtime.state == Tally(10, 20)
             counts = await emitted(context)
             assert (len(counts), set(counts.values())) == (20, {1})
+
+
+async def test_what_was_published_long_ago_is_forgotten_and_its_message_still_known(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path, settings=RECORD) as running:
+        await settled(context)
+        await compared(running)
+    assert noted(tmp_path) == 2 * len(ORDERS)
+
+    async with running_agent(context, tmp_path, settings=msgspec.structs.replace(RECORD, keep_days=1e-9)) as running:
+        await until(lambda: forgotten(tmp_path), "all is forgotten")
+        again = {"Nats-Msg-Id": f"{ORDERS[0]}/1", "Postroom-Epoch": "1"}
+        await context.js.publish(context.subject, b'{"total":2}', headers=again)
+        await settled(context)
+        await compared(running)
+        assert (running.runtime.counters.found, running.runtime.counters.lost) == (1, 0)
+    assert len(await emitted(context)) == 2 * len(ORDERS)
+    assert (await verify(tmp_path / "events.db")).first_difference is None
+
+
+def noted(directory: Path) -> int:
+    with closing(sqlite3.connect(directory / "events.db")) as db:
+        return int(db.execute("SELECT count(*) FROM outgoing").fetchone()[0])
+
+
+async def forgotten(directory: Path) -> bool:
+    return noted(directory) == 0

@@ -96,6 +96,12 @@ def test_a_message_is_published_until_it_is_lost_and_then_begins_another_epoch()
         db.execute("UPDATE outgoing SET published_at = 7")
 
 
+def test_what_was_published_may_be_forgotten():
+    with closing(store()) as db:
+        db.execute("UPDATE outgoing SET published_at = 5")
+        assert db.execute("DELETE FROM outgoing").rowcount == 1
+
+
 def test_a_version_only_grows():
     with closing(store()) as db:
         db.execute("INSERT INTO entity VALUES ('e', 1)")

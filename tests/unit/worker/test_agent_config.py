@@ -7,7 +7,7 @@ import pytest
 from chassis.exits import Fatal
 from delivery.settings import NatsSettings
 from postroom.agent import Agent
-from worker.agent_config import AgentConfig, state_directory
+from worker.agent_config import AgentConfig, load_config, state_directory
 
 NATS = NatsSettings(url="nats://127.0.0.1:4222")
 PLAIN = AgentConfig(tenant="demo", nats=NATS)
@@ -37,3 +37,13 @@ def test_without_a_home_the_config_has_to_say_where(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("os.getuid", lambda: 1000)
     with pytest.raises(Fatal, match="HOME is not set"):
         state_directory(PLAIN, Stock, {})
+
+
+def test_what_may_have_to_be_published_again_must_be_kept():
+    environ = {
+        "POSTROOM_AGENT_TENANT": "demo",
+        "POSTROOM_AGENT_NATS_URL": "nats://here",
+        "POSTROOM_AGENT_AGENT_KEEP_DAYS": "6",
+    }
+    with pytest.raises(Fatal, match=r"agent.keep_days \(6\) is shorter than agent.horizon_days \(7\)"):
+        load_config(None, environ=environ)
