@@ -170,6 +170,18 @@ async def test_completion_runs_once_after_a_kill_right_behind_the_commit_that_cl
     assert [row[0] for row in ledgers] == ["000111100000001"]
 
 
+async def test_a_step_that_kills_its_worker_each_time_fails_the_job_after_its_attempts(office: Office) -> None:
+    await office.start("deadly", "work")
+    for _ in range(2):
+        with office.worker("deadly_flow:flow") as (process, _):
+            await asyncio.to_thread(process.wait)
+            assert process.returncode == -signal.SIGKILL
+    with office.worker("deadly_flow:flow"):
+        await office.until_is("SELECT state FROM ledger.job", "failed")
+    error = await office.connection.fetchval("SELECT error FROM ledger.job")
+    assert error == "attempt 2 of 2 of leg 2 ended without a word: its worker was killed, or lost its lease"
+
+
 @pytest.mark.parametrize(
     ("flow", "sentence"),
     [("nowhere:flow", "cannot import nowhere"), ("nightly_export:nothing", "there is no nothing in nightly_export")],
