@@ -21,8 +21,8 @@ _CONFIGURATION = """# Configuration
 
 One TOML file per process, given with `--config`. A dotted key is a table and a key: `outbox.max_bytes` stands as
 `max_bytes` under `[outbox]`. The variable beside a setting overrides the file; a list is given there as comma-separated
-words. An unknown key, a misspelt variable, a wrong type or a value out of range is refused with its path, and the process
-exits with 78.
+words. An unknown key, a misspelt variable, a wrong type or a value out of range is refused with its path, and the
+process exits with 78.
 Paths may begin with `~` and hold variables such as `${{CREDENTIALS_DIRECTORY}}`. Secrets stand in files that only their
 reader may read.
 
