@@ -1,6 +1,8 @@
 """NATS goes away under a working agent: nothing is lost, nothing happens twice."""
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import msgspec
@@ -89,6 +91,46 @@ async def test_every_effect_is_there_after_purges_and_a_lost_store(short_directo
             await settled(context)
             assert running.runtime.state == Tally(ORDERS, 2 * ORDERS)
         assert set(Counting.runs.values()) == {1}
+        assert await context.letters() == []
+    finally:
+        await connection.close()
+        server.stop()
+
+
+async def test_a_paused_nats_costs_an_agent_nothing_but_time(short_directory: Path, tmp_path: Path):
+    Counting.runs.clear()
+    server = EmbeddedNats(short_directory / "nats")
+    server.start()
+    connection = await connect(NatsSettings(url=server.url), name="test", patience=20)
+    try:
+        context = Context(connection)
+        await context.declare()
+        await place_orders(context, [f"order-{number}" for number in range(ORDERS)])
+        async with running_agent(context, tmp_path, settings=RECORD, ack_wait_seconds=1, batch=10) as running:
+
+            async def some_are_handled() -> bool:
+                return running.runtime.counters.handled >= ORDERS // 10
+
+            async def silence_is_noticed() -> bool:
+                return not running.consumers[0]._pull.sure
+
+            await until(some_are_handled, "the agent is at work")
+            assert server.process is not None
+            os.kill(server.process.pid, signal.SIGSTOP)
+            try:
+                await until(silence_is_noticed, "the silence is noticed")
+            finally:
+                os.kill(server.process.pid, signal.SIGCONT)
+
+            async def all_are_done() -> bool:
+                return running.runtime.counters.published == 2 * ORDERS and not running.consumers[0].in_hand
+
+            await until(all_are_done, "everything is published and acknowledged")
+            await settled(context)
+            assert running.runtime.state == Tally(ORDERS, 2 * ORDERS)
+        assert set(Counting.runs.values()) == {1}
+        assert set((await emitted(context)).values()) == {1}
+        assert len(await emitted(context)) == 2 * ORDERS
         assert await context.letters() == []
     finally:
         await connection.close()
