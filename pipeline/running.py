@@ -7,10 +7,12 @@ session runs already it is used and left running.
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -70,8 +72,15 @@ def session(name: str) -> Iterator[SparkSession]:
         for key, value in _settings(str(quiet)).items():
             builder = builder.config(key, value)
         spark = builder.getOrCreate()
+        if threading.current_thread() is threading.main_thread():
+            # Spark's own handler would talk to Java within the call that Ctrl-C interrupts, which cannot be
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             yield spark
+        except BaseException:
+            with suppress(Exception):  # Java may be what ended
+                spark.sparkContext.setLogLevel("OFF")  # tasks are cut off, and would say so at length
+            raise
         finally:
             spark.stop()
 
