@@ -52,9 +52,9 @@ async def test_an_incompatible_broker_stops_the_daemon_and_gets_no_message(scrip
 
 
 async def test_an_override_past_the_window_stops_the_daemon(scripted_broker, station):
-    here = await station(scripted_broker.url, max_age_hours=200)
+    here = await station(scripted_broker.url, max_age_hours=800)
     here.run()
-    with pytest.raises(Fatal, match=r"relay\.max_age_hours is 200"):
+    with pytest.raises(Fatal, match=r"relay\.max_age_hours is 800"):
         await here.task
 
 
