@@ -1,7 +1,9 @@
-"""The memory that requests may hold while they arrive, all callers together (`limits.buffered_bytes`)."""
+"""The memory that requests may hold until they are on disk, all callers together (`limits.buffered_bytes`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from postroom.errors import TryAgain
@@ -28,3 +30,12 @@ class Budget:
     def give_back(self, count: int) -> None:
         """Hold `count` bytes less."""
         self.left += count
+
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Hold `count` bytes for the block; raises `TryAgain` (429) where they are not left."""
+        self.take(count)
+        try:
+            yield
+        finally:
+            self.give_back(count)

@@ -39,6 +39,7 @@ class Sends:
         self._accept = services.outbox.accept
         self._counters = services.counters
         self._read = BodyReader(services.limits, services.budget).read
+        self._holding = services.budget.holding
         self._body_bytes = services.limits.body_bytes
 
     async def send(self, request: Request) -> web.StreamResponse:
@@ -46,9 +47,11 @@ class Sends:
         began = perf_counter()
         try:
             check_media(request, JSON)
-            prepared = await self._prepared(request, await self._read(request))
-            self._services.destinations.check(prepared.destination)
-            (row,) = await self._accept((prepared,), request.caller)
+            body = await self._read(request)
+            with self._holding(len(body)):  # until it is on disk
+                prepared = await self._prepared(request, body)
+                self._services.destinations.check(prepared.destination)
+                (row,) = await self._accept((prepared,), request.caller)
             outcome = row if isinstance(row, PostroomError) else answer(row, prepared, request.caller)
             if isinstance(outcome, PostroomError):
                 raise outcome

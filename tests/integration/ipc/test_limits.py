@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +119,23 @@ async def test_nobody_is_told_to_continue_while_there_is_no_room(
     room.services.budget.give_back(1)
     first.close()
     writer.close()
+
+
+async def test_a_send_draws_on_the_bytes_until_it_is_on_disk(open_room: Any, short_directory: Path) -> None:
+    room = await open_room(limits=_SMALL)
+    with closing(sqlite3.connect(short_directory / "s" / "outbox.db", isolation_level=None)) as slow_disk:
+        slow_disk.execute("BEGIN IMMEDIATE")
+        reader, first = await room.connect()
+        first.write(_head(3000) + SEND.ljust(3000))
+        await _until(lambda: room.services.budget.left == 4096 - 3000)
+        second, writer = await room.connect()
+        writer.write(_head(2000) + SEND.ljust(2000))
+        assert (await second.readline()).startswith(b"HTTP/1.1 429")
+        slow_disk.execute("ROLLBACK")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 202")
+    first.close()
+    writer.close()
+    assert (await room.rows(), room.services.budget.left) == (1, 4096)
 
 
 async def test_unfinished_lines_of_batches_draw_on_the_same_bytes(open_room: Any) -> None:
