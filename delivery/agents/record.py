@@ -74,8 +74,9 @@ class Record:
         self._clock = clock
 
     async def run(self) -> None:
-        """Compare again and again; without NATS there is nothing to compare with."""
-        while True:
+        """Compare again and again, until cancelled; without NATS there is nothing to compare with."""
+        task = asyncio.current_task()
+        while task is None or not task.cancelling():  # the client of NATS may swallow a cancellation in its midst
             try:
                 await self.compare()
             except PostroomError as error:

@@ -1,10 +1,11 @@
 """What JetStream loses of an agent's messages is published again from its store, and what is there is left alone."""
 
+import asyncio
 import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -170,6 +171,20 @@ async def test_what_was_published_long_ago_is_forgotten_and_its_message_still_kn
         assert (running.runtime.counters.found, running.runtime.counters.lost) == (1, 0)
     assert len(await emitted(context)) == 2 * len(ORDERS)
     assert (await verify(tmp_path / "events.db")).first_difference is None
+
+
+async def test_an_agent_stops_though_its_comparison_swallows_the_cancellation(context: Context, tmp_path: Path):
+    begun = asyncio.Event()
+
+    async def compare() -> int:
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.get_running_loop().create_future()
+        return 0
+
+    async with asyncio.timeout(20), running_agent(context, tmp_path, settings=RECORD) as running:
+        running.runtime.record.compare = compare  # type: ignore[method-assign]
+        await begun.wait()
 
 
 def noted(directory: Path) -> int:
