@@ -7,6 +7,7 @@ session runs already it is used and left running.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import signal
 import sys
 import threading
@@ -75,6 +76,8 @@ def session(name: str) -> Iterator[SparkSession]:
         if threading.current_thread() is threading.main_thread():
             # Spark's own handler would talk to Java within the call that Ctrl-C interrupts, which cannot be
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            logging.getLogger().addFilter(_is_news)
+            logging.getLogger("py4j").setLevel(logging.CRITICAL)
         try:
             yield spark
         except BaseException:
@@ -83,6 +86,11 @@ def session(name: str) -> Iterator[SparkSession]:
             raise
         finally:
             spark.stop()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Leave out what the way to Java logs of an interruption with a traceback, since it raises it as well."""
+    return record.getMessage() != "KeyboardInterrupt while sending command."
 
 
 def _present() -> SparkSession | None:
