@@ -2,7 +2,7 @@
 
 It knows no transport: whoever delivers messages calls `spawned` and `answered`, acknowledges where they return, and
 delivers again, later, where they raise `TryLater`. Faults are acknowledged, retried or escalated as they say; a handler
-that fails is tried by its activity's policy, and then the activity has failed, and with it the job. Attempts are those
+that fails is tried by its policy, and then the activity has failed, and with it the job. Attempts are those
 that the ledgers have counted: one whose worker died is one, a delivery that finds another worker at it is none.
 """
 
@@ -22,14 +22,13 @@ from ledger.leg1 import run_leg1
 from ledger.leg2 import QUERIES, run_leg2
 from ledger.primitives import Answer, fail_activity
 from ledger.requests import Asker, ask_again, find_askers, find_overdue
-from ledger.running import HandlerFailed, Running
+from ledger.running import HandlerFailed, Running, most_attempts
 from postroom.errors import PostroomError
 from postroom.flow import Flow
 from postroom.retry_policy import RetryPolicy
 
 _log = structlog.get_logger(__name__)
 
-_MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
 _DEFAULT_POLICY: Final = RetryPolicy()
 
 
@@ -130,17 +129,21 @@ class Engine:
 
     async def _run(self, activity: UUID, name: str, legs: Callable[[int], Awaitable[None]]) -> None:
         policy = self._policy(name)
-        most = policy.max_attempts or _MOST_ATTEMPTS
         try:
-            await legs(most)
+            await legs(most_attempts(policy))
             self.counters.done += 1
         except Fault as fault:
             await self._settle(activity, fault)
         except HandlerFailed as failed:
-            if failed.attempt >= most:
-                await self.fail(activity, f"{failed} (attempt {failed.attempt} of {most})")
-            else:
-                raise self._later(failed, policy.pause(failed.attempt)) from failed
+            await self._fail_or_try_later(
+                activity, failed, self.flow.completion_policy if failed.completion else policy
+            )
+
+    async def _fail_or_try_later(self, activity: UUID, failed: HandlerFailed, policy: RetryPolicy | None) -> None:
+        most = most_attempts(policy)
+        if failed.attempt < most:
+            raise self._later(failed, (policy or _DEFAULT_POLICY).pause(failed.attempt)) from failed
+        await self.fail(activity, f"{failed} (attempt {failed.attempt} of {most})")
 
     async def _settle(self, activity: UUID, fault: Fault) -> None:
         match fault.then:
@@ -155,6 +158,6 @@ class Engine:
         self.counters.retried += 1
         return TryLater(str(error), seconds)
 
-    def _policy(self, name: str) -> RetryPolicy:
+    def _policy(self, name: str) -> RetryPolicy | None:
         known = self.flow.activities.get(name)
-        return _DEFAULT_POLICY if known is None or known.retry_policy is None else known.retry_policy
+        return None if known is None else known.retry_policy

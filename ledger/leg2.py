@@ -17,19 +17,22 @@ import msgspec
 from chassis.sql import load_queries
 from ledger.plan import Plan, carry_out, plan_of
 from ledger.primitives import Answer, Leg2, Spawned, enter_leg2, finish_job
-from ledger.running import Running, StepTransaction, decode, encode, step_of, under_lease
+from ledger.running import Running, StepTransaction, decode, encode, most_attempts, step_of, under_lease
 from postroom.flow_context import Job
 
 QUERIES: Final = load_queries("ledger", "engine.sql")
 
 
 async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, most: int | None = None) -> None:
-    """Run what is left of leg 2 for a message, `most` times at most.
+    """Run what is left of leg 2 for a message, `most` times at most, and the completion as often as its policy says.
 
     Raises the faults of its primitives, and `HandlerFailed`.
     """
+    completions = most_attempts(running.flow.completion_policy)
     async with running.pool.acquire() as connection:
-        entry = await enter_leg2(connection, activity, guid, running.lease, answer, most=most)
+        entry = await enter_leg2(
+            connection, activity, guid, running.lease, answer, most=most, most_completions=completions
+        )
     if not entry.steps.children_spawned:
         spawned = await _work_and_spawn(running, entry, answer)
         entry = entry._replace(ledger=spawned.ledger, attempt=1)  # of the step that may be left
@@ -63,7 +66,7 @@ async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: An
 
 async def _complete(running: Running, entry: Leg2) -> None:
     """Do step 3: the flow's completion handler, and the digit that says so, in one commit."""
-    async with step_of(running, entry) as step:
+    async with step_of(running, entry, completion=True) as step:
         result = None
         if running.flow.completion is not None:
             context = running.context(entry, step, entry.job, message=entry.guid)

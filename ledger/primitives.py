@@ -164,16 +164,19 @@ async def enter_leg2(
     answer: Answer = NO_ANSWER,
     *,
     most: int | None = None,
+    most_completions: int | None = None,
 ) -> Leg2:
     """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
 
     What the message says is kept beside it: a retry of the job goes on with it (`ledger.operating`). Raises `Forbidden`
     before leg 1 is complete, `Duplicate` where the message is done, or the answer to its request, or every answer that
-    is due, was taken by another, `Overflow` for entry 100,000,000, `Exhausted` for an attempt more than `most`, `Held`,
-    `Inactive` and `Missing`.
+    is due, was taken by another, `Overflow` for entry 100,000,000, `Exhausted` for an attempt more than `most`, or,
+    of a message that has closed the job, for one more than `most_completions`, `Held`, `Inactive` and `Missing`.
     """
     owner = uuid4()
-    found = await connection.fetchrow(QUERIES["enter_leg2"], activity, guid, owner, lease, *answer, most)
+    found = await connection.fetchrow(
+        QUERIES["enter_leg2"], activity, guid, owner, lease, *answer, most, most_completions
+    )
     row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
     return Leg2(
         activity,
@@ -295,7 +298,8 @@ def _refuse(row: asyncpg.Record, activity: UUID, step: str, needs: str) -> NoRet
         case "lease_lost":
             raise LeaseLost.of_entry()
         case "exhausted":
-            raise Exhausted.of_attempts(step, row["attempt"], row["last_error"])
+            closed = step == "leg 2" and decode_guid(row["ledger"]).job_closed
+            raise Exhausted.of_attempts("the completion" if closed else step, row["attempt"], row["last_error"])
         case "overflow" if step == "leg 1":
             raise Overflow.of_leg1(render(row["ledger"]))
         case _:

@@ -127,9 +127,11 @@ END $$;
 
 -- Enters leg 2 of an activity with a message, and leases the message to the owner. A message that is new takes an answer
 -- that is due, that to its request where it names one, and the ordinal of its guid; what it says is kept, also of one that
--- is refused because its job has failed: a retry of the job brings it back.
+-- is refused because its job has failed: a retry of the job brings it back. Of a message that closed the job, attempts are
+-- those of the completion. (The entry that closed it may have died before the completion began: it is none of them.)
 CREATE FUNCTION ledger.enter_leg2(
-  activity uuid, guid text, owner uuid, lease interval, answer jsonb, request uuid, most_attempts integer
+  activity uuid, guid text, owner uuid, lease interval, answer jsonb, request uuid, most_attempts integer,
+  most_completions integer DEFAULT NULL
 ) RETURNS TABLE (
   verdict text, state text, job_id uuid, context text, name text, result jsonb, activity_ledger bigint, ledger bigint,
   attempt integer, last_error text, seconds float8
@@ -140,9 +142,13 @@ BEGIN
   RETURN QUERY
   WITH known AS MATERIALIZED (
     SELECT * FROM ledger.guid WHERE activity_id = enter_leg2.activity AND guid = enter_leg2.guid
+  ), tried AS (
+    SELECT ledger.is_set(ledger, 100000000000) AS closed,
+      attempts - attempts_before - CASE WHEN ledger.is_set(ledger, 100000000000) THEN 1 ELSE 0 END AS known_attempts
+    FROM known
   ), judged AS MATERIALIZED (
     SELECT activity.*, job.state, job.context, known.ledger AS known, known.result, known.last_error AS known_error,
-      known.attempts - known.attempts_before AS known_attempts, known.leased_until AS held_until, CASE
+      tried.known_attempts, known.leased_until AS held_until, CASE
       WHEN ledger.is_set(known.ledger, 1000000000)
         AND (ledger.is_set(known.ledger, 100000000) OR NOT ledger.is_set(known.ledger, 100000000000)) THEN 'duplicate'
       WHEN activity.failed_at IS NOT NULL THEN 'inactive'
@@ -155,12 +161,12 @@ BEGIN
         SELECT FROM ledger.request WHERE id = enter_leg2.request AND answered_by IS NOT NULL
       ) THEN 'duplicate'
       WHEN activity.ledger % 100000000 >= 99999999 THEN 'overflow'
-      -- (The entry that closed the job may have died before the completion began: it is none of that one's attempts.)
-      WHEN known.attempts - known.attempts_before >= enter_leg2.most_attempts
-        + CASE WHEN ledger.is_set(known.ledger, 100000000000) THEN 1 ELSE 0 END THEN 'exhausted'
+      WHEN tried.known_attempts >= CASE WHEN tried.closed THEN enter_leg2.most_completions ELSE enter_leg2.most_attempts END
+        THEN 'exhausted'
       ELSE 'done'
     END AS verdict
     FROM ledger.activity JOIN ledger.job ON job.id = activity.job_id LEFT JOIN known ON true
+      LEFT JOIN tried ON true
     WHERE activity.id = enter_leg2.activity
   ), counted AS (
     UPDATE ledger.activity SET

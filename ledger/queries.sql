@@ -13,9 +13,9 @@ SELECT * FROM ledger.enter_leg1($1, $2, $3, $4);
 SELECT * FROM ledger.complete_leg1($1, $2, $3, $4, $5, $6, $7);
 
 -- name: enter_leg2
--- Enters leg 2 of the activity $1 with the message $2, for one of at most $7 attempts, and leases it to $3 for $4; it says
--- $5, and answers the request $6.
-SELECT * FROM ledger.enter_leg2($1, $2, $3, $4, $5, $6, $7);
+-- Enters leg 2 of the activity $1 with the message $2, for one of at most $7 attempts, or $8 of the completion where
+-- it has closed the job, and leases it to $3 for $4; it says $5, and answers the request $6.
+SELECT * FROM ledger.enter_leg2($1, $2, $3, $4, $5, $6, $7, $8);
 
 -- name: finish_work
 -- Step 1 for the message $2 of the activity $1, leased to $3, with the result $4.

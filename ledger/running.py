@@ -20,6 +20,7 @@ from ledger.primitives import Leg1, Leg2, release, renew
 from postroom.errors import PostroomError
 from postroom.flow import Activity, Flow, InvalidFlow
 from postroom.flow_context import Context
+from postroom.retry_policy import RetryPolicy
 
 _log = structlog.get_logger(__name__)
 
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 _RENEWALS: Final = 3  # of each lease, so that two may fail
 _ERROR_CHARACTERS: Final = 1000
+_MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
 
 decode: Final = msgspec.json.Decoder().decode
 _encode: Final = msgspec.json.Encoder().encode
@@ -36,13 +38,15 @@ class HandlerFailed(PostroomError):
     """A handler raised, or returned what it may not: its step wrote nothing, and may be tried again."""
 
     attempt: int = 1  # that failed
+    completion: bool = False  # the handler is that of the flow's completion
 
     @classmethod
-    def of_error(cls, error: Exception, attempt: int) -> HandlerFailed:
+    def of_error(cls, error: Exception, attempt: int, *, completion: bool = False) -> HandlerFailed:
         """Say what it raised, at which attempt."""
-        detail = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+        whose = "the completion: " if completion else ""
+        detail = f"{whose}{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
         failed = cls.of(500, "handler_failed", detail, retryable=True)
-        failed.attempt = attempt
+        failed.attempt, failed.completion = attempt, completion
         return failed
 
 
@@ -105,7 +109,7 @@ class StepTransaction:
 
 
 @asynccontextmanager
-async def step_of(running: Running, entry: Leg1 | Leg2) -> AsyncIterator[StepTransaction]:
+async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = False) -> AsyncIterator[StepTransaction]:
     """Lend the transaction of a step: committed at the end of the block, rolled back where it raises.
 
     What is no `Fault` becomes `HandlerFailed`, and the lease is given up, so that the next attempt need not wait.
@@ -116,7 +120,7 @@ async def step_of(running: Running, entry: Leg1 | Leg2) -> AsyncIterator[StepTra
     except Fault:
         raise
     except Exception as error:
-        failed = HandlerFailed.of_error(error, entry.attempt)
+        failed = HandlerFailed.of_error(error, entry.attempt, completion=completion)
         _log.warning("step_failed", activity=str(entry.activity), name=entry.name, exc_info=error)
         await _give_up(running, entry, str(failed))
         raise failed from error
@@ -133,6 +137,11 @@ async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) 
         working.cancel()
         renewing.cancel()
         await asyncio.wait({working, renewing})
+
+
+def most_attempts(policy: RetryPolicy | None) -> int:
+    """Return how often a handler of that policy is tried."""
+    return _MOST_ATTEMPTS if policy is None or policy.max_attempts is None else policy.max_attempts
 
 
 def derived(activity: UUID, *words: object) -> UUID:

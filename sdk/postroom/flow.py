@@ -108,6 +108,10 @@ class Activity:
         self._function = function
         self._answered: Handler | None = None
 
+    def __repr__(self) -> str:
+        """Name it, for the sentences that refuse it where something else belongs."""
+        return f"Activity({self.name!r})"
+
     def answered(self, function: Handler) -> Handler:
         """Register leg 2, `async def _(ctx, answer)`, which returns what to spawn; raises `InvalidFlow`."""
         if self.queue is None:
@@ -154,6 +158,7 @@ class Flow:
         self.name = name
         self._activities: dict[str, Activity] = {}
         self._completed: Handler | None = None
+        self._completion_policy: RetryPolicy | None = None
 
     @overload
     def activity(self, function: Handler, /) -> Activity: ...
@@ -187,16 +192,23 @@ class Flow:
             return self._add(function, name, options)
         return lambda decorated: self._add(decorated, name, options)
 
-    def completed(self, function: Handler) -> Handler:
-        """Register what runs once per job, after everything: `async def report(ctx, job)`; raises `InvalidFlow`.
+    @overload
+    def completed(self, function: Handler, /) -> Handler: ...
 
-        What it returns (JSON) is the `result` in the event `job_completed`.
+    @overload
+    def completed(self, /, *, retry_policy: RetryPolicy | None = None) -> Callable[[Handler], Handler]: ...
+
+    def completed(
+        self, function: Handler | None = None, /, *, retry_policy: RetryPolicy | None = None
+    ) -> Handler | Callable[[Handler], Handler]:
+        """Register what runs once per job, after everything: `@flow.completed`, or `@flow.completed(retry_policy=…)`.
+
+        It is `async def report(ctx, job)`, and what it returns (JSON) is the `result` in the event `job_completed`.
+        Where it raises, it is tried again by `retry_policy`, as an activity is by its own. Raises `InvalidFlow`.
         """
-        if self._completed is not None:
-            raise _invalid(f"the flow {self.name!r} has two completion handlers: leave one")
-        _check_handler(function, f"the completion of {self.name!r}", "ctx, job")
-        self._completed = function
-        return function
+        if function is not None:
+            return self._complete(function, retry_policy)
+        return lambda decorated: self._complete(decorated, retry_policy)
 
     @property
     def activities(self) -> Mapping[str, Activity]:
@@ -214,6 +226,18 @@ class Flow:
     def completion(self) -> Handler | None:
         """What runs once per job; None where nothing does."""
         return self._completed
+
+    @property
+    def completion_policy(self) -> RetryPolicy | None:
+        """How often the completion is tried; None leaves it to the engine."""
+        return self._completion_policy
+
+    def _complete(self, function: Handler, retry_policy: RetryPolicy | None) -> Handler:
+        if self._completed is not None:
+            raise _invalid(f"the flow {self.name!r} has two completion handlers: leave one")
+        _check_handler(function, f"the completion of {self.name!r}", "ctx, job")
+        self._completed, self._completion_policy = function, retry_policy
+        return function
 
     def _add(self, function: Handler, name: str | None, options: dict[str, Any]) -> Activity:
         own_name: str = getattr(function, "__name__", repr(function))

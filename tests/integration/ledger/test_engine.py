@@ -14,7 +14,7 @@ from ledgers import LEASE, Jobs
 from ledger.engine import Engine, TryLater
 from ledger.primitives import Answer, Start, complete_leg1, enter_leg1, enter_leg2, release, spawn, start_job
 from ledger.retrying import retry_job
-from postroom.flow import Context, Flow
+from postroom.flow import Context, Flow, Job
 from postroom.retry_policy import RetryPolicy
 
 COMMANDS = "SELECT id, payload::text FROM postroom.outbox_events WHERE event_type = 'pages' ORDER BY position"
@@ -27,6 +27,7 @@ class Author:
     def __init__(self) -> None:
         self.told: list[Context] = []
         self.fails = 0
+        self.report_fails = 0
         self.cycles = 2
         flow = self.flow = Flow("nightly-export")
 
@@ -48,6 +49,12 @@ class Author:
         @flow.activity(retry_policy=RetryPolicy(max_attempts=1))
         async def fragile(ctx: Context, _request: Any) -> None:
             self._tell(ctx)
+
+        @flow.completed(retry_policy=RetryPolicy(max_attempts=2, backoff_ms=7000))
+        async def report(ctx: Context, _job: Job) -> None:
+            if self.report_fails:
+                self.report_fails -= 1
+                raise OSError(f"no paper at attempt {ctx.attempt}")
 
     def _tell(self, ctx: Context) -> None:
         self.told.append(ctx)
@@ -243,6 +250,33 @@ async def test_a_worker_that_dies_behind_the_closing_commit_costs_the_completion
 
     assert await running.ended(start) == ("completed", None)
     assert await running.jobs.guid(start.root, "spawned") == "000111100000001"
+
+
+async def test_a_completion_is_tried_by_its_own_policy_and_not_by_that_of_the_activity_that_closed_the_job(
+    running: Running,
+) -> None:
+    start = await running.begin("fragile")  # whose own policy allows one attempt
+    running.author.report_fails = 2
+    with pytest.raises(TryLater, match="the completion: OSError: no paper at attempt 1") as later:
+        await running.engine.spawned(start.root, "fragile", "spawned")
+    assert later.value.seconds == 7
+    await running.engine.spawned(start.root, "fragile", "spawned")
+    assert await running.ended(start) == ("failed", "the completion: OSError: no paper at attempt 2 (attempt 2 of 2)")
+
+
+async def test_a_completion_whose_workers_are_killed_fails_when_its_own_attempts_are_used_up(running: Running) -> None:
+    start = await running.begin("count", 0)
+    running.author.report_fails = 1
+    with pytest.raises(TryLater):
+        await running.engine.spawned(start.root, "count", "spawned")
+    for _ in range(2):
+        await enter_leg2(running.jobs.connection, start.root, "spawned", LEASE)
+        await running.jobs.end_leases(start.root)
+    await running.engine.spawned(start.root, "count", "spawned")
+    state, error = await running.ended(start)
+    assert state == "failed"
+    assert error is not None
+    assert error.startswith("attempt 2 of 2 of the completion ended without a word")
 
 
 async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(running: Running) -> None:

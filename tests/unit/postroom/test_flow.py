@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from postroom.flow import Flow, InvalidFlow, Spawn, check_flow, next_steps
+from postroom.retry_policy import RetryPolicy
 
 
 async def extract(_ctx: Any, _request: Any) -> Any:
@@ -47,6 +48,15 @@ def test_what_leg_2_returns_is_nothing_one_step_or_many() -> None:
     assert next_steps(flow, one, two.spawn(1)) == (Spawn(two, 1),)
     assert next_steps(flow, one, (two.spawn(part) for part in (1, 2))) == (Spawn(two, 1), Spawn(two, 2))
     assert next_steps(flow, one, [one.again({"page": 2}), two.spawn()]) == (one.again({"page": 2}), Spawn(two, None))
+
+
+def test_a_completion_is_registered_bare_or_with_a_retry_policy_of_its_own() -> None:
+    bare, patient = Flow("bare"), Flow("patient")
+    policy = RetryPolicy(max_attempts=2)
+    assert bare.completed(load) is load
+    assert patient.completed(retry_policy=policy)(load) is load
+    assert (bare.completion, bare.completion_policy) == (load, None)
+    assert (patient.completion, patient.completion_policy) == (load, policy)
 
 
 @pytest.mark.parametrize("returned", ["load", {"load": 1}, 7, ["load"], [None]])
@@ -105,6 +115,7 @@ def _unanswered(flow: Flow) -> None:
         (r"must take \(ctx, answer\)", lambda flow: flow.activity(sends="queue:a")(extract).answered(one_argument)),
         ("two completion handlers", lambda flow: (flow.completed(load), flow.completed(load))),
         ("is no flow", lambda _: check_flow(extract)),
+        (r"Activity\('extract'\) is no flow", lambda flow: check_flow(flow.activity(extract))),
         ("has no activity", check_flow),
         (r"write one with @extract\.answered", _unanswered),
     ],
