@@ -58,7 +58,8 @@ State = Annotated[
 ]
 
 _COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
-_STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "ERROR")
+_STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "REQUEST", "ERROR")
+_REQUEST_CHARACTERS: Final = 30  # of what a step was spawned with, in a table
 _DONE: Final = {"retry": "goes on", "cancel": "is cancelled"}
 _KINDS: Final = {"activity": "an activity", "message": "a message, which an activity runs leg 2 for"}
 _MEANINGS: Final = {"closed": "closed (every step is done, and the completion tasks are not)"}
@@ -133,7 +134,7 @@ def list_(
 
 @app.command()
 def show(*, job: JobId, database: Database = None, as_json: Json = False) -> None:
-    """Show a job with its tree: each step's state, tries, ledger and age, and what operators did to it."""
+    """Show a job with its tree: each step's state, tries, ledger, age and request, and what operators did to it."""
     found = _find(database, job)
     if as_json:
         json_line(found)
@@ -148,12 +149,14 @@ def show(*, job: JobId, database: Database = None, as_json: Json = False) -> Non
 
 @app.command()
 def tree(*, job: JobId, database: Database = None, as_json: Json = False) -> None:
-    """Draw the tree of a job: each step and its state, nothing else."""
-    for lead, activity in _drawn(_find(database, job)):
-        if as_json:
+    """Draw the tree of a job: each step and its state; neighbours without children that are alike are one line."""
+    found = _find(database, job)
+    if as_json:
+        for _, activity in _drawn(found):
             json_line(activity)
-        else:
-            line(f"{lead}{_name(activity)}  {activity.state}")
+        return
+    for lead, activity, count in _folded(found):
+        line(f"{lead}{_name(activity)}  {activity.state}" + (f"  ({count} of them)" if count > 1 else ""))
 
 
 @app.command()
@@ -309,9 +312,30 @@ def _drawn(found: JobTree) -> Iterator[tuple[str, ActivityRow]]:
     return draw(found.activities, key=lambda activity: activity.id, parent=lambda activity: activity.parent)
 
 
+def _folded(found: JobTree) -> Iterator[tuple[str, ActivityRow, int]]:
+    """Draw the tree with leaves that look the same as one line, and their number."""
+    from ledger.drawing import draw, fold  # noqa: PLC0415
+
+    folded = fold(
+        found.activities,
+        key=lambda activity: activity.id,
+        parent=lambda activity: activity.parent,
+        alike=lambda activity: (_name(activity), activity.state),
+    )
+    for lead, (activity, count) in draw(folded, key=lambda each: each[0].id, parent=lambda each: each[0].parent):
+        yield lead, activity, count
+
+
 def _name(activity: ActivityRow) -> str:
     """Name a step, and the cycle of its parent that spawned it, where that is not the first."""
     return f"{activity.name} (cycle {activity.cycle})" if activity.cycle else activity.name
+
+
+def _shortened(request: str) -> str | None:
+    """Cut a request so that a step stays a line; none is nothing."""
+    if request == "null":
+        return None
+    return request if len(request) <= _REQUEST_CHARACTERS else request[: _REQUEST_CHARACTERS - 1] + "…"
 
 
 def _step_cells(lead: str, activity: ActivityRow) -> tuple[Any, ...]:
@@ -322,5 +346,6 @@ def _step_cells(lead: str, activity: ActivityRow) -> tuple[Any, ...]:
         activity.deliveries,
         activity.ledger,
         ago(activity.spawned_at),
+        _shortened(bytes(activity.request).decode()),
         activity.error,
     )

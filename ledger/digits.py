@@ -194,30 +194,34 @@ def _contradiction_of_steps(ledger: ActivityLedger | GuidLedger) -> str | None:
 
 
 def _explain_activity(text: str, activity: ActivityLedger) -> list[Meaning]:
+    completion = _complete(activity.completion_done)
+    if not activity.completion_done:
+        completion += " here: it is for the activity that closes the job"
     return [
         Meaning("1-3", text[:3], f"leg 1 was attempted {_times(activity.leg1_attempts)} (at most 999)"),
         Meaning("4", text[3], f"leg 1 is {_complete(activity.leg1_complete)}: {_sent(activity.leg1_complete)}"),
-        *_explain_steps(text, activity),
+        *_explain_steps(text, activity, completion),
         Meaning("8-15", text[7:], f"leg 2 was entered {_times(activity.leg2_entries)} (at most 99999999)"),
     ]
 
 
 def _explain_guid(text: str, guid: GuidLedger) -> list[Meaning]:
     closed = "this message closed the job" if guid.job_closed else "this message did not close the job"
+    completion = _complete(guid.completion_done) if guid.job_closed else "not for this message"
     which = f"this message was entry {guid.ordinal} of its activity, so its dimension is {guid.dimension}"
     return [
         Meaning("1-3", text[:3], "nothing: this is the ledger of a leg-2 message"),
         Meaning("4", text[3], closed),
-        *_explain_steps(text, guid),
+        *_explain_steps(text, guid, completion),
         Meaning("8-15", text[7:], which),
     ]
 
 
-def _explain_steps(text: str, ledger: ActivityLedger | GuidLedger) -> list[Meaning]:
+def _explain_steps(text: str, ledger: ActivityLedger | GuidLedger, completion: str) -> list[Meaning]:
     return [
         Meaning("5", text[4], f"step 1, the work, is {_complete(ledger.work_done)}"),
         Meaning("6", text[5], f"step 2, the children, is {_complete(ledger.children_spawned)}"),
-        Meaning("7", text[6], f"step 3, the job's completion tasks, is {_complete(ledger.completion_done)}"),
+        Meaning("7", text[6], f"step 3, the job's completion tasks, is {completion}"),
     ]
 
 
@@ -226,7 +230,7 @@ def _complete(marker: bool) -> str:  # noqa: FBT001 - a digit
 
 
 def _sent(marker: bool) -> str:  # noqa: FBT001 - a digit
-    return "its request is in the outbox" if marker else "its request is not sent"
+    return "its request, where it sends one, is in the outbox" if marker else "nothing is sent"
 
 
 def _times(count: int) -> str:

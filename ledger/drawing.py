@@ -11,6 +11,29 @@ _BRANCH: Final = ("├─ ", "│  ")  # before an item, before what grows out o
 _LAST: Final = ("└─ ", "   ")
 
 
+def fold(
+    items: Iterable[T],
+    *,
+    key: Callable[[T], Hashable],
+    parent: Callable[[T], Hashable],
+    alike: Callable[[T], Hashable],
+) -> list[tuple[T, int]]:
+    """Return the items, each with 1; of leaves that are alike and follow one another, the first with their number."""
+    listed = list(items)
+    inner = {parent(item) for item in listed}
+    folded: list[tuple[T, int]] = []
+    latest: dict[Hashable, tuple[Hashable, int]] = {}  # of a parent's last child: its likeness, its place in `folded`
+    for item in listed:
+        likeness = (key(item),) if key(item) in inner else (None, alike(item))
+        before, place = latest.get(parent(item), (None, 0))
+        if likeness == before:
+            folded[place] = (folded[place][0], folded[place][1] + 1)
+        else:
+            latest[parent(item)] = (likeness, len(folded))
+            folded.append((item, 1))
+    return folded
+
+
 def draw(
     items: Iterable[T], *, key: Callable[[T], Hashable], parent: Callable[[T], Hashable]
 ) -> Iterator[tuple[str, T]]:

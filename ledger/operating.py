@@ -63,14 +63,15 @@ class JobRow(msgspec.Struct, kw_only=True, frozen=True):
 class ActivityRow(msgspec.Struct, kw_only=True, frozen=True):
     """An activity of a job; `ledger` is its 15 digits, `cycle` the one of its parent that spawned it, from 0.
 
-    `attempts` counts those of leg 1, `deliveries` how often the message that came most often was delivered. `error` is
-    why it failed, or why the attempt before failed.
+    `request` is what it was spawned with. `attempts` counts those of leg 1, `deliveries` how often the message that
+    came most often was delivered. `error` is why it failed, or why the attempt before failed.
     """
 
     id: UUID
     parent: UUID | None
     name: str
     cycle: int | None
+    request: msgspec.Raw
     state: str
     attempts: int
     deliveries: int
@@ -94,6 +95,7 @@ class ActivityRow(msgspec.Struct, kw_only=True, frozen=True):
             parent=row["parent_id"],
             name=row["name"],
             cycle=row["dimension"],
+            request=msgspec.Raw(row["request"].encode()),
             state=state_of(progress, job_state),
             attempts=decode_activity(row["ledger"]).leg1_attempts,
             deliveries=row["deliveries"],
@@ -134,8 +136,8 @@ async def start(connection: Connection, job: Start) -> bool:
         detail = f"there is no mesh {job.context!r}: a mesh's name is snake_case, of at most 64 characters"
         raise InvalidMessage.of(400, "invalid_mesh", detail, field="mesh") from error
     except asyncpg.DataError as error:
-        reason = str(error).partition("\n")[0]  # the lines after it are details
-        raise InvalidMessage.of(422, "invalid_request", f"the request cannot be kept: {reason}") from error
+        why = str(getattr(error, "detail", None) or error).rstrip(".")
+        raise InvalidMessage.of(422, "invalid_request", f"the request cannot be kept by Postgres ({why})") from error
     except Duplicate:
         found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
         if found is None or tuple(found) != (job.context, job.flow, job.name, True):

@@ -30,7 +30,8 @@ WHERE job.id = $1;
 
 -- name: find_activities
 -- The activities of the job $1, children in the order in which they were spawned, and of each how far its messages are.
-SELECT activity.id, activity.parent_id, activity.dimension, activity.name, activity.spawned_at, activity.ledger,
+SELECT activity.id, activity.parent_id, activity.dimension, activity.name, activity.request::text AS request,
+  activity.spawned_at, activity.ledger,
   activity.answers_due, activity.answers_taken, activity.failed_at,
   coalesce(activity.error, activity.last_error, messages.last_error) AS error,
   messages.undone, messages.closing, messages.deliveries

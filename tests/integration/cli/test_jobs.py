@@ -57,14 +57,14 @@ class Office:
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(run())
 
-    def running(self) -> Any:
-        """Begin a job with two children of its root."""
+    def running(self, *children: Child) -> Any:
+        """Begin a job with children of its root: two, where none are named."""
 
         async def work(jobs: Jobs) -> UUID:
             begun = await jobs.asked()
             root = await jobs.enter(begun.root)
             await finish_work(jobs.connection, root, "{}")
-            await spawn(jobs.connection, root, [Child(uuid4(), "load"), Child(uuid4(), "count")])
+            await spawn(jobs.connection, root, children or [Child(uuid4(), "load"), Child(uuid4(), "count")])
             return begun.job
 
         return self.work(work)
@@ -130,7 +130,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["start", f"{NAME}:nothing"], 78, "there is no nothing in"),
         (["start", f"{NAME}:unfinished"], 78, "has no activity"),
         (["start", f"{NAME}:flow", "--request", "{"], 2, "the request is no JSON"),
-        (["start", f"{NAME}:flow", "--request", '"\\u0000"'], 2, "cannot be kept"),
+        (["start", f"{NAME}:flow", "--request", '"\\u0000"'], 2, r"(\u0000 cannot be converted to text)"),
         (["start", f"{NAME}:flow", "--mesh", "No Such"], 2, "there is no mesh 'No Such'"),
         (["start", f"{NAME}:flow", "--job", "seven"], 2, "'seven' is no UUID"),
         (["show", "seven"], 2, "'seven' is no UUID"),
@@ -192,6 +192,22 @@ def test_show_draws_the_tree_with_states_tries_and_ledgers(office: Office) -> No
 def test_tree_draws_nothing_but_the_tree(office: Office) -> None:
     shown = office.user.run("jobs", "tree", str(office.running()))
     assert shown.out == "extract  done\n├─ load  waiting\n└─ count  waiting\n"
+
+
+def test_a_tree_of_many_children_that_are_alike_draws_them_as_one_line(office: Office) -> None:
+    job = str(office.running(*[Child(uuid4(), "load", f'{{"part": {number}}}') for number in range(200)]))
+    assert office.user.run("jobs", "tree", job).out == "extract  done\n└─ load  waiting  (200 of them)\n"
+    assert len(office.user.run("jobs", "tree", job, "--json").json) == 201
+
+
+def test_show_tells_children_apart_by_what_they_were_spawned_with(office: Office) -> None:
+    long = Child(uuid4(), "load", f'"{"x" * 100}"')
+    job = str(office.running(Child(uuid4(), "load", '{"part": "north"}'), long))
+    _, north, cut = office.user.run("jobs", "show", job).out.split("REQUEST")[1].splitlines()[1:]
+    assert north.endswith('{"part": "north"}')
+    assert cut.endswith('"' + 28 * "x" + "…")
+    (shown,) = office.user.run("jobs", "show", job, "--json").json
+    assert [activity["request"] for activity in shown["activities"]] == [{"day": 1}, {"part": "north"}, 100 * "x"]
 
 
 def test_a_job_is_cancelled_for_good_and_says_by_whom_and_why(office: Office) -> None:

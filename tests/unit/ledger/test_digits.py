@@ -190,10 +190,10 @@ def test_a_guid_says_whether_a_step_is_left_and_which_cycle_it_is(ledger: str, d
 def test_the_ledgers_of_an_activity_and_of_a_message_are_told_apart() -> None:
     assert [meaning.text for meaning in explain("012100000000001")] == [
         "leg 1 was attempted 12 times (at most 999)",
-        "leg 1 is complete: its request is in the outbox",
+        "leg 1 is complete: its request, where it sends one, is in the outbox",
         "step 1, the work, is not complete",
         "step 2, the children, is not complete",
-        "step 3, the job's completion tasks, is not complete",
+        "step 3, the job's completion tasks, is not complete here: it is for the activity that closes the job",
         "leg 2 was entered once (at most 99999999)",
     ]
     assert [meaning.text for meaning in explain("000111000000007")] == [
@@ -204,6 +204,8 @@ def test_the_ledgers_of_an_activity_and_of_a_message_are_told_apart() -> None:
         "step 3, the job's completion tasks, is not complete",
         "this message was entry 7 of its activity, so its dimension is 6",
     ]
+    assert explain("000011000000001")[4].text == "step 3, the job's completion tasks, is not for this message"
+    assert explain("000000000000000")[1].text == "leg 1 is not complete: nothing is sent"
     assert explain("000000000000000")[0].text == "leg 1 was attempted 0 times (at most 999)"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from ledger.drawing import draw
+from ledger.drawing import draw, fold
 
 
 def drawn(*items: tuple[str, str | None]) -> list[str]:
@@ -23,6 +23,21 @@ def test_an_item_without_its_parent_is_drawn_all_the_same() -> None:
 def test_a_chain_may_be_longer_than_python_recurses() -> None:
     chain = [(str(number), str(number - 1) if number else None) for number in range(3000)]
     assert len(drawn(*chain)) == 3000
+
+
+def folded(*items: tuple[str, str | None]) -> list[tuple[str, int]]:
+    counted = fold(items, key=itemgetter(0), parent=itemgetter(1), alike=lambda item: item[0][0])
+    return [(item[0], count) for item, count in counted]
+
+
+def test_leaves_that_are_alike_and_follow_one_another_are_one_with_their_number() -> None:
+    tree = (("root", None), ("a1", "root"), ("a2", "root"), ("b1", "root"), ("a3", "root"), ("a4", "root"))
+    assert folded(*tree) == [("root", 1), ("a1", 2), ("b1", 1), ("a3", 2)]
+
+
+def test_what_has_children_and_leaves_of_two_parents_are_not_folded() -> None:
+    tree = (("root", None), ("a1", "root"), ("a2", "root"), ("b1", "a1"), ("b2", "a2"), ("b3", "a1"))
+    assert folded(*tree) == [("root", 1), ("a1", 1), ("a2", 1), ("b1", 2), ("b2", 1)]
 
 
 def test_nothing_is_drawn_as_nothing() -> None:
