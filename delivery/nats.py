@@ -60,6 +60,17 @@ async def connect(
     return client
 
 
+def end_if_cancelled() -> None:
+    """Raise `CancelledError` where the current task was cancelled and goes on.
+
+    The client of NATS may swallow a cancellation in the midst of a request. So whatever only a cancellation ends asks
+    here after its requests: it would go on for ever.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 class _Events:
     """What a connection tells of itself, into the log."""
 

@@ -25,6 +25,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from delivery.errors import NATS_ERRORS, from_nats
+from delivery.nats import end_if_cancelled
 from delivery.settings import ConsumerSettings, StreamSettings
 from delivery.streams import consumer_created, ensure_consumer, ensure_stream
 from postroom.errors import NotFound, PostroomError, Unavailable
@@ -81,6 +82,7 @@ class Pull:
             inbox, cb=self._arrived, pending_msgs_limit=_BUFFER_MESSAGES, pending_bytes_limit=-1
         )
         while not self._stopped:
+            end_if_cancelled()
             if self._connection.is_closed:
                 raise Unavailable.of(503, "nats_closed", "the connection to NATS was closed; start again")
             if self.sure:

@@ -28,6 +28,7 @@ from delivery.agents.turns import Turns
 from delivery.agents.writing import durably
 from delivery.errors import NATS_ERRORS, from_nats
 from delivery.message import MESSAGE_ID
+from delivery.nats import end_if_cancelled
 from delivery.publishing.streams import StreamPicture, Streams
 from postroom.errors import PostroomError
 
@@ -92,6 +93,7 @@ class Publisher:
             yield {message.cause for message in messages}
             if not messages:
                 return
+            end_if_cancelled()
             await asyncio.sleep(self._settings.retry_seconds)
 
     async def publish(self, messages: Sequence[Message]) -> Sequence[Message]:

@@ -38,6 +38,7 @@ from delivery.agents.settings import AgentSettings
 from delivery.agents.store import Noted, Search, Store
 from delivery.agents.turns import Turns
 from delivery.agents.writing import durably
+from delivery.nats import end_if_cancelled
 from delivery.publishing.source import message_id
 from delivery.publishing.streams import StreamPicture
 from postroom.errors import PostroomError
@@ -75,8 +76,7 @@ class Record:
 
     async def run(self) -> None:
         """Compare again and again, until cancelled; without NATS there is nothing to compare with."""
-        task = asyncio.current_task()
-        while task is None or not task.cancelling():  # the client of NATS may swallow a cancellation in its midst
+        while True:
             try:
                 await self.compare()
             except PostroomError as error:
@@ -84,6 +84,7 @@ class Record:
             else:
                 await self._republish()
             await self._prune()
+            end_if_cancelled()
             await asyncio.sleep(self._seconds)
 
     async def compare(self) -> int:

@@ -22,6 +22,7 @@ from chassis.postgres import UNREACHABLE, Pool
 from chassis.sql import load_queries
 from delivery.errors import NATS_ERRORS
 from delivery.http.settings import InboxSettings
+from delivery.nats import end_if_cancelled
 
 _log = structlog.get_logger(__name__)
 
@@ -43,12 +44,13 @@ class InboxRetention:
         self._settings = settings
 
     async def run(self) -> None:
-        """Sweep for ever; Postgres or NATS away ends a sweep, not the sweeper."""
+        """Sweep until cancelled; Postgres or NATS away ends a sweep, not the sweeper."""
         while True:
             try:
                 await self.sweep()
             except (*UNREACHABLE, *NATS_ERRORS, asyncpg.PostgresError) as error:
                 _log.warning("inbox_sweep_failed", consumer=self._durable, error=type(error).__name__)
+            end_if_cancelled()
             await asyncio.sleep(self._settings.sweep_interval_seconds)
 
     async def sweep(self) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import sqlite3
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from agents import SETTINGS, Running, Tally, emitted, kept, place_orders, runnin
 from jetstream import Context, until
 
 from delivery.agents.inspecting import verify
+from delivery.agents.publishing import Message, Publisher
 from delivery.nats import connect
 from delivery.settings import NatsSettings
 from delivery.streams import ensure_stream
@@ -184,6 +185,23 @@ async def test_an_agent_stops_though_its_comparison_swallows_the_cancellation(co
 
     async with asyncio.timeout(20), running_agent(context, tmp_path, settings=RECORD) as running:
         running.runtime.record.compare = compare  # type: ignore[method-assign]
+        await begun.wait()
+
+
+async def test_an_agent_stops_though_its_publishing_swallows_the_cancellation(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun = asyncio.Event()
+
+    async def publish(_: Publisher, messages: Sequence[Message]) -> Sequence[Message]:
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.get_running_loop().create_future()
+        return messages
+
+    monkeypatch.setattr(Publisher, "publish", publish)
+    await place_orders(context, ORDERS[:1])
+    async with asyncio.timeout(20), running_agent(context, tmp_path):
         await begun.wait()
 
 

@@ -1,12 +1,14 @@
 """The consumer core against a real JetStream: what each outcome does, and what may never happen."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 from jetstream import Context, Script, running, until
 
 from delivery.consuming import DONE, Dead, Delivery, Done, Retry
 from delivery.dead_letters import DeadLetters
+from delivery.pulling import Pull
 from delivery.settings import BackoffSettings, StreamSettings
 
 POISON = Dead("unprocessable", "the total is negative")
@@ -400,3 +402,22 @@ async def _never() -> bool:
 async def _yield(_: Delivery) -> Done:
     await asyncio.sleep(0)
     return DONE
+
+
+async def test_a_consumer_ends_though_its_look_swallows_the_cancellation(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+):
+    begun = asyncio.Event()
+
+    async def look(_: Pull) -> bool:
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.get_running_loop().create_future()
+        return False
+
+    monkeypatch.setattr(Pull, "_look", look)
+    consuming = asyncio.create_task(context.consumer(Script()).run())
+    await begun.wait()
+    consuming.cancel()
+    await asyncio.wait({consuming}, timeout=10)
+    assert consuming.cancelled()

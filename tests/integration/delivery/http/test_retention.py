@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -96,3 +98,22 @@ async def test_what_a_work_queue_waits_for_keeps_nothing_older(pool: Pool, conte
     await context.publish(["first"], subject=f"cmd.{context.name}.default.work.run")
     await put(pool, "old", 31, "processed_at")
     assert await retention(pool, context, stream=commands.name).sweep() == 1
+
+
+async def test_a_sweeper_ends_though_a_sweep_swallows_the_cancellation(
+    pool: Pool, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeper, begun = retention(pool, context), asyncio.Event()
+
+    async def sweep() -> int:
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.get_running_loop().create_future()
+        return 0
+
+    monkeypatch.setattr(sweeper, "sweep", sweep)
+    running = asyncio.create_task(sweeper.run())
+    await begun.wait()
+    running.cancel()
+    await asyncio.wait({running}, timeout=10)
+    assert running.cancelled()
