@@ -25,7 +25,7 @@ from delivery.nats import connect
 from delivery.settings import NatsSettings
 from pipeline.options import described, parse
 from pipeline.registry import PIPELINES
-from pipeline.running import run_by_name
+from pipeline.running import run_by_name, submitted
 from postroom.spark.java import provide_java
 
 START = datetime(2026, 11, 21, tzinfo=UTC)
@@ -147,6 +147,17 @@ def test_no_store_is_an_error(spark: SparkSession, tmp_path: Path) -> None:
     del spark
     with pytest.raises(Fatal, match="no event store matches"):
         run_by_name("state-hash", options(stores=tmp_path / "*.db"))
+
+
+def test_a_submitted_pipeline_ends_with_the_exit_code_of_the_command(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del spark
+    monkeypatch.setattr(sys, "argv", ["rate_telemetry.py", "database_url=postgresql://nobody@127.0.0.1:1/none"])
+    with pytest.raises(SystemExit) as ended:
+        submitted("rate-telemetry")
+    assert ended.value.code == Exit.UNAVAILABLE
+    assert capsys.readouterr().err.startswith("rate-telemetry: cannot open the database")
 
 
 @pytest.mark.soak
