@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 import asyncpg
+from waiting import until_so
 
 from ledger.operating import JobTree, cancel_job, show_job
 
@@ -28,7 +29,12 @@ CREATE TRIGGER hold BEFORE UPDATE ON ledger.activity
   FOR EACH ROW WHEN (NEW.job_id = '{job}' AND NEW.place = {place}) EXECUTE FUNCTION public.hold();
 SELECT pg_advisory_lock(1);
 """
-_IS_HELD = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted)"
+_IS_HELD = """
+SELECT EXISTS (
+  SELECT FROM pg_locks JOIN pg_database ON pg_database.oid = database
+  WHERE datname = current_database() AND locktype = 'advisory' AND objid = 1 AND NOT granted
+)
+"""
 _LET_GO = "SELECT pg_advisory_unlock(1); DROP TRIGGER hold ON ledger.activity; DROP FUNCTION public.hold();"
 
 
@@ -64,10 +70,11 @@ def holding(url: str, job: UUID, *, place: int) -> Iterator[Callable[[], None]]:
         connection = runner.run(asyncpg.connect(url))
         runner.run(connection.execute(_HOLD.format(job=job, place=place)))
 
-        async def until_held() -> None:
-            while not await connection.fetchval(_IS_HELD):  # noqa: ASYNC110 - Postgres tells nobody of it
-                await asyncio.sleep(0.02)
+        async def is_held() -> bool:
+            return bool(await connection.fetchval(_IS_HELD))
 
-        yield lambda: runner.run(until_held())
-        runner.run(connection.execute(_LET_GO))
-        runner.run(connection.close())
+        try:
+            yield lambda: runner.run(until_so(is_held))
+        finally:
+            runner.run(connection.execute(_LET_GO))
+            runner.run(connection.close())
