@@ -28,7 +28,7 @@ from postroom.once.store import Store
 
 LEASE: Final = 30.0  # seconds
 WAIT: Final = 10.0  # seconds
-KEEP_DAYS: Final = 90.0
+KEEP_DAYS: Final = 90
 _DAY: Final = 86_400.0  # seconds
 _BETWEEN_PURGES: Final = 3600.0  # seconds
 _PURGED: Final = 1000  # keys of one transaction
