@@ -51,7 +51,11 @@ def _outermost(path: Path) -> Path:
 def run(root: Path, command: Sequence[str], settings: Settings, options: Sequence[str] = ()) -> int:
     """Run a command in `root`, writing through to the terminal, in a pid namespace of its own; return its exit code."""
     arguments = ["--as-pid2", "--console=pipe", *options, *_shared(settings), "--", *command]
-    return subprocess.run(_nspawn(root, arguments), stdin=subprocess.DEVNULL, check=False).returncode
+    with subprocess.Popen(_nspawn(root, arguments), stdin=subprocess.DEVNULL) as nspawn:
+        try:
+            return nspawn.wait()
+        finally:
+            nspawn.terminate()
 
 
 class Machine:
@@ -143,5 +147,6 @@ def _shared(settings: Settings) -> list[str]:
 
 
 def _nspawn(root: Path, arguments: Sequence[str]) -> list[str]:
+    """A SIGTERM ends the container too; where nspawn itself is killed, what runs in the container would go on."""
     base = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", f"--directory={root}"]
-    return ["setpriv", "--pdeathsig=KILL", *base, *arguments]
+    return ["setpriv", "--pdeathsig=TERM", *base, *arguments]
