@@ -194,9 +194,10 @@ async def test_an_agent_stops_though_its_publishing_swallows_the_cancellation(
     begun = asyncio.Event()
 
     async def publish(_: Publisher, messages: Sequence[Message]) -> Sequence[Message]:
-        begun.set()
-        with suppress(asyncio.CancelledError):
-            await asyncio.get_running_loop().create_future()
+        if messages and not begun.is_set():
+            begun.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.get_running_loop().create_future()
         return messages
 
     monkeypatch.setattr(Publisher, "publish", publish)
