@@ -21,6 +21,7 @@ from chassis.exits import Exit, Fatal
 from pipeline.options import parse
 from pipeline.progress import progress
 from pipeline.registry import Outcome, find
+from pipeline.spark_errors import own_sentences
 from postroom.errors import PostroomError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def run_by_name(name: str, words: Sequence[str]) -> Outcome:
     pipeline = find(name)
     check_spark()
     options = parse(pipeline.options, words, name)
-    with session(name) as spark, progress(spark, name):
+    with session(name) as spark, progress(spark, name), own_sentences():
         return pipeline.run(spark, options)
 
 

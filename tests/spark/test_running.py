@@ -160,6 +160,16 @@ def test_a_submitted_pipeline_ends_with_the_exit_code_of_the_command(
     assert capsys.readouterr().err.startswith("rate-telemetry: cannot open the database")
 
 
+def test_what_spark_raises_around_an_error_of_ours_is_said_in_our_sentence(
+    spark: SparkSession, database_url: str
+) -> None:
+    del spark
+    History(database_url).accept(["id-1"])
+    with pytest.raises(Fatal, match=r"^there is no mesh 'nope': `postroom mesh list` shows them$") as raised:
+        run_by_name("rate-telemetry", options(database_url=database_url, mesh="nope"))
+    assert raised.value.exit_code == Exit.NOT_FOUND
+
+
 @pytest.mark.soak
 def test_the_module_of_a_pipeline_runs_under_spark_submit(database_url: str, tmp_path: Path) -> None:
     History(database_url).accept(f"id-{number}" for number in range(12))
