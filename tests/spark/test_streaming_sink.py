@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,27 @@ def test_a_stream_ends_with_the_reason_when_it_cannot_work(
     spark.range(1).selectExpr("id AS order_id").write.parquet(str(source))
     with pytest.raises(StreamingQueryException, match="`number` of the option `id` is no column"):
         run(spark, post, source, tmp_path / "checkpoint", id="number")
+
+
+def test_streams_that_share_a_directory_keep_their_conflicts_apart(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    sent = spark.range(4).selectExpr("id AS order_id", "'sent before' AS state")
+    sent.write.format("postroom").options(**post.options()).mode("append").save()
+    conflicts = tmp_path / "conflicts"
+    for name, numbers in (("a", (0, 2)), ("b", (2, 4))):
+        spark.range(*numbers).coalesce(1).selectExpr("id AS order_id").write.parquet(str(tmp_path / name))
+        run(spark, post, tmp_path / name, tmp_path / f"{name}-checkpoint", on_conflict=str(conflicts))
+    first = {file.name: keys(file) for file in conflicts.iterdir()}
+    crash_before_commit(tmp_path / "a-checkpoint")
+    run(spark, post, tmp_path / "a", tmp_path / "a-checkpoint", on_conflict=str(conflicts))
+
+    assert sorted(first.values()) == [["0", "1"], ["2", "3"]]
+    assert {file.name: keys(file) for file in conflicts.iterdir()} == first
+
+
+def keys(file: Path) -> list[str]:
+    return sorted(json.loads(line)["key"]["order_id"] for line in file.read_text().splitlines())
 
 
 def run(spark: SparkSession, post: PostOffice, source: Path, checkpoint: Path, **options: str) -> None:

@@ -7,6 +7,7 @@ that is not there or of a type that an option can't use, raises `InvalidMessage`
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal, NoReturn, get_args
@@ -31,7 +32,9 @@ Wait = Literal["queued", "accepted"]
 MAX_BATCH_SIZE: Final = 10_000
 
 _MESH: Final = "POSTROOM_MESH"
-_SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})  # options that Spark hands on as they are
+_CHECKPOINT: Final = "checkpointlocation"
+_SPARKS_OWN: Final = frozenset({_CHECKPOINT, "queryname"})  # options that Spark hands on as they are
+_TAG_DIGITS: Final = 16  # of a hash
 _ID_REQUIRED: Final = (
     "set the option `id` to the column, or comma-separated columns, that name a row: Spark may write a row more than "
     "once (a task that is retried, a speculative one, a job run again), and only an id that is the same each time "
@@ -126,6 +129,12 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
     )
     _check_columns(plan)
     return plan
+
+
+def stream_tag(plan: WritePlan, options: Mapping[str, str]) -> str:
+    """Return what tells one stream from the others, before and after a restart: from its namespace and checkpoint."""
+    checkpoint = {name.lower(): value for name, value in options.items()}.get(_CHECKPOINT, "")
+    return hashlib.sha256(msgspec.json.encode([plan.namespace, checkpoint])).hexdigest()[:_TAG_DIGITS]
 
 
 def _decode(given: dict[str, str]) -> SinkOptions:

@@ -18,7 +18,7 @@ from postroom.errors import InvalidMessage, PostroomError
 from postroom.ids import new_id
 from postroom.spark.conflicts import FAIL, failure, prepare_directory, write_conflicts
 from postroom.spark.jobs import Counts, JobOfWrite
-from postroom.spark.options import WritePlan, plan_write
+from postroom.spark.options import WritePlan, plan_write, stream_tag
 from postroom.spark.posting import Tally, post
 
 if TYPE_CHECKING:
@@ -77,10 +77,11 @@ class BatchSink(DataSourceArrowWriter):
 
 
 class StreamSink(DataSourceStreamArrowWriter):
-    """A streaming write: the same for each micro-batch."""
+    """A streaming write: the same for each micro-batch. `tag` is its own among streams, also after a restart."""
 
-    def __init__(self, plan: WritePlan) -> None:
+    def __init__(self, plan: WritePlan, tag: str) -> None:
         self._plan = plan
+        self._tag = tag
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
         """Send the rows of one task of a micro-batch, on an executor."""
@@ -88,7 +89,7 @@ class StreamSink(DataSourceStreamArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Say what became of the rows of a micro-batch; raises where some were not sent, and the query ends."""
-        _conclude(self._plan, _tallies(messages), f"batch-{batchId}")
+        _conclude(self._plan, _tallies(messages), f"stream-{self._tag}-batch-{batchId}")
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803 - the same
         """Say what a micro-batch that failed leaves behind."""
@@ -108,7 +109,7 @@ def stream_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bo
     if plan.job is not None:
         detail = "a stream has no last partition, so that it is no job: leave the option `job` out, or write a batch"
         raise InvalidMessage.of(400, "invalid_option", detail, field="job")
-    return StreamSink(plan)
+    return StreamSink(plan, stream_tag(plan, options))
 
 
 def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> WritePlan:
