@@ -62,12 +62,13 @@ def session(name: str) -> Iterator[SparkSession]:
     """Lend the Spark session of this process, or one on all cores of this machine."""
     from pyspark.sql import SparkSession  # noqa: PLC0415 - slow to import, and an extra
 
-    from postroom.spark.session import prepare_environment  # noqa: PLC0415 - the same
+    from postroom.spark.session import prepare_environment, spare_workers_the_zip  # noqa: PLC0415 - the same
 
     if (present := _present()) is not None:
         yield present
         return
     prepare_environment()
+    spare_workers_the_zip()
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")  # no pipeline uses pandas
     with as_file(files("pipeline").joinpath("log4j2.properties")) as quiet:
         builder = SparkSession.builder.appName(f"postroom {name}")
