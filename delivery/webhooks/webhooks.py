@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 
 QUERIES: Final = load_queries("delivery.webhooks")
 
-_FORGOTTEN: Final = 5000  # rows of one statement
+STRETCH: Final = 4096  # blocks of the inbox that one look reads for what to forget
 _PAGE: Final = 256  # consumers in one answer of the server
 
 
@@ -46,7 +46,7 @@ class Webhooks:
         self._guard = guard
         self._unusable: set[str] = set()
         self._strays: set[tuple[str, str]] | None = None  # stream and name of consumers to delete; None: not looked yet
-        self._forgotten = False  # whether the inbox has no rows of webhooks that are gone
+        self._block: int | None = 0  # of the inbox, where to go on looking for rows of webhooks that are gone
 
     async def run(self) -> None:
         """Deliver until `stop`; NATS or Postgres away ends one look, no more."""
@@ -79,10 +79,9 @@ class Webhooks:
         for stream, durable in list(self._strays):
             await self._delete(js, stream, durable)
             self._strays.discard((stream, durable))
-            self._forgotten = False
-        if not self._forgotten:
-            await self._forget_removed()
-            self._forgotten = True
+            self._block = 0
+        if self._block is not None:
+            self._block = await self._forget_removed(self._block)
 
     async def _begin(self, js: JetStreamContext, webhook: Webhook) -> None:
         try:
@@ -107,9 +106,12 @@ class Webhooks:
         with suppress(NotFoundError):
             await js.delete_consumer(stream, durable)
 
-    async def _forget_removed(self) -> None:
-        while await self._pool.execute(QUERIES["forget_removed"], _FORGOTTEN) == f"DELETE {_FORGOTTEN}":
-            pass
+    async def _forget_removed(self, block: int) -> int | None:
+        """Forget what webhooks that are gone were posted, in a stretch of the inbox; return where the next begins."""
+        blocks = await self._pool.fetchval(QUERIES["count_blocks"])
+        end = block + STRETCH
+        await self._pool.execute(QUERIES["forget_removed"], (block, 0), (end, 0))
+        return end if end < blocks else None
 
     async def _find_strays(self, js: JetStreamContext) -> set[tuple[str, str]]:
         """Find the consumers of webhooks that went while no worker ran.

@@ -29,6 +29,7 @@ from broker.migrate import migrate
 from delivery.nats import connect
 from delivery.settings import NatsSettings
 from delivery.webhooks.settings import AddressSettings
+from delivery.webhooks.webhooks import STRETCH
 from postroom import BrokerClient
 from postroom.administration import NewWebhook
 from postroom.errors import NotPermitted
@@ -324,6 +325,28 @@ async def test_a_kill_uses_up_no_attempt_of_what_was_not_being_posted(mesh: Mesh
     (letter,) = await mesh.context.letters()
     assert (letter.reason, letter.attempts, letter.last_error) == ("max_deliver", 1, "ack_timeout")
     assert {call.attempt for call in handler.calls} == {1}
+
+
+async def test_the_rows_of_a_webhook_that_is_gone_go_from_an_inbox_of_more_than_one_stretch_too(
+    mesh: Mesh, database_url: str
+) -> None:
+    async with asyncpg.create_pool(database_url, min_size=1) as pool:
+        await pool.execute(
+            "INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject) "
+            "SELECT 'billing', 'demo', number::text, repeat('x', 600) FROM generate_series(1, 60000) AS number"
+        )
+        await pool.execute(
+            "INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject) "
+            "VALUES ('webhook__' || gen_random_uuid(), 'demo', 'last', 'any')"
+        )
+        last = await pool.fetchval("SELECT max(ctid) FROM postroom.inbox_messages")
+        assert last[0] > STRETCH
+
+        async def forgotten() -> bool:
+            return await pool.fetchval("SELECT count(*) FROM postroom.inbox_messages") == 60000
+
+        with mesh.worker():
+            await until(forgotten, "the row is gone")
 
 
 async def remembered(pool: asyncpg.Pool[asyncpg.Record], *webhooks: NewWebhook) -> bool:
