@@ -1,6 +1,7 @@
 """Exit codes, the same for every program of Postroom (spec operate.md, "CLI"; the numbers from sysexits.h up)."""
 
 from enum import IntEnum
+from typing import Final
 
 
 class Exit(IntEnum):
@@ -16,6 +17,17 @@ class Exit(IntEnum):
     TRY_AGAIN = 75
     NOT_PERMITTED = 77
     CONFIG = 78
+
+
+EXIT_OF: Final = {
+    "InvalidMessage": Exit.USAGE,
+    "NotPermitted": Exit.NOT_PERMITTED,
+    "NotFound": Exit.NOT_FOUND,
+    "Conflict": Exit.CONFLICT,
+    "TryAgain": Exit.TRY_AGAIN,
+    "Unavailable": Exit.UNAVAILABLE,
+}
+"""What each kind of `postroom.errors` means to a command; by name, since some come out of other processes as text."""
 
 
 class Fatal(Exception):

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import typer
 
-from chassis.exits import Exit, Fatal
+from chassis.exits import EXIT_OF, Exit, Fatal
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
 READER_GONE: Final = 141  # 128 + SIGPIPE: whoever read the output went away, as `head` does
@@ -34,16 +34,8 @@ def of_the_client(error: BaseException) -> Ending:
     """Find the ending for an error of the clients; anything else is a bug, and says how to see it."""
     from postroom import errors  # noqa: PLC0415 - `postroom --help` does without it
 
-    codes: dict[type[BaseException], Exit] = {
-        errors.InvalidMessage: Exit.USAGE,
-        errors.NotPermitted: Exit.NOT_PERMITTED,
-        errors.NotFound: Exit.NOT_FOUND,
-        errors.Conflict: Exit.CONFLICT,
-        errors.TryAgain: Exit.TRY_AGAIN,
-        errors.Unavailable: Exit.UNAVAILABLE,
-    }
     if isinstance(error, errors.PostroomError):
-        return Ending(codes.get(type(error), Exit.FAILED), str(error))
+        return Ending(EXIT_OF.get(type(error).__name__, Exit.FAILED), str(error))
     sentence = f"a bug in postroom: {type(error).__name__}: {error} (`postroom --debug …` shows where)"
     return Ending(Exit.FAILED, sentence)
 

@@ -7,17 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from chassis.exits import Exit, Fatal
+from chassis.exits import EXIT_OF, Exit, Fatal
 
 _OURS: Final = re.compile(r"^postroom\.errors\.(\w+): (.+)$", re.MULTILINE)
-_EXITS: Final = {
-    "InvalidMessage": Exit.USAGE,
-    "NotPermitted": Exit.NOT_PERMITTED,
-    "NotFound": Exit.NOT_FOUND,
-    "Conflict": Exit.CONFLICT,
-    "TryAgain": Exit.TRY_AGAIN,
-    "Unavailable": Exit.UNAVAILABLE,
-}
 
 
 @contextmanager
@@ -32,4 +24,4 @@ def own_sentences() -> Iterator[None]:
         if not ours:
             raise
         kind, sentence = ours[-1]
-        raise Fatal(_EXITS.get(kind, Exit.FAILED), sentence) from error
+        raise Fatal(EXIT_OF.get(kind, Exit.FAILED), sentence) from error
