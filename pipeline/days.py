@@ -9,6 +9,7 @@ from __future__ import annotations
 import filecmp
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import groupby
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _GROUP_ROWS: Final = 65_536  # of a row group
+_UNFINISHED: Final = ".part-"  # how names of files begin that are not whole
+_ABANDONED_SECONDS: Final = 86_400  # since the last byte of one whose task was killed
 DAYS: Final = (
     StructType()
     .add("source", StringType())
@@ -62,16 +65,25 @@ def _by_day(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, pa.RecordB
 
 def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, verify: bool) -> Day:
     final = directory / f"day={day}" / "part.parquet"
+    _sweep(final.parent)
     if final.exists() and not verify:
         return Day(directory.name, day, sum(part.num_rows for part in parts), "kept")
     final.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".part-", dir=final.parent)
+    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=final.parent)
     os.close(handle)
     try:
         rows = _write_file(name, parts)
         return Day(directory.name, day, rows, _place(Path(name), final))
     finally:
         Path(name).unlink()
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what tasks that were killed have left in a day's directory, and never what one is writing."""
+    for file in directory.glob(f"{_UNFINISHED}*"):
+        with suppress(FileNotFoundError):  # another task sweeps as well
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+                file.unlink()
 
 
 def _place(made: Path, final: Path) -> str:

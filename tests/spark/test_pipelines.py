@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import filecmp
 import json
+import os
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from histories import History, run
 from pyspark.sql import SparkSession
 
 from broker.orphans import check as check_in_sql
+from pipeline.days import write_days
 from pipeline.registry import Outcome
 from pipeline.running import run_by_name
 
@@ -141,6 +145,19 @@ def test_the_audit_log_is_written_once_and_is_byte_identical_when_rebuilt(
     assert verified.failed
     assert verified.facts["days different"] == 1
     assert verified.facts["days same"] == 2
+
+
+def test_what_a_killed_task_left_of_a_day_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    day = tmp_path / "day=2026-10-01"
+    day.mkdir()
+    for name, age in ((".part-left", timedelta(days=2)), (".part-written-now", timedelta(0))):
+        (day / name).touch()
+        os.utime(day / name, times=(time.time() - age.total_seconds(),) * 2)
+    rows = pa.RecordBatch.from_pydict({"day": ["2026-10-01"], "number": [1]})
+    (done,) = write_days(str(tmp_path), iter([rows]), verify=False)
+
+    assert done.to_pylist() == [{"source": tmp_path.name, "day": "2026-10-01", "rows": 1, "became": "written"}]
+    assert files(day) == [".part-written-now", "part.parquet"]
 
 
 def files(directory: Path) -> list[str]:
