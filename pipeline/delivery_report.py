@@ -6,6 +6,8 @@ had `handled` it. Writes OUTPUT/latency.parquet and OUTPUT/latency.png, both ane
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -58,9 +60,11 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     latencies = measure(spark, options)
     directory = Path(options.output)
     directory.mkdir(parents=True, exist_ok=True)
-    _write_table(latencies, directory / "latency.parquet")
     picture = directory / "latency.png"
-    draw(latencies, picture)
+    with _replaced(directory / "latency.parquet") as fresh:
+        _write_table(latencies, fresh)
+    with _replaced(picture) as fresh:
+        draw(latencies, fresh)
     slowest = {
         f"{line.to} {line.stage} on {line.day}": f"p50 {line.p50:.1f} ms, p99 {line.p99:.1f} ms"
         for line in sorted(latencies, key=lambda line: -line.p99)[:3]
@@ -79,6 +83,14 @@ def measure(spark: SparkSession, options: Options) -> list[Latency]:
         percentiles = [F.percentile("milliseconds", share).alias(name) for name, share in _PERCENTILES]
         found = days.agg(F.count("*").alias("deliveries"), *percentiles).orderBy("mesh", "to", "stage", "day")
         return [Latency(*row) for row in found.collect()]
+
+
+@contextmanager
+def _replaced(file: Path) -> Iterator[Path]:
+    """Lend a path to write to, and give the file its name when it is whole: until then the old one stays."""
+    fresh = file.with_name(f".{file.name}")
+    yield fresh
+    fresh.replace(file)
 
 
 def _write_table(latencies: list[Latency], file: Path) -> None:
