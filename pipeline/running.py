@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from chassis.exits import Exit, Fatal
+from chassis.exits import EXIT_OF, Exit, Fatal
 from pipeline.options import parse
 from pipeline.progress import progress
 from pipeline.registry import Outcome, find
@@ -45,7 +45,7 @@ def submitted(name: str) -> NoReturn:
         outcome = run_by_name(name, sys.argv[1:])
     except (Fatal, PostroomError) as error:
         sys.stderr.write(f"{name}: {error}\n")
-        sys.exit(error.exit_code if isinstance(error, Fatal) else Exit.FAILED)
+        sys.exit(error.exit_code if isinstance(error, Fatal) else EXIT_OF.get(type(error).__name__, Exit.FAILED))
     for fact, value in outcome.facts.items():
         sys.stdout.write(f"{fact}: {value}\n")
     sys.exit(Exit.FAILED if outcome.failed else Exit.OK)
