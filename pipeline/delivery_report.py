@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import DoubleType, StringType, StructType
 
+from pipeline.latency import Latency
 from pipeline.options import History, moment
 from pipeline.registry import Outcome
 from pipeline.running import submitted
@@ -38,19 +39,6 @@ class Options(History, kw_only=True):
     """What `delivery-report` may be told."""
 
     output: Annotated[str, msgspec.Meta(description="the directory for latency.parquet and latency.png")]
-
-
-class Latency(NamedTuple):
-    """What one day's deliveries to one destination took; percentiles in milliseconds."""
-
-    mesh: str
-    to: str
-    stage: str
-    day: str
-    deliveries: int
-    p50: float
-    p90: float
-    p99: float
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:
