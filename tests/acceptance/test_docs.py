@@ -39,7 +39,7 @@ asyncio.run(execute())
 """
 BEGINNING = """
 exec 2>&1
-trap 'jobs -p | xargs --no-run-if-empty kill; wait' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 until_it_is_so() {
     SECONDS=0
     until eval "$1"; do test $SECONDS -lt 60 || { echo "waited in vain: $1"; exit 1; }; sleep 0.1; done

@@ -28,6 +28,7 @@ def spark(session_directory: Path) -> Iterator[SparkSession]:
     with pytest.MonkeyPatch.context() as patch:  # what starts later must not see it
         patch.setenv("JAVA_HOME", str(find_java({"PATH": "", "XDG_CACHE_HOME": str(directory)}).home))
         patch.setenv("PYSPARK_PYTHON", sys.executable)
+        patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         session = (
             SparkSession.builder.master("local[2,4]")
             .config("spark.ui.enabled", "false")

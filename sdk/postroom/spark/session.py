@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -20,13 +21,16 @@ _CHOSEN: Final = ("SPARK_HOME", "SPARK_CONF_DIR", "PYSPARK_SUBMIT_ARGS")  # any 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> str:
     """Set `JAVA_HOME`, and `PYSPARK_PYTHON` where it is not set; return which Java it is, as a sentence.
 
-    The Python workers are then of this environment, and not the `python3` of the `PATH`. Under `spark-submit` nothing
-    is changed, since its JVM is running. Raises `Unavailable` where there is no Java.
+    The Python workers are then of this environment, and not the `python3` of the `PATH`. Where this machine's own name
+    has no address, `SPARK_LOCAL_IP` is set to loopback's: Spark would not start. Under `spark-submit` nothing is
+    changed, since its JVM is running. Raises `Unavailable` where there is no Java.
     """
     if _GATEWAY in environ:
         return "Java of spark-submit"
     java = provide_java(environ)
     environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if not _has_address(socket.gethostname()):
+        environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     return f"Java {java.version} from {java.origin}, {java.home}"
 
 
@@ -47,6 +51,14 @@ def spare_workers_the_zip(environ: MutableMapping[str, str] = os.environ) -> Non
         return
     with suppress(OSError, RuntimeError):  # the latter is of a user without a home
         environ["SPARK_HOME"] = str(_linked_home(original, environ))
+
+
+def _has_address(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
 
 
 def _linked_home(original: Path, environ: MutableMapping[str, str]) -> Path:

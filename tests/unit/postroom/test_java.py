@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,16 @@ def test_the_environment_gets_its_java_and_the_workers_this_python(tmp_path: Pat
     del environ["PYSPARK_PYTHON"]
     prepare_environment(environ)
     assert Path(environ["PYSPARK_PYTHON"]).exists()
+
+
+def test_a_machine_whose_own_name_has_no_address_is_loopback_to_spark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = _pretend_java(tmp_path / "jdk", version="21", modules=f"{VECTOR_MODULE}@21")
+    environ = {"JAVA_HOME": str(home)}
+    monkeypatch.setattr(socket, "gethostname", lambda: "nobody-knows-me.invalid")
+    prepare_environment(environ)
+    assert environ["SPARK_LOCAL_IP"] == "127.0.0.1"
 
 
 def test_under_spark_submit_nothing_is_changed() -> None:
