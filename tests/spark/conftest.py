@@ -8,6 +8,7 @@ Tests share the mail room: each writes under a namespace of its own, and looks a
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from pyspark.sql import SparkSession
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom.spark.java import find_java
+from postroom.spark.session import do_without_names
 
 _HERE = Path(__file__).parent
 
@@ -25,10 +27,10 @@ _HERE = Path(__file__).parent
 @pytest.fixture(scope="session")
 def spark(session_directory: Path) -> Iterator[SparkSession]:
     directory = session_directory / "spark"
+    do_without_names(os.environ)
     with pytest.MonkeyPatch.context() as patch:  # what starts later must not see it
         patch.setenv("JAVA_HOME", str(find_java({"PATH": "", "XDG_CACHE_HOME": str(directory)}).home))
         patch.setenv("PYSPARK_PYTHON", sys.executable)
-        patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         session = (
             SparkSession.builder.master("local[2,4]")
             .config("spark.ui.enabled", "false")

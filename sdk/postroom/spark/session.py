@@ -21,17 +21,27 @@ _CHOSEN: Final = ("SPARK_HOME", "SPARK_CONF_DIR", "PYSPARK_SUBMIT_ARGS")  # any 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> str:
     """Set `JAVA_HOME`, and `PYSPARK_PYTHON` where it is not set; return which Java it is, as a sentence.
 
-    The Python workers are then of this environment, and not the `python3` of the `PATH`. Where this machine's own name
-    has no address, `SPARK_LOCAL_IP` is set to loopback's: Spark would not start. Under `spark-submit` nothing is
-    changed, since its JVM is running. Raises `Unavailable` where there is no Java.
+    The Python workers are then of this environment, and not the `python3` of the `PATH`. Under `spark-submit` nothing
+    is changed, since its JVM is running. Raises `Unavailable` where there is no Java.
     """
     if _GATEWAY in environ:
         return "Java of spark-submit"
     java = provide_java(environ)
     environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    do_without_names(environ)
+    return f"Java {java.version} from {java.origin}, {java.home}"
+
+
+def do_without_names(environ: MutableMapping[str, str]) -> None:
+    """Let Spark start on a machine without `/etc/hosts`.
+
+    It looks up the machine's own name (then `SPARK_LOCAL_IP` is set to loopback's address), and PySpark `localhost`
+    (then Unix sockets are used instead, `PYSPARK_UDS_MODE`).
+    """
     if not _has_address(socket.gethostname()):
         environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    return f"Java {java.version} from {java.origin}, {java.home}"
+    if not _has_address("localhost"):
+        environ.setdefault("PYSPARK_UDS_MODE", "true")
 
 
 def spare_workers_the_zip(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from postroom import Unavailable
 from postroom.spark.java import VECTOR_MODULE, find_java, provide_java
-from postroom.spark.session import prepare_environment
+from postroom.spark.session import do_without_names, prepare_environment
 
 FLAG = f"--add-modules={VECTOR_MODULE}"
 
@@ -89,14 +89,14 @@ def test_the_environment_gets_its_java_and_the_workers_this_python(tmp_path: Pat
     assert Path(environ["PYSPARK_PYTHON"]).exists()
 
 
-def test_a_machine_whose_own_name_has_no_address_is_loopback_to_spark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = _pretend_java(tmp_path / "jdk", version="21", modules=f"{VECTOR_MODULE}@21")
-    environ = {"JAVA_HOME": str(home)}
-    monkeypatch.setattr(socket, "gethostname", lambda: "nobody-knows-me.invalid")
-    prepare_environment(environ)
-    assert environ["SPARK_LOCAL_IP"] == "127.0.0.1"
+def test_a_machine_without_names_is_loopback_and_unix_sockets_to_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def knows_nobody(name: str, _: None) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, name)
+
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(socket, "getaddrinfo", knows_nobody)
+    do_without_names(environ)
+    assert environ == {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_UDS_MODE": "true"}
 
 
 def test_under_spark_submit_nothing_is_changed() -> None:
