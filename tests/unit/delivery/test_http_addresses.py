@@ -118,22 +118,23 @@ async def test_a_name_whose_address_is_no_longer_public_is_refused_when_it_is_co
     assert f"is {why}" in answer.detail or f" {why} address" in answer.detail
 
 
-NO_SUCH_NAME = "the name localhost has no address|Name or service not known"  # where there is no /etc/hosts
-LOOPBACK = re.compile(f"a loopback address|{NO_SUCH_NAME}")
+LOOPBACK = "a loopback address"
+NO_SUCH_NAME = "the name localhost has no address|localhost.*Name or service not known"  # where there is no /etc/hosts
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::ffff:127.0.0.1]", "127.1", "2130706433", "0x7f.1", "localhost"])
 async def test_no_way_of_writing_an_address_gets_through_at_either_moment(host: str) -> None:
+    expected = f"{LOOPBACK}|{NO_SUCH_NAME}" if host == "localhost" else LOOPBACK
     async with serving() as handler:
         url = handler.url.replace("127.0.0.1", host)
-        assert LOOPBACK.search(await refused(Guard(), url))
+        assert re.search(expected, await refused(Guard(), url))
         client = HandlerClient(HandlerSettings(url=url), guard=Guard())
         answer = await client.call(b"{}", {})
         await client.close()
 
     assert (answer.status, handler.calls) == (None, [])
     if answer.code != "handler_answer_invalid":  # the HTTP library knows no numbers that are short for an address
-        assert LOOPBACK.search(answer.detail)
+        assert re.search(expected, answer.detail)
 
 
 async def test_a_rebound_name_reaches_nobody_and_an_allowed_network_is_reached() -> None:
