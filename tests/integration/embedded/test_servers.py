@@ -20,15 +20,21 @@ SECONDS = 20.0  # a bound for what the kernel or a server does at once
 
 
 @pytest.fixture(params=["postgres", "redis", "nats"])
-def server(
-    request: pytest.FixtureRequest, short_directory: Path, postgres_in: Callable[[Path], EmbeddedPostgres]
-) -> Iterator[EmbeddedServer]:
-    make: dict[str, Callable[[Path], EmbeddedServer]] = {
+def make(
+    request: pytest.FixtureRequest, postgres_in: Callable[[Path], EmbeddedPostgres]
+) -> Callable[[Path], EmbeddedServer]:
+    """How to make a server that lives in a directory."""
+    kinds: dict[str, Callable[[Path], EmbeddedServer]] = {
         "postgres": postgres_in,
         "redis": EmbeddedRedis,
         "nats": EmbeddedNats,
     }
-    server = make[request.param](short_directory / request.param)
+    return kinds[request.param]
+
+
+@pytest.fixture
+def server(make: Callable[[Path], EmbeddedServer], short_directory: Path) -> Iterator[EmbeddedServer]:
+    server = make(short_directory / "server")
     yield server
     server.stop()
 
@@ -49,6 +55,15 @@ def test_starting_twice_starts_one_process_and_stopping_twice_is_harmless(server
     server.stop()
     assert not first.alive
     assert server.process is None
+
+
+def test_its_directory_may_have_any_name(make: Callable[[Path], EmbeddedServer], short_directory: Path) -> None:
+    server = make(short_directory / "ein 'Bü\"ro'")
+    try:
+        server.start()
+        assert server.start() == server.url
+    finally:
+        server.stop()
 
 
 def test_a_killed_server_starts_again_at_the_same_address(server: EmbeddedServer) -> None:
