@@ -290,7 +290,12 @@ def _check_state(state: str | None) -> None:
 
 
 def _cells(job: JobRow) -> tuple[Any, ...]:
-    return (job.id, job.mesh, job.flow, job.state, job.open, ago(job.started_at), ago(job.ended_at), job.error)
+    error = job.error or _waits_for(job)
+    return (job.id, job.mesh, job.flow, job.state, job.open, ago(job.started_at), ago(job.ended_at), error)
+
+
+def _waits_for(job: JobRow) -> str | None:
+    return f"waits for a worker that has {', '.join(job.unknown)}" if job.unknown else None
 
 
 def _described(job: JobRow) -> list[tuple[str, Any]]:
@@ -299,6 +304,7 @@ def _described(job: JobRow) -> list[tuple[str, Any]]:
         ("mesh", job.mesh),
         ("flow", job.flow),
         ("state", _MEANINGS.get(job.state, job.state)),
+        ("", _waits_for(job)),
         ("open", job.open),
         ("started", job.started_at),
         ("ended", job.ended_at),

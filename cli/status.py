@@ -50,6 +50,7 @@ def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
         stack.daemon: _rows,
         stack.worker: _unpublished,
         stack.nats: _dead_letters,
+        stack.postgres: _jobs,
         stack.broker: _nothing_but_its_health,
     }
     if row["state"] == "running" and program in asking:
@@ -62,11 +63,12 @@ async def _answer(asked: Awaitable[dict[str, int]]) -> dict[str, int] | None:
     """Wait for an answer; None where there is none in time."""
     from aiohttp import ClientError  # noqa: PLC0415
 
+    from chassis.exits import Fatal  # noqa: PLC0415
     from postroom import PostroomError  # noqa: PLC0415
 
     try:
         return await asyncio.wait_for(asked, _ANSWER_SECONDS)
-    except (PostroomError, ClientError, TimeoutError):
+    except (PostroomError, ClientError, Fatal, TimeoutError):
         return None
 
 
@@ -87,6 +89,20 @@ async def _nothing_but_its_health(stack: Stack) -> dict[str, int]:
 async def _unpublished(stack: Stack) -> dict[str, int]:
     """Ask the worker for what waits to be published."""
     return {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}
+
+
+async def _jobs(stack: Stack) -> dict[str, int]:
+    """Ask Postgres for the jobs that an operator looks after."""
+    from chassis.postgres import connected  # noqa: PLC0415
+    from ledger.operating import count_jobs  # noqa: PLC0415
+
+    async with connected(stack.postgres.url) as connection:
+        counts = await count_jobs(connection)
+    return {
+        "running jobs": counts.running,
+        "failed jobs": counts.failed,
+        "steps that no worker knows": counts.unknown,
+    }
 
 
 async def _dead_letters(stack: Stack) -> dict[str, int]:

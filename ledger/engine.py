@@ -23,6 +23,7 @@ from ledger.leg2 import QUERIES, run_leg2
 from ledger.primitives import Answer, fail_activity
 from ledger.requests import Asker, ask_again, find_askers, find_overdue
 from ledger.running import HandlerFailed, Running, most_attempts
+from ledger.setting_aside import bring_back, set_aside, this_worker
 from postroom.errors import PostroomError
 from postroom.flow import Flow
 from postroom.retry_policy import RetryPolicy
@@ -58,6 +59,8 @@ class EngineCounters:
     retried: int = 0
     failed: int = 0  # activities
     asked_again: int = 0
+    set_aside: int = 0  # messages for activities that the flow here does not have
+    brought_back: int = 0  # of those that another worker had set aside
 
 
 async def find_places(pool: Pool, flows: Sequence[str]) -> list[Place]:
@@ -68,10 +71,11 @@ async def find_places(pool: Pool, flows: Sequence[str]) -> list[Place]:
 class Engine:
     """Runs the steps of one flow's jobs; any number of workers may run the same."""
 
-    def __init__(self, pool: Pool, flow: Flow, *, lease: timedelta) -> None:
-        """`lease` is how long a worker that died holds others off a step."""
+    def __init__(self, pool: Pool, flow: Flow, *, lease: timedelta, worker: str | None = None) -> None:
+        """`lease` is how long a worker that died holds others off a step; `worker` names this one to operators."""
         self.counters = EngineCounters()
         self.flow = flow
+        self._worker = this_worker() if worker is None else worker
         self._running = Running(pool=pool, flow=flow, lease=lease)
 
     async def spawned(self, activity: UUID, name: str, guid: str) -> None:
@@ -92,11 +96,13 @@ class Engine:
                 body = await self._running.pool.fetchval(QUERIES["find_request"], activity)
                 await run_leg2(self._running, activity, guid, Answer(body), most)
 
-        await self._run(activity, name, legs)
+        if not await self._set_aside(activity, name, guid, None):
+            await self._run(activity, name, legs)
 
     async def answered(self, activity: UUID, name: str, guid: str, answer: Answer) -> None:
         """Run leg 2 of an activity for the message `guid` that answers it; raises `TryLater`."""
-        await self._run(activity, name, lambda most: run_leg2(self._running, activity, guid, answer, most))
+        if not await self._set_aside(activity, name, guid, answer):
+            await self._run(activity, name, lambda most: run_leg2(self._running, activity, guid, answer, most))
 
     async def find_askers(self, requests: list[UUID]) -> dict[UUID, Asker]:
         """Return which activities of the flow sent those of `requests` that any of them sent."""
@@ -126,6 +132,22 @@ class Engine:
             self.counters.asked_again += exhausted is None
             if exhausted is not None:
                 await self.fail(overdue.activity, exhausted)
+
+    async def bring_back(self) -> None:
+        """Have go out again what workers without its activity have set aside, where the flow here has it."""
+        async with self._running.pool.acquire() as connection:
+            self.counters.brought_back += await bring_back(connection, self.flow.name, self.flow.activities)
+
+    async def _set_aside(self, activity: UUID, name: str, guid: str, answer: Answer | None) -> bool:
+        """Keep a message for a worker that has its activity, where this one has not; False: it is to be run here."""
+        if name in self.flow.activities:
+            return False
+        async with self._running.pool.acquire() as connection:
+            kept = await set_aside(connection, activity, guid, answer, self._worker)
+        self.counters.set_aside += kept
+        if kept:
+            _log.warning("activity_unknown", activity=str(activity), name=name, flow=self.flow.name)
+        return kept
 
     async def _run(self, activity: UUID, name: str, legs: Callable[[int], Awaitable[None]]) -> None:
         policy = self._policy(name)

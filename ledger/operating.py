@@ -34,7 +34,10 @@ class JobFilter(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class JobRow(msgspec.Struct, kw_only=True, frozen=True):
-    """A job; `open` is its semaphore, `error` why it failed or was cancelled."""
+    """A job; `open` is its semaphore, `error` why it failed or was cancelled.
+
+    `unknown` are the activities for which it waits for a worker that has them.
+    """
 
     id: UUID
     mesh: str
@@ -44,9 +47,10 @@ class JobRow(msgspec.Struct, kw_only=True, frozen=True):
     started_at: datetime
     ended_at: datetime | None
     error: str | None
+    unknown: Sequence[str] = ()
 
     @classmethod
-    def of(cls, row: asyncpg.Record) -> Self:
+    def of(cls, row: asyncpg.Record, unknown: Sequence[str]) -> Self:
         """Read a row of the job's table."""
         return cls(
             id=row["id"],
@@ -57,6 +61,7 @@ class JobRow(msgspec.Struct, kw_only=True, frozen=True):
             started_at=row["started_at"],
             ended_at=row["ended_at"],
             error=row["error"],
+            unknown=unknown,
         )
 
 
@@ -64,7 +69,7 @@ class ActivityRow(msgspec.Struct, kw_only=True, frozen=True):
     """An activity of a job; `ledger` is its 15 digits, `cycle` the one of its parent that spawned it, from 0.
 
     `request` is what it was spawned with. `attempts` counts those of leg 1, `deliveries` how often the message that
-    came most often was delivered. `error` is why it failed, or why the attempt before failed.
+    came most often was delivered. `error` is why it failed, why the attempt before failed, or what it waits for.
     """
 
     id: UUID
@@ -89,19 +94,21 @@ class ActivityRow(msgspec.Struct, kw_only=True, frozen=True):
             row["undone"],
             closing=row["closing"],
             failed=row["failed_at"] is not None,
+            unknown=row["worker_without"] is not None,
         )
+        state = state_of(progress, job_state)
         return cls(
             id=row["id"],
             parent=row["parent_id"],
             name=row["name"],
             cycle=row["dimension"],
             request=msgspec.Raw(row["request"].encode()),
-            state=state_of(progress, job_state),
+            state=state,
             attempts=decode_activity(row["ledger"]).leg1_attempts,
             deliveries=row["deliveries"],
             ledger=render(row["ledger"]),
             spawned_at=row["spawned_at"],
-            error=row["error"],
+            error=_lacked(row["name"], row["worker_without"]) if state == "unknown" else row["error"],
         )
 
 
@@ -112,6 +119,14 @@ class OperatorAct(msgspec.Struct, kw_only=True, frozen=True):
     verb: str
     actor: str
     reason: str
+
+
+class JobCounts(msgspec.Struct, kw_only=True, frozen=True):
+    """How many jobs have not ended, how many have failed, and how many steps wait for a worker that has them."""
+
+    running: int
+    failed: int
+    unknown: int
 
 
 class JobTree(msgspec.Struct, kw_only=True, frozen=True):
@@ -149,7 +164,14 @@ async def start(connection: Connection, job: Start) -> bool:
 async def find_jobs(connection: Connection, wanted: JobFilter, limit: int) -> list[JobRow]:
     """Return the newest `limit` jobs that are wanted, newest first."""
     rows = await connection.fetch(QUERIES["find_jobs"], wanted.mesh, wanted.flow, wanted.state, limit)
-    return [JobRow.of(row) for row in rows]
+    return [JobRow.of(row, row["unknown"]) for row in rows]
+
+
+async def count_jobs(connection: Connection) -> JobCounts:
+    """Return how many jobs of all meshes are as an operator asks first."""
+    row = await connection.fetchrow(QUERIES["count_jobs"])
+    assert row is not None  # noqa: S101 - it counts
+    return JobCounts(**dict(row))
 
 
 async def show_job(connection: Connection, job: UUID) -> JobTree:
@@ -160,9 +182,10 @@ async def show_job(connection: Connection, job: UUID) -> JobTree:
             raise missing(job)
         activities = await connection.fetch(QUERIES["find_activities"], job)
         log = await connection.fetch(QUERIES["find_log"], job)
+    steps = [ActivityRow.of(each, row["state"]) for each in activities]
     return JobTree(
-        job=JobRow.of(row),
-        activities=[ActivityRow.of(each, row["state"]) for each in activities],
+        job=JobRow.of(row, sorted({step.name for step in steps if step.state == "unknown"})),
+        activities=steps,
         log=[OperatorAct(**dict(each)) for each in log],
     )
 
@@ -198,6 +221,13 @@ async def _check_mesh(connection: Connection, mesh: str) -> None:
 def missing(job: UUID) -> NotFound:
     """Say that there is no such job."""
     return NotFound.of(404, "job_missing", f"there is no job {job}: `postroom jobs list` shows them")
+
+
+def _lacked(name: str, worker: str) -> str:
+    return (
+        f"the worker {worker} has no activity {name!r}, nor had any before it: the name is misspelt or was changed, or "
+        "they run an older version of the flow; it waits for one that has it"
+    )
 
 
 def _ended(job: UUID, state: str) -> Conflict:

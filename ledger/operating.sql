@@ -3,15 +3,31 @@
 -- Whoever ends a job or lets it go on holds all its activities first, and by that every entry and step of them.
 
 -- name: find_jobs
--- The newest $4 jobs of the context $1, the flow $2 and the state $3, each of which may be null.
-SELECT id, context, flow, state, semaphore, started_at, ended_at, error
+-- The newest $4 jobs of the context $1, the flow $2 and the state $3, each of which may be null; of each that has not ended
+-- also the activities that wait for a worker which has them.
+SELECT id, context, flow, state, semaphore, started_at, ended_at, error, CASE WHEN state IN ('running', 'closed') THEN ARRAY(
+  SELECT DISTINCT activity.name
+  FROM ledger.set_aside JOIN ledger.activity ON activity.id = set_aside.activity_id
+  WHERE activity.job_id = job.id
+  ORDER BY activity.name
+) ELSE '{}' END AS unknown
 FROM ledger.job
 WHERE ($1::text IS NULL OR context = $1) AND ($2::text IS NULL OR flow = $2) AND ($3::text IS NULL OR state = $3)
 ORDER BY started_at DESC, id DESC
 LIMIT $4;
 
+-- name: count_jobs
+-- How many jobs have not ended, how many have failed, and how many steps wait for a worker that has their activity.
+SELECT
+  (SELECT count(*) FROM ledger.job WHERE state IN ('running', 'closed')) AS running,
+  (SELECT count(*) FROM ledger.job WHERE state = 'failed') AS failed,
+  (SELECT count(DISTINCT activity.id)
+    FROM ledger.set_aside JOIN ledger.activity ON activity.id = set_aside.activity_id
+      JOIN ledger.job ON job.id = activity.job_id
+    WHERE job.state IN ('running', 'closed')) AS unknown;
+
 -- name: find_job
--- The job $1.
+-- The job $1, as `find_jobs` has it without what waits.
 SELECT id, context, flow, state, semaphore, started_at, ended_at, error FROM ledger.job WHERE id = $1;
 
 -- name: has_meshes
@@ -29,12 +45,15 @@ FROM ledger.job JOIN ledger.activity ON activity.job_id = job.id AND activity.pa
 WHERE job.id = $1;
 
 -- name: find_activities
--- The activities of the job $1, children in the order in which they were spawned, and of each how far its messages are.
+-- The activities of the job $1, children in the order in which they were spawned, and of each how far its messages are,
+-- and the last worker that took one without having the activity.
 SELECT activity.id, activity.parent_id, activity.dimension, activity.name, activity.request::text AS request,
   activity.spawned_at, activity.ledger,
   activity.answers_due, activity.answers_taken, activity.failed_at,
   coalesce(activity.error, activity.last_error, messages.last_error) AS error,
-  messages.undone, messages.closing, messages.deliveries
+  messages.undone, messages.closing, messages.deliveries, (
+    SELECT worker FROM ledger.set_aside WHERE activity_id = activity.id ORDER BY at DESC LIMIT 1
+  ) AS worker_without
 FROM ledger.activity, LATERAL (
   SELECT count(*) FILTER (WHERE NOT ledger.is_set(guid.ledger, 1000000000)) AS undone,
     coalesce(

@@ -58,10 +58,14 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a leg-2 message says (JSON), and the id of the request that it answers; None where none was sent."""
+    """What a leg-2 message says (JSON), the id of the request that it answers, and the event that it came as.
+
+    Both are None where nothing was sent.
+    """
 
     body: str = "null"
     request: UUID | None = None
+    event: str | None = None
 
 
 NO_ANSWER: Final = Answer()
@@ -175,7 +179,7 @@ async def enter_leg2(
     """
     owner = uuid4()
     found = await connection.fetchrow(
-        QUERIES["enter_leg2"], activity, guid, owner, lease, *answer, most, most_completions
+        QUERIES["enter_leg2"], activity, guid, owner, lease, answer.body, answer.request, most, most_completions
     )
     row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
     return Leg2(

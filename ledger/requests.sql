@@ -11,9 +11,11 @@ FROM named JOIN ledger.activity ON activity.id = named.activity_id
 WHERE (SELECT flow FROM ledger.job WHERE id = activity.job_id) = $2;
 
 -- name: find_overdue
--- The requests of the flows $1 whose answer is overdue, oldest first, at most $2. The flow is looked up as above.
+-- The requests of the flows $1 whose answer is overdue, oldest first, at most $2. The flow is looked up as above. One
+-- that has an answer which waits for a worker is not overdue.
 WITH overdue AS MATERIALIZED (
-  SELECT id, activity_id, due_at FROM ledger.request WHERE due_at <= now()
+  SELECT id, activity_id, due_at FROM ledger.request
+  WHERE due_at <= now() AND NOT EXISTS (SELECT FROM ledger.set_aside WHERE request_id = request.id)
 )
 SELECT overdue.id, overdue.activity_id AS activity
 FROM overdue JOIN ledger.activity ON activity.id = overdue.activity_id

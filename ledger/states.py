@@ -11,7 +11,17 @@ from ledger.digits import decode_activity
 
 JOB_STATES: Final = ("running", "closed", "completed", "failed", "cancelled")
 ENDED: Final = ("completed", "failed", "cancelled")
-ACTIVITY_STATES: Final = ("waiting", "asking", "asked", "working", "completing", "done", "failed", "stopped")
+ACTIVITY_STATES: Final = (
+    "waiting",
+    "asking",
+    "asked",
+    "working",
+    "completing",
+    "done",
+    "failed",
+    "stopped",
+    "unknown",
+)
 
 
 class Progress(NamedTuple):
@@ -23,17 +33,21 @@ class Progress(NamedTuple):
     undone: int = 0  # messages that were entered, and whose step 2 is not done
     closing: bool = False  # one of them closed the job, and its completion tasks are not done
     failed: bool = False
+    unknown: bool = False  # a message of it was set aside, by a worker that does not have it
 
 
 def state_of(progress: Progress, job_state: str) -> str:
     """Name the state of an activity of a job that is in `job_state`.
 
-    Whatever is not done when its job ends is `stopped`; the one that failed is `failed`.
+    Whatever is not done when its job ends is `stopped`; the one that failed is `failed`. What waits for a worker that
+    has the activity is `unknown`.
     """
     if progress.failed:
         return "failed"
     state = _under_way(progress)
-    return "stopped" if state != "done" and job_state in ENDED else state
+    if job_state in ENDED:
+        return "done" if state == "done" else "stopped"
+    return "unknown" if progress.unknown else state
 
 
 def _under_way(progress: Progress) -> str:

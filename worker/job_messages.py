@@ -1,6 +1,6 @@
 """What a message says to the engine of a flow: which leg of which activity it moves on, or that it is none of its own.
 
-activity_spawned                leg 1, in its body the activity
+activity_spawned                leg 1, in its body the activity, and the message where one is to come again
 activity_cycled                 leg 2, in its body the activity and what it works on again
 activity_retried                leg 2, in its body the activity and the message that is to come again
 any event that names a request  leg 2: in `X-Causation-Id`, or in its body as `answers`, the request's message id
@@ -34,8 +34,9 @@ class _Body(msgspec.Struct):
     flow: str
     name: str
     request: Any = None
-    guid: str = ""
+    guid: str | None = None
     answer: Any = None
+    event: str | None = None
 
 
 class _Answering(msgspec.Struct):
@@ -103,13 +104,13 @@ def read(delivery: Delivery) -> Meaning:
     return None if request is None else Answering(request, event, guid)
 
 
-def answer_of(delivery: Delivery, request: UUID) -> Answer:
-    """Return what an answer says: its body, or what was sent where it came from a send; raises `InvalidMessage`.
+def answer_of(delivery: Delivery, request: UUID, event: str) -> Answer:
+    """Return what `event` answers: its body, or what was sent where it came from a send; raises `InvalidMessage`.
 
     A send's text that is not JSON is handed on as a text.
     """
     try:
-        return Answer(msgspec.json.encode(_said(delivery.data)).decode(), request)
+        return Answer(msgspec.json.encode(_said(delivery.data)).decode(), request, event)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"the answer {delivery.message_id} to the request {request} is not JSON: {error}"
         raise InvalidMessage.of(400, "invalid_answer", detail) from error
@@ -121,14 +122,15 @@ def _own(event: str, guid: str, delivery: Delivery) -> Spawned | Due:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidMessage.of(400, "invalid_job_message", f"{delivery.message_id} is no {event}: {error}") from error
     if event == SPAWNED:
-        return Spawned(body.activity, body.name, body.flow, guid)
+        return Spawned(body.activity, body.name, body.flow, body.guid or guid)
     if event == CYCLED:
-        return Due(body.activity, body.name, body.flow, guid, _answer(body.request, None))
-    return Due(body.activity, body.name, body.flow, body.guid, _answer(body.answer, _uuid(body.request)))
+        return Due(body.activity, body.name, body.flow, guid, _answer(body.request))
+    answer = _answer(body.answer, _uuid(body.request), body.event)
+    return Due(body.activity, body.name, body.flow, body.guid or guid, answer)
 
 
-def _answer(said: Any, request: UUID | None) -> Answer:
-    return Answer(msgspec.json.encode(said).decode(), request)
+def _answer(said: Any, request: UUID | None = None, event: str | None = None) -> Answer:
+    return Answer(msgspec.json.encode(said).decode(), request, event)
 
 
 def _said(data: bytes) -> Any:

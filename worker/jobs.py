@@ -75,7 +75,7 @@ class JobHandler:
             meaning = self._answer(delivery, meaning, askers)
         if isinstance(meaning, Dead):
             await settle(delivery, meaning)
-        elif meaning is None or meaning.flow != self._engine.flow.name:
+        elif meaning is None or meaning.flow != self._engine.flow.name or not self._is_awaited(meaning):
             self._engine.counters.ignored += 1
             await settle(delivery, DONE)
         else:
@@ -84,14 +84,22 @@ class JobHandler:
     def _answer(self, delivery: Delivery, answering: Answering, askers: Mapping[UUID, Asker]) -> Due | Dead | None:
         """Return the leg 2 that an answer is for; None where the request is none of the flow's."""
         asker = askers.get(answering.request)
-        activity = None if asker is None else self._engine.flow.activities.get(asker.name)
-        if asker is None or (activity is not None and activity.answer not in {None, answering.event}):
+        if asker is None or not self._awaits(asker.name, answering.event):
             return None
         try:
-            answer = answer_of(delivery, answering.request)
+            answer = answer_of(delivery, answering.request, answering.event)
         except InvalidMessage as error:
             return Dead(error.code, str(error))
         return Due(asker.activity, asker.name, self._engine.flow.name, answering.guid, answer)
+
+    def _is_awaited(self, meaning: Spawned | Due) -> bool:
+        """Tell whether a message is awaited: an answer may have been set aside by a worker that could not know."""
+        return isinstance(meaning, Spawned) or self._awaits(meaning.name, meaning.answer.event)
+
+    def _awaits(self, name: str, event: str | None) -> bool:
+        """Tell whether an event may be an activity's answer: any may be that of one that this worker lacks."""
+        activity = self._engine.flow.activities.get(name)
+        return event is None or activity is None or activity.answer in {None, event}
 
     async def _move_on(self, meaning: Spawned | Due) -> Outcome:
         try:
@@ -142,11 +150,12 @@ class Jobs:
         return self._consumers.running
 
     async def _look(self, js: JetStreamContext) -> None:
-        """Begin what is missing, and ask again for what is overdue."""
+        """Begin what is missing, bring back what waits for an activity, and ask again for what is overdue."""
         for place in await find_places(self._pool, list(self.engines)):
             if (place.flow, place.mesh) not in self.running:
                 await self._begin(js, place)
         for engine in self.engines.values():
+            await engine.bring_back()
             await engine.look_after_requests()
 
     async def _begin(self, js: JetStreamContext, place: Place) -> None:

@@ -101,6 +101,7 @@ def test_status_shows_every_process_and_the_backlog(stack: Stack) -> None:
     assert "@" not in rows["nats"]["address"]  # no password
     assert set(rows["worker"]["backlog"]) == {"unpublished events", "unpublished deliveries"}
     assert rows["nats"]["backlog"] == {"dead in DEMO_DLQ": 0}
+    assert rows["postgres"]["backlog"] == {"running jobs": 0, "failed jobs": 0, "steps that no worker knows": 0}
 
 
 def test_status_tells_a_broker_that_hangs_from_one_that_runs(stack: Stack) -> None:

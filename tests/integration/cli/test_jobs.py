@@ -18,6 +18,7 @@ from terminal import Terminal
 from embedded import EmbeddedPostgres
 from ledger.database import migrate
 from ledger.primitives import Child, fail_activity, finish_work, spawn
+from ledger.setting_aside import set_aside
 
 FLOW = """
 from postroom.flow import Flow
@@ -269,3 +270,19 @@ def test_without_a_database_it_says_what_to_do(office: Office, database_url: str
     assert empty.code == 78
     assert "postroom broker migrate" in empty.sentence()
     assert office.user.run("jobs", "list", "--database", "nonsense").code == 78
+
+
+def test_a_step_that_no_worker_knows_says_which_and_what_it_waits_for(office: Office) -> None:
+    async def work(jobs: Jobs) -> UUID:
+        begun = await jobs.begin()
+        assert await set_aside(jobs.connection, begun.root, "m-1", None, "post/4711")
+        return begun.job
+
+    job = office.work(work)
+    shown = office.user.run("jobs", "show", str(job)).out
+    assert "waits for a worker that has extract" in shown
+    assert "the worker post/4711 has no activity 'extract'" in shown
+    assert office.user.run("jobs", "tree", str(job)).out == "extract  unknown\n"
+    assert "waits for a worker that has extract" in office.user.run("jobs", "list", "--limit", "1").out
+    (listed,) = office.user.run("jobs", "list", "--limit", "1", "--json").json
+    assert listed["unknown"] == ["extract"]

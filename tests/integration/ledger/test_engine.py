@@ -320,12 +320,3 @@ async def test_faults_are_acknowledged_or_come_again_as_they_say(running: Runnin
     with pytest.raises(TryLater, match="try again later"):
         await running.engine.answered(start.root, "extract", "m-1", Answer("1"))
     assert (running.engine.counters.acknowledged, running.engine.counters.retried) == (1, 2)
-
-
-async def test_an_activity_that_the_flow_no_longer_has_is_tried_and_fails(running: Running) -> None:
-    start = await running.begin("renamed")
-    with pytest.raises(TryLater, match="has no activity 'renamed'"):
-        await running.engine.spawned(start.root, "renamed", "spawned")
-    await running.jobs.set_ledger(start.root, 19_000_000_000_000)
-    await running.engine.spawned(start.root, "renamed", "spawned")
-    assert (await running.ended(start))[0] == "failed"

@@ -182,6 +182,17 @@ async def test_a_step_that_kills_its_worker_each_time_fails_the_job_after_its_at
     assert error == "attempt 2 of 2 of leg 2 ended without a word: its worker was killed, or lost its lease"
 
 
+async def test_jobs_of_a_newer_flow_get_past_a_worker_that_is_older(office: Office) -> None:
+    with office.worker("older_flow:older"):
+        jobs = [await office.start("deployed", "count") for _ in range(10)]
+        await office.until_is("SELECT count(*) FROM ledger.set_aside", len(jobs))
+        with office.worker("older_flow:newer"):
+            await office.until_is("SELECT count(*) FROM ledger.job WHERE state = 'completed'", len(jobs))
+    attempts = await office.connection.fetch("SELECT DISTINCT ledger / 1000000000000 FROM ledger.activity")
+    assert [row[0] for row in attempts] == [1]
+    assert await office.connection.fetchval("SELECT count(*) FROM ledger.set_aside") == 0
+
+
 @pytest.mark.parametrize(
     ("flow", "sentence"),
     [("nowhere:flow", "cannot import nowhere"), ("nightly_export:nothing", "there is no nothing in nightly_export")],

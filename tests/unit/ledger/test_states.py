@@ -33,8 +33,14 @@ def test_what_is_not_done_when_its_job_ends_is_stopped(word: str, ended: str) ->
     assert state_of(WORDS[word], ended) == (word if word in {"done", "failed"} else "stopped")
 
 
+def test_what_waits_for_a_worker_that_has_the_activity_is_unknown_until_its_job_ends() -> None:
+    progress = Progress(1_100_000_000_000, unknown=True)
+    assert state_of(progress, "running") == "unknown"
+    assert {state_of(progress, ended) for ended in ENDED} == {"stopped"}
+
+
 def test_every_word_is_listed() -> None:
-    assert {*WORDS, "stopped"} == set(ACTIVITY_STATES)
+    assert {*WORDS, "stopped", "unknown"} == set(ACTIVITY_STATES)
 
 
 def test_the_states_of_a_job_are_those_of_its_table() -> None:

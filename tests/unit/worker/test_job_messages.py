@@ -33,6 +33,13 @@ def test_the_engines_own_events_name_the_activity_and_what_is_due() -> None:
     assert retried == Due(ACTIVITY, "load", "export", "m-0", Answer("[1]", REQUEST))
 
 
+def test_a_message_that_was_set_aside_comes_again_as_itself() -> None:
+    assert read(delivery("activity_spawned", {**OWN, "guid": "m-0"})) == Spawned(ACTIVITY, "load", "export", "m-0")
+    answer = {"guid": "m-0", "answer": 1, "request": str(REQUEST), "event": "extracted"}
+    again = read(delivery("activity_retried", {**OWN, **answer}))
+    assert again == Due(ACTIVITY, "load", "export", "m-0", Answer("1", REQUEST, "extracted"))
+
+
 def test_a_replay_is_the_message_that_it_replays() -> None:
     spawned = read(delivery("activity_spawned", OWN, Postroom_Replay_Of="m-0"))
     assert isinstance(spawned, Spawned)
@@ -76,9 +83,9 @@ def test_what_names_no_request_says_nothing(message: Delivery) -> None:
     ],
 )
 def test_an_answer_is_a_body_or_what_was_sent(body: Any, said: str) -> None:
-    assert answer_of(delivery("extracted", body), REQUEST) == Answer(said, REQUEST)
+    assert answer_of(delivery("extracted", body), REQUEST, "extracted") == Answer(said, REQUEST, "extracted")
 
 
 def test_an_answer_that_is_not_json_is_refused() -> None:
     with pytest.raises(InvalidMessage, match="is not JSON"):
-        answer_of(delivery("extracted", b"not JSON"), UUID(int=1))
+        answer_of(delivery("extracted", b"not JSON"), UUID(int=1), "extracted")
