@@ -15,8 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from embedded import ProcessIdentity
+from embedded.server import wait_until
 
 _STEPS = ((signal.SIGTERM, 60.0), (signal.SIGKILL, 10.0))
+_SECONDS = 60.0  # a server that loses its session ends within one
 
 
 @contextmanager
@@ -36,7 +38,13 @@ def clear_up(directory: Path) -> None:
         supervisor = ProcessIdentity.read(file)
         if supervisor is not None:
             supervisor.end(*_STEPS)
+    wait_until(lambda: _removed(directory), _SECONDS)
+
+
+def _removed(directory: Path) -> bool:
+    """Try to remove the directory: a server that is about to end may still write into it."""
     shutil.rmtree(directory, ignore_errors=True)
+    return not directory.exists()
 
 
 if __name__ == "__main__":

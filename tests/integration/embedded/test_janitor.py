@@ -24,6 +24,18 @@ with clearing_up(directory):
     print(detached.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
+WRITER = """
+import itertools, sys, time
+from pathlib import Path
+server = Path(sys.argv[1], "server")
+server.mkdir(parents=True)
+first = server / "0"
+for number in itertools.count():
+    (server / str(number)).mkdir()
+    if not first.exists():
+        break
+    time.sleep(0.001)
+"""
 
 
 def test_what_a_killed_session_had_detached_is_ended_and_its_files_are_removed(tmp_path: Path) -> None:
@@ -36,3 +48,12 @@ def test_what_a_killed_session_had_detached_is_ended_and_its_files_are_removed(t
     assert wait_until(lambda: not directory.exists(), SECONDS)
     detached = ProcessIdentity.of(pid)  # perhaps a zombie
     assert detached is None or detached.wait(SECONDS)
+
+
+def test_what_a_server_writes_before_it_ends_too_is_removed_as_well(tmp_path: Path) -> None:
+    directory = tmp_path / "session"
+    janitor = [sys.executable, SUPPORT / "janitor.py", directory]
+    with subprocess.Popen([sys.executable, "-c", WRITER, directory], stderr=subprocess.DEVNULL):
+        assert wait_until(directory.exists, SECONDS)
+        subprocess.run(janitor, stdin=subprocess.DEVNULL, env={"PYTHONPATH": str(SUPPORT)}, check=True)
+        assert not directory.exists()
