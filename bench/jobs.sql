@@ -34,7 +34,7 @@ UPDATE ledger.activity SET ledger = 1100000000000;
 
 -- name: ask
 -- The requests; in the order of their ids, which is none, neighbours are of different jobs.
-INSERT INTO ledger.request (id, activity_id) SELECT request, activity FROM bench_tree ORDER BY request RETURNING id;
+INSERT INTO ledger.request (id, activity_id, flow) SELECT request, activity, 'bench' FROM bench_tree ORDER BY request RETURNING id;
 
 -- name: done
 -- How many messages have done step 2.

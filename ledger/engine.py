@@ -125,8 +125,8 @@ class Engine:
         await self.fail(activity, error)
 
     async def look_after_requests(self) -> None:
-        """Ask again for what is overdue; what was asked as often as it may be fails its activity."""
-        for overdue in await find_overdue(self._running.pool, [self.flow.name]):
+        """Ask again for some of what is overdue; what was asked as often as it may be fails its activity."""
+        for overdue in await find_overdue(self._running.pool, self.flow.name):
             async with self._running.pool.acquire() as connection:
                 exhausted = await ask_again(connection, overdue)
             self.counters.asked_again += exhausted is None

@@ -11,7 +11,7 @@ from chassis.sql import load_queries
 
 QUERIES: Final = load_queries("ledger", "requests.sql")
 
-_MOST_AT_ONCE: Final = 100
+MOST_AT_ONCE: Final = 100  # requests that one look asks again for
 
 
 class Asker(NamedTuple):
@@ -36,9 +36,9 @@ async def find_askers(pool: Pool, flow: str, requests: Sequence[UUID]) -> dict[U
     return {row["id"]: Asker(row["activity"], row["name"]) for row in rows}
 
 
-async def find_overdue(pool: Pool, flows: Sequence[str]) -> list[Overdue]:
-    """Return some requests of `flows` whose answer is overdue, oldest first."""
-    rows = await pool.fetch(QUERIES["find_overdue"], flows, _MOST_AT_ONCE)
+async def find_overdue(pool: Pool, flow: str) -> list[Overdue]:
+    """Return some requests of `flow` whose answer is overdue, oldest first; of however many, it reads those alone."""
+    rows = await pool.fetch(QUERIES["find_overdue"], flow, MOST_AT_ONCE)
     return [Overdue(row["id"], row["activity"]) for row in rows]
 
 

@@ -1,26 +1,17 @@
 -- Requests that wait for their answers. `ask_again` judges as the primitives do (primitives.sql), in turn with them.
 
 -- name: find_requests
--- Which activities of the flow $2 asked with the messages $1. The flow is looked up for each: joined, Postgres may begin with
--- all jobs of a flow, and everything that they ever sent.
-WITH named AS MATERIALIZED (
-  SELECT id, activity_id FROM ledger.request WHERE id = ANY ($1::uuid[])
-)
-SELECT named.id, activity.id AS activity, activity.name
-FROM named JOIN ledger.activity ON activity.id = named.activity_id
-WHERE (SELECT flow FROM ledger.job WHERE id = activity.job_id) = $2;
+-- Which activities of the flow $2 asked with the messages $1.
+SELECT request.id, activity.id AS activity, activity.name
+FROM ledger.request JOIN ledger.activity ON activity.id = request.activity_id
+WHERE request.id = ANY ($1::uuid[]) AND request.flow = $2;
 
 -- name: find_overdue
--- The requests of the flows $1 whose answer is overdue, oldest first, at most $2. The flow is looked up as above. One
--- that has an answer which waits for a worker is not overdue.
-WITH overdue AS MATERIALIZED (
-  SELECT id, activity_id, due_at FROM ledger.request
-  WHERE due_at <= now() AND NOT EXISTS (SELECT FROM ledger.set_aside WHERE request_id = request.id)
-)
-SELECT overdue.id, overdue.activity_id AS activity
-FROM overdue JOIN ledger.activity ON activity.id = overdue.activity_id
-WHERE (SELECT flow FROM ledger.job WHERE id = activity.job_id) = ANY ($1::text[])
-ORDER BY overdue.due_at LIMIT $2;
+-- The requests of the flow $1 whose answer is overdue, oldest first, at most $2. One that has an answer which waits for a
+-- worker is not overdue.
+SELECT id, activity_id AS activity FROM ledger.request
+WHERE flow = $1 AND due_at <= now() AND NOT EXISTS (SELECT FROM ledger.set_aside WHERE request_id = request.id)
+ORDER BY due_at LIMIT $2;
 
 -- name: take_turn
 -- Takes the turn of the activity $1 until the end of the transaction.

@@ -107,10 +107,12 @@ CREATE TABLE ledger.activity (
 CREATE UNIQUE INDEX a_job_has_one_root ON ledger.activity (job_id) WHERE parent_id IS NULL;
 
 -- What activities asked for, by the message id of the command that asks, which is what an answer names as its cause. The
--- first answer counts. Where none has come when one is due, the command goes out again, `asks` times in all.
+-- first answer counts. Where none has come when one is due, the command goes out again, `asks` times in all. The flow is that
+-- of the job, and stands here so that its workers find theirs among those of all flows.
 CREATE TABLE ledger.request (
   id uuid PRIMARY KEY,
   activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
+  flow text COLLATE "C" NOT NULL,
   timeout interval CHECK (timeout > interval '0'),
   asks integer NOT NULL DEFAULT 1,
   asked integer NOT NULL DEFAULT 1,
@@ -121,7 +123,7 @@ CREATE TABLE ledger.request (
   CONSTRAINT an_answer_is_due_in_time CHECK (due_at IS NULL OR (timeout IS NOT NULL AND answered_by IS NULL))
 );
 CREATE INDEX request_activity ON ledger.request (activity_id);
-CREATE INDEX request_due ON ledger.request (due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX request_due ON ledger.request (flow, due_at) WHERE due_at IS NOT NULL;
 
 -- The ledger of each leg-2 message, what it says (for an operator's retry), and what the work of step 1 returned for step 2
 -- to go on with. Attempts before the last retry of its job count no more; nor do those of steps 1 and 2 for step 3.

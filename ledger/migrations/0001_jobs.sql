@@ -105,10 +105,12 @@ CREATE TABLE ledger.activity (
 CREATE UNIQUE INDEX a_job_has_one_root ON ledger.activity (job_id) WHERE parent_id IS NULL;
 
 -- What activities asked for, by the message id of the command that asks, which is what an answer names as its cause. The
--- first answer counts. Where none has come when one is due, the command goes out again, `asks` times in all.
+-- first answer counts. Where none has come when one is due, the command goes out again, `asks` times in all. The flow is that
+-- of the job, and stands here so that its workers find theirs among those of all flows.
 CREATE TABLE ledger.request (
   id uuid PRIMARY KEY,
   activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
+  flow text COLLATE "C" NOT NULL,
   timeout interval CHECK (timeout > interval '0'),
   asks integer NOT NULL DEFAULT 1,
   asked integer NOT NULL DEFAULT 1,
@@ -119,7 +121,7 @@ CREATE TABLE ledger.request (
   CONSTRAINT an_answer_is_due_in_time CHECK (due_at IS NULL OR (timeout IS NOT NULL AND answered_by IS NULL))
 );
 CREATE INDEX request_activity ON ledger.request (activity_id);
-CREATE INDEX request_due ON ledger.request (due_at) WHERE due_at IS NOT NULL;
+CREATE INDEX request_due ON ledger.request (flow, due_at) WHERE due_at IS NOT NULL;
 
 -- The ledger of each leg-2 message, what it says (for an operator's retry), and what the work of step 1 returned for step 2
 -- to go on with. Attempts before the last retry of its job count no more; nor do those of steps 1 and 2 for step 3.
@@ -153,6 +155,24 @@ CREATE TABLE ledger.missed (
 
   PRIMARY KEY (activity_id, guid)
 );
+
+-- Messages that a worker took without having their activity (an older deployment, a name that changed): acknowledged, and
+-- kept for a worker that has it. Of leg 2, with what the message says, and as which event it came: which of them answer,
+-- the activity knows, that is, a worker that has it.
+CREATE TABLE ledger.set_aside (
+  activity_id uuid NOT NULL REFERENCES ledger.activity ON DELETE CASCADE,
+  guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]+$' AND length(guid) <= 255),
+  at timestamptz NOT NULL DEFAULT now(),
+  worker text NOT NULL,
+  leg integer NOT NULL CHECK (leg IN (1, 2)),
+  answer jsonb,
+  request_id uuid,
+  event text COLLATE "C",
+
+  PRIMARY KEY (activity_id, guid),
+  CONSTRAINT leg_2_has_an_answer CHECK (leg = 2 OR num_nonnulls(answer, request_id, event) = 0)
+);
+CREATE INDEX set_aside_request ON ledger.set_aside (request_id) WHERE request_id IS NOT NULL;
 
 -- The rules of every change: functions, whose expressions Postgres keeps ready, unlike a trigger's condition.
 

@@ -93,7 +93,7 @@ BEGIN
   PERFORM ledger.take_turn(complete_leg1.activity);
   RETURN QUERY
   WITH judged AS MATERIALIZED (
-    SELECT activity.*, job.state, job.context, CASE
+    SELECT activity.*, job.state, job.context, job.flow, CASE
       WHEN job.state <> 'running' OR failed_at IS NOT NULL THEN 'inactive'
       WHEN ledger.is_set(ledger, 100000000000) THEN 'duplicate'
       WHEN (owner = complete_leg1.owner AND leased_until > clock_timestamp()) IS NOT TRUE THEN 'lease_lost'
@@ -108,10 +108,10 @@ BEGIN
     WHERE activity.id = judged.id AND verdict = 'done'
     RETURNING activity.id, activity.job_id, activity.ledger
   ), asked AS (
-    INSERT INTO ledger.request (id, activity_id, timeout, asks, due_at)
-    SELECT complete_leg1.request, completed.id, complete_leg1.timeout, complete_leg1.asks,
+    INSERT INTO ledger.request (id, activity_id, flow, timeout, asks, due_at)
+    SELECT complete_leg1.request, completed.id, judged.flow, complete_leg1.timeout, complete_leg1.asks,
       clock_timestamp() + complete_leg1.timeout
-    FROM completed
+    FROM completed, judged
     WHERE complete_leg1.request IS NOT NULL
     RETURNING id
   ), emitted AS (
@@ -300,8 +300,8 @@ BEGIN
       AS child (id, name, request, place)
     RETURNING id, job_id, name
   ), asked AS (
-    INSERT INTO ledger.request (id, activity_id, timeout, asks, due_at)
-    SELECT ask.id, judged.activity_id, ask.timeout, ask.asks, clock_timestamp() + ask.timeout
+    INSERT INTO ledger.request (id, activity_id, flow, timeout, asks, due_at)
+    SELECT ask.id, judged.activity_id, judged.flow, ask.timeout, ask.asks, clock_timestamp() + ask.timeout
     FROM moved, judged, unnest(spawn.requests, spawn.timeouts, spawn.asks) AS ask (id, timeout, asks)
     RETURNING id
   ), emitted AS (
