@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
@@ -18,6 +19,7 @@ from cli.selection import chosen_ids
 
 if TYPE_CHECKING:
     from chassis.postgres import Connection
+    from ledger.messages import MessageRow
     from ledger.operating import ActivityRow, JobRow, JobTree
 
 T = TypeVar("T")
@@ -60,6 +62,8 @@ State = Annotated[
 _COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
 _STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "REQUEST", "ERROR")
 _REQUEST_CHARACTERS: Final = 30  # of what a step was spawned with, in a table
+_SAID_CHARACTERS: Final = 200  # of what a message says
+_NUMBER: Final = re.compile(r"[0-9]+")  # a ledger is written so, right or wrong; no message's id is
 _DONE: Final = {"retry": "goes on", "cancel": "is cancelled"}
 _KINDS: Final = {"activity": "an activity", "message": "a message, which an activity runs leg 2 for"}
 _MEANINGS: Final = {"closed": "closed (every step is done, and the completion tasks are not)"}
@@ -191,14 +195,29 @@ def cancel(
 @app.command()
 def explain(
     *,
-    ledger: Annotated[str, typer.Argument(metavar="LEDGER", help="15 digits, as `postroom jobs show` has them.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="LEDGER|ID",
+            help="15 digits, as `postroom jobs show` has them; or a message's id, or an activity's.",
+        ),
+    ],
+    database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Say what every digit of a ledger means, an activity's or a leg-2 message's; asks no database.
+    """Say what every digit of a ledger means (this asks no database), or what became of a message.
 
     \b
         postroom jobs explain 001110000000001
+        postroom jobs explain 01a1fc82-ab5c-0689-9154-33ba9c88d7e4
     """  # noqa: D301 - \b: as it stands
+    if _NUMBER.fullmatch(what):
+        _explain_ledger(what, as_json=as_json)
+    else:
+        _explain_message(database, what, as_json=as_json)
+
+
+def _explain_ledger(ledger: str, *, as_json: bool) -> None:
     from ledger.digits import explain as read  # noqa: PLC0415
     from ledger.digits import kind_of  # noqa: PLC0415
 
@@ -210,6 +229,22 @@ def explain(
     line(f"{ledger} is the ledger of {_KINDS[kind_of(ledger)]}")
     line("")
     table(("POSITION", "DIGITS", "MEANING"), meanings)
+
+
+def _explain_message(database: str | None, message: str, *, as_json: bool) -> None:
+    from ledger.digits import explain as read  # noqa: PLC0415
+    from ledger.messages import find_message  # noqa: PLC0415
+
+    for number, found in enumerate(_with_database(database, lambda connection: find_message(connection, message))):
+        if as_json:
+            json_line(found)
+            continue
+        if number:
+            line("")
+        fields(_told(found))
+        if found.ledger is not None:
+            line("")
+            table(("POSITION", "DIGITS", "MEANING"), read(found.ledger))
 
 
 def _operate(
@@ -312,6 +347,21 @@ def _described(job: JobRow) -> list[tuple[str, Any]]:
     ]
 
 
+def _told(found: MessageRow) -> list[tuple[str, Any]]:
+    return [
+        ("id", found.id),
+        ("is", found.sentence),
+        ("activity", f"{found.activity} ({found.name})"),
+        ("job", f"{found.job} ({found.job_state})"),
+        ("mesh", found.mesh),
+        ("flow", found.flow),
+        ("deliveries", found.deliveries),
+        ("ledger", found.ledger),
+        ("says", None if found.said is None else _shortened(bytes(found.said).decode(), _SAID_CHARACTERS)),
+        ("error", found.error),
+    ]
+
+
 def _drawn(found: JobTree) -> Iterator[tuple[str, ActivityRow]]:
     from ledger.drawing import draw  # noqa: PLC0415
 
@@ -337,11 +387,11 @@ def _name(activity: ActivityRow) -> str:
     return f"{activity.name} (cycle {activity.cycle})" if activity.cycle else activity.name
 
 
-def _shortened(request: str) -> str | None:
-    """Cut a request so that a step stays a line; none is nothing."""
-    if request == "null":
+def _shortened(said: str, most: int) -> str | None:
+    """Cut a request or an answer so that it stays a line; none is nothing."""
+    if said == "null":
         return None
-    return request if len(request) <= _REQUEST_CHARACTERS else request[: _REQUEST_CHARACTERS - 1] + "…"
+    return said if len(said) <= most else said[: most - 1] + "…"
 
 
 def _step_cells(lead: str, activity: ActivityRow) -> tuple[Any, ...]:
@@ -352,6 +402,6 @@ def _step_cells(lead: str, activity: ActivityRow) -> tuple[Any, ...]:
         activity.deliveries,
         activity.ledger,
         ago(activity.spawned_at),
-        _shortened(bytes(activity.request).decode()),
+        _shortened(bytes(activity.request).decode(), _REQUEST_CHARACTERS),
         activity.error,
     )

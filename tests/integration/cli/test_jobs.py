@@ -12,12 +12,12 @@ from uuid import UUID, uuid4
 import asyncpg
 import pytest
 from databases import migrated_database
-from ledgers import Jobs
+from ledgers import LEASE, Jobs
 from terminal import Terminal
 
 from embedded import EmbeddedPostgres
 from ledger.database import migrate
-from ledger.primitives import Child, fail_activity, finish_work, spawn
+from ledger.primitives import Answer, Child, enter_leg2, fail_activity, finish_work, spawn
 from ledger.setting_aside import set_aside
 
 FLOW = """
@@ -36,6 +36,7 @@ async def _(ctx, answer):
 unfinished = Flow("unfinished")
 """
 NAME = "flow_of_the_operators"
+SPAWNED = "SELECT id FROM postroom.outbox_events WHERE aggregate_id = $1 AND event_type = 'activity_spawned'"
 
 
 class Office:
@@ -146,6 +147,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["list", "--state", "odd"], 2, "'odd' is no state: running, closed"),
         (["explain", "1"], 2, "it has 15 digits"),
         (["explain", "001000000000001"], 2, "leg 2 was entered, and leg 1 is not complete"),
+        (["explain", "m-7"], 3, "the ledgers know no message and no activity 'm-7'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -286,3 +288,38 @@ def test_a_step_that_no_worker_knows_says_which_and_what_it_waits_for(office: Of
     assert "waits for a worker that has extract" in office.user.run("jobs", "list", "--limit", "1").out
     (listed,) = office.user.run("jobs", "list", "--limit", "1", "--json").json
     assert listed["unknown"] == ["extract"]
+
+
+def test_explain_tells_what_became_of_a_message(office: Office) -> None:
+    async def work(jobs: Jobs) -> tuple[UUID, UUID, UUID, str]:
+        begun = await jobs.asked()
+        request = await jobs.connection.fetchval("SELECT id FROM ledger.request WHERE activity_id = $1", begun.root)
+        answer = f"answer-to-{request}"
+        await enter_leg2(jobs.connection, begun.root, answer, LEASE, Answer('{"parts": 2}', request))
+        return begun.job, begun.root, request, answer
+
+    job, activity, request, answer = office.work(work)
+    told = office.user.run("jobs", "explain", f"{answer}~consumer.1").out
+    for said in (f"{activity} (extract)", f"{job} (running)", '{"parts": 2}', "leg 2 of the activity runs for it"):
+        assert said in told
+    assert "step 1, the work, is not complete" in told
+    (asked,) = office.user.run("jobs", "explain", f"{request}/1", "--json").json
+    assert asked["sentence"] == f"the activity asks with it (once, answered by {answer})"
+    (shown,) = office.user.run("jobs", "explain", str(activity), "--json").json
+    assert (shown["what"], shown["job"], shown["ledger"]) == ("activity", str(job), "001100000000001")
+
+
+def test_explain_tells_of_a_message_that_only_moved_an_activity_on_or_waits(office: Office) -> None:
+    async def work(jobs: Jobs) -> tuple[UUID, UUID]:
+        begun = await jobs.asked()
+        event = await jobs.connection.fetchval(SPAWNED, str(begun.root))
+        await set_aside(jobs.connection, begun.root, "m-aside", Answer("7"), "post/4711")
+        return begun.root, event
+
+    activity, event = office.work(work)
+    (told,) = office.user.run("jobs", "explain", str(event), "--json").json
+    assert (told["what"], told["activity"]) == ("event", str(activity))
+    assert told["sentence"] == "it moves the activity on (activity_spawned, not published yet)"
+    (waits,) = office.user.run("jobs", "explain", "m-aside", "--json").json
+    assert "the worker post/4711 set it aside" in waits["sentence"]
+    assert waits["said"] == 7
