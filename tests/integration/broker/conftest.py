@@ -18,7 +18,7 @@ import asyncpg
 import msgspec
 import pytest
 from aiohttp import web
-from databases import migrated_database
+from databases import migrated_database, postgres_of_its_own
 
 from broker.app import Services, build
 from broker.config import BrokerConfig
@@ -317,11 +317,5 @@ async def broker_process(config_file: Path) -> AsyncIterator[BrokerProcess]:
 @pytest.fixture
 async def own_postgres(short_directory: Path) -> AsyncIterator[EmbeddedPostgres]:
     """A Postgres that a test may stop, with the migrated database `own`."""
-    server = EmbeddedPostgres(short_directory / "postgres", durable=False)
-    server.start()
-    connection = await asyncpg.connect(server.url)
-    await connection.execute("CREATE DATABASE own")
-    await connection.close()
-    await migrate(server.url_of("own"))
-    yield server
-    server.stop()
+    async with postgres_of_its_own(short_directory, migrate) as server:
+        yield server

@@ -8,10 +8,10 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import asyncpg
 import crashing_consumer
 import pytest
 from aiohttp import web
+from databases import postgres_of_its_own
 from handlers import Call, CountingHandler
 from http_consumers import Inbox, config_of, consuming, settled
 from jetstream import DURABLE, Context, until
@@ -26,14 +26,8 @@ from worker.consumer import Services
 @pytest.fixture
 async def own_postgres(short_directory: Path) -> AsyncIterator[EmbeddedPostgres]:
     """A Postgres that the test may stop, with the migrated database `own`."""
-    server = EmbeddedPostgres(short_directory / "postgres", durable=False)
-    server.start()
-    connection = await asyncpg.connect(server.url)
-    await connection.execute("CREATE DATABASE own")
-    await connection.close()
-    await migrate(server.url_of("own"))
-    yield server
-    server.stop()
+    async with postgres_of_its_own(short_directory, migrate) as server:
+        yield server
 
 
 async def test_a_postgres_that_is_away_is_waited_for_and_no_message_is_blamed(
