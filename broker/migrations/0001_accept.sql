@@ -164,7 +164,9 @@ CREATE TABLE mesh.delivery_queue (
   )
 );
 CREATE INDEX delivery_queue_order ON mesh.delivery_queue (recipient_id, history_id) WHERE published_at IS NULL;
-CREATE INDEX delivery_queue_place ON mesh.delivery_queue (stream, stream_sequence) WHERE published_at IS NOT NULL;
+-- A number of a stream is one delivery's. Two workers that mark two with the same at once would not see each other.
+CREATE UNIQUE INDEX delivery_queue_place ON mesh.delivery_queue (stream, stream_sequence, stream_created_at)
+  WHERE published_at IS NOT NULL;
 
 -- Mentions are names, as the sender wrote them; whether a member of that name exists is the reader's to ask.
 CREATE TABLE mesh.mention_index (

@@ -52,7 +52,9 @@ CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (aggregate_id, pos
 CREATE INDEX idx_outbox_correlation ON postroom.outbox_events (correlation_id) WHERE correlation_id IS NOT NULL;
 -- Rows lie about in the order of their publishing: a coarse index is enough for "since" and "before", and costs nothing.
 CREATE INDEX outbox_events_published ON postroom.outbox_events USING brin (published_at) WITH (autosummarize = on);
-CREATE INDEX outbox_events_place ON postroom.outbox_events (stream, stream_sequence) WHERE published_at IS NOT NULL;
+-- A number of a stream is one event's. Two workers that mark two with the same at once would not see each other.
+CREATE UNIQUE INDEX outbox_events_place ON postroom.outbox_events (stream, stream_sequence, stream_created_at)
+  WHERE published_at IS NOT NULL;
 
 -- Puts an event into the outbox and returns its id; it is published if, and only if, the caller's transaction commits.
 --

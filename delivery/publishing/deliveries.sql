@@ -61,20 +61,36 @@ FROM measured WHERE bytes_before < $3 ORDER BY history_id, recipient_id;
 WITH placed AS MATERIALIZED (
   SELECT split_part(key, '.', 1)::uuid AS broker_message_id, split_part(key, '.', 2)::integer AS recipient_id, ack.*
   FROM unnest($1::text[], $2::text[], $3::timestamptz[], $4::bigint[]) AS ack (key, stream, created_at, sequence)
-), lost AS (
+), holder AS MATERIALIZED (
+  SELECT delivery.broker_message_id, delivery.recipient_id, placed.key AS placed_key,
+    placed.broker_message_id AS placed_message_id, placed.recipient_id AS placed_recipient_id,
+    delivery.stream_created_at = placed.created_at AS same_stream,
+    delivery.published_at > now() - $5::interval AS lost
+  FROM placed JOIN mesh.delivery_queue AS delivery
+    ON delivery.stream = placed.stream AND delivery.stream_sequence = placed.sequence
+      AND delivery.published_at IS NOT NULL
+      AND (delivery.broker_message_id, delivery.recipient_id) <> (placed.broker_message_id, placed.recipient_id)
+), unsure AS MATERIALIZED (
+  SELECT placed_key AS key, placed_message_id AS broker_message_id, placed_recipient_id AS recipient_id
+  FROM holder WHERE same_stream
+), requeued AS (
   UPDATE mesh.delivery_queue AS delivery
   SET published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL,
     epoch = epoch + 1, next_attempt_at = now()
+  FROM (
+    SELECT broker_message_id, recipient_id FROM holder WHERE lost
+    UNION SELECT broker_message_id, recipient_id FROM unsure
+  ) AS again
+  WHERE delivery.broker_message_id = again.broker_message_id AND delivery.recipient_id = again.recipient_id
+), marked AS (
+  UPDATE mesh.delivery_queue AS delivery
+  SET published_at = clock_timestamp(), publish_attempts = publish_attempts + 1, publish_error = NULL,
+    stream = placed.stream, stream_created_at = placed.created_at, stream_sequence = placed.sequence
   FROM placed
-  WHERE delivery.published_at > now() - $5::interval AND delivery.stream = placed.stream
-    AND delivery.stream_sequence = placed.sequence
-    AND (delivery.broker_message_id, delivery.recipient_id) <> (placed.broker_message_id, placed.recipient_id)
+  WHERE delivery.broker_message_id = placed.broker_message_id AND delivery.recipient_id = placed.recipient_id
+    AND NOT EXISTS (SELECT FROM unsure WHERE unsure.key = placed.key)
 )
-UPDATE mesh.delivery_queue AS delivery
-SET published_at = clock_timestamp(), publish_attempts = publish_attempts + 1, publish_error = NULL,
-  stream = placed.stream, stream_created_at = placed.created_at, stream_sequence = placed.sequence
-FROM placed
-WHERE delivery.broker_message_id = placed.broker_message_id AND delivery.recipient_id = placed.recipient_id;
+SELECT key FROM unsure;
 
 -- name: mark_failed
 -- Counts an attempt of the deliveries $1: why it failed ($2), and in how many seconds the next one may be made ($3).

@@ -49,22 +49,32 @@ ORDER BY event.position;
 -- name: mark_published
 -- Notes where the server put the events $1: streams $2, their creations $3 and the numbers in them $4. An event that was
 -- noted under one of these numbers before is lost, since the stream gave its number away: it is published again, unless
--- it was confirmed or is older than $5.
+-- it was confirmed or is older than $5. But where that was the same stream, by its creation, either may be the lost one:
+-- a worker may be stopped between the server's word and this. So the new one is not noted, and published again too.
+-- Returns those.
 WITH placed AS MATERIALIZED (
   SELECT * FROM unnest($1::uuid[], $2::text[], $3::timestamptz[], $4::bigint[]) AS ack (id, stream, created_at, sequence)
-), lost AS (
+), holder AS MATERIALIZED (
+  SELECT event.id, placed.id AS placed_id, event.stream_created_at = placed.created_at AS same_stream,
+    event.published_at > now() - $5::interval AND NOT postroom.is_confirmed(event.id::text, event.subject) AS lost
+  FROM placed JOIN postroom.outbox_events AS event
+    ON event.stream = placed.stream AND event.stream_sequence = placed.sequence
+      AND event.published_at IS NOT NULL AND event.id <> placed.id
+), unsure AS MATERIALIZED (
+  SELECT placed_id AS id FROM holder WHERE same_stream
+), requeued AS (
   UPDATE postroom.outbox_events AS event
   SET published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL,
     epoch = epoch + 1, next_attempt_at = now()
-  FROM placed
-  WHERE event.published_at > now() - $5::interval AND event.stream = placed.stream
-    AND event.stream_sequence = placed.sequence AND event.id <> placed.id
-    AND NOT postroom.is_confirmed(event.id::text, event.subject)
+  FROM (SELECT id FROM holder WHERE lost UNION SELECT id FROM unsure) AS again
+  WHERE event.id = again.id
+), marked AS (
+  UPDATE postroom.outbox_events AS event
+  SET published_at = clock_timestamp(), publish_attempts = publish_attempts + 1, publish_error = NULL,
+    stream = placed.stream, stream_created_at = placed.created_at, stream_sequence = placed.sequence
+  FROM placed WHERE event.id = placed.id AND NOT EXISTS (SELECT FROM unsure WHERE unsure.id = placed.id)
 )
-UPDATE postroom.outbox_events AS event
-SET published_at = clock_timestamp(), publish_attempts = publish_attempts + 1, publish_error = NULL,
-  stream = placed.stream, stream_created_at = placed.created_at, stream_sequence = placed.sequence
-FROM placed WHERE event.id = placed.id;
+SELECT id::text FROM unsure;
 
 -- name: mark_failed
 -- Counts an attempt of the events $1: why it failed ($2), and in how many seconds the next one may be made ($3).

@@ -128,11 +128,14 @@ class Publisher:
                 connection, mine, most=self._settings.batch, most_bytes=self._settings.batch_bytes
             )
             placed, failed = await self._publish(link, batch)
-            await self.source.mark_published(connection, placed, self._horizon)
+            unsure = await self.source.mark_published(connection, placed, self._horizon)
             await self.source.requeue(connection, await _swallowed(link, placed))
             await self.source.mark_failed(
                 connection, [(message, error, self._wait(message)) for message, error in failed]
             )
+        if unsure:
+            self._looked = 0.0  # the stream is not the one that it was
+            _log.warning("numbers_given_twice", source=self.source.name, messages=len(unsure))
         self._count(placed, failed)
         return len(placed) + len(failed)
 

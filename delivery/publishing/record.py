@@ -7,7 +7,7 @@ which number it got, so that comparing with the stream shows what is gone:
     the stream was created at another time      everything that went into the other one
     its last number is smaller than a row's     the newest
     its first number is larger than a row's     it was purged; only where nothing but age takes messages out of it
-    it gives a number away a second time        what had it first (the publisher sees that when it marks)
+    it gives a number away a second time        one of the two (the publisher sees that when it marks)
 
 What is gone, is younger than the horizon, and is not confirmed by a consumer's inbox becomes unpublished again, under
 the next epoch. The publisher does the rest. A comparison may take for lost what is there (in a stream made anew a

@@ -73,14 +73,19 @@ class Source:
 
     async def mark_published(
         self, connection: Connection, placed: Sequence[tuple[Outgoing, Place]], horizon: timedelta
-    ) -> None:
-        """Note where messages are; whatever had one of these numbers before is lost, and is published again."""
-        if placed:
-            keys = [message.key for message, _ in placed]
-            streams, created, sequences, _ = zip(*(place for _, place in placed), strict=True)
-            await connection.execute(
-                self.queries["mark_published"], keys, list(streams), list(created), list(sequences), horizon
-            )
+    ) -> list[str]:
+        """Note where messages are; whatever had one of these numbers before is lost, and is published again.
+
+        Return those that are published again themselves, since they or what had their number may be the lost ones.
+        """
+        if not placed:
+            return []
+        keys = [message.key for message, _ in placed]
+        streams, created, sequences, _ = zip(*(place for _, place in placed), strict=True)
+        rows = await connection.fetch(
+            self.queries["mark_published"], keys, list(streams), list(created), list(sequences), horizon
+        )
+        return [row[0] for row in rows]
 
     async def requeue(self, connection: Connection, keys: Sequence[str]) -> None:
         """Make published messages unpublished again, under the next epoch."""

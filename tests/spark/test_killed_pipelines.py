@@ -190,7 +190,7 @@ def delivery_report(request: pytest.FixtureRequest, directory: Path) -> Written:
     history = request.getfixturevalue("history")
     history.tamper(
         "UPDATE mesh.delivery_queue SET published_at = timestamptz '2026-11-21Z' + history_id * interval '1 ms', "
-        "stream = 's', stream_created_at = now(), stream_sequence = 1"
+        "stream = 's', stream_created_at = now(), stream_sequence = history_id * 100 + recipient_id"
     )
     return Files(directory, "latency.parquet", f"database_url={history.url}")
 

@@ -183,7 +183,7 @@ def test_the_delivery_report_gives_percentiles_by_day_and_a_picture(
     history.tamper(
         "UPDATE mesh.message_history SET accepted_at = '2026-11-20T23:00Z'",
         "UPDATE mesh.delivery_queue SET published_at = timestamptz '2026-11-20T23:00Z' + history_id * interval '1 ms', "
-        "stream = 's', stream_created_at = now(), stream_sequence = 1",
+        "stream = 's', stream_created_at = now(), stream_sequence = history_id * 100 + recipient_id",
     )
     outcome = pipeline("delivery-report", f"output={tmp_path}/report", "since=2026-11-20", "until=2026-11-21")
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from broker.identifiers import MessageIds
 from broker.incoming import Item, check, read_items
 from broker.migrate import migrate
 from broker.store import AcceptStore, Candidate
+from delivery.publishing import DELIVERIES
+from delivery.publishing.source import Outgoing, Place
 from embedded import EmbeddedNats
 from postroom.administration import HistoryMessage
 from postroom.message import MAX_BODY_BYTES, prepare
@@ -154,6 +157,32 @@ async def test_a_member_gets_its_messages_in_the_order_of_the_history(
         await asyncio.wait_for(accepting.published(), 30)
     bodies = [json.loads(one.data)["body"] for one in await read(own_nats, "DEMO_INBOX")]
     assert bodies == [str(n) for n in range(300)]
+
+
+async def test_of_two_deliveries_with_one_number_of_a_stream_both_are_published_again(accepting: Accepting) -> None:
+    """One was lost in a power cut: which, nobody knows. Of a stream that was made anew only the older one is lost."""
+    await accepting.send({"to": "dm:alice", "body": "1"}, {"to": "dm:bob", "body": "2"})
+    members = [aggregate for aggregate, _ in await claim_recipients(accepting)]
+    created = datetime(2026, 1, 1, tzinfo=UTC)
+    async with accepting.pool.acquire() as connection:
+        first, second = await DELIVERIES.claim(connection, members, most=10, most_bytes=1000)
+
+        async def mark(message: Outgoing, created_at: datetime) -> list[str]:
+            place = Place("DEMO_INBOX", created_at, 1, duplicate=False)
+            return await DELIVERIES.mark_published(connection, [(message, place)], timedelta(days=7))
+
+        assert await mark(first, created) == []
+        assert await mark(second, created) == [second.key]
+        states = await connection.fetch("SELECT published_at, epoch FROM mesh.delivery_queue")
+        assert [tuple(state) for state in states] == [(None, 1), (None, 1)]
+        assert await mark(first, created) == await mark(second, created + timedelta(days=1)) == []
+        lost = await connection.fetchval("SELECT recipient_id FROM mesh.delivery_queue WHERE published_at IS NULL")
+        assert lost == first.aggregate
+
+
+async def claim_recipients(accepting: Accepting) -> list[tuple[int, bool]]:
+    async with accepting.pool.acquire() as connection:
+        return await DELIVERIES.claim_aggregates(connection, DELIVERIES.lowest, 10)
 
 
 async def test_a_refused_delivery_is_listed_and_dropped_and_what_waits_behind_it_goes(

@@ -89,17 +89,39 @@ async def test_the_newest_messages_that_a_server_forgot_are_published_again(offi
     assert {identity.removesuffix("/1") for identity in again} == {row[0] for row in lost}
 
 
-async def test_a_number_given_away_a_second_time_tells_of_a_loss_too(office: Any, running: Any) -> None:
+async def test_of_a_number_given_away_a_second_time_both_are_published_again(office: Any) -> None:
     """Between the power cut and the look at the stream, others took the numbers of what was lost."""
     await office.add_stream()
-    await publish(office, running, 5)
+    await give_the_fifth_number_away(office, confirmed=False)
+    assert await epochs(office) == [0, 0, 0, 0, 1, 1]
+    assert sorted(identities(await office.ids()).values()) == [1, 1, 1, 1, 2, 2]
+
+
+async def test_what_was_confirmed_stays_where_it_was_when_its_number_is_given_away(office: Any) -> None:
+    await office.add_stream()
+    await give_the_fifth_number_away(office, confirmed=True)
+    assert await epochs(office) == [0, 0, 0, 0, 0, 1]
+
+
+async def give_the_fifth_number_away(office: Any, *, confirmed: bool) -> None:
+    """Publish five events and one more, of which the stream says that it has the number of the fifth."""
+    await office.emit_many(5)
+    await drain(publisher := office.publisher())
+    if confirmed:
+        await receive(office, (await office.ids())[-1:], "now()")
     await office.pool.execute("UPDATE postroom.outbox_events SET stream_sequence = 6 WHERE stream_sequence = 5")
-    async with running(publisher := office.publisher()):
-        await office.emit("fresh")
-        while publisher.counters.published < 2:  # noqa: ASYNC110 - the counter has no event
-            await asyncio.sleep(0.005)
-    assert identities(await office.ids()).most_common(1)[0][1] == 2
-    assert await office.pool.fetchval("SELECT count(*) FROM postroom.outbox_events WHERE epoch = 1") == 1
+    await office.emit("fresh")
+    await drain(publisher)
+    await publisher.stop()
+
+
+async def drain(publisher: Any) -> None:
+    while await publisher.step():
+        pass
+
+
+async def epochs(office: Any) -> list[int]:
+    return [row[0] for row in await office.pool.fetch("SELECT epoch FROM postroom.outbox_events ORDER BY position")]
 
 
 async def test_what_age_took_out_of_a_stream_is_not_lost(office: Any, running: Any) -> None:
