@@ -155,4 +155,4 @@ class AsyncClient(OperatorMethods):
 
 
 def _send_path(client_message_id: str) -> str:
-    return f"/v1/sends/{quote(client_message_id, safe='')}"
+    return f"/v1/sends/{quote(client_message_id, safe=':')}"

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import msgspec
 from aiohttp.typedefs import Query
+from yarl import URL
 
 from postroom.peer import Peer
 
@@ -84,7 +85,7 @@ class Transport:
         try:
             async with self._session.request(
                 method,
-                self._base + path,
+                self._url(path),
                 data=data,
                 params=query,
                 headers={**(headers or {}), **content},
@@ -96,6 +97,14 @@ class Transport:
                 yield response
         except (aiohttp.ClientError, OSError) as error:
             raise self.peer.failure(error) from error
+
+    def _url(self, path: str) -> URL:
+        """Build the address of `path`, which is quoted already and goes out as it is: `..` is an id like any other."""
+        try:
+            base = URL(self._base)
+        except ValueError as error:
+            raise aiohttp.InvalidURL(self._base) from error
+        return base.with_path(base.raw_path.rstrip("/") + path, encoded=True)
 
     def decode(self, data: bytes, answer: type[T]) -> T:
         """Decode an answer of the peer (nothing at all reads as None); one that isn't ours is `Unavailable`."""
