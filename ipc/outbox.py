@@ -108,7 +108,12 @@ class OutboxDesk:
         async def handle(request: Request) -> web.StreamResponse:
             asked = await self._body(request, BulkRequest)
             result = await self._outbox.bulk(
-                verb, asked.filter, caller=request.caller, reason=asked.reason, dry_run=asked.dry_run
+                verb,
+                asked.filter,
+                caller=request.caller,
+                reason=asked.reason,
+                dry_run=asked.dry_run,
+                cursor=asked.cursor,
             )
             return json_answer(result)
 

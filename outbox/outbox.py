@@ -25,7 +25,7 @@ from outbox.model import (
 )
 from outbox.opening import open_file
 from outbox.operating import Control, Log, Order, Prune, Requeue, Verb, verbs, why_not
-from outbox.reading import MAX_SEQ, Reader
+from outbox.reading import MAX_SEQ, Reader, seq_of
 from outbox.relaying import Claim, ClaimResult, Expire, Reclaim, Settle, WalkedPast
 from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
@@ -34,6 +34,7 @@ from outbox.writer import Writer
 from postroom.errors import PostroomError
 from postroom.ids import new_id
 from postroom.message import PreparedSend, check_client_message_id
+from postroom.operations import MAX_IDS
 from postroom.sends import SETTLED, BulkFailure, BulkResult, OutboxPage, OutboxRow, RowChain
 
 NAME: Final = "outbox"  # of its files
@@ -42,6 +43,7 @@ CLAIM_BYTES: Final = 1024 * 1024
 PAGE_ROWS: Final = 100
 CLAIM_AT_ONCE: Final = 100  # rows that one transaction of a claim takes: 2 ms for which everybody waits
 _CHUNK: Final = 500  # rows that one transaction of a long job may touch
+_BULK_ROWS: Final = MAX_IDS  # after which one bulk request ends: its answer stays far below what a client reads
 _EXPIRY_CHUNK: Final = 200  # of each lane
 
 
@@ -251,7 +253,7 @@ class Outbox:
 
     async def export(self, row_filter: RowFilter) -> AsyncIterator[OutboxRow]:
         """Yield every matching row in age order, reading a page at a time."""
-        async for rows in self._pages(row_filter):
+        async for rows, _ in self._pages(row_filter, MAX_SEQ):
             for row in rows:
                 yield row
 
@@ -299,18 +301,26 @@ class Outbox:
         return await self._apply("flush", row_id, caller, reason)
 
     async def bulk(
-        self, verb: Verb, row_filter: RowFilter, *, caller: Caller, reason: str, dry_run: bool = False
+        self,
+        verb: Verb,
+        row_filter: RowFilter,
+        *,
+        caller: Caller,
+        reason: str,
+        dry_run: bool = False,
+        cursor: str | None = None,
     ) -> BulkResult:
         """Do `verb` to every matching row, each in a transaction's own right; a dry run only says which they are.
 
         `done` has the ids of the rows that changed, `skipped` those whose state forbids the verb and those that
         the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that name no row among them.
+        After `_BULK_ROWS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
         """
         order = Order(caller, reason).checked()
         result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
         unseen = set(row_filter.ids or ())
-        until = await self._reader.last_seq()  # not its own successors
-        async for rows in self._pages(row_filter, until):
+        after, until = (None, await self._reader.last_seq()) if cursor is None else _span(cursor)
+        async for rows, reached in self._pages(row_filter, until, after):  # `until`: not its own successors
             unseen.difference_update(*((row.id, row.client_message_id) for row in rows))
             result.matched += len(rows)
             able = [row.id for row in rows if why_not(verb, row.status, held=row.held) is None]
@@ -319,7 +329,10 @@ class Outbox:
                 result.done += able
             else:
                 await self._bulk_chunk(verb, able, order, result)
-        async for rows in self._pages(RowFilter(ids=sorted(unseen)), until):
+            if row_filter.ids is None and reached is not None and result.matched >= _BULK_ROWS:
+                result.next_cursor = f"{reached}-{until}"
+                return result
+        async for rows, _ in self._pages(RowFilter(ids=sorted(unseen)), until):
             unseen.difference_update(*((row.id, row.client_message_id) for row in rows))
             result.skipped += [row.id for row in rows]
         result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
@@ -373,12 +386,14 @@ class Outbox:
         self._changed(row_id)
         return await self._reader.row(row_id)
 
-    async def _pages(self, row_filter: RowFilter, until: int = MAX_SEQ) -> AsyncIterator[list[OutboxRow]]:
+    async def _pages(
+        self, row_filter: RowFilter, until: int, cursor: str | None = None
+    ) -> AsyncIterator[tuple[list[OutboxRow], str | None]]:
+        """Yield the rows of each page after `cursor`, and the cursor of the next one."""
         now = self._clock()
-        cursor: str | None = None
         while True:
             page = await self._reader.page(row_filter, cursor, _CHUNK, now, until)
-            yield page.rows
+            yield page.rows, page.next_cursor
             if (cursor := page.next_cursor) is None:
                 return
 
@@ -400,6 +415,12 @@ class Outbox:
         """Wake whoever waits for work or for this row: it may be due now, or settled."""
         self._work.set()
         self._watchers.settled([row_id])
+
+
+def _span(cursor: str) -> tuple[str, int]:
+    """Read where a bulk verb goes on, and at which row it ends; raises `InvalidMessage`."""
+    after, _, until = cursor.partition("-")
+    return after, seq_of(until)
 
 
 async def _reclaim(writer: Writer) -> None:

@@ -130,7 +130,7 @@ class Reader:
 
         Fewer, with a cursor, where the filter finds little for long.
         """
-        after: int | None = _seq(cursor)
+        after: int | None = seq_of(cursor)
         rows: list[OutboxRow] = []
         for _ in range(_SCANS_PER_PAGE):
             walk = _Walk(row_filter, after or 0, until, limit - len(rows), now)
@@ -235,7 +235,8 @@ def _counts(db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None]:
     return tally, used_bytes, _value(db, "oldest_pending", ())
 
 
-def _seq(cursor: str | None) -> int:
+def seq_of(cursor: str | None) -> int:
+    """Read a cursor as the `seq` of the last row of a page, 0 where there is none; raises `InvalidMessage`."""
     if cursor is None:
         return 0
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= _CURSOR_DIGITS):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from urllib.parse import quote
 
+from msgspec.structs import replace
+
 from postroom.administration import Subscription, Topic, TopicList
 from postroom.calls import Calls, to_parameters
 from postroom.message import SendRequest
@@ -76,10 +78,21 @@ class OperatorMethods(Calls):
         return await self._change("POST", f"{_path(row_id)}/flush", OutboxRow, ReasonRequest(reason=reason))
 
     async def bulk(self, verb: Verb, rows: RowFilter, *, reason: str, dry_run: bool = False) -> BulkResult:
-        """Use a verb on every row that `rows` means; with `dry_run`, only say on which."""
-        return await self._change(
-            "POST", f"/v1/outbox/{verb}", BulkResult, BulkRequest(reason=reason, filter=rows, dry_run=dry_run)
-        )
+        """Use a verb on every row that `rows` means; with `dry_run`, only say on which.
+
+        However many there are, one request is about some 10,000; what it did stays done where a later one fails.
+        """
+        total = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
+        asked = BulkRequest(reason=reason, filter=rows, dry_run=dry_run)
+        while True:
+            part = await self._change("POST", f"/v1/outbox/{verb}", BulkResult, asked)
+            total.matched += part.matched
+            total.done += part.done
+            total.skipped += part.skipped
+            total.failed += part.failed
+            if part.next_cursor is None:
+                return total
+            asked = replace(asked, cursor=part.next_cursor)
 
     async def prune(self, older_than_seconds: float, *, reason: str) -> PruneResult:
         """Empty the payloads of `done` and `aborted` rows that are older than this; the rows stay."""
@@ -117,4 +130,4 @@ def _subscription(topic: str) -> str:
 
 
 def _path(row_id: str) -> str:
-    return f"/v1/outbox/{quote(row_id, safe='')}"
+    return f"/v1/outbox/{quote(row_id, safe=':')}"

@@ -27,7 +27,7 @@ VERBS: Final[tuple[Verb, ...]] = ("requeue", "abort", "hold", "release", "flush"
 MAX_REASON: Final = 1000  # characters
 MAX_PAGE: Final = 1000  # rows in one answer
 MAX_WAIT: Final = 60.0  # seconds that one look-up may wait
-MAX_IDS: Final = 10_000  # ids that one bulk request may name
+MAX_IDS: Final = 10_000  # ids that one bulk request may name, and rows after which its answer ends with a cursor
 
 Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_REASON, pattern=r"\S")]
 Age = Annotated[float, msgspec.Meta(ge=0, le=10_000_000_000)]  # seconds, some three centuries at most
@@ -80,11 +80,15 @@ class RequeueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
 
 class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of a verb on many rows; with `dry_run` nothing changes and the answer says what would."""
+    """The body of a verb on many rows; with `dry_run` nothing changes and the answer says what would.
+
+    `cursor` is the `next_cursor` of the answer before.
+    """
 
     reason: Reason
     filter: RowFilter
     dry_run: bool = False
+    cursor: str | None = None
 
 
 class PruneRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -96,14 +96,18 @@ class BulkFailure(msgspec.Struct, kw_only=True):
     detail: str
 
 
-class BulkResult(msgspec.Struct, kw_only=True):
-    """What a bulk verb did: `done` and `skipped` row ids, `failed` rows with reasons; with a dry run, what it would."""
+class BulkResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a bulk verb did: `done` and `skipped` row ids, `failed` rows with reasons; with a dry run, what it would.
+
+    One answer is about some 10,000 rows at most; where there are more, `next_cursor` goes on with them.
+    """
 
     dry_run: bool
     matched: int
     done: list[str]
     skipped: list[str]
     failed: list[BulkFailure]
+    next_cursor: str | None = None
 
 
 class RelayStatus(msgspec.Struct, kw_only=True, omit_defaults=True):

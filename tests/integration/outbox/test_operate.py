@@ -248,6 +248,32 @@ async def test_bulk_works_through_many_rows(outbox: Outbox) -> None:
     assert (await outbox.counts()).rows["aborted"] == 1100 == (await outbox.counts()).rows["pending"]
 
 
+async def test_bulk_ends_after_so_many_rows_and_goes_on_where_it_was(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successors that it makes meanwhile match the filter too, and are left alone."""
+    monkeypatch.setattr("outbox.outbox._BULK_ROWS", 500)
+    await accepted(outbox, *(send(f"id-{number}") for number in range(1100)))
+    done: list[str] = []
+    sizes: list[int] = []
+    cursor = None
+    while cursor is not None or not sizes:
+        result = await outbox.bulk("requeue", RowFilter(status="pending"), cursor=cursor, **WHY)
+        sizes.append(result.matched)
+        done += result.done
+        cursor = result.next_cursor
+    assert sizes == [500, 500, 100]
+    assert len(set(done)) == 1100
+    assert (await outbox.counts()).rows["aborted"] == 1100 == (await outbox.counts()).rows["pending"]
+
+
+@pytest.mark.parametrize("cursor", ["", "x", "1", "1-", "-1", "1-x", "1-2-3", "9" * 30 + "-1"])
+async def test_a_cursor_that_no_bulk_verb_returned_is_refused(outbox: Outbox, cursor: str) -> None:
+    await accepted(outbox, send("a"))
+    with pytest.raises(InvalidMessage, match="cursor"):
+        await outbox.bulk("abort", RowFilter(), cursor=cursor, **WHY)
+
+
 async def test_prune_makes_room_in_a_file_that_does_not_shrink(outbox: Outbox, clock: Clock) -> None:
     ids = [f"large-{number}" for number in range(50)]
     await accepted(outbox, *(send(message_id, body="x" * 20_000) for message_id in ids))

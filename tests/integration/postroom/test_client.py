@@ -21,6 +21,7 @@ from postroom import (
     RowFilter,
     SendRequest,
 )
+from postroom.operations import MAX_IDS
 from postroom.sends import RelayStatus
 
 REASON = "a test wants it"
@@ -65,6 +66,25 @@ async def test_an_unknown_id_is_not_found(daemon: LoneDaemon) -> None:
         for ask in (client.get("nobody"), client.wait("nobody", 1), client.inspect("nobody"), client.get("../x?y#z")):
             with pytest.raises((NotFound, InvalidMessage)):
                 await ask
+
+
+async def test_a_bulk_verb_over_more_rows_than_one_answer_holds_is_about_all_of_them(daemon: LoneDaemon) -> None:
+    messages = (SendRequest(to="topic:orders", body="hello") for _ in range(MAX_IDS + 100))
+    async with AsyncClient(daemon.socket) as client:
+        sent = [each.result.outbox_id async for each in client.send_many(messages) if each.result]
+        planned = await client.bulk("abort", RowFilter(), reason=REASON, dry_run=True)
+    assert (planned.matched, planned.dry_run, planned.next_cursor) == (MAX_IDS + 100, True, None)
+    assert planned.done == sent
+
+
+@pytest.mark.parametrize("message_id", [".", "..", "...", "~", "a:b"])
+async def test_every_id_that_may_be_sent_is_found_and_repaired_under_it(daemon: LoneDaemon, message_id: str) -> None:
+    """Dots alone would be taken out of a path, and a verb on one row would become a verb on many."""
+    async with AsyncClient(daemon.socket) as client:
+        await client.send("topic:orders", "hello", client_message_id=message_id)
+        assert (await client.get(message_id)).client_message_id == message_id
+        assert (await client.inspect(message_id)).row.client_message_id == message_id
+        assert (await client.abort(message_id, reason=REASON)).status == "aborted"
 
 
 async def test_an_operator_repairs_one_row(daemon: LoneDaemon) -> None:
