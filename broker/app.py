@@ -19,7 +19,6 @@ from broker.limiter import Limiter
 from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, read_body
 from broker.webhooks import Webhooks
-from chassis.postgres import UNREACHABLE
 from chassis.routes import Route, application, json_response, openapi
 from delivery.http.addresses import Guard
 from postroom import administration as api
@@ -183,7 +182,7 @@ class _Control:
         return json_response(await self._state())
 
     async def ready(self, _request: web.Request) -> web.Response:
-        """`GET /ready`: 503 without Postgres, or without Redis where the limiter closes; else 200."""
+        """`GET /ready`: 503 without a Postgres that takes writes, or a Redis where the limiter closes; else 200."""
         state = await self._state()
         return json_response(state, 503 if state.status == "unavailable" else 200)
 
@@ -196,8 +195,8 @@ class _Control:
         return json_response(document(self._services))
 
     async def _state(self) -> api.BrokerHealth:
-        if not await self._postgres_answers():
-            return api.BrokerHealth(status="unavailable", reasons=["Postgres does not answer: nothing can be accepted"])
+        if (trouble := await self._trouble_with_postgres()) is not None:
+            return api.BrokerHealth(status="unavailable", reasons=[trouble])
         await self._services.limiter.probe()
         reason = self._services.limiter.degraded
         if reason is None:
@@ -205,13 +204,12 @@ class _Control:
         closed = self._services.config.limiter.on_error == "closed"
         return api.BrokerHealth(status="unavailable" if closed else "degraded", reasons=[reason])
 
-    async def _postgres_answers(self) -> bool:
+    async def _trouble_with_postgres(self) -> str | None:
         try:
             async with asyncio.timeout(_READY_SECONDS):
-                await self._services.database.ping()
-        except UNREACHABLE:
-            return False
-        return True
+                return await self._services.database.trouble()
+        except TimeoutError:
+            return "Postgres does not answer in time: nothing can be accepted"
 
 
 def document(services: Services) -> dict[str, Any]:

@@ -24,6 +24,19 @@ QUERIES: Final = load_queries("broker")
 
 _READING_CONNECTIONS: Final = 4
 
+# What Postgres answers while it can't do what is asked, through no fault of the request: it starts, stops or is full, a
+# statement ran out of time or met somebody's lock, it is a standby, or our role or database is being changed.
+_NOT_NOW: Final = (
+    asyncpg.OperatorInterventionError,
+    asyncpg.InsufficientResourcesError,
+    asyncpg.PostgresSystemError,
+    asyncpg.LockNotAvailableError,
+    asyncpg.TransactionRollbackError,
+    asyncpg.ReadOnlySQLTransactionError,
+    asyncpg.InvalidAuthorizationSpecificationError,
+    asyncpg.InvalidCatalogNameError,
+)
+
 
 class Database:
     """The pools; `accepting` for the accept transaction and its look-ups, `reading` for everything else."""
@@ -53,10 +66,14 @@ class Database:
         """Close both pools, waiting for what still runs on them."""
         await asyncio.gather(self.accepting.close(), self.reading.close())
 
-    async def ping(self) -> None:
-        """Ask Postgres for an answer; raises one of `UNREACHABLE` where there is none."""
-        async with self.accepting.acquire(timeout=CONNECT_SECONDS) as connection:
-            await connection.execute(QUERIES["ping"])
+    async def trouble(self) -> str | None:
+        """Say why nothing can be accepted at present, as a sentence; None where Postgres answers and takes writes."""
+        try:
+            async with unavailable_as_503(), self.accepting.acquire(timeout=CONNECT_SECONDS) as connection:
+                read_only = await connection.fetchval(QUERIES["is_read_only"])
+        except TryAgain:
+            return "Postgres does not answer, or lets nobody in: nothing can be accepted"
+        return "Postgres takes no writes, as a standby does: nothing can be accepted" if read_only else None
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[Connection]:
@@ -76,7 +93,7 @@ async def unavailable_as_503() -> AsyncIterator[None]:
     """Turn what Postgres fails with into a retryable 503; no detail of the failure leaves the broker."""
     try:
         yield
-    except (*UNREACHABLE, asyncpg.OperatorInterventionError, asyncpg.InsufficientResourcesError) as error:
+    except (*UNREACHABLE, *_NOT_NOW) as error:
         raise _unavailable() from error
 
 

@@ -410,6 +410,6 @@ WITH live AS MATERIALIZED (
 SELECT kind, count(*) AS rows, (array_agg(DISTINCT broker_message_id))[1:10] AS examples
 FROM violation GROUP BY kind ORDER BY kind;
 
--- name: ping
--- Nothing, to learn whether Postgres answers.
-SELECT 1;
+-- name: is_read_only
+-- Whether Postgres takes no writes: it is a standby, or was told so.
+SELECT current_setting('transaction_read_only')::boolean;

@@ -23,7 +23,12 @@ Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
 
 CONNECT_SECONDS: Final = 5.0
 _COMMAND_SECONDS: Final = 20.0  # above the server's own statement_timeout, which answers more clearly
-_SERVER_SETTINGS: Final = {"statement_timeout": "15s", "lock_timeout": "10s", "timezone": "UTC"}
+_SERVER_SETTINGS: Final = {
+    "statement_timeout": "15s",
+    "lock_timeout": "10s",
+    "timezone": "UTC",
+    "default_transaction_isolation": "read committed",  # what correctness rests on, whatever the database's default is
+}
 
 # What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
 # (`InternalClientError`: a connection is handed out by the pool that is at its end and does not know it yet.)

@@ -1,0 +1,102 @@
+"""A Postgres that answers, but not with what was asked: full, renamed, a standby, or with a lock in the way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import asyncpg
+import msgspec
+import pytest
+
+from broker.migrate import migrate
+from chassis.postgres import _SERVER_SETTINGS
+from embedded import EmbeddedPostgres
+
+Message = Callable[..., dict[str, Any]]
+Trouble = Callable[[str], Any]
+
+REFUSING = "ALTER DATABASE {name} CONNECTION LIMIT 0"
+RENAMED = "ALTER DATABASE {name} RENAME TO {name}_away"
+READ_ONLY = "ALTER DATABASE {name} SET default_transaction_read_only = on"
+END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1"
+
+
+@pytest.fixture
+async def elsewhere(postgres_server: EmbeddedPostgres) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
+    """A connection to another database, from which one's own can be altered."""
+    connection = await asyncpg.connect(postgres_server.url)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def broker(migrated: Any, start_broker: Any, database_url: str) -> AsyncIterator[Any]:
+    """A broker on a database of this test's own."""
+    await migrate(database_url)
+    async with start_broker(msgspec.structs.replace(migrated, database_url=database_url)) as running:
+        await running.add_mesh()
+        yield running
+
+
+@pytest.fixture
+async def trouble(elsewhere: Any, database_url: str) -> AsyncIterator[Trouble]:
+    """How to bring trouble over the database; it is over when the test is."""
+    name = database_url.partition("@/")[2].partition("?")[0]
+
+    async def bring(statement: str) -> None:
+        await elsewhere.execute(END_SESSIONS, name)
+        await elsewhere.execute(statement.format(name=name))
+        await elsewhere.execute(END_SESSIONS, name)
+
+    yield bring
+    if await elsewhere.fetchval("SELECT count(*) FROM pg_database WHERE datname = $1", f"{name}_away"):
+        await elsewhere.execute(f"ALTER DATABASE {name}_away RENAME TO {name}")
+
+
+@pytest.mark.parametrize("statement", [REFUSING, RENAMED], ids=["lets nobody in", "was renamed"])
+async def test_a_postgres_that_lets_nobody_in_is_a_503_and_said(
+    broker: Any, trouble: Trouble, message: Message, statement: str
+) -> None:
+    await trouble(statement)
+
+    health, ready = await broker.nobody.get("/health"), await broker.nobody.get("/ready")
+    assert (health.status, ready.status) == (200, 503)
+    assert "lets nobody in" in ready.body["reasons"][0]
+    for answer in (
+        await broker.member("alice").post("/v1/accept", {"messages": [message("id-1")]}),
+        await broker.admin.get("/v1/meshes"),
+    ):
+        assert (answer.status, answer.code, answer.body["retryable"]) == (503, "database_unavailable", True)
+
+
+async def test_a_postgres_that_takes_no_writes_is_not_ready_and_keeps_nothing(
+    broker: Any, trouble: Trouble, message: Message
+) -> None:
+    alice = broker.member("alice")
+    assert (await alice.send_one(message("id-1"))).status == 201
+    await trouble(READ_ONLY)
+
+    while "does not answer" in str(
+        (ready := await broker.nobody.get("/ready")).body
+    ):  # over a connection that has ended
+        pass
+    assert (ready.status, ready.body["status"]) == (503, "unavailable")
+    assert "takes no writes" in ready.body["reasons"][0]
+    assert [answer.status for answer in await alice.send(message("id-1"), message("id-2"))] == [200, 503]
+    refused = await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})
+    assert (refused.status, refused.code) == (503, "database_unavailable")
+    assert (await broker.admin.get("/v1/topics", mesh="demo")).status == 200
+
+
+async def test_a_lock_that_is_not_given_in_time_is_a_503(
+    migrated: Any, start_broker: Any, postgres: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_SERVER_SETTINGS, "lock_timeout", "50ms")
+    async with start_broker(migrated) as broker:
+        await broker.add_mesh()
+        async with postgres.transaction():
+            await postgres.execute("SELECT FROM mesh.mesh FOR KEY SHARE")
+            refused = await broker.admin.delete("/v1/meshes/demo")
+
+    assert (refused.status, refused.code, refused.body["retryable"]) == (503, "database_unavailable", True)
