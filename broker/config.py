@@ -18,6 +18,7 @@ from postroom.accept import MAX_BATCH
 from postroom.message import MAX_BODY_BYTES
 
 PREFIX: Final = "POSTROOM_BROKER_"
+MAX_DAYS: Final = 36_500  # a hundred years; what lies further ahead is no time that Postgres has
 MIN_DEDUPE_DAYS: Final = 7  # seed §4.8: a daemon keeps trying for days, and must be recognised when it gets through
 
 
@@ -43,11 +44,15 @@ class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["retention_scoped", "permanent"],
         Meta(description="whether ids are recognised for `dedupe_days` or for ever"),
     ] = "retention_scoped"
-    dedupe_days: Annotated[int, Meta(ge=MIN_DEDUPE_DAYS, description="how long an id is recognised, in days")] = 30
-    message_days: Annotated[int, Meta(ge=1, description="how long a message is kept, in days")] = 30
+    dedupe_days: Annotated[
+        int, Meta(ge=MIN_DEDUPE_DAYS, le=MAX_DAYS, description="how long an id is recognised, in days")
+    ] = 30
+    message_days: Annotated[int, Meta(ge=1, le=MAX_DAYS, description="how long a message is kept, in days")] = 30
     event_days: Annotated[
         float,
-        Meta(gt=0, description="how long workers keep published events (their `record.keep_days`), in days"),
+        Meta(
+            gt=0, le=MAX_DAYS, description="how long workers keep published events (their `record.keep_days`), in days"
+        ),
     ] = 30
     sweep: Annotated[bool, Meta(description="whether this process takes part in sweeping (one leader sweeps)")] = True
     sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 60.0

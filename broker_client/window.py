@@ -21,6 +21,7 @@ _log = structlog.get_logger(__name__)
 
 DEDUPE_VERSION: Final = 1
 LEAST_RETENTION_DAYS: Final = 7
+MOST_RETENTION_DAYS: Final = 36_500  # a hundred years; a broker that names more promises no more than that
 LEAST_MARGIN_HOURS: Final = 24
 MARGIN: Final = 0.1  # of the window
 PERMANENT_HOURS: Final = 168  # max_age where the broker never forgets an id
@@ -50,7 +51,7 @@ def max_age_hours(features: Features, override: int | None) -> int:
             f"the broker recognises a repeated id for {days} days only, {LEAST_RETENTION_DAYS} are needed: "
             "raise its dedupe retention"
         )
-    window = days * _DAY
+    window = min(days, MOST_RETENTION_DAYS) * _DAY
     derived = window - max(LEAST_MARGIN_HOURS, math.ceil(window * MARGIN))
     return derived if override is None else _within(override, window - 1, derived)
 

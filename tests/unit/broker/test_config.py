@@ -50,6 +50,7 @@ def test_the_urls_are_secrets() -> None:
         ("TLS_KEY", "/key.pem"),
         ("SOCKET_GROUP", "proxy"),
         ("MAX_BATCH", "1001"),
+        ("RETENTION_DEDUPE_DAYS", "36501"),
         ("LIMITER_ON_ERROR", "open"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from broker_client.relay import HOUR
 from broker_client.window import KeptFeatures, assumed_max_age_hours, max_age_hours
 from chassis.exits import Exit, Fatal
 from postroom.accept import DedupeFeature, Features
@@ -23,6 +24,10 @@ PERMANENT = features(None, "permanent")
 )
 def test_the_margin_is_a_day_or_a_tenth_whichever_is_more(days, hours):
     assert max_age_hours(features(days), None) == hours
+
+
+def test_an_age_stays_one_that_a_row_can_have_whatever_the_broker_promises():
+    assert max_age_hours(features(2**63), None) * HOUR < 2**63
 
 
 @pytest.mark.parametrize(("override", "hours"), [(None, 168), (1, 1), (720, 720)])
