@@ -16,9 +16,12 @@ def notify(message: str, environ: Mapping[str, str] = os.environ) -> bool:
     address = environ.get("NOTIFY_SOCKET")
     if not address:
         return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        sock.connect("\0" + address[1:] if address.startswith("@") else address)
-        sock.sendall(message.encode())
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.connect("\0" + address[1:] if address.startswith("@") else address)
+            sock.sendall(message.encode())
+    except OSError:  # an address that was inherited, as in a container, or a manager that restarts: no reason to end
+        return False
     return True
 
 

@@ -17,8 +17,10 @@ def test_notify_reaches_the_service_manager(tmp_path, abstract):
         assert manager.recv(100) == b"READY=1"
 
 
-def test_notify_says_that_nobody_listens():
+def test_notify_says_that_nobody_listens(tmp_path):
     assert not notify("READY=1", {})
+    for nowhere in (str(tmp_path / "nowhere"), "@postroom-test-nowhere", f"{tmp_path}/{'x' * 108}"):
+        assert not notify("READY=1", {"NOTIFY_SOCKET": nowhere})
 
 
 def test_the_watchdog_interval_is_read_for_this_process_only():
