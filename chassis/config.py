@@ -148,11 +148,20 @@ def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:
 
 
 def _decode(wanted: type, value: Any) -> Any:
-    if wanted is Path and value == "":
-        raise ValueError("Expected a path, got an empty text")
     if wanted is Path and isinstance(value, str):
-        return Path(os.path.expandvars(value)).expanduser()
+        return _path(value)
     raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")
+
+
+def _path(text: str) -> Path:
+    if text == "":
+        raise ValueError("Expected a path, got an empty text")
+    if "\0" in text:
+        raise ValueError("Expected a path, got one with a NUL character")
+    try:
+        return Path(os.path.expandvars(text)).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise ValueError(f"Expected a path, got {text!r}, and nobody knows that home directory") from error
 
 
 def _sentence(error: msgspec.ValidationError) -> str:

@@ -130,6 +130,11 @@ def test_a_variable_that_resembles_no_setting_is_somebody_elses(tmp_path, foreig
     assert load(Config, write(tmp_path, 'mesh = "sea"'), prefix="P_", environ={foreign: "1"}).mesh == "sea"
 
 
+@pytest.mark.parametrize("path", ["~nobody-has-this-name/x", "a\\u0000b"])
+def test_a_path_that_leads_nowhere_is_refused_with_its_key(tmp_path, path):
+    assert "state: Expected a path" in refusal(write(tmp_path, f'mesh = "sea"\nstate = "{path}"'))
+
+
 def test_an_empty_path_is_refused_instead_of_meaning_the_working_directory(tmp_path):
     assert "state: " in refusal(write(tmp_path, 'mesh = "sea"\nstate = ""'))
     assert "state: " in refusal(write(tmp_path, 'mesh = "sea"'), {"P_STATE": ""})
