@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import private_directory
 
 MAX_PATH_BYTES: Final = 107  # sockaddr_un.sun_path holds 108 with its closing NUL
 BACKLOG: Final = 1024  # connections that wait to be accepted
@@ -33,7 +34,7 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
     refuse_path(path)
     gid = None if group is None else _group_id(group)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(path.parent)
         with _only_starter(path.parent):
             refuse_path(path)
             path.unlink(missing_ok=True)  # nobody answers on it: whoever made it is gone

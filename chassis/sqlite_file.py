@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import private_directory
 from chassis.sqlite import exit_after
 
 PARTS: Final = ("", "-wal", "-shm")  # of an SQLite file
@@ -27,7 +28,7 @@ class OwnedFile:
         self._ended = False
         self.path = directory.resolve() / f"{name}.db"
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_directory(directory)
             self._lock = os.open(directory / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error

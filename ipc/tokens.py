@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
-from chassis.ownership import hand_over
+from chassis.ownership import hand_over, private_directory
 
 GRACE_SECONDS: Final = 60.0
 _TOKEN_BYTES: Final = 32  # of randomness
@@ -59,7 +59,7 @@ def rotate(file: Path) -> None:
     The file belongs to the owner of its directory, so that root may rotate the token of a daemon.
     """
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(file.parent)
         fd, name = tempfile.mkstemp(prefix=".token-", dir=file.parent)  # 0600 from the start
         with os.fdopen(fd, "w", encoding="ascii") as stream:
             hand_over(stream.fileno(), file.parent)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import private_directory
 from embedded.sockets import socket_directory
 
 MESH: Final = "demo"
@@ -89,7 +90,7 @@ class Layout:
         """Make the directory and mark it as a stack's; one that holds anything else is refused."""
         mark = self.state / _MARK
         try:
-            self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_directory(self.state)
             if not mark.exists() and any(self.state.iterdir()):
                 raise Fatal(Exit.USAGE, f"{self.state} holds other files: choose an empty or a new directory")
             mark.touch(mode=0o600)

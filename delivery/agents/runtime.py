@@ -24,6 +24,7 @@ import structlog
 from nats.js import JetStreamContext
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import private_directory
 from chassis.sqlite import exit_after
 from delivery.agents.counters import AgentCounters
 from delivery.agents.deciding import Deciding, Decision
@@ -341,7 +342,7 @@ def database(directory: Path) -> Path:
 def open_turns(directory: Path) -> tuple[Turns, Underway]:
     """Create the state directory (0700) if need be, and what stands beside the store; raises `Fatal` if forbidden."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(directory)
         return Turns(directory, "events"), Underway(directory, "events")
     except OSError as error:
         raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
