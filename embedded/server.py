@@ -77,10 +77,11 @@ class EmbeddedServer(ABC):
         """Start the server unless it runs already, wait until it answers, and return its URL."""
         if threading.current_thread() is not threading.main_thread():
             raise EmbeddedError(f"{self.name} has to be started from the main thread: it ends with the thread")
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._lock():
-            process = self.process or self._launch()
-            self._await_ready(process)
+        with _writable_for_nobody_else():
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._lock():
+                process = self.process or self._launch()
+                self._await_ready(process)
         return self.url
 
     def stop(self) -> None:
@@ -151,6 +152,17 @@ class EmbeddedServer(ABC):
     @abstractmethod
     def _ready(self, process: ProcessIdentity) -> bool:
         """Say whether `process` answers clients."""
+
+
+@contextmanager
+def _writable_for_nobody_else() -> Iterator[None]:
+    """Under a umask of 000 others could write to what is made here, as to the file that says which process to end."""
+    before = os.umask(0o077)
+    os.umask(before | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

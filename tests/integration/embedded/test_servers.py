@@ -66,6 +66,21 @@ def test_its_directory_may_have_any_name(make: Callable[[Path], EmbeddedServer],
         server.stop()
 
 
+def test_nobody_else_may_write_to_its_files_whatever_the_umask(
+    make: Callable[[Path], EmbeddedServer], short_directory: Path
+) -> None:
+    server = make(short_directory / "server")
+    before = os.umask(0o000)
+    try:
+        server.start()
+        assert os.umask(0o000) == 0o000
+    finally:
+        os.umask(before)
+        server.stop()
+    own = [file for file in server.directory.iterdir() if file.name != "data"]
+    assert [file.name for file in own if file.stat().st_mode & 0o022] == []
+
+
 def test_a_killed_server_starts_again_at_the_same_address(server: EmbeddedServer) -> None:
     url = server.start()
     first = running(server)
