@@ -135,12 +135,17 @@ def test_a_driver_whose_connection_breaks_while_it_commits_goes_on_with_another(
     assert completions(post.database_url, job.id) == [SENT]
 
 
-def test_a_job_that_was_begun_as_often_as_its_ledger_can_count_is_refused(post: PostOffice) -> None:
+def test_a_job_that_was_begun_as_often_as_its_ledger_can_count_has_failed(post: PostOffice) -> None:
     job = job_of(post)
     job.begin()
     in_database(post.database_url, lambda connection: connection.execute(COUNT_UP, job.id))
-    with pytest.raises(Conflict, match="begun as often as it can be"):
+    with pytest.raises(Conflict, match=r"begun 999 times under this job.*: run it under another one"):
         job.begin()
+    with pytest.raises(Conflict, match=r"the job is failed .*: write under another one"):
+        job.begin()
+    found = shown(post.database_url, job.id)
+    assert (found.job.state, found.activities[0].state) == ("failed", "failed")
+    assert "begun 999 times" in str(found.job.error)
 
 
 def test_a_database_without_jobs_is_told_how_to_get_them(post: PostOffice, database_url: str) -> None:

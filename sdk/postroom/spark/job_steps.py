@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 QUERIES: Final = load_queries("postroom.spark", "jobs.sql")
 _ENDED_WELL: Final = ("closed", "completed")
 _LEASE: Final = timedelta(seconds=10)
+_TOO_OFTEN: Final = (
+    "the write was begun 999 times under this job, as often as a ledger can count: run it under another one, "
+    "where rows that were sent are duplicates"
+)
 
 
 class Child(NamedTuple):
@@ -44,12 +48,15 @@ async def ask(connection: Connection, activity: UUID) -> None:
     """Run leg 1, which sends nothing: count the attempt, and complete it.
 
     A replay is counted too, unless its job was closed. Raises `NotFound` where there is no such activity, `Conflict`
-    where its job ended early or there were too many attempts, and a retryable `TryAgain` where another driver is at it.
+    where its job ended early, and a retryable `TryAgain` where another driver is at it. An attempt that can't be
+    counted fails the activity and its job, as it does in every flow (docs/jobs.md), and raises `Conflict`.
     """
     owner = uuid4()
     row = await _call(connection, "enter_leg1", activity, owner, _LEASE)
     if row["verdict"] == "done":
         row = await _call(connection, "complete_leg1", activity, owner)
+    if row["verdict"] == "overflow":
+        await connection.execute(QUERIES["fail"], activity, _TOO_OFTEN)
     if row["verdict"] not in ("done", "duplicate") and row["state"] not in _ENDED_WELL:
         _refuse(row)
 
@@ -113,8 +120,8 @@ def _refuse(row: asyncpg.Record) -> NoReturn:
     if verdict == "lease_lost":
         raise TryAgain.of(503, "lease_lost", "the step took too long: it was not done", retryable=True)
     if verdict == "overflow":
-        raise Conflict.of(409, "overflow", "the job was begun as often as it can be: write under another one")
+        raise Conflict.of(409, "overflow", _TOO_OFTEN)
     if state == "cancelled":
         raise Conflict.of(409, "job_cancelled", "the job was cancelled, which is for good: write under another one")
-    detail = f"the job is {state} ({verdict}): `postroom jobs show` says why, `postroom jobs retry` lets it go on"
+    detail = f"the job is {state} ({verdict}), `postroom jobs show` says why: write under another one"
     raise Conflict.of(409, "job_inactive", detail)

@@ -37,6 +37,10 @@ FROM ledger.spawn($1, $2, $3, $4, $5, $6, $7, '{}', '{}', '{}', '{}', '{}', '{}'
 -- Step 3, by the message $2 of the activity $1, leased to $3, which closed the job: it is completed with the result $4.
 SELECT verdict, state FROM ledger.finish_job($1, $2, $3, $4);
 
+-- name: fail
+-- Fails the activity $1 and its job, for the reason $2: `job_failed` goes out.
+SELECT ledger.fail($1, $2);
+
 -- name: release_leg2
 -- Gives up the lease that $3 has on the message $2 of the activity $1, and keeps why this attempt failed ($4).
 SELECT ledger.release_leg2($1, $2, $3, $4);
