@@ -106,10 +106,11 @@ class HistoryReader(DataSourceReader):
 
 
 class PushingHistoryReader(HistoryReader):
-    """The same, leaving out what the query filters away, for a DataFrame of one query.
+    """The same, leaving out what the query filters away, for a DataFrame that is filtered once.
 
     PySpark up to 4.3 keeps one reader for all queries of a DataFrame: where one has filters and the next has none, the
-    next is answered with the filters of the one before. So nobody gets this who did not ask for it (`push_filters`).
+    next is answered with the filters of the one before, and so is the second half of a union with itself. A task is
+    told nothing that shows whose filters it has. So nobody gets this who did not ask for it (`push_filters`).
     """
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
