@@ -5,6 +5,7 @@ Events are snake_case words; what happened to which message goes into fields (`c
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from contextlib import suppress
@@ -54,4 +55,7 @@ def drop_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> Even
 
 
 def _dump(event: Any, **_: Any) -> str:
-    return msgspec.json.encode(event, enc_hook=str).decode()
+    try:
+        return msgspec.json.encode(event, enc_hook=str).decode()
+    except UnicodeEncodeError:  # half a character, in some error's text: it stays an escape
+        return json.dumps(event, default=str)

@@ -37,4 +37,4 @@ def request_of(activity: Activity, key: UUID, body: Any) -> Request:
     """Return the command that asks for an answer, under its id."""
     assert activity.queue is not None  # noqa: S101 - only what sends has a leg 1
     timeout = None if activity.timeout is None else timedelta(seconds=activity.timeout)
-    return Request(key, activity.queue, encode(body), timeout, activity.asks)
+    return Request(key, activity.queue, encode(body, f"the request of {activity.name!r}"), timeout, activity.asks)

@@ -72,7 +72,7 @@ async def _complete(running: Running, entry: Leg2) -> None:
             context = running.context(entry, step, entry.job, message=entry.guid)
             job = await _job(running, entry.job)
             result = await under_lease(running, entry, running.flow.completion(context, job))
-        await step.conclude(lambda connection: finish_job(connection, entry, encode(result)))
+        await step.conclude(lambda connection: finish_job(connection, entry, encode(result, "what it returned")))
 
 
 async def _job(running: Running, job: UUID) -> Job:

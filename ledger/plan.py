@@ -35,12 +35,14 @@ async def plan_of(running: Running, entry: Leg2, context: Context, returned: Any
 async def carry_out(connection: Connection, running: Running, entry: Leg2, plan: Plan) -> Spawned:
     """Do step 2 as it is planned, and with it step 1, which is the plan; raises as `spawn` does."""
     children = [
-        Child(derived(entry.activity, entry.guid, "child", place), name, encode(request))
+        Child(
+            derived(entry.activity, entry.guid, "child", place), name, encode(request, f"what {name!r} is spawned with")
+        )
         for place, (name, request) in enumerate(plan.children)
     ]
-    again = [encode(request) for request in plan.again]
+    again = [encode(request, f"what {entry.name!r} is entered with again") for request in plan.again]
     requests = _requests(running.activity(entry.name), entry, plan)
-    return await spawn(connection, entry, children, again, requests, result=encode(plan))
+    return await spawn(connection, entry, children, again, requests, result=encode(plan, "what it returned"))
 
 
 async def _add(plan: Plan, entry: Leg2, context: Context, step: Step) -> None:

@@ -17,6 +17,7 @@ import structlog
 from chassis.postgres import UNREACHABLE, Connection, Pool
 from ledger.errors import Fault
 from ledger.primitives import Leg1, Leg2, release, renew
+from ledger.telling import tell
 from postroom.errors import PostroomError
 from postroom.flow import Activity, Flow, InvalidFlow
 from postroom.flow_context import Context
@@ -27,7 +28,10 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 _RENEWALS: Final = 3  # of each lease, so that two may fail
-_ERROR_CHARACTERS: Final = 1000
+_ENDED: Final = (
+    "the handler ended the transaction of its step, on `ctx.connection()`: leave that to the step, which commits where "
+    "the handler returns, and rolls back where it raises; for a part by itself use a nested `transaction()`"
+)
 _MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
 
 decode: Final = msgspec.json.Decoder().decode
@@ -44,10 +48,13 @@ class HandlerFailed(PostroomError):
     def of_error(cls, error: Exception, attempt: int, *, completion: bool = False) -> HandlerFailed:
         """Say what it raised, at which attempt."""
         whose = "the completion: " if completion else ""
-        detail = f"{whose}{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
-        failed = cls.of(500, "handler_failed", detail, retryable=True)
+        failed = cls.of(500, "handler_failed", whose + tell(error), retryable=True)
         failed.attempt, failed.completion = attempt, completion
         return failed
+
+
+class HandlerEnded(Exception):
+    """A handler raised what would have ended its worker, or cancelled itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +108,13 @@ class StepTransaction:
         return self._connection
 
     async def conclude(self, primitive: Callable[[Connection], Awaitable[T]]) -> T:
-        """End the step with its primitive, which is one commit by itself where there is no transaction yet."""
+        """End the step with its primitive, which is one commit by itself where there is no transaction yet.
+
+        Raises `InvalidFlow` where the handler has ended the transaction, with which its work and its digit part.
+        """
         if self._connection is not None:
+            if not self._connection.is_in_transaction():
+                raise InvalidFlow.of(500, "transaction_ended", _ENDED)
             return await primitive(self._connection)
         async with self._pool.acquire() as connection:
             return await primitive(connection)
@@ -128,7 +140,7 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
 
 async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) -> T:
     """Await a handler while its lease is renewed; where it is lost, the handler is cancelled: raises `LeaseLost`."""
-    working = asyncio.ensure_future(work)
+    working = asyncio.create_task(_contained(work))
     renewing = asyncio.create_task(_renew(running, entry))
     try:
         await asyncio.wait({working, renewing}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,9 +161,25 @@ def derived(activity: UUID, *words: object) -> UUID:
     return uuid5(activity, "/".join(map(str, words)))
 
 
-def encode(value: Any) -> str:
-    """Write JSON; raises `TypeError` for what JSON has no words for."""
-    return _encode(value).decode()
+def encode(value: Any, what: str) -> str:
+    """Write JSON; raises `InvalidFlow`, which names it as `what`, for what JSON has no words for."""
+    try:
+        return _encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidFlow.of(400, "no_json", f"{what} cannot be written as JSON: {error}") from error
+
+
+async def _contained(work: Awaitable[T]) -> T:
+    """Await a handler; whatever would end its worker is an error like any other: raises `HandlerEnded`."""
+    try:
+        return await work
+    except Exception:
+        raise
+    except BaseException as error:
+        current = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
+            raise
+        raise HandlerEnded(f"the handler ended with {tell(error)}") from error
 
 
 async def _renew(running: Running, entry: Leg1 | Leg2) -> Any:

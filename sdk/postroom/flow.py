@@ -37,7 +37,7 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias, overload
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, overload
 
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.flow_context import Context, Job
@@ -111,6 +111,13 @@ class Activity:
     def __repr__(self) -> str:
         """Name it, for the sentences that refuse it where something else belongs."""
         return f"Activity({self.name!r})"
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to be called as the function that it was before it was decorated; raises `InvalidFlow`."""
+        raise _invalid(
+            f"the activity {self.name!r} is called: return {self.name}.spawn(request) to have it run as a step of its "
+            "own, or put what it shares with others into a function beside it"
+        )
 
     def answered(self, function: Handler) -> Handler:
         """Register leg 2, `async def _(ctx, answer)`, which returns what to spawn; raises `InvalidFlow`."""

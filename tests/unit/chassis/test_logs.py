@@ -27,6 +27,11 @@ def test_an_exception_stays_on_its_line():
     assert "ZeroDivisionError" in str(line["exception"])
 
 
+def test_half_a_character_in_an_error_is_logged_as_an_escape():
+    (line,) = logged("log.warning('step_failed', error='odd: \\ud800')")
+    assert (line["event"], line["error"]) == ("step_failed", "odd: \ud800")
+
+
 def test_a_log_that_cannot_be_written_stops_nobody():
     script = (
         "import structlog; from chassis import logs; logs.configure(); structlog.get_logger().info('lost'); print('on')"

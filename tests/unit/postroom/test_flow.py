@@ -75,6 +75,11 @@ def test_only_an_activity_of_the_flow_is_spawned_and_only_itself_is_entered_agai
         next_steps(flow, one, two.again())
 
 
+def test_an_activity_that_is_called_says_how_it_is_spawned() -> None:
+    with pytest.raises(InvalidFlow, match=r"return load\.spawn\(request\)"):
+        Flow("nightly-export").activity(load)(None, {"part": 1})
+
+
 def _handler() -> Any:
     async def answered(_ctx: Any, _answer: Any) -> None:
         return None

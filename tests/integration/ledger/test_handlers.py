@@ -1,0 +1,115 @@
+"""What the authors of handlers get wrong: each is an attempt that failed, with a reason, and the worker goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from ledgers import LEASE, Jobs
+
+from ledger.engine import Engine, TryLater
+from ledger.primitives import Start, start_job
+from postroom.flow import Context, Flow, Job
+from postroom.retry_policy import RetryPolicy
+
+Wrong = Callable[[Context], Awaitable[Any]]
+
+flow = Flow("careless")
+
+
+@flow.activity
+async def work(ctx: Context, request: str) -> Any:
+    return await WRONG[request][0](ctx)
+
+
+async def half_a_character(_ctx: Context) -> None:
+    raise ValueError("a\0b \ud800")
+
+
+async def leaves(_ctx: Context) -> None:
+    sys.exit(3)
+
+
+async def cancels_itself(_ctx: Context) -> None:
+    raise asyncio.CancelledError
+
+
+async def raises_no_exception(_ctx: Context) -> None:
+    raise BaseException("odd")  # noqa: TRY002 - as somebody else's library may
+
+
+async def commits(ctx: Context) -> None:
+    await (await ctx.connection()).execute("COMMIT")
+
+
+async def rolls_back(ctx: Context) -> None:
+    await (await ctx.connection()).execute("ROLLBACK")
+
+
+async def spawns_a_set(_ctx: Context) -> Any:
+    return work.spawn({1, object()})
+
+
+async def spawns_half_a_character(_ctx: Context) -> Any:
+    return work.spawn("\ud800")
+
+
+WRONG: dict[str, tuple[Wrong, str]] = {
+    "half_a_character": (half_a_character, r"ValueError: a\x00b \ud800"),
+    "leaves": (leaves, "HandlerEnded: the handler ended with SystemExit: 3"),
+    "cancels_itself": (cancels_itself, "HandlerEnded: the handler ended with CancelledError"),
+    "raises_no_exception": (raises_no_exception, "HandlerEnded: the handler ended with BaseException: odd"),
+    "commits": (commits, "InvalidFlow: the handler ended the transaction of its step"),
+    "rolls_back": (rolls_back, "InvalidFlow: the handler ended the transaction of its step"),
+    "spawns_a_set": (spawns_a_set, "InvalidFlow: what 'work' is spawned with cannot be written as JSON"),
+    "spawns_half_a_character": (
+        spawns_half_a_character,
+        "InvalidFlow: what 'work' is spawned with cannot be written as JSON",
+    ),
+}
+
+
+Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
+
+
+@pytest.fixture
+async def pool(jobs_database: str) -> AsyncIterator[Pool]:
+    async with asyncpg.create_pool(jobs_database, min_size=1, max_size=2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_whatever_a_handler_does_its_attempt_has_failed_and_says_why(jobs: Jobs, pool: Pool, wrong: str) -> None:
+    start = Start(uuid4(), "sea", "careless", uuid4(), "work", json.dumps(wrong))
+    await start_job(jobs.connection, start)
+    with pytest.raises(TryLater) as later:
+        await Engine(pool, flow, lease=LEASE).spawned(start.root, "work", "spawned")
+    assert str(later.value).startswith(WRONG[wrong][1])
+    kept = "SELECT last_error, owner FROM ledger.guid WHERE activity_id = $1"
+    row = await jobs.connection.fetchrow(kept, start.root)
+    assert row is not None
+    assert (row["last_error"], row["owner"]) == (str(later.value), None)
+    assert await jobs.job(start.job) == ("running", 1)
+
+
+async def test_a_completion_that_returns_no_json_says_so(jobs: Jobs, pool: Pool) -> None:
+    reporting = Flow("reporting")
+
+    @reporting.activity
+    async def nothing(_ctx: Context, _request: Any) -> None: ...
+
+    @reporting.completed(retry_policy=RetryPolicy(max_attempts=1))
+    async def report(_ctx: Context, _job: Job) -> Any:
+        return object()
+
+    start = Start(uuid4(), "sea", "reporting", uuid4(), "nothing")
+    await start_job(jobs.connection, start)
+    await Engine(pool, reporting, lease=LEASE).spawned(start.root, "nothing", "spawned")
+    error = await jobs.connection.fetchval("SELECT error FROM ledger.job WHERE id = $1", start.job)
+    assert error.startswith("the completion: InvalidFlow: what it returned cannot be written as JSON")

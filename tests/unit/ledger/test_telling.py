@@ -1,0 +1,34 @@
+"""What a handler raised, as a sentence that can be kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from ledger.telling import tell
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError("the disk is full"), "OSError: the disk is full"),
+        (AssertionError(), "AssertionError"),
+        (ValueError("a\0b \ud800"), r"ValueError: a\x00b \ud800"),
+        (Mute(), "Mute: (its text could not be had: RuntimeError)"),
+        (
+            ExceptionGroup("2", [OSError("ink"), ExceptionGroup("1", [KeyError("day")])]),
+            "ExceptionGroup: 2 (2 sub-exceptions): OSError: ink; ExceptionGroup: 1 (1 sub-exception): KeyError: 'day'",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_is_told_with_all_that_can_be_kept_of_it(error: BaseException, told: str) -> None:
+    assert tell(error) == told
+
+
+def test_a_long_error_is_cut() -> None:
+    assert len(tell(ValueError("x" * 1_000_000))) == 1000
