@@ -73,7 +73,7 @@ def _base64(body: object) -> str:
     if not isinstance(body, bytes | bytearray | memoryview):
         sentence = f"the body must be text or bytes, not {type(body).__name__}: encode it first, as with json.dumps"
         refuse("invalid_field", sentence, "body")
-    return base64.b64encode(body).decode()
+    return base64.b64encode(bytes(body)).decode()  # a view may have gaps
 
 
 def _check_types(request: SendRequest) -> None:
