@@ -7,7 +7,8 @@ transaction open, and a batch is in the tables whole or not at all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -24,6 +25,9 @@ from delivery.subjects import command_subject, event_subject
 from postroom.message import DestinationKind
 
 _WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections
+_WAIT_SECONDS: Final = (
+    10.0  # for a turn, then for a connection: longer than under load, shorter than a daemon's patience
+)
 
 
 class Candidate(NamedTuple):
@@ -70,8 +74,9 @@ class AcceptStore:
         self._turns: WeakValueDictionary[int, asyncio.Semaphore] = WeakValueDictionary()
 
     async def find(self, mesh_id: int, client_message_ids: Iterable[str]) -> dict[str, Taken]:
-        """Return the dedupe rows that hold these ids, by id."""
-        rows = await self._pool.fetch(QUERIES["find_accepted"], mesh_id, list(client_message_ids))
+        """Return the dedupe rows that hold these ids, by id; `TimeoutError` where no connection becomes free."""
+        async with self._pool.acquire(timeout=_WAIT_SECONDS) as connection:
+            rows = await connection.fetch(QUERIES["find_accepted"], mesh_id, list(client_message_ids))
         return {row[0]: Taken(*row[1:]) for row in rows}
 
     async def write(self, sender: Member, candidates: Sequence[Candidate]) -> list[Written]:
@@ -81,15 +86,23 @@ class AcceptStore:
         """
         minted = self._ids.mint(len(candidates))
         values = self._values(sender, candidates, minted)
-        async with self._turn(sender.mesh_id):
-            rows = await self._pool.fetch(QUERIES["accept"], *values)
+        async with self._turn(sender.mesh_id), self._pool.acquire(timeout=_WAIT_SECONDS) as connection:
+            rows = await connection.fetch(QUERIES["accept"], *values)
         if not rows:
             raise TokenRevoked
         verdicts = {position: (history_id, refusal) for position, history_id, refusal in rows}
         return [Written(candidate, minted[index], *verdicts[index]) for index, candidate in enumerate(candidates)]
 
-    def _turn(self, mesh_id: int) -> asyncio.Semaphore:
-        return self._turns.setdefault(mesh_id, asyncio.Semaphore(_WRITES_PER_MESH))
+    @asynccontextmanager
+    async def _turn(self, mesh_id: int) -> AsyncIterator[None]:
+        """Wait until fewer than `_WRITES_PER_MESH` writes of a mesh are under way; `TimeoutError` where they hang."""
+        turn = self._turns.setdefault(mesh_id, asyncio.Semaphore(_WRITES_PER_MESH))
+        async with asyncio.timeout(_WAIT_SECONDS):
+            await turn.acquire()
+        try:
+            yield
+        finally:
+            turn.release()
 
     def _values(self, sender: Member, candidates: Sequence[Candidate], minted: Sequence[UUID]) -> tuple[Any, ...]:
         """Return the statement's parameters: scalars, then a column per field, the mentions, the mesh, the subjects."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import asyncpg
@@ -100,3 +102,21 @@ async def test_a_lock_that_is_not_given_in_time_is_a_503(
             refused = await broker.admin.delete("/v1/meshes/demo")
 
     assert (refused.status, refused.code, refused.body["retryable"]) == (503, "database_unavailable", True)
+
+
+@pytest.mark.parametrize("scarce", ["connections", "turns"])
+async def test_a_batch_waits_only_so_long_while_others_hang(
+    migrated: Any, start_broker: Any, message: Message, monkeypatch: pytest.MonkeyPatch, scarce: str
+) -> None:
+    monkeypatch.setattr("broker.store._WAIT_SECONDS", 0.1)
+    async with start_broker(msgspec.structs.replace(migrated, connections=2)) as broker, AsyncExitStack() as hanging:
+        await broker.add_mesh()
+        alice = broker.member("alice")
+        await alice.send_one(message("id-1"))
+        pool, turn = broker.services.database.accepting, broker.services.accepting._store._turn
+        for _ in range(2):
+            await hanging.enter_async_context(pool.acquire() if scarce == "connections" else turn(1))
+        async with asyncio.timeout(20):
+            answer = await alice.post("/v1/accept", {"messages": [message("id-2")]})
+
+    assert answer.status == 503 or answer.body["answers"][0]["status"] == 503
