@@ -31,6 +31,7 @@ from delivery.message import Delivery, delivery_of
 from delivery.pulling import Pull
 from delivery.settings import BackoffSettings, ConsumerSettings, StreamSettings
 from postroom.errors import PostroomError
+from postroom.telling import tell
 
 __all__ = [
     "DONE",
@@ -245,7 +246,7 @@ class Consumer:
             if chosen:
                 await self._handler.handle([held.delivery for held in chosen], self._settle)
         except Exception as raised:  # noqa: BLE001 - whatever a handler raises is a Retry
-            error = f"{type(raised).__name__}: {raised}"
+            error = tell(raised)
             _log.exception("handler_raised", consumer=self._settings.durable, messages=len(chosen))
         for held in chosen:
             if not held.settled:

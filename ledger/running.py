@@ -17,11 +17,11 @@ import structlog
 from chassis.postgres import UNREACHABLE, Connection, Pool
 from ledger.errors import Fault
 from ledger.primitives import Leg1, Leg2, release, renew
-from ledger.telling import tell
 from postroom.errors import PostroomError
 from postroom.flow import Activity, Flow, InvalidFlow
 from postroom.flow_context import Context
 from postroom.retry_policy import RetryPolicy
+from postroom.telling import tell
 
 _log = structlog.get_logger(__name__)
 

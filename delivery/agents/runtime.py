@@ -41,6 +41,7 @@ from delivery.agents.underway import Begun, Underway
 from delivery.agents.writing import durably
 from delivery.consuming import ACK_TIMEOUT, Dead, Delivery, Outcome, Settle
 from postroom.agent import Agent, agent_name, check_agent
+from postroom.telling import tell
 
 _log = structlog.get_logger(__name__)
 
@@ -278,7 +279,7 @@ class AgentRuntime:
         except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
             _log.warning("agent_failed", message_id=begun.message_id, attempt=begun.number, exc_info=error)
             self.counters.failed += 1
-            said = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+            said = tell(error)[:_ERROR_CHARACTERS]
             group.fail(job, Attempt(*begun, said, self._clock()), most)
         else:
             group.add(job, key, decision)

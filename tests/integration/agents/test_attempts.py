@@ -76,6 +76,20 @@ async def test_the_last_attempt_ends_in_the_dead_letters_with_its_error(context:
     assert len(Witness.told) == 3
 
 
+async def test_an_error_of_which_no_store_keeps_each_character_ends_no_agent(context: Context, tmp_path: Path):
+    class Odd(Counting):
+        async def receive(self, envelope: Envelope) -> list[Emit]:
+            if self.attempt == 1:
+                raise ValueError("half a character: \ud800")
+            Witness.told.append((self.attempt, self.last_error))
+            return await super().receive(envelope)
+
+    await context.publish(["order-1"], order(0))
+    async with running_agent(context, tmp_path, Odd):
+        await settled(context)
+    assert Witness.told == [(2, "ValueError: half a character: \\ud800")]
+
+
 async def test_the_senders_policy_ends_it_earlier(context: Context, tmp_path: Path):
     await context.publish(["order-1"], order(9, ',"retry_policy":{"max_attempts":2,"backoff_ms":1}'))
     async with running_agent(context, tmp_path, Witness):

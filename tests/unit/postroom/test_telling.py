@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ledger.telling import tell
+from postroom.telling import tell
 
 
 class Mute(Exception):
