@@ -58,4 +58,4 @@ def _dump(event: Any, **_: Any) -> str:
     try:
         return msgspec.json.encode(event, enc_hook=str).decode()
     except UnicodeEncodeError:  # half a character, in some error's text: it stays an escape
-        return json.dumps(event, default=str)
+        return json.dumps(event, default=str, separators=(",", ":"))
