@@ -61,6 +61,11 @@ def of_the_system(error: Any) -> Ending:
     return Ending(Exit.IO_ERROR, f"{error.filename or 'standard input or output'}: {error.strerror}")
 
 
+def of_an_argument(error: Any) -> Ending:
+    """Say which text of the command line is none: what is not UTF-8 travels as no id, name or reason."""
+    return Ending(Exit.USAGE, f"{error.object!r} is no text in UTF-8: give it in UTF-8, or as a file")
+
+
 def say(end: Ending) -> int:
     """Write the sentence to standard error and return the exit code, even where output can't be written any more."""
     try:
@@ -82,6 +87,7 @@ _ENDINGS: Final[tuple[tuple[type[BaseException], Callable[[Any], Ending]], ...]]
     (Fatal, lambda error: Ending(error.exit_code, str(error))),
     (BrokenPipeError, lambda _: Ending(READER_GONE)),
     (OSError, of_the_system),
+    (UnicodeEncodeError, of_an_argument),
 )
 """The first kind that an error is decides; what is none of them comes from the clients, or is a bug."""
 

@@ -48,6 +48,7 @@ def list_(
 ) -> None:
     """List received messages, oldest first; what they say only with --body, in a table cut short."""
     moment = _moment(since)
+    _check(destination)
     shown: list[InboxMessage] = []
 
     def show(message: InboxMessage) -> None:
@@ -82,6 +83,7 @@ def tail(
 ) -> None:
     """Follow what the daemon receives, a line a message, until Ctrl-C; a daemon that is restarted is waited for."""
     moment = _moment(since)
+    _check(destination)
 
     async def work(client: AsyncClient) -> None:
         from postroom import EventsQuery, InboxQuery  # noqa: PLC0415
@@ -130,6 +132,14 @@ def _moment(since: str | None) -> datetime | None:
     from datetime import UTC, datetime, timedelta  # noqa: PLC0415
 
     return datetime.now(UTC) - timedelta(seconds=duration(since))
+
+
+def _check(destination: str | None) -> None:
+    """Refuse what is no destination: it would match nothing, and say nothing."""
+    from postroom.message import parse_destination  # noqa: PLC0415
+
+    if destination is not None:
+        parse_destination(destination)
 
 
 def _cells(message: InboxMessage, *, body: bool) -> tuple[Any, ...]:

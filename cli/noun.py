@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 Socket = Annotated[
     Path | None,
@@ -60,9 +61,20 @@ Mesh = Annotated[
 ]
 
 
+class NounGroup(TyperGroup):
+    """The verbs of a noun; the help says of each what its docstring says first, whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a line or more for each verb."""
+        commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(each.name, (each.help or "").split("\n\n")[0]) for each in commands if each])
+
+
 def noun(help_text: str | None = None, **options: Any) -> typer.Typer:
     """Make the application of one noun, in the style of all of them."""
     return typer.Typer(
+        cls=NounGroup,
         help=help_text,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

@@ -71,8 +71,10 @@ def inspect(*, ids: Ids = None, as_json: Json = False, socket: Socket = None) ->
         raise Fatal(Exit.USAGE, "name a row by its id or client_message_id (`postroom outbox list` shows them)")
 
     async def work(client: AsyncClient) -> None:
-        for row_id in wanted:
+        for place, row_id in enumerate(wanted):
             chain = await client.inspect(row_id)
+            if place and not as_json:
+                line("")
             json_line(chain) if as_json else show_chain(chain)
 
     with_daemon(socket, work)
@@ -108,9 +110,8 @@ def requeue(
         rows = _filter_of(
             everything, status=status, destination=destination, code=code, older_than=older_than, held=held
         )
-        repair_rows(
-            "requeue", socket, wanted, rows, reason=reason_or_ask(reason), yes=yes, dry_run=dry_run, as_json=as_json
-        )
+        why = reason_or_ask(reason, dry_run=dry_run)
+        repair_rows("requeue", socket, wanted, rows, reason=why, yes=yes, dry_run=dry_run, as_json=as_json)
         return
     if len(wanted) != 1 or everything or dry_run:
         raise Fatal(Exit.USAGE, "--new-client-id and --patch-payload are for exactly one row, and without --dry-run")
@@ -159,9 +160,8 @@ def _register(verb: Verb, summary: str) -> None:
         rows = _filter_of(
             everything, status=status, destination=destination, code=code, older_than=older_than, held=held
         )
-        repair_rows(
-            verb, socket, chosen_ids(ids), rows, reason=reason_or_ask(reason), yes=yes, dry_run=dry_run, as_json=as_json
-        )
+        why = reason_or_ask(reason, dry_run=dry_run)
+        repair_rows(verb, socket, chosen_ids(ids), rows, reason=why, yes=yes, dry_run=dry_run, as_json=as_json)
 
     app.command(verb, help=summary)(command)
 

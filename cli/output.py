@@ -51,6 +51,9 @@ def note(text: str) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table; a cell is text, a number, a time, or None for nothing."""
+    if not sys.stdout.isatty():
+        _write_plain([columns, *(list(map(_text, row)) for row in rows)])
+        return
     from rich.table import Table  # noqa: PLC0415
 
     grid = Table(*columns, box=None, pad_edge=False, header_style="bold")
@@ -98,8 +101,13 @@ def confirm(question: str, *, yes: bool) -> None:
     typer.confirm(question, abort=True, err=True)
 
 
-def reason_or_ask(reason: str | None) -> str:
-    """Return why an operator does something; asks on a terminal where the command line does not say it."""
+def reason_or_ask(reason: str | None, *, dry_run: bool = False) -> str:
+    """Return why an operator does something; asks on a terminal where the command line does not say it.
+
+    A dry run is not written down, and needs no reason.
+    """
+    if dry_run:
+        return "dry run"
     if reason is None and sys.stdin.isatty() and sys.stderr.isatty():
         reason = typer.prompt("Reason", err=True)
     if reason is None or not reason.strip():
@@ -121,12 +129,26 @@ def ago(moment: datetime | None) -> str | None:
 def _cell(value: Any) -> Any:
     from rich.text import Text  # noqa: PLC0415
 
+    text = _text(value)
+    return Text(text, style=_STYLES.get(text.split(" ")[0], ""))
+
+
+def _text(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, datetime):
         value = value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-    text = printable(str(value)).replace("\n", " ")
-    return Text(text, style=_STYLES.get(text.split(" ")[0], ""))
+    return printable(str(value)).replace("\n", " ")
+
+
+def _write_plain(rows: Sequence[Sequence[str]]) -> None:
+    """Write a table for a pipe: Rich would take minutes for the rows of a large outbox."""
+    from rich.cells import cell_len  # noqa: PLC0415
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (text + " " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True))
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
 
 
 def _write(renderable: Any) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from chassis.exits import Exit, Fatal
+from cli.output import note
 from cli.quantities import duration
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ def row_filter(
     import msgspec  # noqa: PLC0415
 
     from postroom import RowFilter  # noqa: PLC0415
+    from postroom.message import parse_destination  # noqa: PLC0415
 
+    if destination is not None:
+        parse_destination(destination)  # a misspelt one would match nothing, and say nothing
     if status is not None and status not in STATUSES:
         raise typer.BadParameter(f"{status!r} is no status: {', '.join(STATUSES)}", param_hint="--status")
     members = {"status": status, "destination": destination, "code": code, "older_than_seconds": older_than}
@@ -54,12 +58,18 @@ def row_filter(
 
 
 def chosen_ids(arguments: Sequence[str] | None) -> list[str]:
-    """Return the ids of the command line, `-` replaced by those of standard input, each once, in order."""
+    """Return the ids of the command line, `-` replaced by those of standard input, each once, in order.
+
+    Where `-` brings none there is nothing to do, which is no mistake: the command ends, with exit code 0.
+    """
     ids: dict[str, None] = {}
     for argument in arguments or ():
         ids.update(dict.fromkeys(ids_from_input() if argument == "-" else [argument]))
     if "" in ids:
         raise Fatal(Exit.USAGE, "an id is empty")
+    if arguments and not ids:
+        note("there are no ids on standard input: nothing to do")
+        raise typer.Exit
     return list(ids)
 
 

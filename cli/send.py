@@ -68,7 +68,7 @@ def send(
     source = _source(body, file, body_file, ndjson=ndjson)
     if source is None:
         _refuse_options(id_prefix=id_prefix, errors=errors)
-        content = read_plain_file(body_file) if body_file is not None else (body or "").encode()
+        content = read_plain_file(body_file) if body_file is not None else (body or "").encode(errors="surrogateescape")
         with_daemon(
             socket,
             _one(_destination(to), content, common, client_message_id, timeout if wait else None, as_json=as_json),

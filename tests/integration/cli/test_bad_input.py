@@ -45,6 +45,30 @@ def test_a_misspelt_verb_is_guessed() -> None:
     assert "'outbox'" in Terminal().run("outbux").sentence()
 
 
+@pytest.mark.parametrize("noun", ["outbox", "dlq", "worker"])
+def test_the_help_of_a_noun_says_of_each_verb_what_it_does_to_the_end(noun: str) -> None:
+    _, commands = Terminal().run(noun, "--help").out.split("Commands:")
+    assert commands.strip()
+    assert "..." not in commands
+
+
+@pytest.mark.parametrize("words", [("inspect", "\udcff"), ("abort", "a", "--reason", "\udcff", "--yes")])
+def test_an_argument_that_is_no_text_is_a_usage_error(terminal: Terminal, words: tuple[str, ...]) -> None:
+    """Bytes that are not UTF-8 arrive as halves of surrogate pairs."""
+    ended = terminal.run("outbox", *words)
+    assert ended.code == 2
+    assert "UTF-8" in ended.sentence()
+
+
+@pytest.mark.parametrize(
+    "words", [("outbox", "list", "--destination"), ("outbox", "export", "--destination"), ("inbox", "list", "--to")]
+)
+def test_a_filter_by_what_is_no_destination_is_a_usage_error(terminal: Terminal, words: tuple[str, ...]) -> None:
+    ended = terminal.run(*words, "orders")
+    assert ended.code == 2
+    assert "topic:<name>" in ended.sentence()
+
+
 def special_files(directory: Path) -> dict[str, Path]:
     """One of each thing that is no patch."""
     directory.joinpath("utf8").write_bytes(b'{"to": "topic:t", "body": "\xff"}')

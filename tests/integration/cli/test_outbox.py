@@ -242,6 +242,26 @@ def test_what_a_row_says_cannot_steer_the_terminal(sent: Terminal) -> None:
     assert "\x07" not in shown
 
 
+def test_rows_that_are_inspected_together_stand_apart(sent: Terminal) -> None:
+    shown = sent.run("outbox", "inspect", "a", "b").out
+    assert shown.count("\n\nrow ") == 1
+
+
+@pytest.mark.parametrize("verb", ["inspect", "abort", "requeue"])
+def test_a_pipe_without_ids_is_nothing_to_do(sent: Terminal, verb: str) -> None:
+    """As in `postroom outbox list --status dead --json | postroom outbox requeue - …` on a good day."""
+    done = sent.run("outbox", verb, "-", *(() if verb == "inspect" else (*WHY, "--yes")), stdin="\n")
+    assert (done.code, done.out) == (0, "")
+    assert "nothing to do" in done.err
+    assert status(sent, "a") == "pending"
+
+
+def test_a_dry_run_needs_no_reason(sent: Terminal) -> None:
+    planned = sent.run("outbox", "abort", "--all", "--dry-run")
+    assert (planned.code, planned.out) == (0, "3 would be aborted, 0 skipped, 0 failed\n")
+    assert status(sent, "a") == "pending"
+
+
 def test_many_rows_are_changed_in_portions_and_told_as_one(sent: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cli.repair.MAX_IDS", 2)
     asked: list[int | None] = []

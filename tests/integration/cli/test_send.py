@@ -105,6 +105,7 @@ def test_bytes_that_are_no_text_are_sent_as_they_are(terminal: Terminal, tmp_pat
     file.write_bytes(b"\x00\xff" * 10)
     assert terminal.run("send", "topic:orders", "--body-file", file, "--id", "a").code == 0
     assert terminal.run("send", "topic:orders", "-", stdin=b"\xff\xfe\n").code == 0
+    assert terminal.run("send", "topic:orders", "\udcff").code == 0  # as Python reads the byte FF of a command line
     assert terminal.run("outbox", "inspect", "a", "--json").json[0]["row"]["payload_bytes"] > 0
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cli.composing import body_of, meta_of, moment_of
 from cli.ending import printable
+from cli.output import table
 from cli.quantities import duration, rate
 
 
@@ -70,3 +71,8 @@ def test_nothing_printable_changes_and_nothing_else_gets_through(text: str) -> N
     assert all(character.isprintable() or character in "\n\t" for character in shown)
     if text.isprintable():
         assert shown == text
+
+
+def test_a_table_in_a_pipe_is_aligned_whatever_its_cells_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    table(("A", "TO", "ERROR"), [(1, "日本", None), (22, "x\ny", "late"), (None, "", "")])
+    assert capsys.readouterr().out == "A   TO    ERROR\n1   日本\n22  x y   late\n\n"
