@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from broker.app import routes
 from broker.authentication import Authentication, digest
 
@@ -82,6 +84,14 @@ async def test_a_member_manages_its_own_subscription_and_token_and_nobody_elses(
     assert (await alice.post("/v1/topics/demo/orders/subscriptions", {"member": "bob"})).status == 403
     assert (await alice.post("/v1/members/demo/bob/token")).status == 403
     assert (await alice.post("/v1/members/demo/alice/token")).status == 200
+
+
+@pytest.mark.parametrize("scheme", ["Basic", "", "Bearer,"])
+async def test_a_token_counts_only_as_a_bearer_token(broker: Any, scheme: str) -> None:
+    alice = broker.member("alice")
+    headers = {"Authorization": f"{scheme} {alice.token}"}
+    async with broker.session.get(f"{broker.url}/v1/features", headers=headers) as answer:
+        assert (answer.status, (await answer.json())["code"]) == (401, "missing_token")
 
 
 async def test_the_administrator_posts_nothing(broker: Any, message: Message) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from broker.config import BrokerConfig, LimiterConfig
+from broker.limiter import Admission
 from embedded import EmbeddedRedis
 
 Message = Callable[..., dict[str, Any]]
@@ -45,6 +46,18 @@ async def test_a_message_over_the_limit_is_told_when_to_come_again(
         assert (answers[2].problem.code, answers[2].problem.retryable) == ("rate_limited", True)
         assert 0 < answers[2].problem.retry_after <= 3600
         assert broker.metric("postroom_broker_limiter_decisions_total", decider="redis", decision="denied") == 2
+
+
+async def test_a_denied_message_hears_when_the_next_window_begins(
+    broker: Any, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def deny(_mesh: str, _member: str, ids: Sequence[str]) -> Admission:
+        return Admission(frozenset(ids), 1234.5)
+
+    monkeypatch.setattr(broker.services.limiter, "admit", deny)
+    answer = await broker.member("alice").send_one(message("id-1"))
+
+    assert (answer.status, answer.problem.retry_after) == (429, 1234.5)
 
 
 async def test_a_retry_of_an_accepted_id_in_a_saturated_window_is_a_duplicate_and_costs_nothing(

@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]
 
 IDS = 500
 POSTS = 32
 PARALLEL = 8  # batches in flight at each instance
+SECONDS = 20.0  # a bound for what happens at once
 
 
 async def test_500_ids_posted_32_times_at_two_instances_are_accepted_once_each(
@@ -60,17 +63,36 @@ async def test_an_id_taken_between_look_up_and_write_is_looked_up_again(
     assert sorted(answer.status for answer in await asyncio.gather(*posts)) in ([200, 201, 409], [201, 409, 409])
 
 
-async def test_a_topic_cannot_vanish_under_a_batch(
-    broker: Any, message: Message, postgres: Any, waiting_for_lock: Callable[[int], Awaitable[None]]
+@pytest.mark.parametrize(
+    ("to", "path", "answered"),
+    [
+        ("topic:orders", "/v1/topics/demo/orders", 204),
+        ("topic:orders", "/v1/topics/demo/orders/subscriptions/alice", 204),
+        ("dm:bob", "/v1/members/demo/bob", 204),
+        ("queue:work", "/v1/queues/demo/work", 204),
+        ("queue:work", "/v1/meshes/demo", 409),  # by then it holds a message
+    ],
+    ids=["topic", "subscription", "member", "queue", "mesh"],
+)
+async def test_what_a_batch_goes_to_cannot_vanish_under_it(
+    broker: Any,
+    message: Message,
+    postgres: Any,
+    waiting_for_lock: Callable[[int], Awaitable[None]],
+    *,
+    to: str,
+    path: str,
+    answered: int,
 ) -> None:
     async with postgres.transaction():
         await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
-        post = asyncio.create_task(broker.member("alice").send_one(message("id-1")))
-        await waiting_for_lock(1)  # it holds the topic, and waits for the counter
-        deletion = asyncio.create_task(broker.admin.delete("/v1/topics/demo/orders"))
-        await waiting_for_lock(2)
+        post = asyncio.create_task(broker.member("alice").send_one(message("id-1", to)))
+        await waiting_for_lock(1)  # it holds what it goes to, and waits for the counter
+        deletion = asyncio.create_task(broker.admin.delete(path))
+        async with asyncio.timeout(SECONDS):
+            await waiting_for_lock(2)
 
-    assert ((await post).status, (await deletion).status) == (201, 204)
+    assert ((await post).status, (await deletion).status) == (201, answered)
 
 
 async def test_a_member_revoked_under_way_writes_nothing(
