@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
+from cli.failing import Context, failing
 from cli.noun import Config, DryRun, Json, Since, Yes, noun
 from cli.output import ago, confirm, json_line, line, table
-from cli.refused import Context, refused
 
 app = noun("Run the worker that publishes, and look after what it publishes.")
 for _source in ("events", "deliveries"):
-    app.add_typer(refused(_source), name=_source)
+    app.add_typer(failing(_source), name=_source)
 
 Stream = Annotated[str | None, typer.Option("--stream", help="Only what went into this stream.", metavar="NAME")]
 Flows = Annotated[

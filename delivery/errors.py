@@ -84,8 +84,8 @@ def letter_not_found(letter: str) -> NotFound:
 
 
 def not_failing(source: str, key: str) -> NotFound:
-    """Say that nothing of that id is being refused, among `events` or `deliveries`."""
-    detail = f"JetStream refuses no {key!r}: see `postroom worker {source} list`; nothing was dropped"
+    """Say that nothing of that id fails to be published, among `events` or `deliveries`."""
+    detail = f"{key!r} is not among the failing {source}: see `postroom worker {source} list`; nothing was dropped"
     return NotFound.of(404, "not_failing", detail)
 
 

@@ -49,13 +49,13 @@ async def redrive_since(
 
 
 async def ask_failing(config: WorkerConfig, source: str, context: str | None) -> list[Failing]:
-    """Return what JetStream refuses of a source, of one context or of all."""
+    """Return what fails in a source, of one context or of all."""
     async with _opened(config) as (connection, sources):
         return await list_failing(connection, _named(source, sources), context)
 
 
-async def drop_refused(config: WorkerConfig, source: str, ids: Sequence[str], *, actor: str, reason: str) -> None:
-    """Take what is refused out of a source for good; raises `NotFound`."""
+async def drop_chosen(config: WorkerConfig, source: str, ids: Sequence[str], *, actor: str, reason: str) -> None:
+    """Take failing messages out of a source for good; raises `NotFound`."""
     async with _opened(config) as (connection, sources):
         await drop_failing(connection, _named(source, sources), ids, actor=actor, reason=reason)
 

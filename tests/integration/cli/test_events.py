@@ -1,4 +1,4 @@
-"""`postroom worker events`: an operator sees what JetStream refuses, and drops it."""
+"""`postroom worker events`: an operator sees what fails to be published, and drops it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from delivery.database import migrate
 
 @pytest.fixture
 def poison(database_url: str) -> str:
-    """An event that was refused, with another behind it."""
+    """An event that fails to be published, with another behind it."""
 
     async def emit() -> str:
         await migrate(database_url)
@@ -37,7 +37,7 @@ def user(database_url: str) -> Terminal:
     return Terminal(POSTROOM_DATABASE_URL=database_url, POSTROOM_NATS_URL="nats://127.0.0.1:1")
 
 
-def test_a_refused_event_is_listed_without_its_payload_and_dropped_with_a_reason(user: Terminal, poison: str) -> None:
+def test_a_failing_event_is_listed_without_its_payload_and_dropped_with_a_reason(user: Terminal, poison: str) -> None:
     (row,) = user.run("worker", "events", "list", "--json").json
     assert (row["id"], row["attempts"], row["error"], row["behind"]) == (poison, 3, "too large", 1)
     assert "1234" not in user.run("worker", "events", "list").out
@@ -48,7 +48,7 @@ def test_a_refused_event_is_listed_without_its_payload_and_dropped_with_a_reason
     assert (noted["id"], noted["reason"]) == (poison, "a test")
 
 
-def test_an_event_that_is_not_refused_is_not_found(user: Terminal, poison: str) -> None:
+def test_an_event_that_does_not_fail_is_not_found(user: Terminal, poison: str) -> None:
     done = user.run("worker", "events", "drop", poison[:-1], "--reason", "a test", "--yes")
     assert (done.code, "nothing was dropped" in done.err) == (3, True)
 

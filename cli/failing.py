@@ -1,4 +1,4 @@
-"""`postroom worker events …` and `… deliveries …`: see what JetStream refuses, and drop what can never be published."""
+"""`postroom worker events …` and `… deliveries …`: see what fails to be published, and drop what never can be."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _FAILING: Final = ("ID", "SUBJECT", "AGGREGATE", "TRIES", "AGE", "BEHIND", "ERRO
 _DROPPED: Final = ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY")
 
 
-def refused(source: str) -> typer.Typer:
-    """Return the verbs for the `events`, or the `deliveries`, that JetStream refuses."""
-    app = noun(f"See {source} that JetStream refuses, and drop those that can never be published.")
+def failing(source: str) -> typer.Typer:
+    """Return the verbs for the `events`, or the `deliveries`, that JetStream does not take."""
+    app = noun(f"See failing {source}, which JetStream does not take, and drop those that it never will.")
 
     @app.command("list")
     def list_(*, context: Context = None, config: Config = None, as_json: Json = False) -> None:
-        """List what JetStream refuses, oldest first, and how many wait behind each; never their payloads."""
+        """List what fails, oldest first, and how many wait behind each; never their payloads."""
         from worker.commands import ask_failing  # noqa: PLC0415
         from worker.config import load_config  # noqa: PLC0415
 
@@ -44,8 +44,8 @@ def refused(source: str) -> typer.Typer:
 
     @app.command()
     def drop(*, ids: Ids = None, reason: Why = None, config: Config = None, yes: Yes = False) -> None:
-        """Take out for good what is refused, so that what waits behind it goes; who did it, and why, is in `log`."""
-        from worker.commands import drop_refused  # noqa: PLC0415
+        """Take out for good what fails, so that what waits behind it goes; who did it, and why, is in `log`."""
+        from worker.commands import drop_chosen  # noqa: PLC0415
         from worker.config import load_config  # noqa: PLC0415
 
         settings, chosen = load_config(config), chosen_ids(ids)
@@ -53,7 +53,7 @@ def refused(source: str) -> typer.Typer:
             raise Fatal(Exit.USAGE, f"name {source} by their ids (`postroom worker {source} list` shows them)")
         why = reason_or_ask(reason)
         confirm(f"Drop {len(chosen)} {source}, which will never be published?", yes=yes)
-        asyncio.run(drop_refused(settings, source, chosen, actor=getpass.getuser(), reason=why))
+        asyncio.run(drop_chosen(settings, source, chosen, actor=getpass.getuser(), reason=why))
         for one in chosen:
             line(f"{one} dropped")
 
