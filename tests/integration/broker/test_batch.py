@@ -82,7 +82,7 @@ async def test_a_body_that_is_no_batch_is_refused_whole(broker: Any) -> None:
 
 
 async def test_json_nested_beyond_measure_is_refused_whole(broker: Any) -> None:
-    levels = 1_000_000  # Python 3.14 and newer follow some 100,000
+    levels = 500_000  # Python 3.14 and newer follow some 100,000
     body = b'{"messages": [' + b"[" * levels + b"]" * levels + b"]}"
 
     assert (await broker.member("alice").post("/v1/accept", body)).status == 400
