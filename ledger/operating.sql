@@ -50,7 +50,12 @@ WHERE job.id = $1;
 SELECT activity.id, activity.parent_id, activity.dimension, activity.name, activity.request::text AS request,
   activity.spawned_at, activity.ledger,
   activity.answers_due, activity.answers_taken, activity.failed_at,
-  coalesce(activity.error, activity.last_error, messages.last_error) AS error,
+  coalesce(activity.error, activity.last_error, messages.last_error, (
+    SELECT 'its request is not published: ' || event.publish_error
+    FROM ledger.request JOIN postroom.outbox_events AS event ON event.id = request.id
+    WHERE request.activity_id = activity.id AND event.published_at IS NULL AND event.publish_error IS NOT NULL
+    LIMIT 1
+  )) AS error,
   messages.undone, messages.closing, messages.deliveries, (
     SELECT worker FROM ledger.set_aside WHERE activity_id = activity.id ORDER BY at DESC LIMIT 1
   ) AS worker_without

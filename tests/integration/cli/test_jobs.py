@@ -36,6 +36,11 @@ async def _(ctx, answer):
 unfinished = Flow("unfinished")
 """
 NAME = "flow_of_the_operators"
+REFUSED = (
+    "UPDATE postroom.outbox_events SET publish_attempts = 1, publish_error = 'maximum payload exceeded'"
+    " WHERE id IN (SELECT request.id FROM ledger.request JOIN ledger.activity ON activity.id = activity_id"
+    " WHERE job_id = $1)"
+)
 SPAWNED = "SELECT id FROM postroom.outbox_events WHERE aggregate_id = $1 AND event_type = 'activity_spawned'"
 
 
@@ -323,3 +328,13 @@ def test_explain_tells_of_a_message_that_only_moved_an_activity_on_or_waits(offi
     (waits,) = office.user.run("jobs", "explain", "m-aside", "--json").json
     assert "the worker post/4711 set it aside" in waits["sentence"]
     assert waits["said"] == 7
+
+
+def test_a_step_whose_request_no_stream_takes_says_so(office: Office) -> None:
+    async def work(jobs: Jobs) -> UUID:
+        begun = await jobs.asked()
+        await jobs.connection.execute(REFUSED, begun.job)
+        return begun.job
+
+    shown = office.user.run("jobs", "show", str(office.work(work))).out
+    assert "its request is not published: maximum payload exceeded" in shown
