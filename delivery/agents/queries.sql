@@ -67,10 +67,15 @@ UPDATE outgoing SET published_at = :now, stream = :stream, stream_created_at = :
 WHERE position = :position AND epoch = :epoch AND published_at IS NULL;
 
 -- name: requeue_displaced
--- Lost is what had the place of this message: its stream has given the number away a second time.
+-- The stream of this message, which was just marked, had given its number to another before, and lost one of the two:
+-- which, nobody knows, for whoever published this one may have been stopped before it came to mark it. So both are lost.
 UPDATE outgoing
 SET published_at = NULL, epoch = epoch + 1, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
-WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence = :sequence AND position <> :position;
+WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence = :sequence AND EXISTS (
+  SELECT 1 FROM outgoing AS other
+  WHERE other.stream = :stream AND other.stream_created_at = :created_at AND other.stream_sequence = :sequence
+    AND other.position <> :position
+);
 
 -- name: find_of_another_stream
 -- What is noted in this stream as it was created at another time, and was published until then.

@@ -7,7 +7,7 @@ published message says where it went: the stream, when that was created, and its
     its last number is smaller                  the newest: the server lost power
     another message has the number              the same, where others have published since
     its first number is larger                  it was purged; only where nothing but age takes messages out of it
-    it gives a number away a second time        what had it first (found when the second is marked)
+    it gives a number away a second time        one of the two (found when the second is marked)
 
 What is gone and within the horizon is unpublished again, under the next epoch and so under a fresh message id
 (`<id>/<epoch>`): within its duplicate window the stream would swallow the old one. Receivers know it by the id without

@@ -203,7 +203,10 @@ class Store:
         return await self._connection.run(lambda db: _outgoing(db, "unpublished", ()))
 
     async def mark_published(self, marks: Sequence[Mark]) -> int:
-        """Note where JetStream has messages; what had one of these places before is lost: return how much that is."""
+        """Note where JetStream has messages; return how many are to be published again.
+
+        These are the ones whose place another has, and that other: the stream has lost one of the two.
+        """
         self._logged += _EVENT_BYTES * len(marks)
         return await self._write(partial(_mark_published, [mark._asdict() for mark in marks]))
 
@@ -315,9 +318,8 @@ def _append(changes: Changes, db: sqlite3.Connection) -> None:
 
 
 def _mark_published(marks: Sequence[dict[str, Any]], db: sqlite3.Connection) -> int:
-    lost = db.executemany(_QUERIES["requeue_displaced"], marks).rowcount
     db.executemany(_QUERIES["mark_published"], marks)
-    return lost
+    return db.executemany(_QUERIES["requeue_displaced"], marks).rowcount
 
 
 def _find_lost(search: Search, db: sqlite3.Connection) -> tuple[list[int], list[int]]:

@@ -15,6 +15,7 @@ from jetstream import Context, until
 
 from delivery.agents.inspecting import verify
 from delivery.agents.publishing import Message, Publisher
+from delivery.agents.store import Mark, Owner, Store
 from delivery.nats import connect
 from delivery.settings import NatsSettings
 from delivery.streams import ensure_stream
@@ -154,6 +155,24 @@ async def test_what_a_server_lost_with_its_newest_is_published_again(
             assert running.runtime.state == Tally(10, 20)
             counts = await emitted(context)
             assert (len(counts), set(counts.values())) == (20, {1})
+
+
+async def test_of_two_messages_with_one_number_of_a_stream_both_are_published_again(context: Context, tmp_path: Path):
+    """One was lost in a power cut, perhaps the one that is marked last: its process was stopped meanwhile."""
+    await place_orders(context, ORDERS[:1])
+    async with running_agent(context, tmp_path):
+        await settled(context)
+    store = await Store.open(tmp_path / "events.db", Owner("counting", context.name, "default"))
+    assert await store.requeue_since(0) == 2
+    first, second = [message.position for message in await store.lost(0, 10)]
+    assert await store.mark_published([Mark(first, 1, 1, context.events, 1, 7)]) == 0
+    assert await store.mark_published([Mark(second, 1, 1, context.events, 1, 7)]) == 2
+    assert [message.position for message in await store.lost(0, 10)] == [first, second]
+    await store.close()
+
+    await context.js.purge_stream(context.events)  # what was published before is not of interest
+    async with running_agent(context, tmp_path):
+        await all_there(context, tmp_path, "/2")
 
 
 async def test_what_was_published_long_ago_is_forgotten_and_its_message_still_known(context: Context, tmp_path: Path):
