@@ -193,7 +193,10 @@ class Splitter:
     def feed(self, data: bytes) -> list[bytes | PostroomError]:
         """Return the lines that `data` completes."""
         *ends, tail = data.split(b"\n")
-        lines = [self._finish(end) for end in ends]
+        if not ends:
+            self._extend(tail)
+            return []
+        lines = [self._finish(ends[0]), *map(self._whole, ends[1:])]
         self._extend(tail)
         return lines
 
@@ -210,6 +213,14 @@ class Splitter:
         """Drop what is unfinished, and give all room back that has not been released."""
         self._partial.clear()
         self.release(self._held)
+
+    def _whole(self, line: bytes) -> bytes | PostroomError:
+        """Take a line that arrived in one piece: the usual one, which need not be put together."""
+        try:
+            self._take(line)
+        except PostroomError as refusal:
+            return refusal
+        return line
 
     def _finish(self, piece: bytes) -> bytes | PostroomError:
         self._extend(piece)
@@ -229,9 +240,12 @@ class Splitter:
             self._partial.clear()
 
     def _hold(self, piece: bytes) -> None:
+        self._take(piece)
+        self._partial += piece
+
+    def _take(self, piece: bytes) -> None:
         if len(self._partial) + len(piece) > self._limit:
             detail = f"the line has more than {self._limit} bytes (limits.request_bytes)"
             raise InvalidMessage.of(413, "request_too_large", detail)
         self._budget.take(len(piece))
         self._held += len(piece)
-        self._partial += piece

@@ -113,15 +113,15 @@ def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[Acce
 
 def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:
     submitted_by = f"{accept.caller.uid}:{accept.caller.gid}"
-    return [_new_row(transaction, send, submitted_by) for send in accept.sends]
+    new_id, now = transaction.new_id, transaction.now
+    return [_new_row(send, new_id(), now, submitted_by) for send in accept.sends]
 
 
-def _new_row(transaction: Transaction, send: PreparedSend, submitted_by: str) -> _NewRow:
-    now = transaction.now
+def _new_row(send: PreparedSend, row_id: str, now: int, submitted_by: str) -> _NewRow:
     not_before = None if send.not_before is None else to_milliseconds(send.not_before)
     due = now if not_before is None else max(now, not_before)
     return _NewRow(
-        transaction.new_id(),
+        row_id,
         send.client_message_id,
         send.fingerprint,
         now,
@@ -220,14 +220,9 @@ def _size(rows: Sequence[_NewRow]) -> int:
 
 
 def _inserted(row: _NewRow) -> AcceptedRow:
+    # By place: names would take twice as long, for every row that is written.
     return AcceptedRow(
-        inserted=True,
-        row_id=row.row_id,
-        status="pending",
-        fingerprint=row.fingerprint,
-        destination=row.destination,
-        enqueued_at=row.enqueued_at,
-        submitted_uid=_uid(row.submitted_by),
+        True, row.row_id, "pending", row.fingerprint, row.destination, row.enqueued_at, _uid(row.submitted_by)
     )
 
 

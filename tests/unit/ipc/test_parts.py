@@ -81,6 +81,17 @@ def test_a_whole_line_draws_on_the_budget_until_it_is_released() -> None:
     assert budget.left == LIMIT
 
 
+def test_refused_lines_leave_the_others_that_arrived_with_them_alone() -> None:
+    budget = Budget(LIMIT)
+    splitter = Splitter(LIMIT, budget)
+    first, too_long, second, no_room, empty = splitter.feed(b"abc\n" + b"x" * (LIMIT + 1) + b"\ndefg\nhi\n\n")
+    assert (first, second, empty) == (b"abc", b"defg", b"")
+    assert isinstance(too_long, InvalidMessage)
+    assert isinstance(no_room, TryAgain)
+    splitter.close()
+    assert budget.left == LIMIT
+
+
 def test_a_line_that_never_ends_gives_its_room_back() -> None:
     budget = Budget(LIMIT)
     with closing(Splitter(LIMIT, budget)) as splitter:
