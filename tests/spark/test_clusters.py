@@ -58,9 +58,8 @@ def test_a_stream_that_is_killed_goes_on_from_its_checkpoint(post: PostOffice, t
         parquet.write_table(pa.table({"order_id": pa.array(ids, pa.int64())}), source / f"{number:02}.parquet")
     words = [str(source), str(tmp_path / "checkpoint"), *(f"{name}={value}" for name, value in post.options().items())]
     command = [sys.executable, str(STREAM), *words]
-    with subprocess.Popen(command, env=environment(tmp_path), start_new_session=True) as killed:
+    with killed_afterwards(command, environment(tmp_path)):
         rough_write.wait_until(lambda: len(post.accepted()) >= 150)
-        os.killpg(killed.pid, signal.SIGKILL)
     assert len(post.accepted()) < 1000
     subprocess.run(command, env=environment(tmp_path), check=True)
     assert post.accepted().keys() == {str(number) for number in range(1000)}
@@ -73,12 +72,8 @@ def test_a_driver_that_is_killed_while_it_commits_leaves_a_job_that_the_next_run
     options = post.options(job=str(job), mesh="demo", database_url=post.database_url, body="order_id")
     environ = environment(tmp_path, SPARK_LOCAL_IP="127.0.0.1")
     command = program(tmp_path, options, "--master=local-cluster[2,1,1024]", "--rows=2000", "--partitions=20")
-    with (
-        holding(post.database_url, job, place=8) as committing,
-        subprocess.Popen(command, env=environ, start_new_session=True) as killed,
-    ):
+    with holding(post.database_url, job, place=8) as committing, killed_afterwards(command, environ):
         committing()
-        os.killpg(killed.pid, signal.SIGKILL)
     done = subprocess.run([*command, "--partitions=12"], env=environ, capture_output=True, text=True, check=True)
     assert f"postroom: the job {job} is completed" in done.stderr
     found = shown(post.database_url, job)
@@ -110,6 +105,16 @@ def program(directory: Path, options: dict[str, str], *words: str) -> list[str]:
     notes.mkdir(exist_ok=True)
     given = [f"{name}={value}" for name, value in options.items()]
     return [sys.executable, str(PROGRAM), *words, f"--notes={notes}", *given]
+
+
+@contextmanager
+def killed_afterwards(command: list[str], environ: dict[str, str]) -> Iterator[None]:
+    """Run a program while the block lasts; then kill it with all that it has started, also where the block failed."""
+    with subprocess.Popen(command, env=environ, start_new_session=True) as process:
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment(directory: Path, **others: str) -> dict[str, str]:

@@ -16,8 +16,8 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(_PAUSE)
 
 
-async def until_so(condition: Callable[[], Awaitable[bool]]) -> None:
+async def until_so(condition: Callable[[], Awaitable[bool]], seconds: float = SECONDS) -> None:
     """The same for a condition that has to ask a server."""
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(_PAUSE)

@@ -16,6 +16,8 @@ from ledger.operating import JobTree, cancel_job, show_job
 
 T = TypeVar("T")
 
+_START_SECONDS = 300  # of a cluster, its driver and its tasks, on a busy machine
+
 _COMPLETIONS = (
     "SELECT payload->'result' FROM postroom.outbox_events WHERE correlation_id = $1 AND event_type = 'job_completed'"
 )
@@ -74,7 +76,7 @@ def holding(url: str, job: UUID, *, place: int) -> Iterator[Callable[[], None]]:
             return bool(await connection.fetchval(_IS_HELD))
 
         try:
-            yield lambda: runner.run(until_so(is_held))
+            yield lambda: runner.run(until_so(is_held, _START_SECONDS))
         finally:
             runner.run(connection.execute(_LET_GO))
             runner.run(connection.close())
