@@ -6,23 +6,31 @@ import asyncio
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 _FIRST_FD: Final = 3  # SD_LISTEN_FDS_START
 
 
-def notify(message: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Send `READY=1`, `STATUS=…`, `WATCHDOG=1` or `STOPPING=1`; False where no service manager listens."""
-    address = environ.get("NOTIFY_SOCKET")
-    if not address:
-        return False
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-            sock.connect("\0" + address[1:] if address.startswith("@") else address)
-            sock.sendall(message.encode())
-    except OSError:  # an address that was inherited, as in a container, or a manager that restarts: no reason to end
-        return False
-    return True
+def managed(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a service manager wants to hear of this process."""
+    return bool(environ.get("NOTIFY_SOCKET"))
+
+
+def notify(message: str, environ: Mapping[str, str] = os.environ, *, patience: float = 1.0) -> None:
+    """Send `READY=1`, `STATUS=…`, `WATCHDOG=1` or `STOPPING=1` to the service manager, if there is one.
+
+    One that does not listen is waited for, for `patience` seconds, and then not told: what is told again and again has
+    none, since the loop stands still meanwhile.
+    """
+    if not managed(environ):
+        return
+    address = environ["NOTIFY_SOCKET"]
+    # What fails: an address that was inherited, as in a container, a manager that restarts or hangs. No reason to end.
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(patience)
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.sendall(message.encode())
 
 
 def watchdog_seconds(environ: Mapping[str, str] = os.environ) -> float | None:
@@ -37,7 +45,7 @@ async def answer_watchdog(interval: float) -> None:
     A server that is away is no reason to die: nobody asks after that here.
     """
     while True:
-        notify("WATCHDOG=1")
+        notify("WATCHDOG=1", patience=0)
         await asyncio.sleep(interval)
 
 

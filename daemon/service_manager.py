@@ -36,7 +36,7 @@ async def answer_watchdog(outbox: Outbox) -> None:
     while interval is not None:
         with suppress(PostroomError):  # the outbox has failed: its own task ends the process
             await outbox.settle(())  # nothing to settle, but a transaction of the writer all the same
-            notify("WATCHDOG=1")
+            notify("WATCHDOG=1", patience=0)
         await asyncio.sleep(interval / 2)
 
 
@@ -47,5 +47,5 @@ async def keep_status(outbox: Outbox, relay: Relay) -> None:
         state = relay.status()
         backlog = counts.rows["pending"] + counts.rows["inflight"]
         reason = f" ({state.reason})" if state.reason else ""
-        notify(f"STATUS={backlog} waiting, {counts.rows['dead']} dead; {state.state}{reason}")
+        notify(f"STATUS={backlog} waiting, {counts.rows['dead']} dead; {state.state}{reason}", patience=0)
         await asyncio.sleep(STATUS_SECONDS)

@@ -14,7 +14,7 @@ from chassis import logs
 from chassis.exits import Exit, Fatal
 from chassis.runtime import run as run_program
 from chassis.runtime import run_until_stopped, stop_on_signals
-from chassis.systemd import answer_watchdog, notify, watchdog_seconds
+from chassis.systemd import answer_watchdog, managed, notify, watchdog_seconds
 from worker.consumer_config import ConsumerConfig
 from worker.consumer_services import Services, open_services
 from worker.page import serving_page
@@ -56,8 +56,9 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
         "consumer": services.consumer.run(),
         "leases": services.handler.leases.run(),
         "retention": services.retention.run(),
-        "status": _tell_status(services),
     }
+    if managed():
+        tasks["status"] = _tell_status(services)
     if (seconds := watchdog_seconds()) is not None:
         tasks["watchdog"] = answer_watchdog(seconds / 2)
     return tasks
@@ -67,6 +68,6 @@ async def _tell_status(services: Services) -> None:
     while True:
         backlog = await services.backlog()
         waiting = "an unknown number of" if backlog is None else backlog.messages
-        if not notify(f"STATUS={waiting} messages waiting, {services.handler.counters.calls_under_way} being handled"):
-            await asyncio.Event().wait()  # nobody listens
+        under_way = services.handler.counters.calls_under_way
+        notify(f"STATUS={waiting} messages waiting, {under_way} being handled", patience=0)
         await asyncio.sleep(_STATUS_SECONDS)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import structlog
 
 from chassis.runtime import run_until_stopped, stop_on_signals
-from chassis.systemd import answer_watchdog, notify, watchdog_seconds
+from chassis.systemd import answer_watchdog, managed, notify, watchdog_seconds
 from worker.config import WorkerConfig
 from worker.page import serving_page
 from worker.services import Services, open_services
@@ -47,7 +47,8 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
         tasks["webhooks"] = services.webhooks.run()
     if services.jobs is not None:
         tasks["jobs"] = services.jobs.run()
-    tasks["status"] = _tell_status(services)
+    if managed():
+        tasks["status"] = _tell_status(services)
     if (seconds := watchdog_seconds()) is not None:
         tasks["watchdog"] = answer_watchdog(seconds / 2)
     return tasks
@@ -56,6 +57,5 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
 async def _tell_status(services: Services) -> None:
     while True:
         waiting = [f"{backlog.count} {source} wait" for source, backlog in (await services.backlogs()).items()]
-        if not notify(f"STATUS={', '.join(waiting) or 'Postgres does not answer'}"):
-            await asyncio.Event().wait()  # nobody listens
+        notify(f"STATUS={', '.join(waiting) or 'Postgres does not answer'}", patience=0)
         await asyncio.sleep(_STATUS_SECONDS)

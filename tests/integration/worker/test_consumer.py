@@ -72,6 +72,14 @@ async def said(process: asyncio.subprocess.Process, event: str) -> dict[str, obj
     raise AssertionError(event)
 
 
+async def all_said_until_the_stop(manager: socket.socket) -> set[str]:
+    """Listen as a service manager does."""
+    told: set[str] = set()
+    while "STOPPING=1" not in told:
+        told.add((await asyncio.get_running_loop().sock_recv(manager, 4096)).decode())
+    return told
+
+
 async def refused(*arguments: str, **environ: str) -> tuple[int, str]:
     async with running(*arguments, **environ) as process:
         _, error = await process.communicate()
@@ -116,6 +124,7 @@ async def test_a_file_says_everything_and_the_page_tells_how_it_goes(
             manager.setblocking(False)
             watched = {"NOTIFY_SOCKET": str(short_directory / "notify"), "WATCHDOG_USEC": "20000"}
             async with running("--config", str(file), **watched) as process, aiohttp.ClientSession() as session:
+                heard = asyncio.create_task(all_said_until_the_stop(manager))
                 page = str((await said(process, "consuming"))["page"])
                 await context.publish(["m-1"])
                 await settled(context, "orders")
@@ -124,9 +133,7 @@ async def test_a_file_says_everything_and_the_page_tells_how_it_goes(
                     assert (ready.status, await ready.json()) == (200, {"status": "ok", "reasons": []})
                 process.terminate()
                 assert await process.wait() == 0
-                told = set()
-                while "STOPPING=1" not in told:
-                    told.add((await asyncio.get_running_loop().sock_recv(manager, 4096)).decode())
+                told = await heard
 
     assert {"READY=1", "WATCHDOG=1", "STATUS=0 messages waiting, 0 being handled"} <= told
     assert 'postroom_consumer_calls_total{answer="http_200"} 1.0' in text

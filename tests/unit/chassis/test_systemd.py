@@ -2,6 +2,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -13,14 +14,27 @@ def test_notify_reaches_the_service_manager(tmp_path, abstract):
     name = f"postroom-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + name if abstract else name)
-        assert notify("READY=1", {"NOTIFY_SOCKET": "@" + name if abstract else name})
+        notify("READY=1", {"NOTIFY_SOCKET": "@" + name if abstract else name})
         assert manager.recv(100) == b"READY=1"
 
 
-def test_notify_says_that_nobody_listens(tmp_path):
-    assert not notify("READY=1", {})
+def test_nobody_who_listens_is_no_reason_to_end(tmp_path):
+    notify("READY=1", {})
     for nowhere in (str(tmp_path / "nowhere"), "@postroom-test-nowhere", f"{tmp_path}/{'x' * 108}"):
-        assert not notify("READY=1", {"NOTIFY_SOCKET": nowhere})
+        notify("READY=1", {"NOTIFY_SOCKET": nowhere})
+
+
+def test_a_service_manager_that_listens_no_more_holds_nobody_up(tmp_path):
+    path = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            with suppress(BlockingIOError):
+                while sender.sendto(b"until nothing more fits", path):
+                    pass
+        for patience in (0, 0.01):
+            notify("WATCHDOG=1", {"NOTIFY_SOCKET": path}, patience=patience)
 
 
 def test_the_watchdog_interval_is_read_for_this_process_only():
