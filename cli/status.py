@@ -54,22 +54,23 @@ def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
         stack.broker: _nothing_but_its_health,
     }
     if row["state"] == "running" and program in asking:
-        backlog = asyncio.run(_answer(asking[program](stack)))
-        row |= {"state": "silent"} if backlog is None else {"backlog": backlog}
+        row |= asyncio.run(_answer(asking[program](stack)))
     return row
 
 
-async def _answer(asked: Awaitable[dict[str, int]]) -> dict[str, int] | None:
-    """Wait for an answer; None where there is none in time."""
+async def _answer(asked: Awaitable[dict[str, int]]) -> dict[str, Any]:
+    """Wait for the backlog; what to say instead where there is no answer in time, or an error for one."""
     from aiohttp import ClientError  # noqa: PLC0415
 
     from chassis.exits import Fatal  # noqa: PLC0415
     from postroom import PostroomError  # noqa: PLC0415
 
     try:
-        return await asyncio.wait_for(asked, _ANSWER_SECONDS)
-    except (PostroomError, ClientError, Fatal, TimeoutError):
-        return None
+        return {"backlog": await asyncio.wait_for(asked, _ANSWER_SECONDS)}
+    except TimeoutError:
+        return {"state": "silent"}
+    except (PostroomError, ClientError, Fatal) as error:
+        return {"state": "failing", "problem": str(error)}
 
 
 async def _rows(stack: Stack) -> dict[str, int]:
@@ -122,4 +123,4 @@ async def _dead_letters(stack: Stack) -> dict[str, int]:
 
 def _cells(row: dict[str, Any]) -> list[Any]:
     backlog = ", ".join(f"{count} {status}" for status, count in row.get("backlog", {}).items())
-    return [row["process"], row["state"], row.get("pid"), row.get("address"), backlog or None]
+    return [row["process"], row["state"], row.get("pid"), row.get("address"), row.get("problem") or backlog or None]

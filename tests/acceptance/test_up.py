@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import asyncpg
 import pytest
 
 from cli.stack import Layout, Stack
@@ -52,6 +54,12 @@ def environment(layout: Layout) -> dict[str, str]:
 
 def pids(stack: Stack) -> dict[str, ProcessIdentity | None]:
     return {program.name: program.process for program in stack.programs}
+
+
+async def execute(stack: Stack, statement: str) -> None:
+    connection = await asyncpg.connect(stack.postgres.url)
+    await connection.execute(statement)
+    await connection.close()
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +122,16 @@ def test_status_tells_a_broker_that_hangs_from_one_that_runs(stack: Stack) -> No
         hung.send(signal.SIGCONT)
     rows = {row["process"]: row["state"] for row in map(json.loads, done.stdout.splitlines())}
     assert (rows["broker"], rows["daemon"], done.returncode) == ("silent", "running", 69)
+
+
+def test_status_tells_what_fails_from_what_is_silent(stack: Stack) -> None:
+    asyncio.run(execute(stack, "ALTER SCHEMA ledger RENAME TO elsewhere"))
+    try:
+        done = run("status", "--state", str(stack.layout.state))
+    finally:
+        asyncio.run(execute(stack, "ALTER SCHEMA elsewhere RENAME TO ledger"))
+    assert done.returncode == 69
+    assert any(line.startswith("postgres  failing") and "ledger.job" in line for line in done.stdout.splitlines())
 
 
 def test_status_for_people_is_a_table(stack: Stack) -> None:
