@@ -13,6 +13,7 @@ from chassis.exits import Exit, Fatal
 from chassis.sqlite import open_reader
 from chassis.sqlite_file import OwnedFile
 from outbox.accepting import Accept
+from outbox.bulk import Bulk
 from outbox.model import (
     AcceptedRow,
     Caller,
@@ -24,8 +25,8 @@ from outbox.model import (
     Verdict,
 )
 from outbox.opening import open_file
-from outbox.operating import Control, Log, Order, Prune, Requeue, Verb, verbs, why_not
-from outbox.reading import MAX_SEQ, Reader, seq_of
+from outbox.operating import Control, Log, Order, Prune, Requeue, Verb, verbs
+from outbox.reading import Reader
 from outbox.relaying import Claim, ClaimResult, Expire, Reclaim, Settle, WalkedPast
 from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
@@ -34,8 +35,7 @@ from outbox.writer import Writer
 from postroom.errors import PostroomError
 from postroom.ids import new_id
 from postroom.message import PreparedSend, check_client_message_id
-from postroom.operations import MAX_IDS
-from postroom.sends import SETTLED, BulkFailure, BulkResult, OutboxPage, OutboxRow, RowChain
+from postroom.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 
 NAME: Final = "outbox"  # of its files
 CLAIM_ROWS: Final = 500
@@ -43,7 +43,6 @@ CLAIM_BYTES: Final = 1024 * 1024
 PAGE_ROWS: Final = 100
 CLAIM_AT_ONCE: Final = 100  # rows that one transaction of a claim takes: 2 ms for which everybody waits
 _CHUNK: Final = 500  # rows that one transaction of a long job may touch
-_BULK_ROWS: Final = MAX_IDS  # after which one bulk request ends: its answer stays far below what a client reads
 _EXPIRY_CHUNK: Final = 200  # of each lane
 
 
@@ -253,8 +252,8 @@ class Outbox:
 
     async def export(self, row_filter: RowFilter) -> AsyncIterator[OutboxRow]:
         """Yield every matching row in age order, reading a page at a time."""
-        async for rows, _ in self._pages(row_filter, MAX_SEQ):
-            for row in rows:
+        async for page in self._reader.pages(row_filter, self._clock()):
+            for row in page.rows:
                 yield row
 
     async def inspect(self, row_id: str) -> RowChain:
@@ -314,29 +313,10 @@ class Outbox:
 
         `done` has the ids of the rows that changed, `skipped` those whose state forbids the verb and those that
         the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that name no row among them.
-        After `_BULK_ROWS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
+        After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
         """
-        order = Order(caller, reason).checked()
-        result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
-        unseen = set(row_filter.ids or ())
-        after, until = (None, await self._reader.last_seq()) if cursor is None else _span(cursor)
-        async for rows, reached in self._pages(row_filter, until, after):  # `until`: not its own successors
-            unseen.difference_update(*((row.id, row.client_message_id) for row in rows))
-            result.matched += len(rows)
-            able = [row.id for row in rows if why_not(verb, row.status, held=row.held) is None]
-            result.skipped += [row.id for row in rows if why_not(verb, row.status, held=row.held) is not None]
-            if dry_run:
-                result.done += able
-            else:
-                await self._bulk_chunk(verb, able, order, result)
-            if row_filter.ids is None and reached is not None and result.matched >= _BULK_ROWS:
-                result.next_cursor = f"{reached}-{until}"
-                return result
-        async for rows, _ in self._pages(RowFilter(ids=sorted(unseen)), until):
-            unseen.difference_update(*((row.id, row.client_message_id) for row in rows))
-            result.skipped += [row.id for row in rows]
-        result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
-        return result
+        bulk = Bulk(verb, self._verbs[verb], Order(caller, reason).checked(), self._reader, self._writer, self._changed)
+        return await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
 
     async def prune(self, settled_before_ms: int, *, caller: Caller, reason: str) -> int:
         """Empty the payloads of done and aborted rows that settled before the moment; returns how many.
@@ -386,41 +366,10 @@ class Outbox:
         self._changed(row_id)
         return await self._reader.row(row_id)
 
-    async def _pages(
-        self, row_filter: RowFilter, until: int, cursor: str | None = None
-    ) -> AsyncIterator[tuple[list[OutboxRow], str | None]]:
-        """Yield the rows of each page after `cursor`, and the cursor of the next one."""
-        now = self._clock()
-        while True:
-            page = await self._reader.page(row_filter, cursor, _CHUNK, now, until)
-            yield page.rows, page.next_cursor
-            if (cursor := page.next_cursor) is None:
-                return
-
-    async def _bulk_chunk(self, verb: Verb, row_ids: Sequence[str], order: Order, result: BulkResult) -> None:
-        futures = [self._writer.submit(self._verbs[verb](row_id, order)) for row_id in row_ids]
-        outcomes = await asyncio.gather(*futures, return_exceptions=True)
-        for row_id, outcome in zip(row_ids, outcomes, strict=True):
-            if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":
-                result.skipped.append(row_id)  # it changed since it was listed
-            elif isinstance(outcome, PostroomError):
-                result.failed.append(BulkFailure(id=row_id, code=outcome.code, detail=str(outcome)))
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                result.done.append(row_id)
-                self._changed(row_id)
-
     def _changed(self, row_id: str) -> None:
         """Wake whoever waits for work or for this row: it may be due now, or settled."""
         self._work.set()
         self._watchers.settled([row_id])
-
-
-def _span(cursor: str) -> tuple[str, int]:
-    """Read where a bulk verb goes on, and at which row it ends; raises `InvalidMessage`."""
-    after, _, until = cursor.partition("-")
-    return after, seq_of(until)
 
 
 async def _reclaim(writer: Writer) -> None:

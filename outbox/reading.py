@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowS
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")
 _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
 MAX_SEQ: Final = 2**63 - 1
+_PAGE_ROWS: Final = 500  # of `pages`
 _SCAN: Final = 2000  # rows that one short read transaction looks at
 _SCANS_PER_PAGE: Final = 50  # after which a page is returned as full as it is, with a cursor
 
@@ -139,6 +140,16 @@ class Reader:
             if after is None or len(rows) == limit:
                 break
         return OutboxPage(rows=rows, next_cursor=None if after is None else str(after))
+
+    async def pages(
+        self, row_filter: RowFilter, now: int, cursor: str | None = None, until: int = MAX_SEQ
+    ) -> AsyncIterator[OutboxPage]:
+        """Yield each page of the matching rows in age order, after `cursor` and up to the row `until`."""
+        while True:
+            page = await self.page(row_filter, cursor, _PAGE_ROWS, now, until)
+            yield page
+            if (cursor := page.next_cursor) is None:
+                return
 
     async def claimed(self, seqs: Sequence[int]) -> list[ClaimedRow]:
         """Return the rows that a claim took, in its order."""

@@ -1,0 +1,76 @@
+"""One verb for many rows, each in a transaction's own right (spec operate.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from outbox.model import RowFilter
+from outbox.operating import Build, Order, Verb, why_not
+from outbox.reading import Reader, seq_of
+from outbox.writer import Writer
+from postroom.errors import PostroomError
+from postroom.operations import MAX_IDS
+from postroom.sends import BulkFailure, BulkResult, OutboxRow
+
+_ROWS: Final = MAX_IDS  # after which one request ends: its answer stays far below what a client reads
+
+
+class Bulk(NamedTuple):
+    """A verb, who gave it, and what it works on."""
+
+    verb: Verb
+    build: Build
+    order: Order
+    reader: Reader
+    writer: Writer
+    changed: Callable[[str], None]
+
+    async def run(self, row_filter: RowFilter, now: int, *, dry_run: bool, cursor: str | None) -> BulkResult:
+        """Do the verb to every matching row, as `Outbox.bulk` says."""
+        result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
+        unseen = set(row_filter.ids or ())
+        # `until`: not the successors that it writes itself
+        after, until = (None, await self.reader.last_seq()) if cursor is None else _span(cursor)
+        async for page in self.reader.pages(row_filter, now, after, until):
+            unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
+            await self._do(page.rows, result)
+            if row_filter.ids is None and page.next_cursor is not None and result.matched >= _ROWS:
+                result.next_cursor = f"{page.next_cursor}-{until}"
+                return result
+        async for page in self.reader.pages(RowFilter(ids=sorted(unseen)), now, None, until):
+            unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
+            result.skipped += [row.id for row in page.rows]
+        result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
+        return result
+
+    async def _do(self, rows: Sequence[OutboxRow], result: BulkResult) -> None:
+        """Do the verb to those of a page whose state allows it, or say which they are."""
+        result.matched += len(rows)
+        able = [row.id for row in rows if why_not(self.verb, row.status, held=row.held) is None]
+        result.skipped += [row.id for row in rows if why_not(self.verb, row.status, held=row.held) is not None]
+        if result.dry_run:
+            result.done += able
+            return
+        futures = [self.writer.submit(self.build(row_id, self.order)) for row_id in able]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        for row_id, outcome in zip(able, outcomes, strict=True):
+            self._note(row_id, outcome, result)
+
+    def _note(self, row_id: str, outcome: object, result: BulkResult) -> None:
+        if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":
+            result.skipped.append(row_id)  # it changed since it was listed
+        elif isinstance(outcome, PostroomError):
+            result.failed.append(BulkFailure(id=row_id, code=outcome.code, detail=str(outcome)))
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            result.done.append(row_id)
+            self.changed(row_id)
+
+
+def _span(cursor: str) -> tuple[str, int]:
+    """Read where a bulk verb goes on, and at which row it ends; raises `InvalidMessage`."""
+    after, _, until = cursor.partition("-")
+    return after, seq_of(until)
