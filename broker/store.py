@@ -25,9 +25,8 @@ from delivery.subjects import command_subject, event_subject
 from postroom.message import DestinationKind
 
 _WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections
-_WAIT_SECONDS: Final = (
-    10.0  # for a turn, then for a connection: longer than under load, shorter than a daemon's patience
-)
+# For a turn, then for a connection: longer than they take under load, shorter than a daemon's patience.
+_WAIT_SECONDS: Final = 10.0
 
 
 class Candidate(NamedTuple):

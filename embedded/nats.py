@@ -70,7 +70,7 @@ class EmbeddedNats(EmbeddedServer):
         self.config_file.touch(mode=0o600)
         draft = self.config_file.with_suffix(".new")
         draft.touch(mode=0o600)
-        draft.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")  # NATS knows no \\u escapes
+        draft.write_text(json.dumps(config, indent=2, ensure_ascii=False), "utf-8")  # NATS knows no \u escapes
         draft.replace(self.config_file)
 
     def _command(self) -> list[str]:
