@@ -20,7 +20,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
 from delivery.dead_letters import REPLAY_OF, REPLAYED_FOR, DeadLetter, now
-from delivery.errors import NATS_ERRORS, consumer_gone, from_nats, letter_not_found, no_payload
+from delivery.errors import NATS_ERRORS, consumer_gone, from_nats, letter_not_found, no_payload, no_streams
 from delivery.message import EPOCH, MESSAGE_ID
 from delivery.streams import all_streams, covers
 from delivery.subjects import dead_letter_subject, stream_name
@@ -83,7 +83,7 @@ class LetterFilter(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class DeadLetterStream:
-    """The dead letters of one context, for an operator."""
+    """The dead letters of one context, for an operator; whatever reads them raises `NotFound` for an unknown one."""
 
     def __init__(self, js: JetStreamContext, context: str, *, actor: str, clock: Callable[[], datetime] = now) -> None:
         self._js = js
@@ -162,9 +162,21 @@ class DeadLetterStream:
                     yield message
             await pull.unsubscribe()
         except NotFoundError:
-            return  # no stream, no letters: it is made with the first one
+            await self._check_context()  # no stream, no letters: it is made with the first one
         except NATS_ERRORS as error:
             raise from_nats(error, f"reading the dead letters of {self._context}") from error
+
+    async def _check_context(self) -> None:
+        """Raise `NotFound` where no stream takes any subject of the context: nobody may read that as good news."""
+        for subjects in (f"{self._context}.>", f"cmd.{self._context}.>"):
+            try:
+                await self._js.find_stream_name_by_subject(subjects)
+            except NotFoundError:
+                continue
+            except NATS_ERRORS as error:
+                raise from_nats(error, f"looking for the streams of {self._context}") from error
+            return
+        raise no_streams(self._context)
 
     async def _check_consumer(self, id_: str, letter: DeadLetter) -> None:
         if not letter.consumer:  # another program's: it is meant for all

@@ -77,6 +77,15 @@ def would_lose(diff: str) -> Conflict:
     return Conflict.of(409, "stream_differs", detail)
 
 
+def no_streams(context: str) -> NotFound:
+    """Say that JetStream has never heard of a mesh: most likely its name is misspelt."""
+    detail = (
+        f"NATS holds no stream of a mesh {context!r}: `postroom mesh list` shows the meshes, and a worker that runs "
+        "(`postroom worker run`) makes their streams"
+    )
+    return NotFound.of(404, "mesh_not_found", detail)
+
+
 def letter_not_found(letter: str) -> NotFound:
     """Say that there is no such dead letter."""
     detail = f"there is no dead letter {letter!r}: see `postroom dlq list`"

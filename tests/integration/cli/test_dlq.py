@@ -85,7 +85,27 @@ def test_a_list_shows_why_each_died_and_never_a_payload(station: Station) -> Non
 
 def test_a_context_without_dead_letters_has_an_empty_list(station: Station) -> None:
     assert station.user.run("dlq", "list").out == "no dead letters\n"
-    assert station.user.run("dlq", "list", "--mesh", "unheard_of").out == "no dead letters\n"
+
+
+def test_a_context_whose_first_letter_is_still_to_come_has_an_empty_list(station: Station) -> None:
+    """The stream of letters may be made with the first of them; any other stream shows that there is such a mesh."""
+    station.work(lambda context: context.js.delete_stream(context.dlq))
+    assert station.user.run("dlq", "list").out == "no dead letters\n"
+    assert station.user.run("dlq", "log", "--json").code == 0
+    station.work(lambda context: context.js.delete_stream(context.events))
+    station.work(lambda context: context.js.delete_stream(f"{context.name}_INBOX".upper()))
+    assert station.user.run("dlq", "list").out == "no dead letters\n"  # there are commands
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["log"], ["inspect", "1"], ["drop", "--all", "--dry-run"]], ids=" ".join
+)
+def test_a_mesh_that_nobody_knows_is_exit_code_3_and_no_good_news(station: Station, arguments: list[str]) -> None:
+    outcome = station.user.run("dlq", *arguments, "--mesh", "unheard_of")
+    assert outcome.code == 3
+    assert "'unheard_of'" in outcome.sentence()
+    assert "postroom mesh list" in outcome.sentence()
+    assert outcome.out == ""
 
 
 def test_filters_narrow_a_list(station: Station) -> None:
