@@ -6,21 +6,21 @@ import asyncio
 import getpass
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 from uuid import UUID, uuid4
 
 import typer
 
 from chassis.exits import Exit, Fatal
+from cli.job_rows import COLUMNS, STEPS, cells, described, drawn, folded, step_cells, step_name, told
 from cli.noun import Json, Mesh, Reason, Yes, noun
-from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table
+from cli.output import confirm, fields, json_line, line, note, reason_or_ask, table
 from cli.selection import chosen_ids
 
 if TYPE_CHECKING:
     from chassis.postgres import Connection
-    from ledger.messages import MessageRow
-    from ledger.operating import ActivityRow, JobRow, JobTree
+    from ledger.operating import JobTree
 
 T = TypeVar("T")
 
@@ -59,14 +59,9 @@ State = Annotated[
     typer.Option(metavar="STATE", help="Only those that are running, closed, completed, failed or cancelled."),
 ]
 
-_COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
-_STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "REQUEST", "ERROR")
-_REQUEST_CHARACTERS: Final = 30  # of what a step was spawned with, in a table
-_SAID_CHARACTERS: Final = 200  # of what a message says
 _NUMBER: Final = re.compile(r"[0-9]+")  # a ledger is written so, right or wrong; no message's id is
 _DONE: Final = {"retry": "goes on", "cancel": "is cancelled"}
 _KINDS: Final = {"activity": "an activity", "message": "a message, which an activity runs leg 2 for"}
-_MEANINGS: Final = {"closed": "closed (every step is done, and the completion tasks are not)"}
 
 
 @app.command()
@@ -131,7 +126,7 @@ def list_(
         for each in found[:limit]:
             json_line(each)
     else:
-        table(_COLUMNS, map(_cells, found[:limit])) if found else line("no jobs")
+        table(COLUMNS, map(cells, found[:limit])) if found else line("no jobs")
     if len(found) > limit:
         note(f"There are more jobs: --limit {2 * limit}")
 
@@ -143,9 +138,9 @@ def show(*, job: JobId, database: Database = None, as_json: Json = False) -> Non
     if as_json:
         json_line(found)
         return
-    fields(_described(found.job))
+    fields(described(found.job))
     line("")
-    table(_STEPS, (_step_cells(lead, activity) for lead, activity in _drawn(found)))
+    table(STEPS, (step_cells(lead, activity) for lead, activity in drawn(found)))
     if found.log:
         line("")
         table(("AT", "VERB", "BY", "REASON"), ((act.at, act.verb, act.actor, act.reason) for act in found.log))
@@ -156,11 +151,11 @@ def tree(*, job: JobId, database: Database = None, as_json: Json = False) -> Non
     """Draw the tree of a job: each step and its state; neighbours without children that are alike are one line."""
     found = _find(database, job)
     if as_json:
-        for _, activity in _drawn(found):
+        for _, activity in drawn(found):
             json_line(activity)
         return
-    for lead, activity, count in _folded(found):
-        line(f"{lead}{_name(activity)}  {activity.state}" + (f"  ({count} of them)" if count > 1 else ""))
+    for lead, activity, count in folded(found):
+        line(f"{lead}{step_name(activity)}  {activity.state}" + (f"  ({count} of them)" if count > 1 else ""))
 
 
 @app.command()
@@ -241,7 +236,7 @@ def _explain_message(database: str | None, message: str, *, as_json: bool) -> No
             continue
         if number:
             line("")
-        fields(_told(found))
+        fields(told(found))
         if found.ledger is not None:
             line("")
             table(("POSITION", "DIGITS", "MEANING"), read(found.ledger))
@@ -322,86 +317,3 @@ def _check_state(state: str | None) -> None:
 
     if state is not None and state not in JOB_STATES:
         raise typer.BadParameter(f"{state!r} is no state: {', '.join(JOB_STATES)}", param_hint="--state")
-
-
-def _cells(job: JobRow) -> tuple[Any, ...]:
-    error = job.error or _waits_for(job)
-    return (job.id, job.mesh, job.flow, job.state, job.open, ago(job.started_at), ago(job.ended_at), error)
-
-
-def _waits_for(job: JobRow) -> str | None:
-    return f"waits for a worker that has {', '.join(job.unknown)}" if job.unknown else None
-
-
-def _described(job: JobRow) -> list[tuple[str, Any]]:
-    return [
-        ("job", job.id),
-        ("mesh", job.mesh),
-        ("flow", job.flow),
-        ("state", _MEANINGS.get(job.state, job.state)),
-        ("", _waits_for(job)),
-        ("open", job.open),
-        ("started", job.started_at),
-        ("ended", job.ended_at),
-        ("reason", job.error),
-    ]
-
-
-def _told(found: MessageRow) -> list[tuple[str, Any]]:
-    return [
-        ("id", found.id),
-        ("is", found.sentence),
-        ("activity", f"{found.activity} ({found.name})"),
-        ("job", f"{found.job} ({found.job_state})"),
-        ("mesh", found.mesh),
-        ("flow", found.flow),
-        ("deliveries", found.deliveries),
-        ("ledger", found.ledger),
-        ("says", None if found.said is None else _shortened(bytes(found.said).decode(), _SAID_CHARACTERS)),
-        ("error", found.error),
-    ]
-
-
-def _drawn(found: JobTree) -> Iterator[tuple[str, ActivityRow]]:
-    from ledger.drawing import draw  # noqa: PLC0415
-
-    return draw(found.activities, key=lambda activity: activity.id, parent=lambda activity: activity.parent)
-
-
-def _folded(found: JobTree) -> Iterator[tuple[str, ActivityRow, int]]:
-    """Draw the tree with leaves that look the same as one line, and their number."""
-    from ledger.drawing import draw, fold  # noqa: PLC0415
-
-    folded = fold(
-        found.activities,
-        key=lambda activity: activity.id,
-        parent=lambda activity: activity.parent,
-        alike=lambda activity: (_name(activity), activity.state),
-    )
-    for lead, (activity, count) in draw(folded, key=lambda each: each[0].id, parent=lambda each: each[0].parent):
-        yield lead, activity, count
-
-
-def _name(activity: ActivityRow) -> str:
-    """Name a step, and the cycle of its parent that spawned it, where that is not the first."""
-    return f"{activity.name} (cycle {activity.cycle})" if activity.cycle else activity.name
-
-
-def _shortened(said: str, most: int) -> str | None:
-    """Cut a request or an answer so that it stays a line; none is nothing."""
-    if said == "null":
-        return None
-    return said if len(said) <= most else said[: most - 1] + "…"
-
-
-def _step_cells(lead: str, activity: ActivityRow) -> tuple[Any, ...]:
-    return (
-        lead + _name(activity),
-        activity.state,
-        activity.attempts,
-        activity.deliveries,
-        activity.ledger,
-        ago(activity.spawned_at),
-        _shortened(bytes(activity.request).decode(), _REQUEST_CHARACTERS),
-        activity.error,
-    )
