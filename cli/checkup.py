@@ -1,4 +1,4 @@
-"""What `postroom doctor` looks at: Python, SQLite, the disk, directories, secrets, the daemon and the broker."""
+"""What `postroom doctor` looks at: Python, SQLite, the disk, directories, secrets, and every dependency."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from typing import Final
 from chassis.exits import Fatal
 from chassis.findings import Finding
 from cli.connect import read_token
+from cli.dependencies import look_at_servers
 from postroom import AsyncClient, BrokerClient, PostroomError
 
-PROGRAMS: Final = ("broker", "broker_client", "chassis", "cli", "daemon", "embedded", "ipc", "outbox")
+PROGRAMS: Final = (
+    *("broker", "broker_client", "chassis", "cli", "daemon", "delivery", "embedded", "inbox", "ipc", "ledger"),
+    *("outbox", "pipeline", "worker"),
+)
 OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables
 TWO_CONNECTIONS_SQLITE: Final = (3, 51, 3)  # the first without the bug that forbids a second writer or checkpointer
 FREE_BYTES: Final = 1024**3
 
 
 async def look_at_everything(socket: Path | None, url: str | None, token_file: Path | None) -> AsyncIterator[Finding]:
-    """Yield what is found, from the ground up: the machine, then the daemon, then the broker."""
+    """Yield what is found, from the ground up: the machine, the daemon, the broker, the servers behind it."""
     for finding in (*_python(), *_sqlite(), *_directories(), *_token(token_file)):
         yield finding
     async for finding in _daemon(socket):
         yield finding
     async for finding in _broker(url, token_file):
+        yield finding
+    async for finding in look_at_servers():
         yield finding
 
 
@@ -56,7 +62,7 @@ def _directories() -> Iterator[Finding]:
     if os.getuid() and "XDG_RUNTIME_DIR" not in os.environ:
         remedy = "log in through PAM (`loginctl enable-linger`), or set socket.path and POSTROOM_SOCKET"
         yield Finding("runtime directory", "warning", "XDG_RUNTIME_DIR is not set", remedy)
-    state = Path(os.environ.get("XDG_STATE_HOME") or ("~/.local/state" if os.getuid() else "/var/lib")).expanduser()
+    state = _state_directory()
     existing = next(path for path in (state, *state.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     room = f"{free // 1024**2} MiB free below {existing}"
@@ -66,6 +72,12 @@ def _directories() -> Iterator[Finding]:
         yield Finding("disk", "ok", room)
     if not os.access(existing, os.W_OK):
         yield Finding("state directory", "warning", f"{existing} can't be written", "set state_directory")
+
+
+def _state_directory() -> Path:
+    """Return where `postroom up` keeps everything, else where services and users keep their state."""
+    named = os.environ.get("POSTROOM_STATE") or os.environ.get("XDG_STATE_HOME")
+    return Path(named or ("~/.local/state" if os.getuid() else "/var/lib")).expanduser()
 
 
 def _token(file: Path | None) -> Iterator[Finding]:

@@ -1,0 +1,71 @@
+"""`postroom doctor` and the servers that the environment names: real ones, and addresses where nobody listens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from terminal import Terminal
+
+NOBODY = "127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.jetstream.PATIENCE", 1.0)
+
+
+def findings(directory: Path, **environment: str) -> dict[str, Any]:
+    """What a doctor without a daemon finds, by its subject."""
+    found = Terminal(directory / "nobody.sock", **environment).run("doctor", "--json")
+    return {each["subject"]: each for each in found.json}
+
+
+def test_every_server_that_the_environment_names_is_asked(
+    short_directory: Path, database_url: str, redis_url: str, nats_url: str
+) -> None:
+    found = findings(
+        short_directory,
+        POSTROOM_DATABASE_URL=database_url,
+        POSTROOM_REDIS_URL=redis_url,
+        POSTROOM_NATS_URL=nats_url,
+    )
+    assert {name: found[name]["verdict"] for name in ("postgres", "redis", "nats")} == {
+        "postgres": "ok",
+        "redis": "ok",
+        "nats": "ok",
+    }
+
+
+def test_a_server_that_does_not_answer_is_a_failure_that_says_what_to_do(short_directory: Path) -> None:
+    found = findings(
+        short_directory,
+        POSTROOM_DATABASE_URL=f"postgresql://someone:hidden@{NOBODY}/mail",
+        POSTROOM_REDIS_URL=f"redis://:hidden@{NOBODY}/0",
+        POSTROOM_NATS_URL=f"nats://someone:hidden@{NOBODY}",
+    )
+    for subject, variable in (
+        ("postgres", "POSTROOM_DATABASE_URL"),
+        ("redis", "POSTROOM_REDIS_URL"),
+        ("nats", "POSTROOM_NATS_URL"),
+    ):
+        assert found[subject]["verdict"] == "failed", subject
+        assert variable in found[subject]["remedy"]
+        assert "hidden" not in str(found[subject])
+
+
+def test_an_address_that_is_none_is_a_failure_and_no_traceback(short_directory: Path) -> None:
+    text = "nonsense://hidden"
+    named = {f"POSTROOM_{name}_URL": text for name in ("DATABASE", "REDIS", "NATS")}
+    found = findings(short_directory, **named)
+    assert {found[name]["verdict"] for name in ("postgres", "redis", "nats")} == {"failed"}
+
+
+def test_a_server_that_nothing_names_is_not_looked_for(short_directory: Path) -> None:
+    assert not {"postgres", "redis", "nats"} & findings(short_directory).keys()
+
+
+def test_the_disk_of_the_named_state_directory_is_looked_at(short_directory: Path) -> None:
+    state = short_directory / "mailroom"
+    state.mkdir()
+    found = findings(short_directory, POSTROOM_STATE=str(state), XDG_STATE_HOME="/")
+    assert found["disk"]["detail"].endswith(f" below {state}")
