@@ -43,6 +43,7 @@ from postroom.administration import (
     Webhook,
     WebhookList,
 )
+from postroom.arguments import check_seconds
 from postroom.calls import Calls
 from postroom.peer import Peer
 from postroom.transport import Transport
@@ -51,13 +52,15 @@ from postroom.transport import Transport
 class BrokerClient(Calls):
     """A client of the broker at `url`, with a bearer `token`.
 
-    One exchange may take `timeout` seconds; what may be tried again is, for `patience` seconds (0: one try).
+    One exchange may take `timeout` seconds (more than 0); what may be tried again is, for `patience` seconds (0: one
+    try). Raises `InvalidMessage` for other numbers.
     `ca_file` holds the certificates to trust instead of the system's. Use it in one event loop.
     """
 
     def __init__(
         self, url: str, token: str, *, timeout: float = 10.0, patience: float = 30.0, ca_file: Path | None = None
     ) -> None:
+        check_seconds(timeout, patience)
         peer = Peer("broker", url, "start one (`postroom up`, `postroom broker run`), or set POSTROOM_BROKER_URL")
         tls = ssl.create_default_context(cafile=ca_file) if ca_file else True
         session = aiohttp.ClientSession(

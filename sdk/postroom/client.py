@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from postroom.arguments import check_id, check_seconds, check_traceparent
 from postroom.batch import Batch
 from postroom.errors import PostroomError
 from postroom.feed import feed
@@ -35,11 +36,13 @@ from postroom.transport import Transport
 class AsyncClient(OperatorMethods):
     """A client of the daemon that listens on `socket` (default: `POSTROOM_SOCKET`, else the only one there is).
 
-    One exchange may take `timeout` seconds; what may be tried again is, for `patience` seconds (0: one try).
+    One exchange may take `timeout` seconds (more than 0); what may be tried again is, for `patience` seconds (0: one
+    try). Raises `InvalidMessage` for other numbers.
     Use it in one event loop, as a context manager or with `close`.
     """
 
     def __init__(self, socket: Path | str | None = None, *, timeout: float = 10.0, patience: float = 30.0) -> None:
+        check_seconds(timeout, patience)
         path = find_socket(socket)
         peer = Peer("daemon", str(path), "start one (`postroom up`, `postroom daemon run`), or set POSTROOM_SOCKET")
         session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path), limit=0))
@@ -74,7 +77,7 @@ class AsyncClient(OperatorMethods):
             not_before=not_before,
         )
         data = encode(request)
-        headers = {} if traceparent is None else {"traceparent": traceparent}
+        headers = {} if traceparent is None else {"traceparent": check_traceparent(traceparent)}
         try:
             return await retrying(
                 lambda: self._transport.call("POST", "/v1/send", SendResult, body=data, headers=headers),
@@ -155,4 +158,4 @@ class AsyncClient(OperatorMethods):
 
 
 def _send_path(client_message_id: str) -> str:
-    return f"/v1/sends/{quote(client_message_id, safe=':')}"
+    return f"/v1/sends/{quote(check_id(client_message_id), safe=':')}"

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, get_args
 
 import msgspec
 
@@ -373,4 +373,6 @@ def _where(error: msgspec.ValidationError) -> tuple[str | None, str]:
     field = path.rstrip("`").lstrip(".") or None
     if field is None and (named := re.search(r"field `([^`]+)`", sentence)):
         field = named[1]
+    if field == "priority" and sentence.startswith("Invalid enum value"):
+        sentence += f": one of {', '.join(get_args(Priority))}"
     return field, f"{field}: {sentence}" if field else sentence

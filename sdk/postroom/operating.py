@@ -12,6 +12,7 @@ from urllib.parse import quote
 from msgspec.structs import replace
 
 from postroom.administration import Subscription, Topic, TopicList
+from postroom.arguments import check_id
 from postroom.calls import Calls, to_parameters
 from postroom.message import SendRequest
 from postroom.operations import (
@@ -130,4 +131,4 @@ def _subscription(topic: str) -> str:
 
 
 def _path(row_id: str) -> str:
-    return f"/v1/outbox/{quote(row_id, safe=':')}"
+    return f"/v1/outbox/{quote(check_id(row_id), safe=':')}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +15,8 @@ from postroom.ids import new_id
 from postroom.message import MAX_DEPTH, Priority, SendRequest, refuse
 
 Body = str | bytes | bytearray | memoryview | None
+
+_META_RULE: Final = "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat())"
 
 
 def compose(
@@ -62,7 +65,8 @@ def encode(request: SendRequest) -> bytes:
         canonical_json(request.meta)
         return msgspec.json.encode(request)
     except NotCanonical as error:
-        refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {error}", "meta")
+        what = re.sub(r"<class '(.*)'>", r"\1", str(error))
+        refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {what}; {_META_RULE}", "meta")
     except UnicodeEncodeError:
         refuse("invalid_json", "the message holds half of a surrogate pair, which is no text: send bytes instead")
     except RecursionError:
@@ -77,9 +81,13 @@ def _base64(body: object) -> str:
 
 
 def _check_types(request: SendRequest) -> None:
-    """Refuse bytes where text belongs, which JSON would turn into other text, and a meta that is no object."""
+    """Refuse bytes where text belongs, which JSON would turn into other text, a meta that is no object, and a span."""
     for field in ("body", "body_base64"):
         if not isinstance(getattr(request, field), str | None):
             refuse("invalid_field", f"{field} must be text: give bytes as `body_base64`, in base64", field)
     if not isinstance(request.meta, dict | None):
         refuse("invalid_field", f"meta must be an object (a dict), not {type(request.meta).__name__}", "meta")
+    moment: Any = request.not_before
+    if not isinstance(moment, datetime | str | None):  # text is a time as JSON writes it
+        sentence = f"not_before is a time, not {type(moment).__name__}, as datetime.now(UTC) + timedelta(minutes=5)"
+        refuse("invalid_field", sentence, "not_before")

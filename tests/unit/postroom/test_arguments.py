@@ -1,0 +1,70 @@
+"""What a client refuses before it sends anything, each with a sentence that says what is wanted instead."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from postroom import AsyncClient, BrokerClient, Client, InvalidMessage
+from postroom.outgoing import compose, encode
+
+NOWHERE = Path("/nonexistent/nobody.sock")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, None, float("nan"), float("inf"), "10", True])
+async def test_a_timeout_that_is_no_time_is_refused(timeout: Any) -> None:  # noqa: ASYNC109 - it is handed on
+    for make in (
+        lambda: AsyncClient(NOWHERE, timeout=timeout),
+        lambda: Client(NOWHERE, timeout=timeout),
+        lambda: BrokerClient("http://127.0.0.1:1", "token", timeout=timeout),
+    ):
+        with pytest.raises(InvalidMessage, match="seconds above 0") as caught:
+            make()
+        assert caught.value.problem.field == "timeout"
+
+
+@pytest.mark.parametrize("patience", [-1, None, float("nan"), "10"])
+async def test_a_patience_that_is_no_time_is_refused(patience: Any) -> None:
+    with pytest.raises(InvalidMessage, match="0: one try") as caught:
+        AsyncClient(NOWHERE, patience=patience)
+    assert caught.value.problem.field == "patience"
+
+
+async def test_a_patience_without_an_end_is_one(short_directory: Path) -> None:
+    async with AsyncClient(short_directory / "nobody.sock", patience=float("inf")) as client:
+        assert client
+
+
+@pytest.mark.parametrize("not_an_id", [None, 17, object()])
+async def test_what_is_no_id_is_said_to_be_none_with_where_to_find_one(not_an_id: Any) -> None:
+    async with AsyncClient(NOWHERE, patience=0) as client:
+        for ask in (client.get(not_an_id), client.wait(not_an_id, 1), client.inspect(not_an_id)):
+            with pytest.raises(InvalidMessage, match="`client_message_id` of what `send` returned"):
+                await ask
+
+
+@pytest.mark.parametrize("traceparent", ["00-aa\r\nX-Evil: 1", "00\0", "größe", 17])
+async def test_a_traceparent_that_no_header_can_hold_is_refused(traceparent: Any) -> None:
+    async with AsyncClient(NOWHERE, patience=0) as client:
+        with pytest.raises(InvalidMessage, match="W3C") as caught:
+            await client.send("topic:orders", "hello", traceparent=traceparent)
+    assert caught.value.problem.field == "traceparent"
+
+
+@pytest.mark.parametrize("not_before", [timedelta(minutes=5), 300])
+def test_a_span_is_no_time_and_the_refusal_says_how_to_make_one(not_before: Any) -> None:
+    with pytest.raises(InvalidMessage, match=r"datetime.now\(UTC\) \+ timedelta") as caught:
+        encode(compose("topic:orders", "hello", not_before=not_before))
+    assert caught.value.problem.field == "not_before"
+
+
+@pytest.mark.parametrize("value", [datetime.now(UTC), Decimal("1.5"), {1, 2}, b"bytes"])
+def test_a_meta_value_that_json_has_no_word_for_is_refused_with_what_to_pass(value: Any) -> None:
+    with pytest.raises(InvalidMessage, match=f"{type(value).__name__}.*isoformat") as caught:
+        encode(compose("topic:orders", "hello", meta={"at": [value]}))
+    assert (caught.value.code, caught.value.problem.field) == ("meta_not_canonical", "meta")
+    assert "<class" not in str(caught.value)
