@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from broker.config import BrokerConfig
+from postroom.administration import in_words
 from postroom.errors import InvalidMessage, PostroomError
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -48,4 +49,5 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage.of(400, "invalid_request", f"the body is not what this route takes: {error}") from error
+        sentence = f"the body is not what this route takes: {in_words(str(error))}"
+        raise InvalidMessage.of(400, "invalid_request", sentence) from error

@@ -26,13 +26,31 @@ _WORD: Final = "[a-z][a-z0-9_-]{0,63}"
 
 _NOT_CMD: Final = r"^(?!cmd$)"  # the subjects of all commands begin with that word
 SLUG_PATTERN: Final = _NOT_CMD + _SNAKE
+MEMBER_PATTERN: Final = f"^{_WORD}{_END}"
+QUEUE_PATTERN: Final = rf"^{_WORD}(\.{_WORD}){{0,3}}{_END}"
 Slug = Annotated[str, msgspec.Meta(pattern=SLUG_PATTERN, description="a mesh, in snake_case; not `cmd`")]
-MemberName = Annotated[str, msgspec.Meta(pattern=f"^{_WORD}{_END}", description="a member of a mesh")]
+MemberName = Annotated[str, msgspec.Meta(pattern=MEMBER_PATTERN, description="a member of a mesh")]
 TopicName = Annotated[str, msgspec.Meta(pattern=_SNAKE, description="a topic, in snake_case")]
 QueueName = Annotated[
     str,
-    msgspec.Meta(pattern=rf"^{_WORD}(\.{_WORD}){{0,3}}{_END}", description="a queue: one to four words joined by dots"),
+    msgspec.Meta(pattern=QUEUE_PATTERN, description="a queue: one to four words joined by dots"),
 ]
+
+_SNAKE_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits or `_`"
+_WORD_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
+_RULES: Final = {
+    SLUG_PATTERN: f"a mesh's name: {_SNAKE_RULE}; not `cmd`",
+    MEMBER_PATTERN: f"a member's name: {_WORD_RULE}",
+    _SNAKE: f"a topic's name: {_SNAKE_RULE}",
+    QUEUE_PATTERN: f"a queue's name: one to four words joined by dots, each {_WORD_RULE}",
+}
+
+
+def in_words(sentence: str) -> str:
+    """Say a name's rule in words where msgspec's `sentence` about it shows a pattern."""
+    for pattern, rule in _RULES.items():
+        sentence = sentence.replace(f"`str` matching regex {pattern!r}", rule)
+    return sentence
 
 
 class CreateMesh(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -1,0 +1,33 @@
+"""A name that does not fit is refused with its rule in words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from postroom.administration import CreateMember, CreateMesh, CreateQueue, CreateTopic, Subscribe, in_words
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        (CreateMesh, {"slug": "Sea"}, "Expected a mesh's name: a lower-case letter, .* not `cmd` - at `\\$.slug`"),
+        (CreateMember, {"mesh": "sea", "name": "Bob"}, "Expected a member's name: a lower-case letter"),
+        (CreateTopic, {"mesh": "sea", "name": "order-placed"}, "Expected a topic's name: a lower-case letter"),
+        (CreateQueue, {"mesh": "sea", "name": "a..b"}, "Expected a queue's name: one to four words joined by dots"),
+        (Subscribe, {"member": "*"}, "Expected a member's name"),
+    ],
+)
+def test_the_rule_of_a_name_stands_where_the_pattern_stood(kind: Any, body: dict[str, str], words: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match="regex") as refused:
+        msgspec.json.decode(msgspec.json.encode(body), type=kind)
+    sentence = in_words(str(refused.value))
+    assert "regex" not in sentence
+    assert re.search(words, sentence), sentence
+
+
+def test_another_sentence_stays_as_it_is() -> None:
+    assert in_words("Expected `str`, got `int` - at `$.name`") == "Expected `str`, got `int` - at `$.name`"
