@@ -6,7 +6,6 @@ The upkeep has a connection of its own, on which it hears what others take out o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -18,7 +17,6 @@ from chassis.postgres import UNREACHABLE, Pool
 from delivery.publishing import DELIVERIES, Record, WorkQueues
 from delivery.publishing.audit import Audit
 from delivery.publishing.link import Link
-from delivery.publishing.streams import StreamPicture
 from delivery.settings import StreamsConfig
 from delivery.streams import Reconciled, default_streams, ensure_stream, reconcile
 from postroom.errors import Conflict, PostroomError
@@ -72,14 +70,9 @@ class Upkeep:
 
         Raises `PostroomError`, and `Fatal` (78) where a stream differs from its declaration and would lose messages.
         """
-
-        async def look() -> Sequence[StreamPicture]:
-            await link.streams.refresh(link.js)
-            return link.streams.pictures
-
         async with self._one_at_a_time:
             await self._declare(link)
-            await self._record.compare(look)
+            await self._record.compare(link)
 
     async def _round(self) -> None:
         link = await self._connected()

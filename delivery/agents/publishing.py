@@ -15,7 +15,6 @@ import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
-from nats.js.errors import NotFoundError
 
 from delivery.agents.clock import to_microseconds
 from delivery.agents.counters import AgentCounters
@@ -26,9 +25,9 @@ from delivery.agents.settings import AgentSettings
 from delivery.agents.store import Mark, Outgoing, Store
 from delivery.agents.turns import Turns
 from delivery.agents.writing import durably
-from delivery.errors import NATS_ERRORS, from_nats
-from delivery.message import MESSAGE_ID
+from delivery.errors import from_nats
 from delivery.nats import end_if_cancelled
+from delivery.publishing.displaced import message_id_at
 from delivery.publishing.streams import StreamPicture, Streams
 from postroom.errors import PostroomError
 
@@ -134,13 +133,7 @@ class Publisher:
 
     async def message_id_at(self, stream: str, sequence: int) -> str | None:
         """Return the id of the message that has this number; None where there is none. Raises `PostroomError`."""
-        try:
-            found = await self._js.get_msg(stream, sequence)
-        except NotFoundError:
-            return None
-        except NATS_ERRORS as error:
-            raise from_nats(error, f"looking at message {sequence} of {stream}") from error
-        return (found.headers or {}).get(MESSAGE_ID)
+        return await message_id_at(self._js, stream, sequence)
 
     async def _send(self, messages: Sequence[Message]) -> list[tuple[Message, PubAck]]:
         sent: list[tuple[Message, asyncio.Future[PubAck]]] = []

@@ -35,10 +35,11 @@ from delivery.agents.clock import to_microseconds
 from delivery.agents.counters import AgentCounters
 from delivery.agents.publishing import Publisher, stored_message
 from delivery.agents.settings import AgentSettings
-from delivery.agents.store import Noted, Search, Store
+from delivery.agents.store import Search, Store
 from delivery.agents.turns import Turns
 from delivery.agents.writing import durably
 from delivery.nats import end_if_cancelled
+from delivery.publishing.displaced import Noted, first_displaced
 from delivery.publishing.source import message_id
 from delivery.publishing.streams import StreamPicture
 from postroom.errors import PostroomError
@@ -117,24 +118,19 @@ class Record:
 
     async def _requeue_displaced(self, stream: StreamPicture, until: int) -> int:
         """Requeue the newest that a server has lost, where others have filled their places before this comparison."""
-        created = to_microseconds(stream.created_at)
-        at = stream.last_sequence
-        good, bad = stream.first_sequence - 1, at + 1  # up to `good` all is there that is noted, from `bad` on nothing
-        while good < at:
-            noted = await self._store.newest_at(stream.name, created, at)
-            if noted is None or noted.sequence <= good or await self._is_there(stream, noted):
-                good = at
-            else:
-                bad = noted.sequence
-            at = (good + bad) // 2
-        if bad > stream.last_sequence:
+        displaced = await first_displaced(stream, partial(self._newest_at, stream))
+        if displaced is None:
             return 0
         since = until - self._horizon // _MILLISECOND
-        return await self._requeue(Search("behind_the_end", stream.name, created, bad - 1, since, until))
+        created = to_microseconds(stream.created_at)
+        return await self._requeue(Search("behind_the_end", stream.name, created, displaced - 1, since, until))
 
-    async def _is_there(self, stream: StreamPicture, noted: Noted) -> bool:
-        found = await self._publisher.message_id_at(stream.name, noted.sequence)
-        return found == message_id(noted.message_id, noted.epoch)
+    async def _newest_at(self, stream: StreamPicture, sequence: int) -> Noted | None:
+        entry = await self._store.newest_at(stream.name, to_microseconds(stream.created_at), sequence)
+        if entry is None:
+            return None
+        found = await self._publisher.message_id_at(stream.name, entry.sequence)
+        return Noted(entry.sequence, found == message_id(entry.message_id, entry.epoch))
 
     async def _requeue(self, search: Search) -> int:
         async with self._turns.turn():

@@ -122,6 +122,14 @@ WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_a
 SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
 WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4 LIMIT $5;
 
+-- name: newest_at
+-- The delivery with the highest number from $3 to $4 of the stream $1, created at $2, but for the numbers $5.
+SELECT delivery.broker_message_id || '.' || member.name AS id, delivery.epoch, delivery.stream_sequence
+FROM mesh.delivery_queue AS delivery JOIN mesh.member ON member.id = delivery.recipient_id
+WHERE delivery.stream = $1 AND delivery.stream_created_at = $2 AND delivery.stream_sequence BETWEEN $3 AND $4
+  AND delivery.stream_sequence <> ALL ($5::bigint[]) AND delivery.published_at IS NOT NULL
+ORDER BY delivery.stream_sequence DESC LIMIT 1;
+
 -- name: find_since
 -- Deliveries published between $1 and $2 into the stream $3 (null: any); nothing here confirms one, so $4 is as good
 -- as true; at most $5.

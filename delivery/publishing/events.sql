@@ -116,6 +116,13 @@ WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND publishe
   AND NOT postroom.is_confirmed(id::text, subject)
 LIMIT $5;
 
+-- name: newest_at
+-- The event with the highest number from $3 to $4 of the stream $1, created at $2, but for the numbers $5.
+SELECT id::text AS id, epoch, stream_sequence FROM postroom.outbox_events
+WHERE stream = $1 AND stream_created_at = $2 AND stream_sequence BETWEEN $3 AND $4
+  AND stream_sequence <> ALL ($5::bigint[]) AND published_at IS NOT NULL
+ORDER BY stream_sequence DESC LIMIT 1;
+
 -- name: find_taken_out
 -- Events of the work queue $1, created at $2, that are no longer in it: with a number before $3, its first, or one of $4.
 -- Published after $5, neither confirmed nor settled; at most $6. The first condition is the floor of all subjects, for

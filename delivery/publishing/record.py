@@ -6,6 +6,7 @@ which number it got, so that comparing with the stream shows what is gone:
 
     the stream was created at another time      everything that went into the other one
     its last number is smaller than a row's     the newest
+    another message has a row's number          the same, where others have published since
     its first number is larger than a row's     it was purged; only where nothing but age takes messages out of it
     it gives a number away a second time        one of the two (the publisher sees that when it marks)
 
@@ -20,7 +21,7 @@ again by hand.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +30,8 @@ import structlog
 
 from chassis.postgres import Connection, Pool
 from chassis.sql import load_queries
+from delivery.publishing.displaced import Places, first_displaced
+from delivery.publishing.link import Link
 from delivery.publishing.requeuing import all_marked, requeue_all
 from delivery.publishing.settings import RecordSettings
 from delivery.publishing.source import EVENTS, Source
@@ -62,6 +65,7 @@ class Record:
         self._sources = sources
         self._settings = settings
         self._compared: dict[str, StreamPicture] = {}
+        self._link: Link | None = None  # of the last comparison
         self.requeued = dict.fromkeys((source.name for source in sources), 0)
 
     @property
@@ -69,15 +73,16 @@ class Record:
         """How old what was lost may be."""
         return timedelta(days=self._settings.horizon_days)
 
-    async def compare(self, look: Callable[[], Awaitable[Sequence[StreamPicture]]]) -> int:
-        """Make unpublished what the streams have lost; return how many messages that were.
+    async def compare(self, link: Link) -> int:
+        """Make unpublished what the streams have lost; return how many messages that were. Raises `PostroomError`.
 
         The time is taken before the streams are looked at: what was published by then, they must have. What a stream
         lost with its beginning, or as a whole, may be marked as published only after the look; that is waited for.
         """
         async with self._pool.acquire() as connection:
             until = await connection.fetchval(_QUERIES["now"])
-            pictures = await look()
+            await link.streams.refresh(link.js)
+            pictures = link.streams.pictures
             changed = any(self._made_anew(stream) or self._shortened(stream) for stream in pictures)
             complete = not changed or await all_marked(connection)
             marked = await connection.fetchval(_QUERIES["now"])
@@ -86,8 +91,11 @@ class Record:
                 searches = self._searches(picture, until, marked)
                 for source in self._sources:
                     requeued += await self._search(connection, source, searches)
+                    if link is not self._link or not picture.work_queue:  # which may have more holes than messages
+                        requeued += await self._search_displaced(connection, link, source, picture, until)
                 if complete:
                     self._compared[picture.name] = picture
+            self._link = link
             return requeued
 
     async def _search(self, connection: Connection, source: Source, searches: Sequence[_Search]) -> int:
@@ -99,6 +107,16 @@ class Record:
             requeued += found
         self.requeued[source.name] += requeued
         return requeued
+
+    async def _search_displaced(
+        self, connection: Connection, link: Link, source: Source, stream: StreamPicture, until: datetime
+    ) -> int:
+        """Requeue the newest that the server has lost, where others have filled their places before this comparison."""
+        displaced = await first_displaced(stream, Places(connection, link, source, stream).newest_at)
+        if displaced is None:
+            return 0
+        bounds = (stream.name, displaced - 1, until - self.horizon, until)
+        return await self._search(connection, source, [_Search("find_behind_the_end", bounds)])
 
     def _searches(self, stream: StreamPicture, until: datetime, marked: datetime) -> list[_Search]:
         """Return the searches that may find something."""

@@ -51,16 +51,8 @@ async def publish(database_url: str, nats_url: str, context: str) -> None:
     pool = await open_database(database_url, name="crashing-publisher", connections=3)
     await pool.execute(EMIT, context)
     record = Record(pool, (EVENTS,), RecordSettings())
-
-    async def opened(link: Link) -> None:
-        async def look() -> Any:
-            await link.streams.refresh(link.js)
-            return link.streams.pictures
-
-        await record.compare(look)
-
     nats = NatsSettings(url=nats_url)
-    publisher = Publisher(pool, EVENTS, SETTINGS, nats, horizon=record.horizon, opened=opened, rng=Random(1))
+    publisher = Publisher(pool, EVENTS, SETTINGS, nats, horizon=record.horizon, opened=record.compare, rng=Random(1))
     while (await EVENTS.backlog(pool)).count:
         if not await publisher.step():
             await asyncio.sleep(0.002)

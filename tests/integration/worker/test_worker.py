@@ -28,8 +28,10 @@ from broker.identifiers import MessageIds
 from broker.incoming import Item, check, read_items
 from broker.migrate import migrate
 from broker.store import AcceptStore, Candidate
-from delivery.publishing import DELIVERIES
+from delivery.publishing import DELIVERIES, Record, RecordSettings
+from delivery.publishing.link import Link
 from delivery.publishing.source import Outgoing, Place
+from delivery.settings import NatsSettings
 from embedded import EmbeddedNats
 from postroom.administration import HistoryMessage
 from postroom.message import MAX_BODY_BYTES, prepare
@@ -178,6 +180,21 @@ async def test_of_two_deliveries_with_one_number_of_a_stream_both_are_published_
         assert await mark(first, created) == await mark(second, created + timedelta(days=1)) == []
         lost = await connection.fetchval("SELECT recipient_id FROM mesh.delivery_queue WHERE published_at IS NULL")
         assert lost == first.aggregate
+
+
+async def test_a_delivery_whose_number_is_another_messages_is_published_again(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    await accepting.send({"to": "dm:alice", "body": "1"}, {"to": "dm:bob", "body": "2"})
+    with worker(**urls(accepting, own_nats)):
+        await asyncio.wait_for(accepting.published(), 30)
+    record = Record(accepting.pool, (DELIVERIES,), RecordSettings())
+    link = await Link.open(NatsSettings(url=own_nats.url), name="test", ack_seconds=5)
+    assert await record.compare(link) == 0
+    await link.js.publish("demo.inbox.bob", b"another's")
+    await accepting.pool.execute("UPDATE mesh.delivery_queue SET stream_sequence = 3 WHERE stream_sequence = 2")
+    assert await record.compare(link) == 1
+    await link.close()
 
 
 async def claim_recipients(accepting: Accepting) -> list[tuple[int, bool]]:

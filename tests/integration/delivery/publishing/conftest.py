@@ -17,7 +17,7 @@ from nats.js import JetStreamContext
 from chassis.postgres import Pool
 from delivery.database import migrate, open_database
 from delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
-from delivery.publishing.streams import Streams
+from delivery.publishing.link import Link
 from delivery.settings import NatsSettings
 
 _contexts = count(1)
@@ -56,13 +56,11 @@ class Office:
 
     async def compare(self, record: Record) -> int:
         """Compare the streams with the record, as a worker does now and then."""
-        streams = Streams()
-
-        async def look() -> Any:
-            await streams.refresh(self.js)
-            return streams.pictures
-
-        return await record.compare(look)
+        link = await Link.open(NatsSettings(url=self.nats_url), name="test", ack_seconds=5)
+        try:
+            return await record.compare(link)
+        finally:
+            await link.close()
 
     def publisher(
         self,
@@ -73,20 +71,13 @@ class Office:
         source: Source = EVENTS,
     ) -> Publisher:
         record = record or self.record((source,))
-
-        async def opened(link: Any) -> None:
-            async def look() -> Any:
-                return link.streams.pictures
-
-            await record.compare(look)
-
         return Publisher(
             self.pool,
             source,
             settings,
             NatsSettings(url=url or self.nats_url, connect_seconds=1),
             horizon=record.horizon,
-            opened=opened,
+            opened=record.compare,
             rng=Random(1),
         )
 

@@ -64,9 +64,73 @@ async def server(short_directory: Path) -> AsyncIterator[ForgetfulNats]:
 @pytest.fixture
 async def exposed(office: Any, server: ForgetfulNats) -> AsyncIterator[Any]:
     """The office, on that server."""
-    client = await nats.connect(server.url)
+    client = await nats.connect(server.url, reconnect_time_wait=0.05)
     yield replace(office, nats_url=server.url, js=client.jetstream())
     await client.close()
+
+
+async def publish(office: Any, *aggregates: str) -> list[str]:
+    """Emit an event of each aggregate, and publish all with a publisher of their own; return their ids."""
+    ids = [await office.emit(aggregate) for aggregate in aggregates]
+    publisher = office.publisher()
+    while await publisher.step():
+        pass
+    await publisher.stop()
+    return ids
+
+
+async def publish_as_another(server: ForgetfulNats, subject: str, messages: int) -> None:
+    """Publish what is in no record, on a connection of its own."""
+    client = await nats.connect(server.url)
+    for _ in range(messages):
+        await client.jetstream().publish(subject, b"{}")
+    await client.close()
+
+
+@pytest.mark.parametrize("others", [1, 40])
+async def test_what_was_lost_is_published_again_though_others_filled_its_numbers(
+    exposed: Any, server: ForgetfulNats, others: int
+) -> None:
+    await exposed.add_stream()
+    kept = await publish(exposed, *"abc")
+    server.remember()
+    lost = await publish(exposed, *"abcde")
+    server.lose_power()
+    await publish_as_another(server, f"{exposed.context}.event.other.v1", others)
+
+    assert await exposed.compare(exposed.record()) == len(lost)
+    await publish(exposed)
+    ids = [message.headers["Nats-Msg-Id"] for message in await exposed.messages() if message.headers]
+    assert sorted(ids) == sorted([*kept, *(f"{identity}/1" for identity in lost)])
+    assert await exposed.compare(exposed.record()) == 0
+
+
+async def test_a_lost_command_is_published_again_though_others_took_its_number_and_the_newest_are_done(
+    exposed: Any, server: ForgetfulNats
+) -> None:
+    """Numbers that are no longer in a work queue say nothing; the one before them does."""
+    subject = f"cmd.{exposed.context}.default.work.run"
+    queue = f"{exposed.context}_COMMANDS".upper()
+    await exposed.js.add_stream(name=queue, subjects=[f"cmd.{exposed.context}.>"], retention="workqueue")
+    await publish_as_another(server, subject, 2)
+    server.remember()
+    for _ in range(3):
+        await exposed.pool.execute("SELECT postroom.emit_command($1, 'work', '{}')", exposed.context)
+    await publish(exposed)
+    server.lose_power()
+    await publish_as_another(server, subject, 3)
+    await exposed.js.delete_msg(queue, 5)  # as an acknowledgement does
+
+    assert await exposed.compare(exposed.record()) == 2 + 1
+    assert await exposed.compare(exposed.record()) == 0
+
+
+async def test_an_event_that_was_deleted_by_hand_is_not_taken_for_lost(exposed: Any) -> None:
+    await exposed.add_stream()
+    await publish(exposed, *"abc")
+    await exposed.js.delete_msg(exposed.stream, 3)
+    await exposed.js.delete_msg(exposed.stream, 2)
+    assert await exposed.compare(exposed.record()) == 0
 
 
 async def test_what_was_lost_before_its_mark_is_published_again_though_another_has_its_number(

@@ -41,13 +41,7 @@ class Watching:
             self.audit = Audit(self.told.set)
             self.link = await Link.open(NatsSettings(url=self.url), name="test", ack_seconds=5)
             await self.link.listen(self.audit)
-        link = self.link
-
-        async def look() -> Any:
-            await link.streams.refresh(link.js)
-            return link.streams.pictures
-
-        return await self.record.compare(look) + await self.queues.check(link, self.audit)
+        return await self.record.compare(self.link) + await self.queues.check(self.link, self.audit)
 
     async def close(self) -> None:
         if self.link is not None:
