@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import stat
 import sys
@@ -19,7 +20,7 @@ MAX_LINE: Final = 16 * 1024 * 1024  # bytes; a longer line fails alone
 
 
 class Source:
-    """The messages of one file or pipe, in order.
+    """The messages of one file or pipe, in order; the mark that some editors put before UTF-8 is none of them.
 
     `parse` makes a message of a line and its number; `refuse` is told of each line that is no message, from whatever
     thread walks the source. `numbers` remembers the line of each message that has not been answered yet.
@@ -41,7 +42,8 @@ class Source:
     def __iter__(self) -> Iterator[SendRequest]:
         place = 0
         for number, line in enumerate(self._lines(), 1):
-            if (message := self._message(line.removesuffix(b"\n").removesuffix(b"\r"), number)) is not None:
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if (message := self._message(text.removesuffix(b"\n").removesuffix(b"\r"), number)) is not None:
                 place += 1
                 self.numbers[place] = number
                 yield message

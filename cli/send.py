@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Final, TextIO
 
 import typer
 
@@ -15,7 +16,7 @@ from cli.connect import with_daemon
 from cli.files import read_plain_file
 from cli.lines import open_source
 from cli.noun import Json, Socket, noun
-from cli.output import json_line, line
+from cli.output import json_line, line, note
 from cli.quantities import duration
 from cli.sending import send_lines
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 app = noun()
 
 PRIORITIES = ("now", "next", "low")
+WAIT_SECONDS: Final = 60.0
 
 
 @app.command()
@@ -54,7 +56,9 @@ def send(
     mention: Annotated[list[str] | None, typer.Option(metavar="MEMBER", help="May be repeated.")] = None,
     not_before: Annotated[str | None, typer.Option(metavar="TIME", help="Not before 2026-11-21T09:00:00Z.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the broker has accepted the message.")] = False,
-    timeout: Annotated[float, typer.Option(parser=duration, metavar="DURATION", help="How long to --wait.")] = "60s",  # type: ignore[assignment]  # Typer parses the default as it does the option
+    timeout: Annotated[
+        float | None, typer.Option(parser=duration, metavar="DURATION", help="How long to --wait [default: 60s].")
+    ] = None,
     errors: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write failed lines there as JSON [default: standard error].")
     ] = None,
@@ -64,14 +68,17 @@ def send(
     """Hand in a message; when this ends with exit code 0 it is on disk, and goes out whatever happens."""
     if priority not in PRIORITIES:
         raise typer.BadParameter(f"{priority!r} is none of now, next, low", param_hint="--priority")
+    if timeout is not None and not wait:
+        raise Fatal(Exit.USAGE, "--timeout says how long to --wait: give both")
     common = Common(meta_of(meta), priority, reply_to, mention, moment_of(not_before))  # type: ignore[arg-type]
     source = _source(body, file, body_file, ndjson=ndjson)
     if source is None:
         _refuse_options(id_prefix=id_prefix, errors=errors)
+        patience = (WAIT_SECONDS if timeout is None else timeout) if wait else None
         content = read_plain_file(body_file) if body_file is not None else (body or "").encode(errors="surrogateescape")
         with_daemon(
             socket,
-            _one(_destination(to), content, common, client_message_id, timeout if wait else None, as_json=as_json),
+            _one(_destination(to), content, common, client_message_id, patience, as_json=as_json),
         )
         return
     _refuse_options(id=client_message_id, wait=wait or None)
@@ -132,11 +139,21 @@ def _one(
         if wait is None:
             json_line(result) if as_json else line(_receipt(result))
             return
-        row = await client.wait(result.client_message_id, wait)
+        row = await _settled(client, result.client_message_id, wait)
         json_line(row) if as_json else line(f"{row.client_message_id} {row.status}")
         _judge(row)
 
     return work
+
+
+async def _settled(client: AsyncClient, message_id: str, seconds: float) -> OutboxRow:
+    """Wait for what becomes of the message; whoever ends that with Ctrl-C is told that the message is kept."""
+    try:
+        return await client.wait(message_id, seconds)
+    except asyncio.CancelledError:
+        what_tells = f"`postroom outbox inspect {message_id}` shows how far it is"
+        note(f"{message_id} is kept, and the daemon goes on with it: {what_tells}")
+        raise
 
 
 def _repeatable(error: PostroomError) -> PostroomError:

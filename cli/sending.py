@@ -31,7 +31,8 @@ class Count(NamedTuple):
 
     def __str__(self) -> str:
         text = f"{self.queued} queued, {self.duplicates} duplicates, {self.failed} failed"
-        return text + (f", {self.blank} blank lines skipped" if self.blank else "")
+        lines = "blank line" if self.blank == 1 else "blank lines"
+        return text + (f", {self.blank} {lines} skipped" if self.blank else "")
 
 
 class Sending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,8 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from lone_daemon import LoneDaemon
-from terminal import Terminal
+from terminal import SECONDS, Terminal
 
 from postroom import Client
 
@@ -43,8 +45,19 @@ def test_the_same_id_again_is_a_duplicate_and_other_content_a_conflict(terminal:
 
 def test_a_line_of_standard_input_is_a_message(terminal: Terminal, daemon: LoneDaemon) -> None:
     sent = terminal.run("send", "topic:orders", "-", stdin="one\ntwo\r\n\nthree")
-    assert (sent.code, sent.out) == (0, "3 queued, 0 duplicates, 0 failed, 1 blank lines skipped\n")
+    assert (sent.code, sent.out) == (0, "3 queued, 0 duplicates, 0 failed, 1 blank line skipped\n")
     assert rows(daemon) == 3
+    assert terminal.run("send", "topic:orders", "-", stdin="\none\n\n").out.endswith(", 2 blank lines skipped\n")
+
+
+def test_the_mark_that_some_editors_put_before_a_text_is_no_part_of_the_first_message(terminal: Terminal) -> None:
+    mark = "\N{ZERO WIDTH NO-BREAK SPACE}"
+    assert terminal.run("send", "topic:orders", "-", "--id-prefix", "p", stdin=f"{mark}one\n{mark}two\n").code == 0
+    for number, body in ((1, "one"), (2, f"{mark}two")):  # elsewhere it is a character like any other
+        again = terminal.run("send", "topic:orders", body, "--id", f"p-{number:09d}")
+        assert again.out.endswith("(duplicate)\n"), again.err
+    assert terminal.run("send", "--ndjson", stdin=f'{mark}{{"to":"dm:bob"}}\n').code == 0
+    assert terminal.run("send", "topic:orders", "-", stdin=f"{mark}\n").out.endswith("1 blank line skipped\n")
 
 
 def test_a_run_with_an_id_prefix_can_be_repeated(terminal: Terminal, daemon: LoneDaemon, tmp_path: Path) -> None:
@@ -113,6 +126,38 @@ def test_waiting_ends_with_the_rows_state(terminal: Terminal) -> None:
     sent = terminal.run("send", "topic:orders", "hello", "--id", "a", "--wait", "--timeout", "1s")
     assert sent.code == 75
     assert "is kept" in sent.sentence()
+
+
+async def test_ctrl_c_while_it_waits_says_that_the_message_is_kept(short_directory: Path) -> None:
+    path, waiting, stop = short_directory / "d.sock", asyncio.Event(), asyncio.Event()
+
+    async def accept(_: web.Request) -> web.Response:
+        receipt = b'{"client_message_id":"a","outbox_id":"row","status":"queued"}'
+        return web.Response(status=202, body=receipt, content_type="application/json")
+
+    async def keep_waiting(_: web.Request) -> web.Response:
+        waiting.set()
+        await stop.wait()
+        return web.Response(status=404)
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/send", accept), web.get("/v1/sends/a", keep_waiting)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(path)).start()
+        running = Terminal(path).start("send", "topic:orders", "hello", "--id", "a", "--wait")
+        await asyncio.wait_for(waiting.wait(), SECONDS)
+        running.send_signal(signal.SIGINT)
+        out, err = await asyncio.to_thread(running.communicate, timeout=SECONDS)
+    finally:
+        stop.set()
+        await runner.cleanup()
+    assert (running.returncode, out) == (130, b"")
+    assert err.decode().splitlines() == [
+        "a is kept, and the daemon goes on with it: `postroom outbox inspect a` shows how far it is",
+        "postroom: interrupted",
+    ]
 
 
 def test_waiting_for_a_row_that_an_operator_retires_fails(terminal: Terminal) -> None:
@@ -215,6 +260,8 @@ def test_a_million_lines_do_not_lie_in_memory(terminal: Terminal, tmp_path: Path
         ("send", "topic:orders", "--body-file", "/dev/zero"),
         ("send", "topic:orders", "-", "--errors", "/nonexistent/x"),
         ("send", "topic:orders", "x", "--wait", "--timeout", "soon"),
+        ("send", "topic:orders", "x", "--timeout", "5s"),
+        ("send", "topic:orders", "-", "--timeout", "5s"),
     ],
     ids=" ".join,
 )
