@@ -13,6 +13,7 @@ from postroom.errors import Conflict, PostroomError
 from postroom.once.errors import LeaseLost
 from postroom.once.model import Done, Result, Run, Scope
 from postroom.retry import Patience, retrying
+from postroom.telling import tell
 
 _RENEWALS: Final = 3  # of each lease, so that two may fail
 
@@ -116,7 +117,7 @@ class _Lease:
         if self._lost:
             return
         try:
-            await self._registry.fail(self._scope, self._run.owner, f"{type(error).__name__}: {error}")
+            await self._registry.fail(self._scope, self._run.owner, tell(error))
         except PostroomError as failure:
             error.add_note(f"The key stays held until its lease runs out: {failure}")
 

@@ -228,6 +228,28 @@ async def test_an_error_that_cannot_be_recorded_is_raised_all_the_same(registry:
     assert ["stays held" in note for note in caught.value.__notes__] == [True]
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (AssertionError(), "AssertionError"),
+        (Mute(), "Mute: (its text could not be had: RuntimeError)"),
+        (ExceptionGroup("both", [OSError("ink")]), "ExceptionGroup: both (1 sub-exception): OSError: ink"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_whatever_a_block_raises_is_told_to_the_next_one(registry: Registry, error: Exception, told: str) -> None:
+    with pytest.raises(type(error)):
+        async with registry.once(*NAMES):
+            raise error
+    async with registry.once(*NAMES) as claim:
+        assert (claim.first, claim.last_error) == (True, told)
+
+
 async def test_whoever_waits_is_given_the_result(registry: Registry, time: Hourglass) -> None:
     run = await registry.begin(SCOPE)
     assert isinstance(run, Run)
