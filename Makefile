@@ -27,8 +27,11 @@ $(STAMP): requirements.lock embedded.lock pyproject.toml sdk/pyproject.toml
 	@touch $@
 
 # Spark is large, and only the pipelines and their tests need it: the demo does without.
+# It is built from source, in more space than a /tmp in memory may have.
 $(SPARK_STAMP): $(STAMP) spark.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-build-isolation -r spark.lock
+	@mkdir -p $(VENV)/tmp
+	TMPDIR=$(abspath $(VENV)/tmp) $(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-build-isolation -r spark.lock
+	@rm -rf $(VENV)/tmp
 	@touch $@
 
 lock: ## resolve the three lock files anew (needs uv)
