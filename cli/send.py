@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 app = noun()
 
 PRIORITIES = ("now", "next", "low")
-WAIT_SECONDS: Final = 60.0
+_WAIT_SECONDS: Final = 60.0
 
 
 @app.command()
@@ -74,7 +74,7 @@ def send(
     source = _source(body, file, body_file, ndjson=ndjson)
     if source is None:
         _refuse_options(id_prefix=id_prefix, errors=errors)
-        patience = (WAIT_SECONDS if timeout is None else timeout) if wait else None
+        patience = (_WAIT_SECONDS if timeout is None else timeout) if wait else None
         content = read_plain_file(body_file) if body_file is not None else (body or "").encode(errors="surrogateescape")
         with_daemon(
             socket,
