@@ -1,4 +1,4 @@
-"""What the relay knows of the broker: answering, or away and when to try it again."""
+"""What the relay knows of the broker: answering, busy and with how much, or away and when to try it again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _log = structlog.get_logger(__name__)
 class Availability:
     """Whether the broker answers; the relay asks before each post and tells after it. Times in ms since the epoch.
 
-    `flight` numbers the pauses: of the posts that were under way together, only the first failure counts.
+    `flight` numbers the pauses: of the posts that were under way together, only the first failure counts. `slots` is
+    how many posts may be under way: half as many once the broker was too busy, one more with each round it answered.
     """
 
     def __init__(self, settings: RelaySettings, rng: Random) -> None:
@@ -25,6 +26,8 @@ class Availability:
         self.failures = 0  # in a row
         self.flight = 0
         self.resume_at = 0
+        self.slots = settings.posts_at_once
+        self._answered_since = 0  # posts of this flight, since the last slot was added
         self._paused_at = 0
         self.reason: str | None = None
         self.degraded = False
@@ -42,23 +45,32 @@ class Availability:
         return max(0, self.resume_at - now_ms) / 1000 if now_ms >= self._paused_at else 0.0
 
     def failed(self, error: RequestFailed, flight: int, now_ms: int) -> None:
-        """Pause with backoff after a whole request failed, unless a post of the same flight has said so already."""
+        """Pause after a whole request failed, unless a post of the same flight has said so already."""
         if flight != self.flight:
             return
         self.flight += 1
-        self.failures += 1
-        self._pause(error, now_ms)
+        self._answered_since = 0
+        if REACTIONS[error.failure].busy:
+            self.failures = 0
+            self.slots = max(1, self.slots // 2)
+        else:
+            self.failures += 1
+        self._pause(error, pause_seconds(error, self.failures, self._rng, self._settings), now_ms)
 
     def rest(self, retry_after: float, now_ms: int) -> None:
         """Pause while the broker answers but its limiter lets nothing through; that is no failure."""
         self.flight += 1
         sentence = "the broker's rate limit is used up"
-        self._pause(RequestFailed.because(Failure.NOT_NOW, sentence, retry_after), now_ms)
+        self._pause(RequestFailed.because(Failure.NOT_NOW, sentence, retry_after), retry_after, now_ms)
 
-    def succeeded(self, now_ms: int) -> None:
-        """Relay at full speed: a post was answered."""
+    def succeeded(self, flight: int, now_ms: int) -> None:
+        """Note that a post was answered: an outage is over; a pause that a busy broker asked for is kept."""
         self.answered += 1
         self.answered_at = now_ms
+        if flight == self.flight:
+            self._grow()
+        elif not self.probing:
+            return
         if self.probing:
             _log.info("relay_resumed", failures=self.failures)
         self.failures = 0
@@ -76,9 +88,14 @@ class Availability:
         """End the pause; the next post is still a probe."""
         self.resume_at = 0
 
-    def _pause(self, error: RequestFailed, now_ms: int) -> None:
+    def _grow(self) -> None:
+        self._answered_since += 1
+        if self._answered_since >= self.slots:
+            self._answered_since = 0
+            self.slots = min(self.slots + 1, self._settings.posts_at_once)
+
+    def _pause(self, error: RequestFailed, seconds: float, now_ms: int) -> None:
         reaction = REACTIONS[error.failure]
-        seconds = pause_seconds(error, self.failures, self._rng, self._settings)
         self._paused_at = now_ms
         self.resume_at = now_ms + round(seconds * 1000)
         self.reason = error.problem.detail

@@ -18,6 +18,7 @@ class Failure(StrEnum):
     SERVER_ERROR = "broker_failed"  # 5xx
     NOT_PERMITTED = "broker_refused_token"  # 401, 403, 404, or no token to show
     NOT_NOW = "broker_rate_limited"  # 429
+    OVERLOADED = "broker_overloaded"  # 503 with this code: it has as much at work as it takes
     REFUSED = "broker_refused_request"  # any other 4xx
 
 

@@ -21,7 +21,7 @@ from chassis.backoff import read_retry_after
 from chassis.config import MASK
 from chassis.words import clean
 from outbox.model import ClaimedRow
-from postroom.accept import AcceptAnswer, AcceptResponse, Features, RawAcceptItem
+from postroom.accept import OVERLOADED, AcceptAnswer, AcceptResponse, Features, RawAcceptItem
 from postroom.administration import Subscribe, Subscription, TopicList
 from postroom.errors import Problem, error_for
 from postroom.ids import is_client_message_id
@@ -114,9 +114,11 @@ class BrokerLink:
     def _succeeded(self, reply: Reply) -> Reply:
         if reply.status in _SUCCESS:
             return reply
-        sentence = f"{self._channel.base} answered {reply.status}{self._without_token(_words(reply.content))}"
+        problem = _problem_of(reply.content)
+        words = f" {clean(f'{problem.code}: {problem.detail}')}" if problem.code else ""
+        sentence = f"{self._channel.base} answered {reply.status}{self._without_token(words)}"
         retry_after = read_retry_after(reply.retry_after, self._clock())
-        raise RequestFailed.because(failure_of(reply.status), sentence, retry_after)
+        raise RequestFailed.because(failure_of(reply.status, problem.code), sentence, retry_after)
 
     def _without_token(self, text: str) -> str:
         return text.replace(self._channel.token.read(), MASK)
@@ -135,9 +137,11 @@ def encode_batch(rows: Sequence[ClaimedRow]) -> bytes:
     return _encode({"messages": items})
 
 
-def failure_of(status: int) -> Failure:
-    """Sort the status of a whole request that did not succeed."""
+def failure_of(status: int, code: str = "") -> Failure:
+    """Sort the status, and the problem's code, of a whole request that did not succeed."""
     match status:
+        case HTTPStatus.SERVICE_UNAVAILABLE if code == OVERLOADED:
+            return Failure.OVERLOADED
         case 401 | 403 | 404:
             return Failure.NOT_PERMITTED
         case 429:
@@ -183,13 +187,12 @@ class _ProblemText(msgspec.Struct):
     detail: str = ""
 
 
-def _words(content: bytes) -> str:
-    """Quote the problem that an answer holds; anything else that an answer holds is not repeated."""
+def _problem_of(content: bytes) -> _ProblemText:
+    """Return the problem that an answer holds; anything else that an answer holds is not repeated."""
     try:
-        problem = msgspec.json.decode(content, type=_ProblemText)
+        return msgspec.json.decode(content, type=_ProblemText)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
-    return f" {clean(f'{problem.code}: {problem.detail}')}" if problem.code else ""
+        return _ProblemText()
 
 
 def _garbage(sentence: str) -> RequestFailed:

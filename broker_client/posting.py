@@ -63,7 +63,7 @@ class Posting:
         except RequestFailed as error:
             result, outcomes, settlements = error.failure.value, *self._failed(batch, error, flight)
         else:
-            result, outcomes, settlements = "answered", *self._answered(batch, answers)
+            result, outcomes, settlements = "answered", *self._answered(batch, answers, flight)
         self.counters.batch(result, outcomes, (self._clock() - started) / 1000)
         await self.settle(settlements)
 
@@ -86,14 +86,14 @@ class Posting:
                 return
 
     def _answered(
-        self, batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer]
+        self, batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer], flight: int
     ) -> tuple[list[Outcome], list[Settlement]]:
         now = self._clock()
         timing = Timing(now, self._rng, self._settings)
         outcomes = [outcome_of(answer) for answer in answers]
         settlements = [settlement_for(row, answer, timing) for row, answer in zip(batch, answers, strict=True)]
         self.suspects.clear(batch)
-        self._availability.succeeded(now)
+        self._availability.succeeded(flight, now)
         if len(batch) > 1 and all(outcome is Outcome.RATE_LIMITED for outcome in outcomes):
             self._availability.rest(self._least_retry_after(answers), now)
         _report(batch, answers, settlements)
@@ -104,7 +104,7 @@ class Posting:
     ) -> tuple[list[Outcome], list[Settlement]]:
         now = self._clock()
         reason = f"{error.code}: {error.problem.detail}"
-        suspicious = REACTIONS[error.failure].suspicious
+        _, suspicious, _, busy = REACTIONS[error.failure]
         to_blame = suspicious and self.suspects.failed(batch, self._availability.answered)
         if to_blame and len(batch) == 1:
             _log.warning("message_backed_off", client_message_id=batch[0].client_message_id, reason=reason)
@@ -112,7 +112,7 @@ class Posting:
             return [Outcome.FAILED], [backed_off(batch[0], reason, timing)]
         if not to_blame:
             self._availability.failed(error, flight, now)
-        due = now if to_blame else self._due_after_pause(now, suspicious=suspicious)
+        due = now if to_blame or busy else self._due_after_pause(now, suspicious=suspicious)
         return [Outcome.RETURNED] * len(batch), [returned(row, due, reason) for row in batch]
 
     def _due_after_pause(self, now: int, *, suspicious: bool) -> int:

@@ -1,7 +1,8 @@
-"""What the relay makes of a whole request that failed: the second table of spec send.md, "Relaying".
+"""What the relay makes of a whole request that failed.
 
-Always: the batch goes back to `pending` without an attempt of its own, the relay pauses with backoff and probes with
-one small batch. The table says what comes on top.
+Always: the batch goes back to `pending` without an attempt of its own, and the relay pauses. A broker that is busy is
+left alone for as long as it asks, and gets batches as large as before, fewer at once; any other failure is an outage,
+with backoff and one small batch as a probe. The table says what comes on top.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ from typing import Final, NamedTuple
 
 from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import RelaySettings
-from chassis.backoff import full_jitter
+from chassis.backoff import RETRY_AFTER_LEAST, full_jitter
 
 
 class Reaction(NamedTuple):
     """What a failure means beyond the pause.
 
     `degraded`: health says so, with the reason: an operator has to act. `suspicious`: the batch itself may be the
-    cause, so it is halved. `recheck`: another broker may come back, so its features are asked for again.
+    cause, so it is halved. `recheck`: another broker may come back, so its features are asked for again. `busy`: the
+    broker works, and asks for less at once.
     """
 
     degraded: bool = False
     suspicious: bool = False
     recheck: bool = False
+    busy: bool = False
 
 
 REACTIONS: Final[dict[Failure, Reaction]] = {
@@ -33,12 +36,20 @@ REACTIONS: Final[dict[Failure, Reaction]] = {
     Failure.GARBAGE: Reaction(suspicious=True),
     Failure.SERVER_ERROR: Reaction(suspicious=True),
     Failure.REFUSED: Reaction(suspicious=True),
-    Failure.NOT_NOW: Reaction(),
+    Failure.NOT_NOW: Reaction(busy=True),
+    Failure.OVERLOADED: Reaction(busy=True),
     Failure.NOT_PERMITTED: Reaction(degraded=True, recheck=True),
 }
 
 
 def pause_seconds(error: RequestFailed, failures: int, rng: Random, settings: RelaySettings) -> float:
-    """Return how long to pause after `failures` failures in a row: backoff, and at least what the broker asked for."""
+    """Return how long to pause after `failures` failures in a row, at least as long as the broker asked for.
+
+    After an outage it is backoff. What a busy broker asks for is spread over twice the time, or all whom it turned away
+    together would come back together.
+    """
     first, most = settings.backoff_first_seconds, settings.backoff_most_seconds
+    if REACTIONS[error.failure].busy:
+        asked = error.retry_after or RETRY_AFTER_LEAST
+        return rng.uniform(asked, 2 * asked)
     return max(full_jitter(failures, rng, first=first, most=most), error.retry_after or 0)

@@ -196,7 +196,7 @@ class Relay:
         return 0.0
 
     def _slots(self) -> int:
-        return 1 if self._availability.probing else self._settings.posts_at_once
+        return 1 if self._availability.probing else self._availability.slots
 
     async def _claim_rows(self) -> bool:
         """Claim the next batch; False where nothing is due."""
@@ -239,8 +239,9 @@ class Relay:
             self._start(self._posting.settle(settlements), [*old, *beyond])
 
     def _give_back_stale(self) -> None:
-        """Give back what was claimed before a pause: the probe has to be small, and an operator's pause is at once."""
-        if self._ready and (self._controls.paused or self._ready_flight != self._availability.flight):
+        """Give back what was claimed before an outage: the probe is small; and an operator's pause is at once."""
+        outage = self._availability.probing and self._ready_flight != self._availability.flight
+        if self._ready and (self._controls.paused or outage):
             rows = self._take_ready()
             self._start(self._posting.settle([returned(row, self._clock()) for row in rows]), rows)
 

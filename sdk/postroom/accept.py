@@ -10,6 +10,7 @@ from postroom.errors import Problem
 from postroom.message import Envelope
 
 MAX_BATCH = 1000  # messages in one accept request
+OVERLOADED = "overloaded"  # code of a 503 by a broker that has as much at work as it takes: it works, ask for less
 
 
 class AcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from aiohttp import web
 
 from outbox.model import RowFilter
@@ -26,6 +28,12 @@ def ids_of(count: int) -> list[str]:
 def whole(status: int, **headers: str) -> web.Response:
     """Answer the whole request."""
     return web.json_response({"code": "why_not", "detail": "because"}, status=status, headers=headers)
+
+
+def busy(status: int = 503) -> web.Response:
+    """Answer as a broker does that has as much at work as it takes."""
+    body = {"code": "overloaded" if status == HTTPStatus.SERVICE_UNAVAILABLE else "rate_limited", "detail": "later"}
+    return web.json_response(body, status=status, headers={"Retry-After": "1"})
 
 
 async def rows_of(here) -> list:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from relaying import ids_of, rows_of, whole
+from relaying import busy, ids_of, rows_of, whole
 from waiting import until
+
+from outbox.model import Caller
 
 HOUR = 3600  # seconds
 
@@ -30,6 +32,66 @@ async def test_an_outage_longer_than_any_schedule_kills_nothing_and_the_backlog_
     assert {row.status for row in rows} == {"done"}
     assert {row.attempts for row in rows} == {1}
     assert sorted(scripted_broker.done) == ids
+
+
+@pytest.mark.parametrize("status", [503, 429])
+async def test_a_busy_broker_gets_batches_as_large_as_before_fewer_at_once_and_in_the_same_order(
+    scripted_broker, station, answers, status
+):
+    accepted, _ = answers
+    ids = ids_of(2500)
+    scripted_broker.judge = lambda _: busy(status)
+    here = await station(scripted_broker.url, batch_messages=100, posts_at_once=8)
+    await here.send(*ids)
+    here.run()
+    await scripted_broker.until(lambda: len(scripted_broker.batches) >= 30)
+    assert scripted_broker.most_at_once <= 8
+    assert here.relay.status().state == "waiting"
+    assert not here.relay.status().degraded
+    scripted_broker.most_at_once = 0
+    scripted_broker.judge = lambda items: [accepted(item) for item in items]
+    assert {(row.status, row.attempts) for row in await here.settled(*ids)} == {("done", 1)}
+    assert {len(batch) for batch in scripted_broker.batches} == {100}
+    assert sorted(scripted_broker.done) == ids
+
+
+async def test_posts_to_a_busy_broker_grow_by_one_until_it_is_busy_again(scripted_broker, station, answers):
+    accepted, _ = answers
+    most = 0
+
+    def judge(items):
+        nonlocal most
+        most = max(most, scripted_broker.at_once)
+        return busy() if scripted_broker.at_once > 3 else [accepted(item) for item in items]
+
+    scripted_broker.judge = judge
+    here = await station(scripted_broker.url, batch_messages=10, posts_at_once=16)
+    ids = ids_of(2500)
+    await here.send(*ids)
+    here.run()
+    assert {(row.status, row.attempts) for row in await here.settled(*ids)} == {("done", 1)}
+    refused, answered = (here.relay.counters.batches[name] for name in ("broker_overloaded", "answered"))
+    assert answered == 250
+    assert refused < answered / 4
+
+
+async def test_a_pause_by_an_operator_holds_while_the_broker_is_busy(scripted_broker, station, answers):
+    accepted, _ = answers
+    scripted_broker.judge = lambda _: busy()
+    here = await station(scripted_broker.url, batch_messages=10)
+    ids = ids_of(100)
+    await here.send(*ids)
+    here.run()
+    await scripted_broker.until(lambda: len(scripted_broker.batches) >= 5)
+    await here.outbox.set_relay_control(None, paused=True, caller=Caller(0, 0), reason="test")
+    await here.relay.controls_changed()
+    await until(lambda: here.relay.status().state == "paused")
+    while {row.status for row in await rows_of(here)} != {"pending"}:
+        await here.clock.sleep(1)
+    scripted_broker.judge = lambda items: [accepted(item) for item in items]
+    await here.outbox.set_relay_control(None, paused=False, caller=Caller(0, 0), reason="test")
+    await here.relay.controls_changed()
+    assert {row.status for row in await here.settled(*ids)} == {"done"}
 
 
 async def test_a_broker_that_is_not_there_at_the_start_is_no_reason_not_to_start(

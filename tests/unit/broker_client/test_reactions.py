@@ -29,7 +29,7 @@ def test_every_failure_has_its_reaction():
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refused_token_makes_health_degraded_and_suspects_no_message(status):
     assert failure_of(status) is Failure.NOT_PERMITTED
-    assert REACTIONS[failure_of(status)] == (True, False, True)
+    assert REACTIONS[failure_of(status)] == (True, False, True, False)
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504, 400, 413, 422, 301, 302, 307, 204])
@@ -40,11 +40,17 @@ def test_a_batch_is_suspected_where_it_may_be_the_cause(status):
 
 
 def test_a_broker_that_was_never_reached_says_nothing_about_the_batch():
-    assert REACTIONS[Failure.UNREACHABLE] == (False, False, True)
+    assert REACTIONS[Failure.UNREACHABLE] == (False, False, True, False)
 
 
-def test_a_rate_limit_says_nothing_about_the_batch():
-    assert REACTIONS[failure_of(429)] == (False, False, False)
+@pytest.mark.parametrize(("status", "code"), [(429, ""), (429, "rate_limited"), (503, "overloaded")])
+def test_a_busy_broker_says_nothing_about_the_batch(status, code):
+    assert REACTIONS[failure_of(status, code)] == (False, False, False, True)
+
+
+def test_a_503_of_anybody_else_is_an_outage():
+    assert not REACTIONS[failure_of(503, "database_unavailable")].busy
+    assert not REACTIONS[failure_of(500, "overloaded")].busy
 
 
 @pytest.mark.parametrize(("failures", "seconds"), [(1, 0.5), (2, 1), (3, 2), (7, 32), (8, 60), (1000, 60)])
@@ -79,8 +85,51 @@ def test_an_answer_ends_the_pause_and_the_degradation():
     state = availability()
     state.failed(failed(Failure.NOT_PERMITTED), 0, 1000)
     assert (state.degraded, state.reason) == (True, "why")
-    state.succeeded(1100)
+    state.succeeded(0, 1100)
     assert (state.degraded, state.reason, state.resume_at, state.probing) == (False, None, 0, False)
+
+
+@pytest.mark.parametrize(("asked", "least", "most"), [(None, 1, 2), (1, 1, 2), (30, 30, 60)])
+def test_what_a_busy_broker_asks_for_is_spread_and_never_cut_short(asked, least, most):
+    pauses = [pause_seconds(failed(Failure.OVERLOADED, asked), 0, Random(n), RelaySettings()) for n in range(200)]
+    assert least <= min(pauses) < least * 1.1
+    assert most * 0.9 < max(pauses) <= most
+
+
+def test_a_busy_broker_gets_half_as_many_posts_and_then_one_more_for_each_round_it_answers():
+    state = Availability(RelaySettings(posts_at_once=8), Highest())
+    slots = []
+    for _ in range(5):
+        state.failed(failed(Failure.OVERLOADED, 1), state.flight, 1000)
+        slots.append(state.slots)
+    assert slots == [4, 2, 1, 1, 1]
+    assert not state.probing
+    answered = []
+    while state.slots < 8:
+        state.succeeded(state.flight, 9000)
+        answered.append(state.slots)
+    assert answered == [2, 2, 3, 3, 3, 4, *[4] * 3, 5, *[5] * 4, 6, *[6] * 5, 7, *[7] * 6, 8]
+
+
+def test_posts_that_a_busy_broker_turns_away_together_halve_once():
+    state = Availability(RelaySettings(posts_at_once=8), Highest())
+    for _ in range(8):
+        state.failed(failed(Failure.OVERLOADED, 1), 0, 1000)
+    assert (state.slots, state.pause_left(1000)) == (4, 2)
+
+
+def test_a_post_that_was_under_way_and_is_answered_does_not_end_the_wait_that_a_busy_broker_asked_for():
+    state = availability()
+    state.failed(failed(Failure.OVERLOADED, 30), 0, 1000)
+    state.succeeded(0, 1100)
+    assert (state.pause_left(1100), state.slots) == (59.9, 2)
+
+
+def test_a_busy_broker_ends_an_outage():
+    state = availability()
+    state.failed(failed(Failure.UNREACHABLE), 0, 1000)
+    state.failed(failed(Failure.OVERLOADED, 1), state.flight, 2000)
+    assert not state.probing
 
 
 def test_an_exhausted_limit_pauses_without_a_failure():
