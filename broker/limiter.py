@@ -2,8 +2,9 @@
 
 An id takes at most one unit per window, so a retry costs nothing: what makes it so is the set of ids that the window
 keeps. Redis decides, in one round trip per batch and within a deadline. When it fails, a breaker gives it a rest, and
-meanwhile a window of the same rate in this process decides (`local`), or everything waits (`closed`). Redis may lose
-everything at any time: the window then begins anew, and no accepted message is affected, since B0 comes first.
+meanwhile a window of the same rate in this process decides (`local`), or everything waits (`closed`). Where the config
+names no Redis the local window decides alone. Redis may lose everything at any time: the window then begins anew, and
+no accepted message is affected, since B0 comes first.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Limiter:
     """Redis behind a deadline and a breaker, and what the config wants without it."""
 
     def __init__(
-        self, redis: RedisWindow, local: LocalWindow, breaker: Breaker, config: LimiterConfig, metrics: Metrics
+        self, redis: RedisWindow | None, local: LocalWindow, breaker: Breaker, config: LimiterConfig, metrics: Metrics
     ) -> None:
         self._redis = redis
         self._local = local
@@ -155,6 +156,8 @@ class Limiter:
     @property
     def degraded(self) -> str | None:
         """Why Redis does not decide at present, as a sentence; None while it does."""
+        if self._redis is None:
+            return "no Redis is configured (redis_url): each broker limits by itself"
         if not self._breaker.failing:
             return None
         if self._config.on_error == "local":
@@ -163,7 +166,7 @@ class Limiter:
 
     async def admit(self, mesh: str, member: str, ids: Sequence[str]) -> Admission:
         """Take a unit for each id; raises `LimiterClosed` where nobody may decide."""
-        if self._breaker.may_try():
+        if self._redis is not None and self._breaker.may_try():
             admission = await self._guard(self._redis.admit(mesh, member, ids))
             if admission is not None:
                 return self._count("redis", len(ids), admission)
@@ -176,7 +179,7 @@ class Limiter:
 
     async def probe(self) -> None:
         """Learn whether Redis answers: readiness must not wait for the next batch."""
-        if self._breaker.may_try():
+        if self._redis is not None and self._breaker.may_try():
             await self._guard(self._redis.ping())
 
     async def _guard(self, question: Awaitable[A]) -> A | None:

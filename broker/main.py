@@ -49,13 +49,13 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
     """Build everything that the handlers need, and close it."""
     metrics = Metrics()
     admin_token = read_admin_token(config.admin_token_file)
-    redis = open_redis(config.redis_url, config.limiter)
+    redis = None if config.redis_url is None else open_redis(config.redis_url, config.limiter)
     try:
         database = await Database.open(config.database_url, connections=config.connections)
         try:
             breaker = Breaker(config.limiter.breaker_failures, config.limiter.breaker_seconds)
-            windows = RedisWindow(redis, config.limiter), LocalWindow(config.limiter)
-            limiter = Limiter(*windows, breaker, config.limiter, metrics)
+            shared = None if redis is None else RedisWindow(redis, config.limiter)
+            limiter = Limiter(shared, LocalWindow(config.limiter), breaker, config.limiter, metrics)
             store = AcceptStore(database, config.retention, MessageIds())
             yield Services(
                 config=config,
@@ -69,7 +69,8 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
         finally:
             await database.close()
     finally:
-        await redis.aclose()
+        if redis is not None:
+            await redis.aclose()
 
 
 def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:

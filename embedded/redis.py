@@ -1,4 +1,4 @@
-"""An embedded Redis on a Unix socket. It keeps nothing: Postroom puts nothing there that may not be lost."""
+"""An embedded Redis or Valkey on a Unix socket; it keeps nothing, since nothing is put there that may not be lost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from urllib.parse import quote
 
+from embedded.errors import EmbeddedError
 from embedded.processes import ProcessIdentity
 from embedded.programs import redis_server
 from embedded.server import EmbeddedServer
@@ -25,9 +26,14 @@ _SETTINGS = {
 
 
 class EmbeddedRedis(EmbeddedServer):
-    """Redis 6.2 at `directory`/redis.sock, for the user that started it."""
+    """Redis or Valkey at `directory`/redis.sock, for the user that started it."""
 
     name = "redis"
+
+    @staticmethod
+    def installed() -> bool:
+        """Tell whether this machine has a program for it."""
+        return redis_server() is not None
 
     @property
     def socket_file(self) -> Path:
@@ -45,7 +51,10 @@ class EmbeddedRedis(EmbeddedServer):
         (self.directory / "redis.conf").write_text(lines, "utf-8")
 
     def _command(self) -> list[str]:
-        return [str(redis_server()), str(self.directory / "redis.conf")]
+        program = redis_server()
+        if program is None:
+            raise EmbeddedError("Redis is not installed: install redis-server or valkey-server")
+        return [str(program), str(self.directory / "redis.conf")]
 
     def _ready(self, process: ProcessIdentity) -> bool:  # noqa: ARG002 - the socket is this process's alone
         with socket.socket(socket.AF_UNIX) as client:

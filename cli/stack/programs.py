@@ -102,7 +102,7 @@ class BrokerProgram(PortProgram):
 
     name = "broker"
 
-    def __init__(self, layout: Layout, postgres: EmbeddedServer, redis: EmbeddedServer) -> None:
+    def __init__(self, layout: Layout, postgres: EmbeddedServer, redis: EmbeddedServer | None) -> None:
         super().__init__(layout, layout.state / "broker")
         self._postgres = postgres
         self._redis = redis
@@ -112,9 +112,9 @@ class BrokerProgram(PortProgram):
         return BrokerClient(self.url, self.layout.admin_token_file.read_text("utf-8").strip(), patience=0)
 
     def _settings(self) -> Mapping[str, Any]:
-        return {
+        redis = {} if self._redis is None else {"redis_url": self._redis.url}
+        return redis | {
             "database_url": self._postgres.url,
-            "redis_url": self._redis.url,
             "admin_token_file": str(self.layout.admin_token_file),
             "listen_host": "127.0.0.1",
             "listen_port": self._port(),

@@ -28,7 +28,7 @@ class Stack:
     def __init__(self, state: Path) -> None:
         self.layout = Layout(state.absolute())
         self.postgres = EmbeddedPostgres(self.layout.state / "postgres")
-        self.redis = EmbeddedRedis(self.layout.state / "redis")
+        self.redis = EmbeddedRedis(self.layout.state / "redis") if EmbeddedRedis.installed() else None
         self.nats = EmbeddedNats(self.layout.state / "nats")
         self.broker = BrokerProgram(self.layout, self.postgres, self.redis)
         self.worker = WorkerProgram(self.layout, self.postgres, self.nats)
@@ -37,7 +37,8 @@ class Stack:
     @property
     def programs(self) -> tuple[EmbeddedServer, ...]:
         """Every process, each after those that it needs."""
-        return (self.postgres, self.redis, self.nats, self.broker, self.worker, self.daemon)
+        redis = () if self.redis is None else (self.redis,)
+        return (self.postgres, *redis, self.nats, self.broker, self.worker, self.daemon)
 
     def start(self, say: Callable[[EmbeddedServer], None]) -> None:
         """Start what does not run, tell `say` of each that is ready, make the mesh and write the `env` file."""
@@ -56,14 +57,14 @@ class Stack:
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables by which every verb finds the stack (spec operate.md, "CLI")."""
-        return {
+        redis = {} if self.redis is None else {"POSTROOM_REDIS_URL": self.redis.url}
+        return redis | {
             "POSTROOM_SOCKET": self.daemon.url,
             "POSTROOM_MESH": MESH,
             "POSTROOM_BROKER_URL": self.broker.url,
             "POSTROOM_BROKER_TOKEN_FILE": str(self.layout.token_file(SENDER)),
             "POSTROOM_ADMIN_TOKEN_FILE": str(self.layout.admin_token_file),
             "POSTROOM_DATABASE_URL": self.postgres.url,
-            "POSTROOM_REDIS_URL": self.redis.url,
             "POSTROOM_NATS_URL": self.nats.url,
             "POSTROOM_STATE": str(self.layout.state),
         }

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
 from threading import Lock
 from typing import Final
 
-import ulid
-
 MAX_ID_LENGTH: Final = 128  # characters
+_CROCKFORD: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # base 32 without the letters that look like digits
 _CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
 
 
@@ -25,7 +25,7 @@ class _Mint:
     for randomness and its encoding. A forked process starts anew, or it would mint its parent's next ids.
     """
 
-    _PAIRS: Final = [high + low for high in ulid.base32.ENCODING for low in ulid.base32.ENCODING]  # 10 bits each
+    _PAIRS: Final = [high + low for high in _CROCKFORD for low in _CROCKFORD]  # 10 bits each
 
     def __init__(self) -> None:
         self.reset()
@@ -52,9 +52,9 @@ class _Mint:
         )
 
     def _renew(self) -> None:
-        fresh = ulid.from_timestamp(self._millisecond.to_bytes(6, "big"))
-        self._head = str(fresh)[:16]
-        self._tail = fresh.int & (1 << 49) - 1  # the top bit stays free, so that counting up never overflows
+        upper = self._millisecond << 30 | secrets.randbits(30)
+        self._head = "".join(self._PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10))
+        self._tail = secrets.randbits(49)  # the top bit stays free, so that counting up never overflows
 
 
 _mint: Final = _Mint()

