@@ -22,7 +22,7 @@ Flows = Annotated[
     typer.Option("--flow", metavar="MODULE:FLOW", help="Also run this flow, as nightly_export:flow. Repeatable."),
 ]
 Confirmed = Annotated[
-    bool, typer.Option("--confirmed", help="Also what a consumer's inbox has as handled; it will skip it again.")
+    bool, typer.Option("--confirmed", help="Also what is known to be handled; whoever handled it skips it again.")
 ]
 
 

@@ -178,6 +178,13 @@ CREATE TABLE mesh.mention_index (
 );
 CREATE INDEX mention_index_by_member ON mesh.mention_index (mesh_id, mentioned, history_id);
 
+-- The subject on which a member's daemons are given its messages.
+CREATE FUNCTION mesh.inbox_subject(member_id integer) RETURNS text LANGUAGE sql STABLE
+RETURN (
+  SELECT mesh.slug || '.inbox.' || member.name
+  FROM mesh.member JOIN mesh.mesh ON mesh.id = member.mesh_id WHERE member.id = inbox_subject.member_id
+);
+
 -- A committed message as its readers see it, whatever kind of destination it has.
 CREATE VIEW mesh.message AS
 SELECT history.mesh_id, history.history_id, history.broker_message_id, history.client_message_id,

@@ -65,7 +65,9 @@ WITH placed AS MATERIALIZED (
   SELECT delivery.broker_message_id, delivery.recipient_id, placed.key AS placed_key,
     placed.broker_message_id AS placed_message_id, placed.recipient_id AS placed_recipient_id,
     delivery.stream_created_at = placed.created_at AS same_stream,
-    delivery.published_at > now() - $5::interval AS lost
+    delivery.published_at > now() - $5::interval AND NOT postroom.is_settled(
+      delivery.stream, delivery.stream_created_at, delivery.stream_sequence, mesh.inbox_subject(delivery.recipient_id)
+    ) AS lost
   FROM placed JOIN mesh.delivery_queue AS delivery
     ON delivery.stream = placed.stream AND delivery.stream_sequence = placed.sequence
       AND delivery.published_at IS NOT NULL
@@ -108,19 +110,25 @@ FROM mesh.delivery_queue
 WHERE published_at IS NULL AND ($1::text IS NULL OR mesh_id = (SELECT id FROM mesh.mesh WHERE slug = $1));
 
 -- name: find_behind_the_end
--- Deliveries with a number beyond $2, the last of the stream $1; published between $3 and $4; at most $5.
+-- Deliveries with a number beyond $2, the last of the stream $1; published between $3 and $4, and not settled; at most $5.
 SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
-WHERE stream = $1 AND stream_sequence > $2 AND published_at > $3 AND published_at <= $4 LIMIT $5;
+WHERE stream = $1 AND stream_sequence > $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, mesh.inbox_subject(recipient_id))
+LIMIT $5;
 
 -- name: find_before_the_beginning
 -- Deliveries with a number before $2, the first that the stream $1 still holds.
 SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
-WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_at <= $4 LIMIT $5;
+WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, mesh.inbox_subject(recipient_id))
+LIMIT $5;
 
 -- name: find_of_another_stream
 -- Deliveries that went into a stream $1 that was created at another time than $2.
 SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
-WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4 LIMIT $5;
+WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, mesh.inbox_subject(recipient_id))
+LIMIT $5;
 
 -- name: newest_at
 -- The delivery with the highest number from $3 to $4 of the stream $1, created at $2, but for the numbers $5.
@@ -130,11 +138,34 @@ WHERE delivery.stream = $1 AND delivery.stream_created_at = $2 AND delivery.stre
   AND delivery.stream_sequence <> ALL ($5::bigint[]) AND delivery.published_at IS NOT NULL
 ORDER BY delivery.stream_sequence DESC LIMIT 1;
 
--- name: find_since
--- Deliveries published between $1 and $2 into the stream $3 (null: any); nothing here confirms one, so $4 is as good
--- as true; at most $5.
+-- name: find_taken_out
+-- Deliveries of the work queue $1, as in events.sql.
 SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
-WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3) AND $4::boolean IS NOT NULL LIMIT $5;
+WHERE stream = $1 AND stream_created_at = $2
+  AND stream_sequence > coalesce((
+    SELECT floor FROM postroom.work_queue_floors AS known
+    WHERE known.stream = $1 AND known.stream_created_at = $2 AND known.filter = '>'
+  ), 0)
+  AND (stream_sequence < $3 OR stream_sequence = ANY ($4::bigint[]))
+  AND published_at > $5
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, mesh.inbox_subject(recipient_id))
+LIMIT $6;
+
+-- name: find_since
+-- Deliveries published between $1 and $2 into the stream $3 (null: any), settled ones too if $4; at most $5.
+SELECT broker_message_id || '.' || recipient_id FROM mesh.delivery_queue
+WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3)
+  AND ($4 OR NOT postroom.is_settled(stream, stream_created_at, stream_sequence, mesh.inbox_subject(recipient_id)))
+LIMIT $5;
+
+-- name: find_unhandled
+-- Those of the deliveries $1 that are published, and not settled.
+SELECT broker_message_id || '.' || recipient_id
+FROM unnest($1::text[]) AS wanted (key) JOIN mesh.delivery_queue AS delivery
+  ON delivery.broker_message_id = split_part(wanted.key, '.', 1)::uuid
+    AND delivery.recipient_id = split_part(wanted.key, '.', 2)::integer
+WHERE published_at IS NOT NULL
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, mesh.inbox_subject(recipient_id));
 
 -- name: requeue
 -- Makes the published deliveries $1 unpublished again, under the next epoch.

@@ -49,14 +49,16 @@ ORDER BY event.position;
 -- name: mark_published
 -- Notes where the server put the events $1: streams $2, their creations $3 and the numbers in them $4. An event that was
 -- noted under one of these numbers before is lost, since the stream gave its number away: it is published again, unless
--- it was confirmed or is older than $5. But where that was the same stream, by its creation, either may be the lost one:
+-- it was confirmed or settled, or is older than $5. But where that was the same stream, by its creation, either may be the lost one:
 -- a worker may be stopped between the server's word and this. So the new one is not noted, and published again too.
 -- Returns those.
 WITH placed AS MATERIALIZED (
   SELECT * FROM unnest($1::uuid[], $2::text[], $3::timestamptz[], $4::bigint[]) AS ack (id, stream, created_at, sequence)
 ), holder AS MATERIALIZED (
   SELECT event.id, placed.id AS placed_id, event.stream_created_at = placed.created_at AS same_stream,
-    event.published_at > now() - $5::interval AND NOT postroom.is_confirmed(event.id::text, event.subject) AS lost
+    event.published_at > now() - $5::interval
+      AND NOT postroom.is_settled(event.stream, event.stream_created_at, event.stream_sequence, event.subject)
+      AND NOT postroom.is_confirmed(event.id::text, event.subject) AS lost
   FROM placed JOIN postroom.outbox_events AS event
     ON event.stream = placed.stream AND event.stream_sequence = placed.sequence
       AND event.published_at IS NOT NULL AND event.id <> placed.id
@@ -140,11 +142,21 @@ WHERE stream = $1 AND stream_created_at = $2
 LIMIT $6;
 
 -- name: find_since
--- Events published between $1 and $2 into the stream $3 (null: any), confirmed ones too if $4; at most $5.
+-- Events published between $1 and $2 into the stream $3 (null: any), confirmed and settled ones too if $4; at most $5.
 SELECT id FROM postroom.outbox_events
 WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3)
-  AND ($4 OR NOT postroom.is_confirmed(id::text, subject))
+  AND ($4 OR NOT (
+    postroom.is_settled(stream, stream_created_at, stream_sequence, subject)
+    OR postroom.is_confirmed(id::text, subject)
+  ))
 LIMIT $5;
+
+-- name: find_unhandled
+-- Those of the events $1 that are published, and neither confirmed nor settled.
+SELECT id::text FROM postroom.outbox_events
+WHERE id = ANY ($1::uuid[]) AND published_at IS NOT NULL
+  AND NOT postroom.is_settled(stream, stream_created_at, stream_sequence, subject)
+  AND NOT postroom.is_confirmed(id::text, subject);
 
 -- name: requeue
 -- Makes the published events $1 unpublished again, under the next epoch.

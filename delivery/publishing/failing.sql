@@ -36,7 +36,7 @@ SELECT * FROM (
 
 -- name: list_deliveries
 -- The same of deliveries; the aggregate is the recipient.
-SELECT delivery.broker_message_id || '.' || delivery.recipient_id AS id, mesh.slug || '.inbox.' || member.name AS subject,
+SELECT delivery.broker_message_id || '.' || delivery.recipient_id AS id, mesh.inbox_subject(member.id) AS subject,
   member.name AS aggregate, delivery.publish_attempts AS attempts, delivery.publish_error AS error,
   delivery.enqueued_at AS occurred_at, delivery.next_attempt_at, (
     SELECT count(*) FROM mesh.delivery_queue AS other
@@ -61,9 +61,9 @@ WITH dropped AS (
 INSERT INTO postroom.dropped_deliveries (
   broker_message_id, recipient_id, recipient, subject, enqueued_at, publish_attempts, publish_error, dropped_by, reason
 )
-SELECT dropped.broker_message_id, dropped.recipient_id, member.name, mesh.slug || '.inbox.' || member.name,
+SELECT dropped.broker_message_id, dropped.recipient_id, member.name, mesh.inbox_subject(member.id),
   dropped.enqueued_at, dropped.publish_attempts, dropped.publish_error, $2, $3
-FROM dropped JOIN mesh.mesh ON mesh.id = dropped.mesh_id JOIN mesh.member ON member.id = dropped.recipient_id
+FROM dropped JOIN mesh.member ON member.id = dropped.recipient_id
 RETURNING broker_message_id || '.' || recipient_id AS id;
 
 -- name: list_dropped_deliveries

@@ -129,7 +129,7 @@ class Publisher:
             )
             placed, failed = await self._publish(link, batch)
             unsure = await self.source.mark_published(connection, placed, self._horizon)
-            await self.source.requeue(connection, await _swallowed(link, placed))
+            await self.source.requeue_unhandled(connection, await _swallowed(link, placed))
             await self.source.mark_failed(
                 connection, [(message, error, self._wait(message)) for message, error in failed]
             )
@@ -198,7 +198,7 @@ class Publisher:
 async def _swallowed(link: Link, placed: Sequence[tuple[Outgoing, Place]]) -> list[str]:
     """Return the messages that a stream knows from an earlier publish, and no longer has: it took nothing now.
 
-    They were taken out before anybody noted them as published, or acknowledged, which nobody knows.
+    They were taken out before anybody noted them as published, or acknowledged, which only the record may know.
     """
     known = [(message.key, place) for message, place in placed if place.duplicate]
     holes = {name: await read_holes(link, name) for name in {place.stream for _, place in known}}

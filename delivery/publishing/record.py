@@ -10,9 +10,10 @@ which number it got, so that comparing with the stream shows what is gone:
     its first number is larger than a row's     it was purged; only where nothing but age takes messages out of it
     it gives a number away a second time        one of the two (the publisher sees that when it marks)
 
-What is gone, is younger than the horizon, and is not confirmed by a consumer's inbox becomes unpublished again, under
-the next epoch. The publisher does the rest. A comparison may take for lost what is there (in a stream made anew a
-moment ago); then the message is in the stream twice, which is harmless: inboxes know it by its id, without the epoch.
+What is gone, is younger than the horizon, and is neither confirmed by a consumer's inbox nor settled, by the word of
+a work queue's consumers (`WorkQueues`), becomes unpublished again, under the next epoch. The publisher does the rest. A
+comparison may take for lost what is there (in a stream made anew a moment ago); then the message is in the stream
+twice, which is harmless: inboxes know it by its id, without the epoch.
 
 What a comparison cannot see: messages taken out of a work queue (their absence is how it says that they are done), for
 which there is `WorkQueues`, and single messages deleted from the middle of another stream. `redrive` publishes these
@@ -62,7 +63,7 @@ class Record:
 
     def __init__(self, pool: Pool, sources: Sequence[Source], settings: RecordSettings) -> None:
         self._pool = pool
-        self._sources = sources
+        self.sources = sources
         self._settings = settings
         self._compared: dict[str, StreamPicture] = {}
         self._link: Link | None = None  # of the last comparison
@@ -89,7 +90,7 @@ class Record:
             requeued = 0
             for picture in pictures:
                 searches = self._searches(picture, until, marked)
-                for source in self._sources:
+                for source in self.sources:
                     requeued += await self._search(connection, source, searches)
                     if link is not self._link or not picture.work_queue:  # which may have more holes than messages
                         requeued += await self._search_displaced(connection, link, source, picture, until)
@@ -160,7 +161,7 @@ async def redrive(
 ) -> AsyncIterator[Redriven]:
     """Publish again what was published from `since` on, into `stream` or any, by hand; say how many of each source.
 
-    What a consumer's inbox has as handled is left out unless `confirmed`. A worker does the publishing.
+    What is known to be handled is left out unless `confirmed`. A worker does the publishing.
     """
     until = await connection.fetchval(_QUERIES["now"])
     for source in sources:

@@ -92,6 +92,12 @@ class Source:
         if keys:
             await connection.execute(self.queries["requeue"], keys)
 
+    async def requeue_unhandled(self, connection: Connection, keys: Sequence[str]) -> None:
+        """Make those of the published messages unpublished again that nobody is known to have handled."""
+        if keys:
+            rows = await connection.fetch(self.queries["find_unhandled"], keys)
+            await self.requeue(connection, [row[0] for row in rows])
+
     async def mark_failed(self, connection: Connection, failed: Sequence[tuple[Outgoing, str, float]]) -> None:
         """Count a failed attempt of each message: its error, and the seconds until the next."""
         if failed:

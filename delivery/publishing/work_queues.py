@@ -30,7 +30,6 @@ from delivery.publishing.link import Link
 from delivery.publishing.queue_state import Floors, read_floors, read_holes
 from delivery.publishing.record import Record
 from delivery.publishing.requeuing import all_marked, requeue_all
-from delivery.publishing.source import EVENTS
 from delivery.publishing.streams import StreamPicture, subject_pattern
 
 _log = structlog.get_logger(__name__)
@@ -60,11 +59,8 @@ class WorkQueues:
             self._seen.clear()
         elif not audit.hears:
             _log.warning("purges_not_heard", subject=SUBJECT, detail="let the worker's NATS user subscribe to it")
-        found = 0
-        for stream in [picture for picture in link.streams.pictures if picture.work_queue]:
-            found += await self._check(link, audit, stream)
-        self._record.requeued[EVENTS.name] += found
-        return found
+        work_queues = [picture for picture in link.streams.pictures if picture.work_queue]
+        return sum([await self._check(link, audit, stream) for stream in work_queues])
 
     async def _check(self, link: Link, audit: Audit, stream: StreamPicture) -> int:
         floors = await read_floors(link, stream.name)
@@ -93,8 +89,10 @@ class WorkQueues:
             since = await connection.fetchval(_QUERIES["now"]) - stream.reach(self._record.horizon)
             bounds = (stream.name, holes.created_at, holes.first_sequence, list(holes.numbers), since)
             found = 0
-            if stream.keeps_all:
-                found = await requeue_all(connection, EVENTS, EVENTS.queries["find_taken_out"], bounds)
+            for source in self._record.sources if stream.keeps_all else ():
+                taken_out = await requeue_all(connection, source, source.queries["find_taken_out"], bounds)
+                self._record.requeued[source.name] += taken_out
+                found += taken_out
             if complete:
                 await _raise(connection, stream.name, floors)
         if found:

@@ -182,6 +182,25 @@ async def test_of_two_deliveries_with_one_number_of_a_stream_both_are_published_
         assert lost == first.aggregate
 
 
+async def test_a_delivery_that_was_settled_stays_so_though_a_new_stream_gives_its_number_away(
+    accepting: Accepting,
+) -> None:
+    await accepting.send(*({"to": f"dm:{member}", "body": "hello"} for member in ("alice", "bob")))
+    members = [aggregate for aggregate, _ in await claim_recipients(accepting)]
+    before = datetime(2026, 1, 1, tzinfo=UTC)
+    async with accepting.pool.acquire() as connection:
+        first, second = await DELIVERIES.claim(connection, members, most=10, most_bytes=1000)
+        for message, created in ((first, before), (second, before + timedelta(days=1))):
+            place = Place("DEMO_INBOX", created, 1, duplicate=False)
+            await DELIVERIES.mark_published(connection, [(message, place)], timedelta(days=7))
+            await connection.execute(
+                "INSERT INTO postroom.work_queue_floors (stream, stream_created_at, filter, pattern, floor) "
+                "VALUES ('DEMO_INBOX', $1, 'demo.inbox.*', '^demo[.]inbox[.]alice$', 1) ON CONFLICT DO NOTHING", before,
+            )  # fmt: skip
+        assert first.subject == "demo.inbox.alice"
+        assert await connection.fetchval("SELECT count(*) FROM mesh.delivery_queue WHERE published_at IS NULL") == 0
+
+
 async def test_a_delivery_whose_number_is_another_messages_is_published_again(
     accepting: Accepting, own_nats: EmbeddedNats
 ) -> None:

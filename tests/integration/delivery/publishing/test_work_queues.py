@@ -7,13 +7,14 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import nats
 import pytest
 from nats.js.errors import NotFoundError
 
-from delivery.publishing import EVENTS, WorkQueues
+from delivery.publishing import EVENTS, WorkQueues, redrive
 from delivery.publishing import work_queues as module
 from delivery.publishing.audit import Audit
 from delivery.publishing.link import Link
@@ -261,6 +262,48 @@ async def test_what_a_purged_queue_swallows_as_known_is_published_under_a_fresh_
     await office.js.purge_stream(desk.stream)
     await publish(office, running)
     assert await desk.waiting() == [f"{identity}/1"]
+
+
+async def test_what_was_settled_stays_so_though_a_new_queue_gives_its_numbers_to_others(
+    office: Any, desk: Desk, running: Any
+) -> None:
+    await desk.put(50)
+    await publish(office, running)
+    async with watching(office) as watch:
+        await watch.round()
+        assert await desk.work(office.js, 50) == 50
+        assert await rounds(watch) == [0, 0]
+        await office.js.delete_stream(desk.stream)
+        await desk.open(office.js)
+        await desk.put(60)
+        await publish(office, running)
+        assert await rounds(watch) == [0, 0]
+    assert set(await desk.waiting()) == await desk.commands() - set(desk.done)
+    assert await redriven(office, confirmed=False) == 60
+    assert await redriven(office, confirmed=True) == 110
+
+
+async def redriven(office: Any, *, confirmed: bool) -> int:
+    since = datetime(2000, 1, 1, tzinfo=UTC)
+    async with office.pool.acquire() as connection:
+        found = redrive(connection, (EVENTS,), since=since, confirmed=confirmed, dry_run=True)
+        return sum([one.messages async for one in found])
+
+
+async def test_what_a_queue_swallows_as_known_and_an_inbox_has_as_handled_is_not_published_again(
+    office: Any, desk: Desk, running: Any
+) -> None:
+    """A publisher that was killed before its mark, and a consumer that was quicker than the next one."""
+    await desk.put(1)
+    (identity,) = await desk.commands()
+    await office.js.publish(f"cmd.{office.context}.default.work.run", b"{}", headers={"Nats-Msg-Id": identity})
+    await office.pool.execute(
+        "INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject, processed_at) "
+        "VALUES ('clerk', $1, $2, 'any', now())", office.context, identity,
+    )  # fmt: skip
+    assert await desk.work(office.js, 1) == 1
+    await publish(office, running)
+    assert await desk.waiting() == []
 
 
 @pytest.mark.parametrize("commands", [600, pytest.param(10_000, marks=pytest.mark.soak)])

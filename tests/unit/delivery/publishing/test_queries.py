@@ -10,7 +10,7 @@ from delivery import publishing
 from delivery.publishing import DELIVERIES, EVENTS
 
 SOURCE = "".join(file.read_text() for file in Path(publishing.__file__).parent.glob("*.py"))
-ONLY_EVENTS = {"prune", "find_taken_out"}  # deliveries go with their messages, and into no work queue
+ONLY_EVENTS = {"prune"}  # deliveries go with their messages
 ONLY_DELIVERIES = {"has_broker", "list_meshes"}
 
 
