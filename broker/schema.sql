@@ -144,6 +144,18 @@ CREATE TABLE mesh.message_history (
   PRIMARY KEY (mesh_id, history_id)
 );
 CREATE INDEX message_history_expiry ON mesh.message_history (expires_at);
+CREATE INDEX message_history_time ON mesh.message_history (mesh_id, accepted_at, history_id);
+
+-- How far each deletion of messages reached, for a reader that asks whether it has missed some. A reader that began after
+-- the deletion `id` and stands at a number has lost messages where a later deletion went beyond that number. So a row that
+-- is both older and lower than another says nothing any more, and goes: one row a mesh, unless its retention was shortened.
+CREATE TABLE mesh.history_deletion (
+  id bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+  mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,
+  last_history_id bigint NOT NULL,
+  deleted_at timestamptz NOT NULL DEFAULT now()
+);
+CREATE INDEX history_deletion_reach ON mesh.history_deletion (mesh_id, last_history_id);
 
 -- One row per recipient, published in the order of history_id; what its columns mean is said at postroom.outbox_events.
 CREATE TABLE mesh.delivery_queue (
@@ -221,6 +233,19 @@ CREATE TRIGGER written_once BEFORE UPDATE ON mesh.topic_message FOR EACH ROW EXE
 CREATE TRIGGER written_once BEFORE UPDATE ON mesh.message_queue FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
 CREATE TRIGGER written_once BEFORE UPDATE ON mesh.message_history FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
 CREATE TRIGGER written_once BEFORE UPDATE ON mesh.mention_index FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
+
+CREATE FUNCTION mesh.note_deletion() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+  DELETE FROM mesh.history_deletion AS earlier
+  USING (SELECT mesh_id, max(history_id) AS last FROM deleted GROUP BY mesh_id) AS reach
+  WHERE earlier.mesh_id = reach.mesh_id AND earlier.last_history_id <= reach.last;
+  INSERT INTO mesh.history_deletion (mesh_id, last_history_id)
+  SELECT mesh_id, max(history_id) FROM deleted GROUP BY mesh_id ORDER BY mesh_id;
+  RETURN NULL;
+END $$;
+
+CREATE TRIGGER note_deletion AFTER DELETE ON mesh.message_history REFERENCING OLD TABLE AS deleted
+  FOR EACH STATEMENT EXECUTE FUNCTION mesh.note_deletion();
 
 -- An id stays bound to its message: the one change a dedupe row knows is becoming a tombstone.
 CREATE FUNCTION mesh.refuse_rebinding() RETURNS trigger LANGUAGE plpgsql AS $$

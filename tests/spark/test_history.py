@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,9 @@ from pyspark.sql.types import StringType, StructType
 from postroom import Conflict
 from postroom.administration import HistoryMessage
 from postroom.errors import InvalidMessage
+from postroom.spark.database import connect
 from postroom.spark.history_conditions import Conditions
-from postroom.spark.history_copying import copy
+from postroom.spark.history_copying import _SETTINGS, QUERIES, copy
 from postroom.spark.history_options import read_options
 from postroom.spark.history_reading import SCHEMA, HistoryReader, PushingHistoryReader
 from postroom.spark.history_streaming import HistoryStreamReader
@@ -113,6 +118,9 @@ def test_options_and_columns_narrow_what_is_read(spark: SparkSession, history: H
 
     assert ids(load(spark, history)) == ["ours", "theirs"]
     assert ids(load(spark, history, mesh="sea")) == ["theirs"]
+    history.accept(["letter"], "dm:bob")
+    assert ids(load(spark, history, to="dm:bob")) == ["letter"]
+    history.tamper("DELETE FROM mesh.message_history WHERE client_message_id = 'letter'")
     assert ids(load(spark, history, since="2026-11-01", until="2026-11-01T00:00:00.000001")) == ["ours"]
     assert ids(load(spark, history, until="2026-11-01")) == []
     reader = spark.read.format("postroom_history").option("database_url", history.url)
@@ -148,6 +156,32 @@ def test_pushed_filters_leave_out_ranges_and_meshes(history: History) -> None:
     assert sum(batch.num_rows for part in parts for batch in reader.read(part)) == 16
 
 
+def test_a_filter_does_not_widen_what_an_option_has_narrowed(history: History) -> None:
+    options = read_options({"database_url": history.url, "mesh": "demo", "to": "topic:news"}, streaming=False)
+    history.add_mesh("sea")
+    history.accept(["ours"])
+    history.accept(["theirs"], "topic:news", mesh="sea")
+    reader = PushingHistoryReader(options, SCHEMA)
+    reader.pushFilters([EqualTo(("mesh",), "sea"), EqualTo(("to",), "topic:orders")])
+
+    assert [batch.num_rows for part in reader.partitions() for batch in reader.read(part)] == []
+
+
+def test_a_read_has_no_more_tasks_than_it_may_have_connections(history: History) -> None:
+    history.add_mesh("sea")
+    history.accept(f"id-{number}" for number in range(40))
+    history.accept((f"sea-{number}" for number in range(7)), mesh="sea")
+    options = {"database_url": history.url, "partition_rows": "5", "max_connections": "3"}
+    reader = HistoryReader(read_options(options, streaming=False), SCHEMA)
+    parts = reader.partitions()
+    stream = stream_reader(history, partition_rows="5", max_connections="3")
+
+    assert len(parts) == 3
+    read = [name for part in parts for batch in reader.read(part) for name in batch["client_message_id"].to_pylist()]
+    assert len(read) == len(set(read)) == 47
+    assert len(stream.partitions({}, {"1": 40, "2": 7})) == 3
+
+
 def test_what_a_filter_cannot_say_leaves_nothing_out() -> None:
     odd = [EqualTo(("broker_message_id",), "x"), EqualTo(("history_id",), None), EqualTo(("body",), "x")]
     assert Conditions().narrowed(odd) == Conditions()
@@ -160,6 +194,9 @@ def test_what_a_filter_cannot_say_leaves_nothing_out() -> None:
         ({"since": "yesterday"}, "give a day or a time"),
         ({"since": "2026-11-02", "until": "2026-11-02"}, "not after since"),
         ({"partition_rows": "0"}, "a whole number from 1 up"),
+        ({"max_connections": "none"}, "a whole number from 1 up"),
+        ({"to": "orders"}, "topic:<name>"),
+        ({"failOnDataLoss": "false"}, "for streams"),
         ({"max_rows_per_batch": "5"}, "for streams"),
         ({"push_filters": "perhaps"}, "true or false"),
     ],
@@ -283,5 +320,170 @@ def test_a_history_that_ends_before_the_checkpoint_is_refused(history: History) 
         stream_reader(history).latestOffset({"1": 40}, ReadAllAvailable())
 
 
-def stream_reader(history: History) -> HistoryStreamReader:
-    return HistoryStreamReader(read_options({"database_url": history.url}, streaming=True), SCHEMA)
+def test_a_checkpoint_behind_the_retention_fails_the_stream(
+    spark: SparkSession, history: History, tmp_path: Path
+) -> None:
+    history.accept(f"id-{number}" for number in range(3))
+
+    def stream(**options: str) -> list[str]:
+        source = spark.readStream.format("postroom_history").options(database_url=history.url, **options).load()
+        writing = source.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "checkpoint"))
+        writing.trigger(availableNow=True).start(str(tmp_path / "out")).awaitTermination()
+        return ids(spark.read.parquet(str(tmp_path / "out")))
+
+    stream()
+    history.accept(f"id-{number}" for number in range(3, 6))
+    history.execute("DELETE FROM mesh.message_history WHERE history_id <= 5")
+
+    with pytest.raises(StreamingQueryException, match=r"stands at history_id 3, .* some up to 5. .*failOnDataLoss"):
+        stream()
+    assert stream(failOnDataLoss="false") == ["id-0", "id-1", "id-2", "id-5"]
+    history.execute("DELETE FROM mesh.message_history WHERE history_id <= 6")
+    assert stream() == ["id-0", "id-1", "id-2", "id-5"]
+
+
+def test_a_batch_that_was_planned_before_its_rows_were_deleted_is_lost_too(history: History) -> None:
+    history.accept(f"id-{number}" for number in range(6))
+    reader = stream_reader(history)
+    end = reader.latestOffset({}, ReadAllAvailable())
+    (part,) = reader.partitions({}, end)
+    history.execute("DELETE FROM mesh.message_history WHERE history_id <= 2")
+
+    with pytest.raises(Conflict, match="of the mesh demo were deleted"):  # Spark plans it again after a restart
+        reader.partitions({}, end)
+    with pytest.raises(Conflict, match="of the mesh demo were deleted"):  # and a task may begin late
+        list(reader.read(part))
+
+
+def test_a_stream_whose_lost_rows_leave_nothing_goes_past_them(
+    history: History, capfd: pytest.CaptureFixture[str]
+) -> None:
+    history.accept(f"id-{number}" for number in range(4))
+    history.execute("DELETE FROM mesh.message_history")
+    reader = stream_reader(history, failOnDataLoss="false")
+
+    assert reader.latestOffset({"1": 2}, ReadAllAvailable()) == {"1": 4}
+    assert "it stands at history_id 2, and retention has taken some up to 4; it goes on" in capfd.readouterr().err
+    assert reader.partitions({"1": 2}, {"1": 4}) == []
+
+
+def test_what_was_deleted_before_a_stream_began_is_no_loss_of_its_own(history: History) -> None:
+    history.accept(f"id-{number}" for number in range(6))
+    history.execute("DELETE FROM mesh.message_history WHERE history_id IN (5, 6)")  # as a retention that was shortened
+    reader = stream_reader(history)
+    start = reader.initialOffset()
+    first = reader.latestOffset(start, ReadMaxRows(2))
+    assert first == {"1": 2, "deletion": 1}
+    assert [(part.after, part.last) for part in reader.partitions(start, first)] == [(0, 2)]
+
+    history.execute("DELETE FROM mesh.message_history WHERE history_id IN (1, 2)")  # they were read
+    assert reader.latestOffset(first, ReadAllAvailable()) == {"1": 4, "deletion": 1}
+    history.execute("DELETE FROM mesh.message_history WHERE history_id = 3")  # below the first deletion
+    with pytest.raises(Conflict, match=r"stands at history_id 2, .* some up to 3"):
+        reader.latestOffset(first, ReadAllAvailable())
+
+
+def test_a_stream_begins_where_since_says(history: History) -> None:
+    history.accept(f"id-{number}" for number in range(6))
+    history.tamper("UPDATE mesh.message_history SET accepted_at = '2026-11-01' WHERE history_id <= 4")
+
+    assert stream_reader(history, since="2026-11-02").initialOffset() == {"1": 4}
+    assert stream_reader(history, since="2026-11-01").initialOffset() == {"1": 0}
+    assert stream_reader(history, since="2999-01-01").initialOffset() == {"1": 6}
+
+
+def test_since_and_until_are_found_by_time_whatever_else_is_kept(history: History) -> None:
+    fill(history, 20_000)
+    minute = {"since": "2026-11-01T01:00", "until": "2026-11-01T01:01"}
+    reader = HistoryReader(read_options({"database_url": history.url, **minute}, streaming=False), SCHEMA)
+    window = [datetime.fromisoformat(f"2026-11-01T{time}Z") for time in ("01:00", "01:01")]
+
+    assert [(part.after, part.last) for part in reader.partitions()] == [(3599, 3659)]
+    plan = explain(history, "extent_within", None, *window)
+    assert "message_history_time" in {node.get("Index Name") for node in plan}
+    assert most_rows(plan) <= 61  # what lies between them
+    assert most_rows(explain(history, "beginning", None, window[0] + timedelta(hours=4))) <= 2001
+
+
+def test_a_stream_costs_what_is_new_and_not_what_is_kept(history: History) -> None:
+    fill(history, 20_000)
+    reader = stream_reader(history)
+    reader.prepareForTriggerAvailableNow()
+
+    assert reader.latestOffset({"1": 19_990}, ReadAllAvailable()) == {"1": 20_000}
+    assert most_rows(explain(history, "newest", None)) == 1
+    with held_open(history, "UPDATE mesh.mesh SET slug = slug"):  # so that the rows are looked through
+        assert most_rows(explain(history, "latest", None, [1], [19_990], None, 0)) <= 10
+    assert most_rows(explain(history, "next", [1], [10], 0)) == 1
+
+
+def test_a_stream_says_how_far_it_is_behind(spark: SparkSession, history: History, tmp_path: Path) -> None:
+    history.accept(f"id-{number}" for number in range(6))
+    source = spark.readStream.format("postroom_history").options(database_url=history.url, max_rows_per_batch=4).load()
+    writing = source.writeStream.format("noop").option("checkpointLocation", str(tmp_path / "checkpoint"))
+    query = writing.trigger(availableNow=True).start()
+    query.awaitTermination()
+    (first,) = query.recentProgress[0].sources
+
+    assert (json.loads(first.endOffset), json.loads(first.latestOffset)) == ({"1": 4}, {"1": 6})
+
+
+@pytest.mark.soak
+def test_nothing_new_takes_as_long_at_300_000_rows_as_at_10_000(
+    spark: SparkSession, history: History, tmp_path: Path
+) -> None:
+    def stream() -> float:
+        source = spark.readStream.format("postroom_history").option("database_url", history.url)
+        narrow = source.schema("history_id BIGINT").load()
+        writing = narrow.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "checkpoint"))
+        began = time.perf_counter()
+        writing.trigger(availableNow=True).start(str(tmp_path / "out")).awaitTermination()
+        return time.perf_counter() - began
+
+    fill(history, 10_000)
+    stream()
+    few = statistics.median(stream() for _ in range(5))
+    fill(history, 290_000)
+    stream()
+    many = statistics.median(stream() for _ in range(5))
+    assert many < 1.3 * few
+
+
+def fill(history: History, rows: int) -> None:
+    """Put messages into the history, one a second from the first of November on."""
+    history.execute(
+        "WITH counter AS (UPDATE mesh.history_counter SET last_history_id = last_history_id + $1 WHERE mesh_id = 1 "
+        "RETURNING last_history_id - $1 AS last) "
+        "INSERT INTO mesh.message_history SELECT 1, last + number, gen_random_uuid(), last + number, 1, 'topic', 1, "
+        "'orders', 0, timestamptz '2026-11-01Z' + interval '1 s' * (last + number), '2999-01-01' "
+        "FROM counter, generate_series(1, $1) AS number",
+        rows,
+    )
+    history.execute("VACUUM ANALYZE mesh.message_history")
+
+
+def explain(history: History, query: str, *arguments: Any) -> list[dict[str, Any]]:
+    """Run a query of the source as the source does; return the nodes of its plan."""
+
+    async def run() -> Any:
+        connection = await connect(history.url, _SETTINGS)
+        try:
+            return await connection.fetchval(f"EXPLAIN (ANALYZE, FORMAT JSON) {QUERIES[query]}", *arguments)
+        finally:
+            await connection.close()
+
+    def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield plan
+        for child in plan.get("Plans", ()):
+            yield from nodes(child)
+
+    return list(nodes(json.loads(asyncio.run(run()))[0]["Plan"]))
+
+
+def most_rows(plan: list[dict[str, Any]]) -> float:
+    """Return the most rows that any part of a plan has looked at."""
+    return max(node["Actual Rows"] * node["Actual Loops"] + node.get("Rows Removed by Filter", 0) for node in plan)
+
+
+def stream_reader(history: History, **options: str) -> HistoryStreamReader:
+    return HistoryStreamReader(read_options({"database_url": history.url, **options}, streaming=True), SCHEMA)

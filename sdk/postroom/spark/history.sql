@@ -1,45 +1,120 @@
--- name: meshes
--- The id of the mesh of this name; of every mesh where there is none.
-SELECT id FROM mesh.mesh WHERE slug = $1 OR $1::text IS NULL ORDER BY id;
-
 -- name: extent
--- The first and the last message of each of these meshes that has any.
-SELECT mesh_id, least.history_id AS first, greatest.history_id AS last
-FROM unnest($1::integer[]) AS wanted (mesh_id)
-CROSS JOIN LATERAL (
+-- The first and the last message of each mesh that is meant, of that name or (null) of all; nulls where it has none.
+SELECT mesh.id AS mesh_id, least.history_id AS first, greatest.history_id AS last
+FROM mesh.mesh
+LEFT JOIN LATERAL (
   SELECT history_id FROM mesh.message_history AS history
-  WHERE history.mesh_id = wanted.mesh_id ORDER BY history_id LIMIT 1
-) AS least
-CROSS JOIN LATERAL (
+  WHERE history.mesh_id = mesh.id ORDER BY history_id LIMIT 1
+) AS least ON true
+LEFT JOIN LATERAL (
   SELECT history_id FROM mesh.message_history AS history
-  WHERE history.mesh_id = wanted.mesh_id ORDER BY history_id DESC LIMIT 1
-) AS greatest
-ORDER BY mesh_id;
+  WHERE history.mesh_id = mesh.id ORDER BY history_id DESC LIMIT 1
+) AS greatest ON true
+WHERE slug = $1 OR $1::text IS NULL
+ORDER BY mesh.id;
+
+-- name: extent_within
+-- The same, of the messages that were accepted from $2 up to $3 (null: no bound). OFFSET keeps Postgres from walking along
+-- the numbers instead, past everything that was accepted before.
+SELECT mesh.id AS mesh_id, within.first, within.last
+FROM mesh.mesh
+CROSS JOIN LATERAL (
+  SELECT min(history_id) AS first, max(history_id) AS last FROM (
+    SELECT history_id FROM mesh.message_history AS history
+    WHERE history.mesh_id = mesh.id
+      AND accepted_at >= coalesce($2::timestamptz, '-infinity') AND accepted_at <= coalesce($3::timestamptz, 'infinity')
+    OFFSET 0
+  ) AS accepted
+) AS within
+WHERE slug = $1 OR $1::text IS NULL
+ORDER BY mesh.id;
+
+-- name: last_deletion
+-- The last deletion of messages so far, 0 where there was none.
+SELECT coalesce(max(id), 0) AS id FROM mesh.history_deletion;
+
+-- name: beginning
+-- Where a stream of what was accepted since $2 begins in each mesh that is meant: at the message before the first of those;
+-- where there is none yet, at the last one before which no number can still come (see `latest`).
+SELECT mesh.id AS mesh_id, coalesce(
+  CASE WHEN within.first IS NULL THEN (
+    SELECT history_id FROM mesh.message_history AS history
+    WHERE history.mesh_id = mesh.id
+      AND age(history.xmin) NOT BETWEEN 0 AND (SELECT age(pg_snapshot_xmin(pg_current_snapshot())::xid))
+    ORDER BY history_id DESC LIMIT 1
+  ) ELSE (
+    SELECT history_id FROM mesh.message_history AS history
+    WHERE history.mesh_id = mesh.id AND history_id < within.first ORDER BY history_id DESC LIMIT 1
+  ) END, 0) AS history_id
+FROM mesh.mesh
+CROSS JOIN LATERAL (
+  SELECT min(history_id) AS first FROM (
+    SELECT history_id FROM mesh.message_history AS history
+    WHERE history.mesh_id = mesh.id AND accepted_at >= $2::timestamptz
+    OFFSET 0
+  ) AS accepted
+) AS within
+WHERE slug = $1 OR $1::text IS NULL;
+
+-- name: newest
+-- The last message of each mesh that is meant, 0 where it has none.
+SELECT mesh.id AS mesh_id, coalesce((
+  SELECT history_id FROM mesh.message_history AS history
+  WHERE history.mesh_id = mesh.id ORDER BY history_id DESC LIMIT 1
+), 0) AS history_id
+FROM mesh.mesh WHERE slug = $1 OR $1::text IS NULL ORDER BY mesh.id;
 
 -- name: latest
--- How far a stream may read in each of these meshes from where it stands on, about $3 messages in all (null: any number),
--- and the last number that each has given out.
+-- How far a stream may read in each mesh that is meant, from where it stands in some of them ($2, $3) on, about $4 messages
+-- in all (null: any number); the last number that each has given out; and the last message that was deleted before the
+-- stream came to it, by a deletion later than $5.
 --
 -- An accept takes its numbers under the mesh's counter, which it holds until its commit: no number below a visible one can
 -- still come. A row that was written in any other way has no such promise, so nothing is read from the first row on that
--- is younger than the oldest transaction in progress. Ages are of 32 bits: a negative one is that of a very old row.
+-- is younger than the oldest transaction in progress. Where none is in progress, there is no such row, and nothing to look
+-- through. Ages are of 32 bits: a negative one is that of a very old row.
 WITH wanted AS (
-  SELECT * FROM unnest($1::integer[], $2::bigint[]) AS wanted (mesh_id, after)
+  SELECT mesh.id AS mesh_id, mesh.slug AS mesh, coalesce(stand.after, 0) AS after
+  FROM mesh.mesh LEFT JOIN unnest($2::integer[], $3::bigint[]) AS stand (mesh_id, after) ON stand.mesh_id = mesh.id
+  WHERE slug = $1 OR $1::text IS NULL
 ), horizon AS (
-  SELECT age(pg_snapshot_xmin(pg_current_snapshot())::xid) AS age
+  SELECT age(pg_snapshot_xmin(snapshot)::xid) AS age, pg_snapshot_xmin(snapshot) = pg_snapshot_xmax(snapshot) AS quiet
+  FROM pg_current_snapshot() AS snapshot
 )
-SELECT wanted.mesh_id, counter.last_history_id,
-  (
+SELECT wanted.mesh_id, wanted.mesh, wanted.after, counter.last_history_id,
+  CASE WHEN $4::bigint IS NULL AND (SELECT quiet FROM horizon) THEN (
+    SELECT history_id FROM mesh.message_history AS history
+    WHERE history.mesh_id = wanted.mesh_id AND history_id > wanted.after ORDER BY history_id DESC LIMIT 1
+  ) ELSE (
     SELECT max(history_id) FILTER (WHERE settled) FROM (
       SELECT history_id, bool_and(age NOT BETWEEN 0 AND (SELECT age FROM horizon)) OVER (ORDER BY history_id) AS settled
       FROM (
         SELECT history_id, age(history.xmin) AS age FROM mesh.message_history AS history
         WHERE history.mesh_id = wanted.mesh_id AND history_id > wanted.after
-        ORDER BY history_id LIMIT ($3::bigint + (SELECT count(*) FROM wanted) - 1) / (SELECT count(*) FROM wanted)
+        ORDER BY history_id LIMIT ($4::bigint + (SELECT count(*) FROM wanted) - 1) / (SELECT count(*) FROM wanted)
       ) AS next
     ) AS judged
-  ) AS latest
-FROM wanted JOIN mesh.history_counter AS counter USING (mesh_id);
+  ) END AS latest,
+  (
+    SELECT max(deletion.last_history_id) FROM mesh.history_deletion AS deletion
+    WHERE deletion.mesh_id = wanted.mesh_id AND deletion.id > $5 AND deletion.last_history_id > wanted.after
+  ) AS lost
+FROM wanted JOIN mesh.history_counter AS counter USING (mesh_id)
+ORDER BY wanted.mesh_id;
+
+-- name: next
+-- The first message of each of these meshes after a number, and whether some were deleted after it, as in `latest`.
+SELECT wanted.mesh_id, mesh.slug AS mesh, wanted.after,
+  (
+    SELECT history_id FROM mesh.message_history AS history
+    WHERE history.mesh_id = wanted.mesh_id AND history_id > wanted.after ORDER BY history_id LIMIT 1
+  ) AS first,
+  (
+    SELECT max(deletion.last_history_id) FROM mesh.history_deletion AS deletion
+    WHERE deletion.mesh_id = wanted.mesh_id AND deletion.id > $3 AND deletion.last_history_id > wanted.after
+  ) AS lost
+FROM unnest($1::integer[], $2::bigint[]) AS wanted (mesh_id, after)
+JOIN mesh.mesh ON mesh.id = wanted.mesh_id;
 
 -- name: read_history
 -- What the history itself says of the messages of a mesh after one number and up to another.

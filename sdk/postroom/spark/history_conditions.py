@@ -58,7 +58,7 @@ class Conditions(NamedTuple):
         column = ".".join(getattr(filter_, "attribute", ()))
         if column in _RANGES:
             return self._bounded(column, value, lower=kind in _LOWER, upper=kind in _UPPER)
-        if kind == "EqualTo" and column in _EQUALS and isinstance(value, str):
+        if kind == "EqualTo" and column in _EQUALS and isinstance(value, str) and getattr(self, column) is None:
             return self._with(**{column: value}) if column != "broker_message_id" or _is_uuid(value) else self
         return self
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from postroom.spark.database import connect
 from postroom.sql import load_queries
@@ -19,6 +18,8 @@ from postroom.sql import load_queries
 if TYPE_CHECKING:
     import asyncpg
     import pyarrow as pa
+
+Before: TypeAlias = "Callable[[asyncpg.Connection[asyncpg.Record]], Awaitable[None]]"
 
 QUERIES: Final = load_queries("postroom.spark", "history.sql")
 _BLOCK_BYTES: Final = 1024 * 1024  # of one batch, about
@@ -55,24 +56,30 @@ def fetch(url: str, query: str, *arguments: Any) -> list[asyncpg.Record]:
 
 
 def copy(
-    url: str, query: str, arguments: Sequence[Any], schema: pa.Schema, *, snapshot: str | None = None
+    url: str,
+    query: str,
+    arguments: Sequence[Any],
+    schema: pa.Schema,
+    *,
+    snapshot: str | None = None,
+    before: Before | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the result of `query` as batches of `schema`, which names some of its columns; others are not computed.
 
-    With `snapshot` it is read as an exported snapshot shows the database. Raises as `connect` does, and what Postgres
-    refuses the query with. Whoever stops half-way closes the generator, which ends the query too.
+    With `snapshot` it is read as an exported snapshot shows the database. `before` looks at the same state of it first.
+    Raises as `connect` does, what `before` raises, and what Postgres refuses the query with. Whoever stops half-way
+    closes the generator, which ends the query too.
     """
     loop = asyncio.new_event_loop()
     blocks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
     text = QUERIES["columns"].format(columns=", ".join(f'"{name}"' for name in schema.names), query=_statement(query))
-    copying = loop.create_task(_copy(url, _statement(text), arguments, blocks.put, snapshot))
+    copying = loop.create_task(_copy(url, _statement(text), arguments, blocks.put, snapshot=snapshot, before=before))
     try:
         while block := loop.run_until_complete(_next_block(blocks, copying)):
             yield _parsed(block, schema)
     finally:
         copying.cancel()
-        with suppress(asyncio.CancelledError):
-            loop.run_until_complete(copying)
+        loop.run_until_complete(asyncio.wait([copying]))
         loop.close()
 
 
@@ -88,13 +95,21 @@ async def _next_block(blocks: asyncio.Queue[bytes], copying: asyncio.Task[None])
 
 
 async def _copy(
-    url: str, query: str, arguments: Sequence[Any], put: Callable[[bytes], Awaitable[None]], snapshot: str | None
+    url: str,
+    query: str,
+    arguments: Sequence[Any],
+    put: Callable[[bytes], Awaitable[None]],
+    *,
+    snapshot: str | None,
+    before: Before | None,
 ) -> None:
     connection = await connect(url, _SETTINGS)
     try:
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             if snapshot is not None:
                 await connection.execute(f"SET TRANSACTION SNAPSHOT '{_checked(snapshot)}'")
+            if before is not None:
+                await before(connection)
             gathering = _Gathering(put)
             await connection.copy_from_query(
                 query, *arguments, output=gathering.add, format="csv", delimiter=_DELIMITER, quote=_QUOTE

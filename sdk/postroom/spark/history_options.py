@@ -12,10 +12,23 @@ from datetime import UTC, datetime
 from typing import Final, NamedTuple, NoReturn
 
 from postroom.errors import InvalidMessage
+from postroom.message import parse_destination
 from postroom.spark.database import chosen_url
 
 _PARTITION_ROWS: Final = 50_000  # by default: about half a second of one task
-_NAMES: Final = ("database_url", "mesh", "since", "until", "partition_rows", "max_rows_per_batch", "push_filters")
+_CONNECTIONS: Final = 16  # by default: Postgres has 100 by its own default, and the brokers want most of them
+_NAMES: Final = (
+    "database_url",
+    "mesh",
+    "to",
+    "since",
+    "until",
+    "partition_rows",
+    "max_connections",
+    "max_rows_per_batch",
+    "failOnDataLoss",
+    "push_filters",
+)
 
 
 class HistoryOptions(NamedTuple):
@@ -23,27 +36,35 @@ class HistoryOptions(NamedTuple):
 
     database_url: str
     mesh: str | None  # None: every mesh
+    to: str | None  # a destination, as topic:orders; None: every one
     since: datetime | None
     until: datetime | None  # exclusive
     partition_rows: int  # numbers of the history that one task reads
+    max_connections: int  # that tasks hold at once, and so tasks; the driver has one more
     max_rows_per_batch: int | None  # of a stream; None: whatever there is
+    fail_on_data_loss: bool  # of a stream: where messages were deleted before it read them
     push_filters: bool  # also what the query filters by; for a DataFrame of one query
 
 
 def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptions:
     """Check the options of a read; raises `InvalidMessage` that says which one is wrong and what it may be."""
     given = {name.lower(): value for name, value in options.items()}
-    for name in given.keys() - set(_NAMES):
+    for name in given.keys() - {known.lower() for known in _NAMES}:
         _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
     found = HistoryOptions(
         database_url=chosen_url(given.get("database_url"), "to read"),
         mesh=given.get("mesh"),
+        to=_destination(given.get("to")),
         since=_moment(given, "since"),
         until=_moment(given, "until"),
         partition_rows=_count(given, "partition_rows") or _PARTITION_ROWS,
+        max_connections=_count(given, "max_connections") or _CONNECTIONS,
         max_rows_per_batch=_count(given, "max_rows_per_batch"),
+        fail_on_data_loss=_switch(given, "failOnDataLoss", default="true"),
         push_filters=_switch(given, "push_filters"),
     )
+    if not streaming and "failondataloss" in given:
+        _refuse("failOnDataLoss", "failOnDataLoss is for streams: leave it out, or read with spark.readStream")
     _check_together(found, streaming=streaming)
     return found
 
@@ -84,8 +105,14 @@ def _count(options: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _switch(options: Mapping[str, str], name: str) -> bool:
-    text = options.get(name, "false").lower()
+def _destination(text: str | None) -> str | None:
+    if text is not None:
+        parse_destination(text)
+    return text
+
+
+def _switch(options: Mapping[str, str], name: str, *, default: str = "false") -> bool:
+    text = options.get(name.lower(), default).lower()
     if text not in ("true", "false"):
         _refuse(name, f"the option {name} is {text!r}: give true or false")
     return text == "true"

@@ -6,9 +6,10 @@ meanwhile may be missing, what is accepted meanwhile lies behind the last range.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -20,8 +21,12 @@ from postroom.spark.history_copying import QUERIES, copy, fetch
 from postroom.spark.history_options import HistoryOptions
 
 if TYPE_CHECKING:
+    import asyncpg
     import pyarrow as pa
     from pyspark.sql.datasource import Filter
+
+# Looks at a range in the snapshot that it is read from; raises what forbids to read it.
+Check: TypeAlias = "Callable[[Range, asyncpg.Connection[asyncpg.Record]], Awaitable[None]]"
 
 _INSTANT: Final = timedelta(microseconds=1)  # the precision of Postgres and of Spark
 
@@ -52,17 +57,32 @@ SCHEMA: Final = StructType(
 
 
 class Range(InputPartition):
-    """The numbers of a mesh after `after`, up to `last`."""
+    """The numbers of a mesh after `after`, up to `last`; a stream began after the deletion `deletion`."""
 
-    def __init__(self, mesh_id: int, after: int, last: int) -> None:
+    def __init__(self, mesh_id: int, after: int, last: int, deletion: int = 0) -> None:
         self.mesh_id = mesh_id
         self.after = after
         self.last = last
+        self.deletion = deletion
 
 
-def split(mesh_id: int, after: int, last: int, rows: int) -> list[Range]:
+class Ranges(InputPartition):
+    """Several of them, which one task reads one after the other."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ranges = ranges
+
+
+def split(mesh_id: int, after: int, last: int, rows: int, deletion: int = 0) -> list[Range]:
     """Cut what lies after one number, up to another, into ranges of at most `rows` numbers."""
-    return [Range(mesh_id, start, min(start + rows, last)) for start in range(after, last, rows)]
+    return [Range(mesh_id, start, min(start + rows, last), deletion) for start in range(after, last, rows)]
+
+
+def shared_out(ranges: Sequence[Range], tasks: int) -> list[InputPartition]:
+    """Return a partition for each range, or where those are more than `tasks`, as many with several each."""
+    if len(ranges) <= tasks:
+        return list(ranges)
+    return [Ranges(ranges[first::tasks]) for first in range(tasks)]
 
 
 class RangeReader:
@@ -74,10 +94,18 @@ class RangeReader:
         is_history = set(schema.fieldNames()) <= set(_OF_HISTORY.fieldNames())
         self._query = "read_history" if is_history else "read_messages"
 
-    def read(self, part: Range, conditions: Conditions) -> Iterator[pa.RecordBatch]:
-        """Yield the messages of a range that may meet the conditions."""
-        arguments = conditions.arguments(part.mesh_id, part.after, part.last)
-        return copy(self._url, QUERIES[self._query], arguments, self._schema)
+    def read(
+        self, part: InputPartition, conditions: Conditions, check: Check | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the messages of a partition that may meet the conditions, once each range has passed `check`.
+
+        Of a query without any partition Spark makes a task too, with none.
+        """
+        ranges = part.ranges if isinstance(part, Ranges) else [part] if isinstance(part, Range) else []
+        for each in ranges:
+            arguments = conditions.arguments(each.mesh_id, each.after, each.last)
+            before = None if check is None else partial(check, each)
+            yield from copy(self._url, QUERIES[self._query], arguments, self._schema, before=before)
 
 
 class HistoryReader(DataSourceReader):
@@ -87,18 +115,23 @@ class HistoryReader(DataSourceReader):
         self._options = options
         self._ranges = RangeReader(options, schema)
         until = options.until and options.until - _INSTANT
-        self._conditions = Conditions(since=options.since, until=until, mesh=options.mesh)
+        self._conditions = Conditions(since=options.since, until=until, mesh=options.mesh, to=options.to)
 
-    def partitions(self) -> list[Range]:
+    def partitions(self) -> list[InputPartition]:
         """Cut the history as it stands into ranges; raises `NotFound` where the option names no mesh."""
-        mesh_ids(self._options.database_url, self._options.mesh)
-        meshes = fetch(self._options.database_url, QUERIES["meshes"], self._conditions.mesh)
-        extents = fetch(self._options.database_url, QUERIES["extent"], [row["id"] for row in meshes])
-        return [part for row in extents for part in self._split(row["mesh_id"], row["first"], row["last"])]
+        url, wanted = self._options.database_url, self._conditions
+        if wanted.since is None and wanted.until is None:
+            extents = fetch(url, QUERIES["extent"], wanted.mesh)
+        else:
+            extents = fetch(url, QUERIES["extent_within"], wanted.mesh, wanted.since, wanted.until)
+        check_mesh(self._options.mesh, known=bool(extents))
+        found = [row for row in extents if row["first"] is not None]
+        ranges = [part for row in found for part in self._split(row["mesh_id"], row["first"], row["last"])]
+        return shared_out(ranges, self._options.max_connections)
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Read one range; without any there is one task with none."""
-        return self._ranges.read(partition, self._conditions) if isinstance(partition, Range) else iter(())
+        """Read one partition."""
+        return self._ranges.read(partition, self._conditions)
 
     def _split(self, mesh_id: int, first: int, last: int) -> list[Range]:
         after = max(first, self._conditions.first) - 1
@@ -119,12 +152,10 @@ class PushingHistoryReader(HistoryReader):
         return filters
 
 
-def mesh_ids(url: str, mesh: str | None) -> list[int]:
-    """Return the ids of the meshes that are to be read; raises `NotFound` where there is none of that name."""
-    found = [row["id"] for row in fetch(url, QUERIES["meshes"], mesh)]
-    if mesh is not None and not found:
+def check_mesh(mesh: str | None, *, known: bool) -> None:
+    """Raise `NotFound` where the mesh that is to be read is not known."""
+    if mesh is not None and not known:
         raise NotFound.of(404, "mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
-    return found
 
 
 def _checked(schema: StructType) -> StructType:

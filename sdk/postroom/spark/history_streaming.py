@@ -2,13 +2,15 @@
 
 An offset says for each mesh, by its id, up to which `history_id` everything was read. The query `latest` never goes
 past a number that may still come, so that after a restart the stream goes on from its checkpoint without loss or
-repeat.
+repeat. It also holds the last deletion of messages before the stream began, if there was one: what a later one has
+taken that was not read is lost, which the driver asks before each batch, and each task in the snapshot that it reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
@@ -18,9 +20,16 @@ from postroom.errors import Conflict
 from postroom.spark.history_conditions import Conditions
 from postroom.spark.history_copying import QUERIES, fetch
 from postroom.spark.history_options import HistoryOptions
-from postroom.spark.history_reading import Range, RangeReader, mesh_ids, split
+from postroom.spark.history_reading import Range, RangeReader, check_mesh, shared_out, split
+
+if TYPE_CHECKING:
+    import asyncpg
+
+    Connection = asyncpg.Connection[asyncpg.Record]
 
 Offset: TypeAlias = dict[str, int]
+
+_DELETION: Final = "deletion"  # the one key of an offset that is not a mesh
 
 
 class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -29,12 +38,15 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: HistoryOptions, schema: StructType) -> None:
         self._options = options
         self._ranges = RangeReader(options, schema)
-        self._conditions = Conditions(since=options.since, mesh=options.mesh)
+        self._conditions = Conditions(since=options.since, mesh=options.mesh, to=options.to)
         self._target: Offset | None = None  # where a stream of what is available now ends
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Begin before the first message."""
-        return {}
+        """Begin before the first message, or before the first that `since` means."""
+        since = self._options.since
+        (deletion,) = self._fetch("last_deletion")
+        begun = {} if since is None else _by_mesh(self._fetch("beginning", self._options.mesh, since))
+        return begun | ({_DELETION: deletion["id"]} if deletion["id"] else {})
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Read as many rows at once as the options say."""
@@ -42,38 +54,89 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if rows is None else ReadMaxRows(rows)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Take what can be read now as the end of the stream."""
-        self._target = self._read_latest({}, None)
+        """Take what is there now as the end of the stream."""
+        self._target = self._newest()
+
+    def reportLatestOffset(self) -> Offset:  # noqa: N802 - Spark's name
+        """Say how far the history goes, which shows how far the stream is behind it."""
+        return self._newest()
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
-        """Say how far the next batch may go; raises `Conflict` where the history ends before the checkpoint."""
-        found = self._read_latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
-        if self._target is None:
-            return found
-        return {mesh: max(start.get(mesh, 0), min(last, self._target.get(mesh, 0))) for mesh, last in found.items()}
+        """Say how far the next batch may go.
 
-    def partitions(self, start: Offset, end: Offset) -> list[Range]:
-        """Cut what lies between two offsets into ranges."""
-        rows = self._options.partition_rows
-        return [part for mesh, last in end.items() for part in split(int(mesh), start.get(mesh, 0), last, rows)]
-
-    def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Read one range; without any there is one task with none."""
-        return self._ranges.read(partition, self._conditions) if isinstance(partition, Range) else iter(())
-
-    def _read_latest(self, start: Offset, rows: int | None) -> Offset:
-        meshes = mesh_ids(self._options.database_url, self._options.mesh)
-        after = [start.get(str(mesh), 0) for mesh in meshes]
+        Raises `Conflict` where the history ends before the checkpoint, or where messages were deleted that it has not
+        read; `NotFound` where the option names no mesh.
+        """
+        rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         found = dict(start)
-        for row in fetch(self._options.database_url, QUERIES["latest"], meshes, after, rows):
-            mesh = str(row["mesh_id"])
-            _check_not_lost(start.get(mesh, 0), row["last_history_id"])
-            if row["latest"] is not None:
-                found[mesh] = row["latest"]
+        stand = _numbers(start)
+        meshes = self._fetch("latest", self._options.mesh, list(stand), list(stand.values()), rows, _deletion(start))
+        check_mesh(self._options.mesh, known=bool(meshes))
+        for row in meshes:
+            _check_not_behind(row["after"], row["last_history_id"])
+            self._check_not_lost(row)
+            last = row["latest"] or row["lost"] or row["after"]  # past what is lost, where that is no failure
+            if self._target is not None:
+                last = max(row["after"], min(last, self._target.get(str(row["mesh_id"]), 0)))
+            if last:
+                found[str(row["mesh_id"])] = last
         return dict(sorted(found.items()))  # Spark compares offsets as texts
 
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        """Cut what lies between two offsets into ranges; raises `Conflict` where some of it was deleted unread."""
+        stand, ends = _numbers(start), _numbers(end)
+        after = [stand.get(mesh, 0) for mesh in ends]
+        ranges: list[Range] = []
+        for row in self._fetch("next", list(ends), after, _deletion(start)):
+            self._check_not_lost(row)
+            mesh, first = row["mesh_id"], row["first"]
+            if first is not None:  # what lies before it was never used, or is deleted
+                ranges += split(mesh, first - 1, ends[mesh], self._options.partition_rows, _deletion(start))
+        return shared_out(ranges, self._options.max_connections)
 
-def _check_not_lost(read: int, given_out: int) -> None:
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Read one partition; raises `Conflict` where messages of it were deleted meanwhile."""
+        check = self._check_unread if self._options.fail_on_data_loss else None
+        return self._ranges.read(partition, self._conditions, check)
+
+    def _newest(self) -> Offset:
+        return _by_mesh(self._fetch("newest", self._options.mesh))
+
+    def _fetch(self, query: str, *arguments: Any) -> list[asyncpg.Record]:
+        return fetch(self._options.database_url, QUERIES[query], *arguments)
+
+    async def _check_unread(self, part: Range, connection: Connection) -> None:
+        for row in await connection.fetch(QUERIES["next"], [part.mesh_id], [part.after], part.deletion):
+            self._check_not_lost(row)
+
+    def _check_not_lost(self, row: asyncpg.Record) -> None:
+        """Refuse to skip messages that were deleted unread, unless that is wanted: then say so on the driver."""
+        if row["lost"] is None:
+            return
+        what = (
+            f"messages of the mesh {row['mesh']} were deleted before the stream had read them: it stands at history_id "
+            f"{row['after']}, and retention has taken some up to {row['lost']}"
+        )
+        if self._options.fail_on_data_loss:
+            advice = "Set the option failOnDataLoss to false to go on with what is left, or begin with a new checkpoint"
+            raise Conflict.of(409, "history_lost", f"{what}. {advice}")
+        print(f"postroom: {what}; it goes on without them", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
+
+
+def _by_mesh(rows: Iterable[asyncpg.Record]) -> Offset:
+    return {str(row["mesh_id"]): row["history_id"] for row in rows}
+
+
+def _numbers(offset: Offset) -> dict[int, int]:
+    """Return what an offset says of meshes."""
+    return {int(mesh): number for mesh, number in offset.items() if mesh != _DELETION}
+
+
+def _deletion(offset: Offset) -> int:
+    return offset.get(_DELETION, 0)
+
+
+def _check_not_behind(read: int, given_out: int) -> None:
     """Refuse to go on where the numbers begin anew: new messages would look like those that were read."""
     if read > given_out:
         raise Conflict.of(
