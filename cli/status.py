@@ -33,6 +33,10 @@ def status(*, state: State = None, as_json: Json = False) -> None:
     stack = Stack(layout.state)
     rows = [_row("up", supervisor_of(layout), str(layout.state))]
     rows += [_program(stack, program) for program in stack.programs]
+    if rows[0]["state"] == "running":
+        for program, row in zip(stack.programs, rows[1:], strict=True):
+            if row["state"] == "stopped":
+                row["problem"] = f"it ended, and is started again; see {program.log_file}"
     listing(rows, COLUMNS, _cells, as_json=as_json)
     if any(row["state"] != "running" for row in rows):
         raise SystemExit(Exit.UNAVAILABLE)

@@ -6,6 +6,7 @@ started, and the boot it belongs to; nothing is signalled unless all three agree
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -101,8 +102,8 @@ class ProcessIdentity(NamedTuple):
         return any(not self.send(number) or self.wait(seconds) for number, seconds in steps)
 
 
-def wait_for_any(processes: Iterable[ProcessIdentity]) -> None:
-    """Wait until one of the processes has ended; returns at once where one has."""
+def wait_for_any(processes: Iterable[ProcessIdentity], seconds: float | None = None) -> None:
+    """Wait until one of the processes has ended, or for `seconds`; returns at once where one has."""
     with ExitStack() as stack:
         poll = select.poll()
         for process in processes:
@@ -114,7 +115,7 @@ def wait_for_any(processes: Iterable[ProcessIdentity]) -> None:
             if ProcessIdentity.of(process.pid) != process:
                 return
             poll.register(descriptor, select.POLLIN)
-        poll.poll()
+        poll.poll(None if seconds is None else math.ceil(seconds * 1000))
 
 
 def tethered(

@@ -1,8 +1,7 @@
 """Keep a stack running: one supervisor a state directory, which starts again what ends and stops all of it at the end.
 
-Every process ends with the supervisor, `kill -9` included (`embedded.tether`). A program that was killed is started
-again; one that says its config is wrong (exit code 78), or that ends again and again, ends the supervisor too. Each
-program has a budget of its own: a Postgres that takes the worker along must not use up the daemon's.
+Every process ends with the supervisor, `kill -9` included (`embedded.tether`). A program that ends is started again;
+one that keeps ending is started ever later, at most after a minute, and the others stay up meanwhile.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -21,9 +19,9 @@ from cli.stack.stack import Stack
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import wait_for_any
 
-_RESTARTS: Final = 5
-_RESTART_SECONDS: Final = 60.0
-_PAUSE_SECONDS: Final = 0.5  # between a start that failed and the next
+_STEADY_SECONDS: Final = 60.0  # a program that ran for longer has recovered: its next end is the first again
+_MOST_SECONDS: Final = 60.0  # between an end and the next start
+_LARGEST_POWER: Final = 40  # of two: beyond it every wait is the longest
 
 
 @contextmanager
@@ -50,32 +48,54 @@ def supervisor_of(layout: Layout) -> ProcessIdentity | None:
     return process if process is not None and process.alive else None
 
 
-def keep_running(stack: Stack, say: Callable[[str], None]) -> None:
-    """Start again whatever ends; returns only by an exception: `Fatal`, or the interruption."""
-    ends: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_RESTARTS))
+def keep_running(stack: Stack, say: Callable[[str], None], *, first_seconds: float = 0.5) -> None:
+    """Start again whatever ends, until an exception comes: the interruption.
+
+    A program that ends again and again is started ever later, at first after `first_seconds`; the others stay up.
+    """
+    watched = [_Watched(program, first_seconds) for program in stack.programs]
     while True:
-        running = [process for program in stack.programs if (process := program.process) is not None]
-        if len(running) == len(stack.programs):  # else one has ended while another was started again
-            wait_for_any(running)
-        for program in stack.programs:
-            if program.process is None:
-                _refuse_to_restart(program, ends[program.name])
-                say(f"{program.name} ended; it is started again")
-                _start_again(program, say)
+        running = [process for each in watched if (process := each.program.process) is not None]
+        due = [each.due(say) for each in watched if each.program.process is None]
+        if len(running) + len(due) == len(watched):  # else one has ended meanwhile
+            wait_for_any(running, max(0.0, min(due) - time.monotonic()) if due else None)
+        for each in watched:
+            each.start_again(say)
 
 
-def _start_again(program: EmbeddedServer, say: Callable[[str], None]) -> None:
-    """Start a program; one that does not start is one more end of it, and the others keep running meanwhile."""
-    try:
-        program.start()
-    except EmbeddedError as error:
-        say(str(error))
-        time.sleep(_PAUSE_SECONDS)
+class _Watched:
+    """A program, how often it has ended in a row, and when it may be started again."""
 
+    def __init__(self, program: EmbeddedServer, first_seconds: float) -> None:
+        self.program = program
+        self._first = first_seconds
+        self._ends = 0
+        self._started = time.monotonic()
+        self._due: float | None = None
 
-def _refuse_to_restart(program: EmbeddedServer, ends: deque[float]) -> None:
-    if program.exit_code == Exit.CONFIG:
-        raise Fatal(Exit.CONFIG, f"{program.name} refuses its config; see {program.log_file}")
-    ends.append(time.monotonic())
-    if len(ends) == _RESTARTS and ends[-1] - ends[0] < _RESTART_SECONDS:
-        raise Fatal(Exit.FAILED, f"{program.name} ends again and again; see {program.log_file}")
+    def due(self, say: Callable[[str], None]) -> float:
+        """Return when the program, which has ended, is started again (monotonic seconds); its end is noted once."""
+        if self._due is None:
+            now = time.monotonic()
+            self._ends = 1 if now - self._started > _STEADY_SECONDS else self._ends + 1
+            wait = self._wait()
+            self._due = now + wait
+            when = f"again in {wait:g} s (end {self._ends} in a row; see {self.program.log_file})" if wait else "again"
+            say(f"{self.program.name} ended; it is started {when}")
+        return self._due
+
+    def _wait(self) -> float:
+        """Return the seconds between this end and the next start: none at first, then doubled each time."""
+        doublings = min(self._ends - 2, _LARGEST_POWER)
+        return 0.0 if self._ends == 1 else min(_MOST_SECONDS, self._first * 2**doublings)
+
+    def start_again(self, say: Callable[[str], None]) -> None:
+        """Start the program where its time has come; one that does not start has ended once more."""
+        if self._due is None or time.monotonic() < self._due:
+            return
+        self._due = None
+        self._started = time.monotonic()
+        try:
+            self.program.start()
+        except EmbeddedError as error:
+            say(str(error))

@@ -182,6 +182,23 @@ def test_a_killed_process_is_started_again(stack: Stack, name: str) -> None:
     assert done.returncode == 0, done.stderr + stack.layout.log_file.read_text()
 
 
+def test_status_names_the_log_of_a_program_that_has_ended(stack: Stack) -> None:
+    supervisor, worker = supervisor_of(stack.layout), stack.worker.process
+    assert supervisor is not None
+    assert worker is not None
+    supervisor.send(signal.SIGSTOP)  # so that it is not started again at once
+    try:
+        assert worker.send(signal.SIGKILL)
+        assert wait_until(lambda: stack.worker.process is None, SECONDS)
+        done = run("status", "--state", str(stack.layout.state), "--json")
+    finally:
+        supervisor.send(signal.SIGCONT)
+    rows = {row["process"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert (rows["worker"]["state"], done.returncode) == ("stopped", 69)
+    assert rows["worker"]["problem"] == f"it ended, and is started again; see {stack.worker.log_file}"
+    assert wait_until(lambda: stack.worker.process not in {None, worker}, SECONDS)
+
+
 def test_killed_with_9_nothing_keeps_running_and_started_again_it_carries_on(stack: Stack) -> None:
     run("send", "topic:orders", "before", "--id", "up-before", "--wait", environ=environment(stack.layout))
     supervisor = supervisor_of(stack.layout)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from chassis.exits import Fatal
 from cli.stack.supervisor import keep_running
 from embedded import EmbeddedError, ProcessIdentity
 
@@ -65,9 +64,9 @@ def programs() -> Iterator[list[Sleeper]]:
 def supervise(programs: list[Sleeper]) -> list[str]:
     """Keep them running, and return what the supervisor said until it ended."""
     said: list[str] = []
-    with pytest.raises((Enough, Fatal)) as ended:
-        keep_running(SimpleNamespace(programs=programs), said.append)
-    return [*said, str(ended.value)]
+    with pytest.raises(Enough):
+        keep_running(SimpleNamespace(programs=programs), said.append, first_seconds=0.01)
+    return said
 
 
 def test_a_program_that_ends_while_another_is_started_again_is_started_too(programs: list[Sleeper]) -> None:
@@ -79,21 +78,25 @@ def test_a_program_that_ends_while_another_is_started_again_is_started_too(progr
     assert (broker.starts, daemon.starts) == (2, 2)
 
 
-def test_a_program_that_ends_again_and_again_ends_the_supervisor(programs: list[Sleeper]) -> None:
-    broker, _ = programs
-    broker.on_start = broker.kill
-    broker.kill()
-    assert "broker ends again and again" in supervise(programs)[-1]
-
-
-def test_each_program_may_end_as_often_as_if_it_were_alone(programs: list[Sleeper]) -> None:
-    """Four ends each are below the limit of one program, and would be above it if they were added up."""
+def test_a_program_that_ends_again_and_again_is_started_ever_later_and_the_others_stay_up(
+    programs: list[Sleeper],
+) -> None:
     broker, daemon = programs
-    broker.on_start = lambda: broker.kill() if broker.starts < 5 else daemon.kill()
-    daemon.on_start = lambda: daemon.kill() if daemon.starts < 5 else enough()
+    before = daemon.process
+    broker.on_start = lambda: broker.kill() if broker.starts < 8 else enough()
     broker.kill()
-    supervise(programs)
-    assert (broker.starts, daemon.starts) == (5, 5)
+    said = supervise(programs)
+    waits = [float(line.split("again in ")[1].split()[0]) for line in said if "again in" in line]
+    assert waits == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32]
+    assert (broker.starts, daemon.starts, daemon.process) == (8, 1, before)
+
+
+def test_each_program_ends_on_its_own_account(programs: list[Sleeper]) -> None:
+    broker, daemon = programs
+    broker.on_start = lambda: broker.kill() if broker.starts < 3 else daemon.kill()
+    daemon.on_start = enough
+    broker.kill()
+    assert [line for line in supervise(programs) if "daemon" in line] == ["daemon ended; it is started again"]
 
 
 def test_a_start_that_fails_is_tried_again_and_the_others_keep_running(programs: list[Sleeper]) -> None:
