@@ -19,6 +19,7 @@ import itertools
 import os
 import resource
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -39,7 +40,14 @@ _DESCRIPTORS = 8192
 
 
 def pytest_configure() -> None:
-    """Raise the usual limit of 1024 open files: a test is often both ends of its connections."""
+    """Raise the usual limit of 1024 open files, since a test is often both ends of its connections.
+
+    A shell starts what runs in the background with Ctrl-C ignored, and what that starts inherits it. With a handler
+    that does nothing this process goes on ignoring it, while the programs that tests interrupt have the default.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
 
