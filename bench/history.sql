@@ -16,9 +16,10 @@ WITH sender AS (
   FROM message
 ), known AS (
   INSERT INTO mesh.client_message_dedupe (
-    mesh_id, client_message_id, broker_message_id, history_id, request_fingerprint, destination_kind, destination_ref
+    mesh_id, client_message_id, sender_id, broker_message_id, history_id, request_fingerprint, destination_kind,
+    destination_ref
   )
-  SELECT mesh_id, client_message_id, id, history_id, sha256(client_message_id::bytea), 'topic', 'orders' FROM message
+  SELECT mesh_id, client_message_id, sender_id, id, history_id, sha256(client_message_id::bytea), 'topic', 'orders' FROM message
 )
 INSERT INTO mesh.message_history (
   mesh_id, history_id, broker_message_id, client_message_id, sender_id, destination_kind, destination_id,

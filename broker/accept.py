@@ -13,7 +13,9 @@ went away since). A second run of an accepted message is harmless because of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -25,7 +27,7 @@ from broker.database import unavailable_as_503
 from broker.incoming import Checked, Item, Malformed, check, read_items
 from broker.limiter import Limiter, LimiterClosed
 from broker.metrics import Metrics
-from broker.store import AcceptStore, Candidate, Taken, TokenRevoked, Written
+from broker.store import AcceptStore, Candidate, Taken, TokenRevoked, Unwanted, Wanted, Written
 from postroom.accept import AcceptAnswer, AcceptResponse
 from postroom.errors import Conflict, NotFound, NotPermitted, PostroomError, Problem, TryAgain
 from postroom.fingerprint import prefix
@@ -34,6 +36,7 @@ _log = structlog.get_logger(__name__)
 
 MAX_ROUNDS: Final = 5
 _UNKNOWN_RETRY_SECONDS: Final = 1.0
+_REUSED: Final = "idempotency_key_reused"
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -46,26 +49,45 @@ class Accepting:
         self._limiter = limiter
         self._metrics = metrics
         self._config = config
+        self._at_work: dict[int, set[asyncio.Future[None]]] = {}  # a future per batch, by member
 
-    async def accept(self, sender: Member, body: bytes) -> bytes:
-        """Return the encoded `AcceptResponse` to a batch.
+    async def accept(self, sender: Member, body: bytes, wanted: Wanted = lambda: True) -> bytes:
+        """Return the encoded `AcceptResponse` to a batch; nothing more is written once it is not `wanted`.
 
         Raises `PostroomError` where the request fails as a whole: 400 and 413 for a batch that can't be read, 401 for a
         token revoked meanwhile, 503 where nothing is known about any of its messages.
         """
-        with self._metrics.accept_seconds.time():
+        with self._metrics.accept_seconds.time(), self._noted(sender):
             batch = _Batch(read_items(body, self._config.max_batch), self._metrics)
             self._metrics.batch_messages.observe(len(batch.answers))
             for _ in range(MAX_ROUNDS):
-                await self._round(sender, batch)
+                await self._round(sender, batch, wanted)
                 if not batch.waiting:
                     break
             batch.give_up()
             return _encode(AcceptResponse(answers=batch.in_order()))
 
-    async def _round(self, sender: Member, batch: _Batch) -> None:
+    async def until_ended(self, sender: Member) -> None:
+        """Wait until the member's batches that are at work now have ended."""
+        if at_work := self._at_work.get(sender.member_id):
+            await asyncio.wait(set(at_work))
+
+    @contextmanager
+    def _noted(self, sender: Member) -> Iterator[None]:
+        ended = asyncio.get_running_loop().create_future()
+        at_work = self._at_work.setdefault(sender.member_id, set())
+        at_work.add(ended)
+        try:
+            yield
+        finally:
+            ended.set_result(None)
+            at_work.discard(ended)
+            if not at_work:
+                self._at_work.pop(sender.member_id, None)
+
+    async def _round(self, sender: Member, batch: _Batch, wanted: Wanted) -> None:
         async with unavailable_as_503():
-            batch.settle_taken(await self._store.find(sender.mesh_id, batch.waiting_ids()))
+            batch.settle_taken(sender, await self._store.find(sender.mesh_id, batch.waiting_ids()))
         batch.settle_refused()
         batch.check(self._config.max_inline_bytes)
         await self._limit(sender, batch)
@@ -74,7 +96,10 @@ class Accepting:
             return
         try:
             with self._metrics.write_seconds.time():
-                written = await self._store.write(sender, candidates)
+                written = await self._store.write(sender, candidates, wanted)
+        except Unwanted:
+            sentence = "the caller gave up before anything was written: send the batch again under the same ids"
+            raise TryAgain.of(503, "given_up", sentence, retryable=True, retry_after=1.0) from None
         except TokenRevoked:
             raise NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it was revoked") from None
         except Exception as error:  # noqa: BLE001 - whatever it was, the batch may have been committed
@@ -99,7 +124,7 @@ class Accepting:
         kind, sqlstate = type(error).__name__, getattr(error, "sqlstate", None)  # its text may quote a row
         _log.warning("accept_outcome_unknown", messages=len(batch.waiting), error=kind, sqlstate=sqlstate)
         async with unavailable_as_503():
-            batch.settle_taken(await self._store.find(sender.mesh_id, batch.waiting_ids()))
+            batch.settle_taken(sender, await self._store.find(sender.mesh_id, batch.waiting_ids()))
         batch.fail_waiting(
             TryAgain.of(
                 503,
@@ -131,14 +156,11 @@ class _Batch:
         """Return the ids of the messages that have no answer."""
         return {item.client_message_id for item in self.waiting}
 
-    def settle_taken(self, taken: dict[str, Taken]) -> None:
+    def settle_taken(self, sender: Member, taken: dict[str, Taken]) -> None:
         """B0: answer 200 or 409 to every message whose id is taken."""
         for item in self._take_waiting(set(taken)):
-            row = taken[item.client_message_id]
-            if row.request_fingerprint == item.fingerprint:
-                self._answer("b0", item, _duplicate(item, row))
-            else:
-                self._answer_problem("b0", item, _conflict(item, row).problem)
+            answer = answer_taken(sender, item.client_message_id, item.fingerprint, taken[item.client_message_id])
+            self._answer("b0", item, answer)
 
     def settle_refused(self) -> None:
         """Answer what its destination refused in the round before, now that B0 found no other answer."""
@@ -233,10 +255,19 @@ def _accepted(item: Item, broker_message_id: str, history_id: int) -> AcceptAnsw
     )
 
 
-def _duplicate(item: Item, row: Taken) -> AcceptAnswer:
+def answer_taken(sender: Member, client_message_id: str, fingerprint: bytes, row: Taken) -> AcceptAnswer:
+    """Answer for an id that `row` holds: 200 for the very message, 409 for another one, or for another member's."""
+    if row.sender_id == sender.member_id and row.request_fingerprint == fingerprint:
+        return _duplicate(client_message_id, row)
+    refuse = _another_members if row.sender_id != sender.member_id else _conflict
+    problem = refuse(client_message_id, row).problem
+    return AcceptAnswer(status=problem.status, client_message_id=client_message_id, problem=problem)
+
+
+def _duplicate(client_message_id: str, row: Taken) -> AcceptAnswer:
     return AcceptAnswer(
         status=200,
-        client_message_id=item.client_message_id,
+        client_message_id=client_message_id,
         broker_message_id=str(row.broker_message_id),
         history_id=row.history_id,
         duplicate=True,
@@ -245,11 +276,22 @@ def _duplicate(item: Item, row: Taken) -> AcceptAnswer:
     )
 
 
-def _conflict(item: Item, row: Taken) -> Conflict:
+def _another_members(client_message_id: str, _row: Taken) -> Conflict:
+    """Say that the id is taken, and nothing of the other member's message, whatever this one's content is."""
     return Conflict.of(
         409,
-        "idempotency_key_reused",
-        f"the id {item.client_message_id} was accepted with other content: send this message under an id of its own",
+        _REUSED,
+        f"the id {client_message_id} was used before by another member of the mesh: "
+        "send this message under an id of its own",
+        conflict="id_of_another_member",
+    )
+
+
+def _conflict(client_message_id: str, row: Taken) -> Conflict:
+    return Conflict.of(
+        409,
+        _REUSED,
+        f"the id {client_message_id} was accepted with other content: send this message under an id of its own",
         conflict="request_fingerprint_mismatch",
         broker_fingerprint_prefix=prefix(row.request_fingerprint),
     )

@@ -16,13 +16,22 @@ from broker.config import BrokerConfig
 from broker.database import Database
 from broker.history import History
 from broker.limiter import Limiter
+from broker.lookup import LookUp
 from broker.metrics import CONTENT_TYPE, Metrics
-from broker.requests import CONFIG, read_body
+from broker.requests import CONFIG, decode_body, read_body
 from broker.webhooks import Webhooks
 from chassis.routes import Route, application, json_response, openapi
 from delivery.http.addresses import Guard
 from postroom import administration as api
-from postroom.accept import AcceptBatch, AcceptResponse, DedupeFeature, Features, PayloadFeature, RateLimitFeature
+from postroom.accept import (
+    AcceptBatch,
+    AcceptedQuery,
+    AcceptResponse,
+    DedupeFeature,
+    Features,
+    PayloadFeature,
+    RateLimitFeature,
+)
 from postroom.errors import TryAgain
 
 _READY_SECONDS: Final = 2.0
@@ -64,6 +73,9 @@ def routes(services: Services) -> list[Route]:
         Route(method="POST", path="/v1/accept", handler=accept.accept, access="member",
               summary="Accept a batch of messages from one member; an answer per message, in order",
               body=AcceptBatch, answers={200: AcceptResponse}, problems=(400, 401, 403, 408, 413, 415, 503)),
+        Route(method="POST", path="/v1/accepted", handler=accept.accepted, access="member",
+              summary="Ask which of the member's own messages were accepted; writes nothing, costs no unit of a limit",
+              body=AcceptedQuery, answers={200: AcceptResponse}, problems=(400, 401, 403, 408, 413, 415, 503)),
         Route(method="GET", path="/v1/features", handler=accept.features, access="member",
               summary="What this broker does, and for whom the token speaks",
               answers={200: Features}, problems=(401, 403, 503)),
@@ -132,6 +144,7 @@ class _Accept:
     def __init__(self, services: Services) -> None:
         self._config = services.config
         self._accepting = services.accepting
+        self._look_up = LookUp(services.database, services.accepting)
         self._in_flight = 0
 
     async def accept(self, request: web.Request) -> web.Response:
@@ -141,10 +154,16 @@ class _Accept:
             raise TryAgain.of(503, "overloaded", sentence, retryable=True, retry_after=1.0)
         self._in_flight += 1
         try:
-            answer = await self._accepting.accept(member_of(request), await read_body(request))
+            body = await read_body(request)
+            answer = await self._accepting.accept(member_of(request), body, lambda: _waits(request))
         finally:
             self._in_flight -= 1
         return web.Response(body=answer, content_type="application/json")
+
+    async def accepted(self, request: web.Request) -> web.Response:
+        """`POST /v1/accepted`."""
+        asked = await decode_body(request, AcceptedQuery)
+        return json_response(await self._look_up.accepted(member_of(request), asked))
 
     async def features(self, request: web.Request) -> web.Response:
         """`GET /v1/features`."""
@@ -169,6 +188,11 @@ class _Accept:
                 ),
             )
         )
+
+
+def _waits(request: web.Request) -> bool:
+    """Tell whether the caller's connection is open: whoever gave up has closed it."""
+    return request.transport is not None and not request.transport.is_closing()
 
 
 class _Control:

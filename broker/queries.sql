@@ -1,8 +1,17 @@
 -- name: find_accepted
 -- B0: the dedupe rows that already hold some of these ids.
-SELECT client_message_id, broker_message_id, history_id, request_fingerprint, first_seen_at, history_available
+SELECT client_message_id, sender_id, broker_message_id, history_id, request_fingerprint, first_seen_at,
+  history_available
 FROM mesh.client_message_dedupe
 WHERE mesh_id = $1 AND client_message_id = ANY ($2::text[]);
+
+-- name: accepts_under_way
+-- Of these transactions (null: of all) those that write dedupe rows and have not ended, as an array: an accept holds the
+-- table's lock from its first step to its commit.
+SELECT array_agg(DISTINCT virtualtransaction) FROM pg_locks
+WHERE locktype = 'relation' AND relation = 'mesh.client_message_dedupe'::regclass AND mode = 'RowExclusiveLock'
+  AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND ($1::text[] IS NULL OR virtualtransaction = ANY ($1));
 
 -- name: accept
 -- B2 and B3 of a whole batch in one statement, which is one transaction: it commits all of its rows or none.
@@ -75,10 +84,10 @@ WITH sender AS MATERIALIZED (
   FROM judged, counter WHERE refusal IS NULL
 ), claimed AS (
   INSERT INTO mesh.client_message_dedupe (
-    mesh_id, client_message_id, broker_message_id, history_id, request_fingerprint,
+    mesh_id, client_message_id, sender_id, broker_message_id, history_id, request_fingerprint,
     destination_kind, destination_ref, expires_at
   )
-  SELECT mesh_id, client_message_id, broker_message_id, history_id, request_fingerprint,
+  SELECT mesh_id, client_message_id, sender_id, broker_message_id, history_id, request_fingerprint,
     destination_kind, destination_ref, now() + $5::interval
   FROM numbered ORDER BY client_message_id
   ON CONFLICT DO NOTHING

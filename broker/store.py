@@ -7,7 +7,7 @@ transaction open, and a batch is in the tables whole or not at all.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -39,6 +39,7 @@ class Candidate(NamedTuple):
 class Taken(NamedTuple):
     """The dedupe row that holds an id."""
 
+    sender_id: int
     broker_message_id: UUID
     history_id: int
     request_fingerprint: bytes
@@ -62,6 +63,15 @@ class TokenRevoked(Exception):
     """The sender's token stopped being valid between the request and the transaction; nothing was written."""
 
 
+class Unwanted(Exception):
+    """The caller gave up before the transaction; nothing was written."""
+
+
+Wanted = Callable[[], bool]
+"""Whether somebody still waits for the answer. What nobody waits for is not written: its sender posts it again, or asks
+whether it was accepted, and is to be told no only where that stays true."""
+
+
 class AcceptStore:
     """The accept transaction and its look-up, on the accepting pool."""
 
@@ -78,14 +88,17 @@ class AcceptStore:
             rows = await connection.fetch(QUERIES["find_accepted"], mesh_id, list(client_message_ids))
         return {row[0]: Taken(*row[1:]) for row in rows}
 
-    async def write(self, sender: Member, candidates: Sequence[Candidate]) -> list[Written]:
+    async def write(self, sender: Member, candidates: Sequence[Candidate], wanted: Wanted) -> list[Written]:
         """Commit what can be accepted of `candidates`, whose ids are distinct; one transaction, all of it or nothing.
 
-        Raises `TokenRevoked`, or whatever Postgres and the connection fail with: the outcome is then unknown.
+        Raises `Unwanted` and `TokenRevoked`; after whatever else Postgres and the connection raise, the outcome is
+        unknown.
         """
         minted = self._ids.mint(len(candidates))
         values = self._values(sender, candidates, minted)
         async with self._turn(sender.mesh_id), self._pool.acquire(timeout=_WAIT_SECONDS) as connection:
+            if not wanted():
+                raise Unwanted
             rows = await connection.fetch(QUERIES["accept"], *values)
         if not rows:
             raise TokenRevoked

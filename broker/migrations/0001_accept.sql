@@ -72,11 +72,13 @@ CREATE TABLE mesh.queue (
 
 -- What one accept writes, all of it or nothing -----------------------------------------------------------------------
 
--- Exists exactly for the messages that committed. With history_available = false it is the tombstone of a message that
--- retention deleted; expires_at is null where the broker recognises ids for ever.
+-- Exists exactly for the messages that committed. An id is the whole mesh's, and belongs to the sender that used it
+-- first. With history_available = false it is the tombstone of a message that retention deleted; expires_at is null
+-- where the broker recognises ids for ever.
 CREATE TABLE mesh.client_message_dedupe (
   mesh_id integer NOT NULL,
   client_message_id text COLLATE "C" NOT NULL CHECK (length(client_message_id) BETWEEN 1 AND 128),
+  sender_id integer NOT NULL,
   broker_message_id uuid NOT NULL,
   history_id bigint NOT NULL CHECK (history_id > 0),
   request_fingerprint bytea NOT NULL CHECK (octet_length(request_fingerprint) = 32),

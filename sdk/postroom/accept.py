@@ -1,4 +1,4 @@
-"""What a daemon and a broker say to each other: `POST /v1/accept` and `GET /v1/features` (spec accept.md)."""
+"""What a daemon and a broker say to each other: `POST /v1/accept` and `/v1/accepted`, `GET /v1/features`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,24 @@ class AcceptBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[AcceptItem], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
 
+class SentMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A message as a look-up names it: by its id and its fingerprint (64 hex digits)."""
+
+    client_message_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:~-]{1,128}$(?!\\n)")]
+    request_fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$(?!\\n)")]
+
+
+class AcceptedQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/accepted`: the member's own messages that it asks after."""
+
+    messages: Annotated[list[SentMessage], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
+
+
 class AcceptAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The broker's answer for one message, in the order of the request.
 
-    `status` 201 (new) and 200 (duplicate) carry the ids; anything else carries `problem`.
+    `status` 201 (new) and 200 (duplicate) carry the ids; anything else carries `problem`. To a look-up it is 200, 404
+    (`not_accepted`) or 409 (the id is another message's, or another member's).
     """
 
     status: int
@@ -58,7 +72,7 @@ class AcceptAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class AcceptResponse(msgspec.Struct, kw_only=True):
-    """The body of a 200 to `POST /v1/accept`: one answer per message."""
+    """The body of a 200 to `POST /v1/accept` and `/v1/accepted`: one answer per message."""
 
     answers: list[AcceptAnswer]
 

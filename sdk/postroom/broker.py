@@ -7,14 +7,15 @@ member with the role `admin` may do within its own mesh.
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import aiohttp
 import msgspec
 
-from postroom.accept import Features
+from postroom.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, Features, SentMessage
 from postroom.administration import (
     BrokerHealth,
     CreateMember,
@@ -46,6 +47,7 @@ from postroom.administration import (
 from postroom.arguments import check_seconds
 from postroom.calls import Calls
 from postroom.peer import Peer
+from postroom.retry import retrying
 from postroom.transport import Transport
 
 
@@ -75,6 +77,16 @@ class BrokerClient(Calls):
     async def features(self) -> Features:
         """Say what the broker does, and for whom the token speaks."""
         return await self._read("/v1/features", Features)
+
+    async def accepted(self, messages: Sequence[SentMessage]) -> list[AcceptAnswer]:
+        """Say which of the member's own messages the broker accepted: an answer per message (at most 1000), in order.
+
+        `status` is 200 with the broker's ids, 404 (`not_accepted`), or 409 for an id that another message has. It
+        changes nothing and costs no unit of a rate limit.
+        """
+        query = AcceptedQuery(messages=list(messages))
+        ask = partial(self._transport.call, "POST", "/v1/accepted", AcceptResponse, body=query)
+        return (await retrying(ask, self._patience())).answers
 
     async def create_mesh(self, slug: str) -> Mesh:
         """Create a mesh; raises `Conflict` where there is one of that name."""

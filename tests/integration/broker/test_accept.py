@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]
@@ -102,10 +104,46 @@ async def test_ids_belong_to_a_mesh_not_to_the_broker(broker: Any, message: Mess
     assert (await broker.member("alice", "other").send_one(message("id-1", body="two"))).status == 201
 
 
-async def test_an_id_is_shared_by_the_members_of_a_mesh(broker: Any, message: Message) -> None:
-    await broker.member("alice").send_one(message("id-1"))
+@pytest.mark.parametrize("body", ["one", "two"])
+async def test_an_id_belongs_to_the_member_who_used_it_first(
+    broker: Any, message: Message, counts: Counts, body: str
+) -> None:
+    first = await broker.member("alice").send_one(message("id-1", body="one"))
+    before = await counts()
+    answer = await broker.member("bob").send_one(message("id-1", body=body))
 
-    assert (await broker.member("bob").send_one(message("id-1"))).status == 200
+    assert (answer.status, answer.problem.code) == (409, "idempotency_key_reused")
+    assert answer.problem.conflict == "id_of_another_member"
+    shown = msgspec.json.encode(answer)
+    told = (
+        first.broker_message_id,
+        "history_id",
+        "first_seen_at",
+        message("id-1", body="one")["request_fingerprint"][:16],
+    )
+    assert not [each for each in told if each.encode() in shown]
+    assert await counts() == before
+
+
+async def test_a_tombstone_still_belongs_to_its_sender(
+    broker: Any, message: Message, tamper: Callable[[str], Awaitable[None]]
+) -> None:
+    await broker.member("alice").send_one(message("id-1"))
+    await tamper("UPDATE mesh.client_message_dedupe SET history_available = false")
+
+    assert (await broker.member("bob").send_one(message("id-1"))).problem.conflict == "id_of_another_member"
+    assert (await broker.member("alice").send_one(message("id-1"))).status == 200
+
+
+async def test_a_member_is_the_same_sender_wherever_it_posts_from_and_with_whichever_token(
+    broker: Any, message: Message, start_broker: Any
+) -> None:
+    alice = broker.member("alice")
+    await alice.send_one(message("id-1"))
+    async with start_broker(broker.services.config) as other:
+        assert (await alice.at(other.url).send_one(message("id-1"))).status == 200
+    rotated = await broker.admin.post("/v1/members/demo/alice/token")
+    assert (await replace(alice, token=rotated.body["token"]).send_one(message("id-1"))).status == 200
 
 
 REFUSED = {

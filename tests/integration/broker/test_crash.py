@@ -134,6 +134,25 @@ async def test_a_commit_whose_answer_was_lost_is_looked_up_before_answering(
     assert await counts() == WHOLE
 
 
+async def test_a_batch_that_failed_is_not_another_members_of_the_same_ids(
+    broker: Any, batch: list[dict[str, Any]], counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alice's batch commits between bob's look-up and bob's write, which fails: what is found there is not bob's."""
+    store = broker.services.accepting._store
+    write = store.write
+
+    async def be_late(*_: Any) -> Any:
+        monkeypatch.setattr(store, "write", write)
+        await broker.member("alice").send(*batch)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(store, "write", be_late)
+    answers = await broker.member("bob").send(*batch)
+
+    assert {(answer.status, answer.problem.conflict) for answer in answers} == {(409, "id_of_another_member")}
+    assert await counts() == WHOLE
+
+
 async def test_a_broker_without_postgres_says_so_and_recovers(
     migrated: Any, own_postgres: Any, start_broker: Any, message: Message
 ) -> None:
