@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from http import HTTPStatus
 from random import Random
 from typing import Final, NamedTuple
 
@@ -80,25 +81,36 @@ def settlement_for(row: ClaimedRow, answer: AcceptAnswer, timing: Timing) -> Set
                 Verdict.DONE,
                 broker_message_id=answer.broker_message_id,
                 history_id=answer.history_id,
+                duplicate=answer.status == HTTPStatus.OK,
             )
         case Outcome.CONFLICT | Outcome.REJECTED:
-            return Settlement(row.row_id, Verdict.DEAD, last_error=_error_text(answer))
+            return Settlement(row.row_id, Verdict.DEAD, last_error=_error_text(answer), answered=True)
         case Outcome.RATE_LIMITED:
-            return _retry(row, answer, _after_limit(row, answer, timing))
-        case _:
-            return _retry(row, answer, timing.backoff(row.attempts + 1))
+            return _retry(row, answer, _after_limit(row, answer, timing), answered=True)
+        case _:  # the broker itself may not know what became of it
+            return _retry(row, answer, timing.backoff(row.attempts + 1), answered=False)
 
 
-def backed_off(row: ClaimedRow, reason: str, timing: Timing) -> Settlement:
-    """Back off the one message that makes every request with it fail."""
+def backed_off(row: ClaimedRow, reason: str, timing: Timing, *, answered: bool | None) -> Settlement:
+    """Back off the one message that makes every request with it fail; `answered` as `returned` has it."""
     due = timing.backoff(row.attempts + 1)
-    return Settlement(row.row_id, Verdict.RETRY, last_error=clean(reason), next_attempt_at=due)
+    return Settlement(row.row_id, Verdict.RETRY, last_error=clean(reason), next_attempt_at=due, answered=answered)
 
 
-def returned(row: ClaimedRow, due_ms: int, reason: str | None = None) -> Settlement:
-    """Give a row back as if it had not been claimed: its request failed as a whole, or was never posted."""
+def returned(row: ClaimedRow, due_ms: int, reason: str | None = None, *, answered: bool | None = None) -> Settlement:
+    """Give a row back as if it had not been claimed: it was never posted, or its request failed as a whole.
+
+    `answered` is False where that request may have taken effect.
+    """
     last_error = None if reason is None else clean(reason)
-    return Settlement(row.row_id, Verdict.RETRY, last_error=last_error, next_attempt_at=due_ms, burns_attempt=False)
+    return Settlement(
+        row.row_id,
+        Verdict.RETRY,
+        last_error=last_error,
+        next_attempt_at=due_ms,
+        burns_attempt=False,
+        answered=answered,
+    )
 
 
 def expired(row: ClaimedRow, max_age_hours: int) -> Settlement:
@@ -107,8 +119,10 @@ def expired(row: ClaimedRow, max_age_hours: int) -> Settlement:
     return Settlement(row.row_id, Verdict.DEAD, last_error=f"expired: {detail}", burns_attempt=False)
 
 
-def _retry(row: ClaimedRow, answer: AcceptAnswer, due_ms: int) -> Settlement:
-    return Settlement(row.row_id, Verdict.RETRY, last_error=_error_text(answer), next_attempt_at=due_ms)
+def _retry(row: ClaimedRow, answer: AcceptAnswer, due_ms: int, *, answered: bool) -> Settlement:
+    return Settlement(
+        row.row_id, Verdict.RETRY, last_error=_error_text(answer), next_attempt_at=due_ms, answered=answered
+    )
 
 
 def _after_limit(row: ClaimedRow, answer: AcceptAnswer, timing: Timing) -> int:

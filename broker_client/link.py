@@ -20,8 +20,16 @@ from broker_client.settings import BrokerClientSettings
 from chassis.backoff import read_retry_after
 from chassis.config import MASK
 from chassis.words import clean
-from outbox.model import ClaimedRow
-from postroom.accept import OVERLOADED, AcceptAnswer, AcceptResponse, Features, RawAcceptItem
+from outbox.model import Accepted, ClaimedRow, Unanswered
+from postroom.accept import (
+    OVERLOADED,
+    AcceptAnswer,
+    AcceptedQuery,
+    AcceptResponse,
+    Features,
+    RawAcceptItem,
+    SentMessage,
+)
 from postroom.administration import Subscribe, Subscription, TopicList
 from postroom.errors import Problem, error_for
 from postroom.ids import is_client_message_id
@@ -31,6 +39,7 @@ T = TypeVar("T")
 
 _LARGEST_HISTORY_ID: Final = 2**63 - 1  # what a column holds
 _ACCEPTED: Final = frozenset({HTTPStatus.OK, HTTPStatus.CREATED})
+_NOT_ACCEPTED: Final = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT})
 _SUCCESS: Final = frozenset({*_ACCEPTED, HTTPStatus.NO_CONTENT})
 _CALLERS_FAULT: Final = frozenset({400, 403, 404, 409, 422})  # of a call passed on, not of our token
 _encode: Final = msgspec.json.Encoder().encode
@@ -78,6 +87,18 @@ class BrokerLink:
         answers = _decoded(reply, _decode_answers).answers
         _check_answers(rows, answers)
         return answers
+
+    async def accepted(self, rows: Sequence[Unanswered]) -> list[Accepted | None]:
+        """Ask which rows the broker accepted: what it has of each, in the order of `rows`; raises `RequestFailed`."""
+        messages = [
+            SentMessage(client_message_id=row.client_message_id, request_fingerprint=row.fingerprint.hex())
+            for row in rows
+        ]
+        query = _encode(AcceptedQuery(messages=messages))
+        reply = self._succeeded(await self._channel.request("POST", "/v1/accepted", query))
+        answers = _decoded(reply, _decode_answers).answers
+        _check_answers(rows, answers)
+        return [_found(answer) for answer in answers]
 
     async def features(self) -> Features:
         """Ask what the broker can do and whom the token speaks for; raises `RequestFailed`."""
@@ -154,7 +175,16 @@ def failure_of(status: int, code: str = "") -> Failure:
             return Failure.GARBAGE
 
 
-def _check_answers(rows: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer]) -> None:
+def _found(answer: AcceptAnswer) -> Accepted | None:
+    """Read the answer of a look-up: only "not there", or "there under another content or member", is a no."""
+    if answer.status in _ACCEPTED and answer.broker_message_id is not None and answer.history_id is not None:
+        return Accepted(answer.broker_message_id, answer.history_id)
+    if answer.status in _NOT_ACCEPTED:
+        return None
+    raise _garbage(f"the broker's answer for {answer.client_message_id} makes no sense")
+
+
+def _check_answers(rows: Sequence[ClaimedRow | Unanswered], answers: Sequence[AcceptAnswer]) -> None:
     if len(answers) != len(rows):
         raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
     for row, answer in zip(rows, answers, strict=True):

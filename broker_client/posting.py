@@ -104,16 +104,17 @@ class Posting:
     ) -> tuple[list[Outcome], list[Settlement]]:
         now = self._clock()
         reason = f"{error.code}: {error.problem.detail}"
-        _, suspicious, _, busy = REACTIONS[error.failure]
+        _, suspicious, _, busy, untaken = REACTIONS[error.failure]
+        answered = None if untaken else False
         to_blame = suspicious and self.suspects.failed(batch, self._availability.answered)
         if to_blame and len(batch) == 1:
             _log.warning("message_backed_off", client_message_id=batch[0].client_message_id, reason=reason)
             timing = Timing(now, self._rng, self._settings)
-            return [Outcome.FAILED], [backed_off(batch[0], reason, timing)]
+            return [Outcome.FAILED], [backed_off(batch[0], reason, timing, answered=answered)]
         if not to_blame:
             self._availability.failed(error, flight, now)
         due = now if to_blame or busy else self._due_after_pause(now, suspicious=suspicious)
-        return [Outcome.RETURNED] * len(batch), [returned(row, due, reason) for row in batch]
+        return [Outcome.RETURNED] * len(batch), [returned(row, due, reason, answered=answered) for row in batch]
 
     def _due_after_pause(self, now: int, *, suspicious: bool) -> int:
         """Return when a batch that failed is due: after the pause, suspects a little later than the probe."""

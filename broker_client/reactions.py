@@ -20,25 +20,27 @@ class Reaction(NamedTuple):
 
     `degraded`: health says so, with the reason: an operator has to act. `suspicious`: the batch itself may be the
     cause, so it is halved. `recheck`: another broker may come back, so its features are asked for again. `busy`: the
-    broker works, and asks for less at once.
+    broker works, and asks for less at once. `untaken`: the broker took nothing of the request, since it did not arrive
+    or was refused whole.
     """
 
     degraded: bool = False
     suspicious: bool = False
     recheck: bool = False
     busy: bool = False
+    untaken: bool = False
 
 
 REACTIONS: Final[dict[Failure, Reaction]] = {
-    Failure.UNREACHABLE: Reaction(recheck=True),
+    Failure.UNREACHABLE: Reaction(recheck=True, untaken=True),
     Failure.TIMED_OUT: Reaction(suspicious=True),
     Failure.BROKEN_OFF: Reaction(suspicious=True),
     Failure.GARBAGE: Reaction(suspicious=True),
     Failure.SERVER_ERROR: Reaction(suspicious=True),
-    Failure.REFUSED: Reaction(suspicious=True),
-    Failure.NOT_NOW: Reaction(busy=True),
-    Failure.OVERLOADED: Reaction(busy=True),
-    Failure.NOT_PERMITTED: Reaction(degraded=True, recheck=True),
+    Failure.REFUSED: Reaction(suspicious=True, untaken=True),
+    Failure.NOT_NOW: Reaction(busy=True, untaken=True),
+    Failure.OVERLOADED: Reaction(busy=True, untaken=True),
+    Failure.NOT_PERMITTED: Reaction(degraded=True, recheck=True, untaken=True),
 }
 
 

@@ -77,6 +77,7 @@ class Relay:
         self._ready_flight = 0
         self._claim: asyncio.Task[list[ClaimedRow]] | None = None
         self._posts: dict[asyncio.Task[None], Batch] = {}
+        self._broken_off: list[ClaimedRow] = []  # posted, and not waited for
         self._crash: BaseException | None = None
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -258,7 +259,7 @@ class Relay:
     def _ended(self, task: asyncio.Task[None]) -> None:
         batch = self._posts.pop(task)
         if task.cancelled():
-            self._ready.append(batch)
+            self._broken_off += batch
         elif (error := task.exception()) is not None:
             self._crash = error
         self._wake.set()
@@ -317,10 +318,18 @@ class Relay:
             if self._claim is not None:
                 rows += await self._claim
                 self._claim = None
-            if rows:
-                await self._outbox.settle([returned(row, self._clock()) for row in rows])
+            now = self._clock()
+            settlements = [returned(row, now) for row in rows]
+            settlements += [returned(row, now, answered=False) for row in self._broken_off]
+            if settlements:
+                await self._outbox.settle(settlements)
         except PostroomError as error:
-            _log.warning("rows_left_inflight", rows=len(rows), code=error.code, advice="the next start takes them back")
+            _log.warning(
+                "rows_left_inflight",
+                rows=len(rows) + len(self._broken_off),
+                code=error.code,
+                advice="the next start takes them back",
+            )
 
 
 async def _first_of(*waits: Awaitable[Any]) -> None:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 app = noun("See and repair what the daemon keeps.")
 
+Force = Annotated[
+    bool, typer.Option("--force", help="Also rows that the broker may have accepted, while it cannot be asked.")
+]
 Limit = Annotated[int, typer.Option(min=1, help="How many rows to show.")]
 
 
@@ -97,6 +100,7 @@ def requeue(
     older_than: OlderThan = None,
     held: Held = None,
     reason: Reason = None,
+    force: Force = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
@@ -111,12 +115,19 @@ def requeue(
             everything, status=status, destination=destination, code=code, older_than=older_than, held=held
         )
         why = reason_or_ask(reason, dry_run=dry_run)
-        repair_rows("requeue", socket, wanted, rows, reason=why, yes=yes, dry_run=dry_run, as_json=as_json)
+        repair_rows("requeue", socket, wanted, rows, reason=why, yes=yes, dry_run=dry_run, as_json=as_json, force=force)
         return
     if len(wanted) != 1 or everything or dry_run:
         raise Fatal(Exit.USAGE, "--new-client-id and --patch-payload are for exactly one row, and without --dry-run")
     _requeue_changed(
-        socket, wanted[0], new_client_id, patch_payload, reason=reason_or_ask(reason), yes=yes, as_json=as_json
+        socket,
+        wanted[0],
+        new_client_id,
+        patch_payload,
+        reason=reason_or_ask(reason),
+        yes=yes,
+        as_json=as_json,
+        force=force,
     )
 
 
@@ -129,14 +140,40 @@ def _requeue_changed(
     reason: str,
     yes: bool,
     as_json: bool,
+    force: bool,
 ) -> None:
     message: SendRequest | None = None if patch_payload is None else read_patch(patch_payload)
     confirm(f"Requeue {row_id}?", yes=yes)
 
     async def work(client: AsyncClient) -> OutboxRow:
-        return await client.requeue(row_id, reason=reason, new_client_message_id=new_client_id, message=message)
+        return await client.requeue(
+            row_id, reason=reason, new_client_message_id=new_client_id, message=message, force=force
+        )
 
     show_row("requeue", row_id, with_daemon(socket, work), as_json=as_json)
+
+
+@app.command()
+def abort(
+    *,
+    ids: Ids = None,
+    everything: All = False,
+    status: Status = None,
+    destination: Destination = None,
+    code: Code = None,
+    older_than: OlderThan = None,
+    held: Held = None,
+    reason: Reason = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Retire dead or pending rows without a successor."""
+    rows = _filter_of(everything, status=status, destination=destination, code=code, older_than=older_than, held=held)
+    why, wanted = reason_or_ask(reason, dry_run=dry_run), chosen_ids(ids)
+    repair_rows("abort", socket, wanted, rows, reason=why, yes=yes, dry_run=dry_run, as_json=as_json, force=force)
 
 
 def _register(verb: Verb, summary: str) -> None:
@@ -166,7 +203,6 @@ def _register(verb: Verb, summary: str) -> None:
     app.command(verb, help=summary)(command)
 
 
-_register("abort", "Retire dead or pending rows without a successor.")
 _register("hold", "Keep pending rows back until they are released.")
 _register("release", "Let held rows go.")
 _register("flush", "Try waiting rows now, whatever their backoff says.")

@@ -38,6 +38,7 @@ def repair_rows(
     yes: bool,
     dry_run: bool,
     as_json: bool,
+    force: bool = False,
 ) -> None:
     """Use `verb` on the rows named by `ids`, or on all that `rows` matches; exit code 1 where it failed for some."""
     from msgspec.structs import replace  # noqa: PLC0415
@@ -45,13 +46,15 @@ def repair_rows(
     if bool(ids) == (rows is not None):
         raise Fatal(Exit.USAGE, f"name the rows to {verb}, or use --all with filters")
     if len(ids) == 1 and not dry_run:
-        repair_one(verb, socket, ids[0], reason=reason, yes=yes, as_json=as_json)
+        repair_one(verb, socket, ids[0], reason=reason, yes=yes, as_json=as_json, force=force)
         return
     filters = [rows] if rows is not None else _portions(ids)
     result = _together(_bulk(verb, socket, each, reason=reason, dry_run=True) for each in filters)
     if not dry_run:
         confirm(f"{verb.capitalize()} {len(result.done)} of {result.matched} rows?", yes=yes)
-        done = _together(_bulk(verb, socket, each, reason=reason, dry_run=False) for each in _portions(result.done))
+        done = _together(
+            _bulk(verb, socket, each, reason=reason, dry_run=False, force=force) for each in _portions(result.done)
+        )
         result = replace(
             done, matched=result.matched, skipped=result.skipped + done.skipped, failed=result.failed + done.failed
         )
@@ -65,7 +68,9 @@ def repair_rows(
         raise SystemExit(Exit.FAILED)
 
 
-def repair_one(verb: Verb, socket: Path | None, row_id: str, *, reason: str, yes: bool, as_json: bool) -> None:
+def repair_one(
+    verb: Verb, socket: Path | None, row_id: str, *, reason: str, yes: bool, as_json: bool, force: bool
+) -> None:
     """Use a verb other than a patched requeue on one row, and show the row that came of it."""
     if verb in ASKS:
         confirm(f"{verb.capitalize()} {row_id}?", yes=yes)
@@ -73,9 +78,9 @@ def repair_one(verb: Verb, socket: Path | None, row_id: str, *, reason: str, yes
     async def work(client: AsyncClient) -> OutboxRow:
         match verb:
             case "requeue":
-                return await client.requeue(row_id, reason=reason)
+                return await client.requeue(row_id, reason=reason, force=force)
             case "abort":
-                return await client.abort(row_id, reason=reason)
+                return await client.abort(row_id, reason=reason, force=force)
             case "hold":
                 return await client.hold(row_id, reason=reason)
             case "release":
@@ -103,9 +108,13 @@ def _portions(ids: Sequence[str]) -> list[RowFilter]:
     return [RowFilter(ids=list(ids[i : i + MAX_IDS])) for i in range(0, len(ids), MAX_IDS)]
 
 
-def _bulk(verb: Verb, socket: Path | None, rows: RowFilter, *, reason: str, dry_run: bool) -> BulkResult:
+def _bulk(
+    verb: Verb, socket: Path | None, rows: RowFilter, *, reason: str, dry_run: bool, force: bool = False
+) -> BulkResult:
     return with_daemon(
-        socket, lambda client: client.bulk(verb, rows, reason=reason, dry_run=dry_run), timeout=BULK_SECONDS
+        socket,
+        lambda client: client.bulk(verb, rows, reason=reason, dry_run=dry_run, force=force),
+        timeout=BULK_SECONDS,
     )
 
 

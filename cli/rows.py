@@ -87,6 +87,8 @@ def _described(row: OutboxRow) -> list[tuple[str, Any]]:
         ("delivered", row.delivered_at),
         ("broker message id", row.broker_message_id),
         ("history id", row.history_id),
+        ("duplicate", "the broker had accepted it before" if row.duplicate else None),
+        ("unanswered", row.unanswered_at),
         ("aborted", row.aborted_at),
         ("aborted by", row.aborted_by),
         ("superseded by", row.superseded_by),

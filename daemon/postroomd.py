@@ -68,7 +68,7 @@ class Postroomd:
         state = state_directory(config)
         async with AsyncExitStack() as undo:
             link = await undo.enter_async_context(BrokerLink(config.broker))
-            outbox = await undo.enter_async_context(await Outbox.open(state, config.outbox))
+            outbox = await undo.enter_async_context(await Outbox.open(state, config.outbox, look_up=link.accepted))
             relay = Relay(outbox, link, config.relay, state_directory=state, mesh=config.mesh)
             receiver = _receiver(config, state, relay)
             services = _services(config, outbox, link, relay, receiver)

@@ -16,6 +16,8 @@ from postroom.errors import InvalidMessage
 from postroom.message import PreparedSend, SendRequest, check_client_message_id, prepare_request
 from postroom.operations import (
     MAX_PAGE,
+    RETIRING,
+    AbortRequest,
     BulkRequest,
     ListQuery,
     PruneRequest,
@@ -72,13 +74,15 @@ class OutboxDesk:
             reason=asked.reason,
             new_client_message_id=asked.new_client_message_id,
             patch=patch,
+            force=asked.force,
         )
         return json_answer(row)
 
     async def abort(self, request: Request) -> web.StreamResponse:
         """Retire a row for good, without a successor."""
-        why = (await self._body(request, ReasonRequest)).reason
-        return json_answer(await self._outbox.abort(_id(request), caller=request.caller, reason=why))
+        asked = await self._body(request, AbortRequest)
+        row = await self._outbox.abort(_id(request), caller=request.caller, reason=asked.reason, force=asked.force)
+        return json_answer(row)
 
     async def hold(self, request: Request) -> web.StreamResponse:
         """Keep a pending row back until it is released."""
@@ -107,11 +111,15 @@ class OutboxDesk:
 
         async def handle(request: Request) -> web.StreamResponse:
             asked = await self._body(request, BulkRequest)
+            if asked.force and verb not in RETIRING:
+                detail = f"force is for what retires rows, {' and '.join(sorted(RETIRING))}: leave it out"
+                raise InvalidMessage.of(400, "invalid_field", detail, field="force")
             result = await self._outbox.bulk(
                 verb,
                 asked.filter,
                 caller=request.caller,
                 reason=asked.reason,
+                force=asked.force,
                 dry_run=asked.dry_run,
                 cursor=asked.cursor,
             )

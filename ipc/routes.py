@@ -18,6 +18,7 @@ from ipc.topics import Topics
 from postroom.administration import Subscription, TopicList
 from postroom.message import SendRequest
 from postroom.operations import (
+    AbortRequest,
     BulkRequest,
     ListQuery,
     PauseRequest,
@@ -71,7 +72,7 @@ def routes(services: Services) -> list[Route]:
         _route("POST", "/v1/outbox/{id}/requeue", outbox.requeue, OPERATOR, "retire a row, send its message anew",
                body=RequeueRequest, answers={200: OutboxRow}, problems=_VERB),
         _route("POST", "/v1/outbox/{id}/abort", outbox.abort, OPERATOR, "retire a row for good",
-               body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
+               body=AbortRequest, answers={200: OutboxRow}, problems=_VERB),
         _route("POST", "/v1/outbox/{id}/hold", outbox.hold, OPERATOR, "keep a pending row back",
                body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
         _route("POST", "/v1/outbox/{id}/release", outbox.release, OPERATOR, "let a held row go",

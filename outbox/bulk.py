@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from outbox.errors import already_accepted
 from outbox.model import RowFilter
 from outbox.operating import Build, Order, Verb, why_not
+from outbox.outcomes import Outcomes
 from outbox.reading import Reader, seq_of
 from outbox.writer import Writer
 from postroom.errors import PostroomError
-from postroom.operations import MAX_IDS
+from postroom.operations import MAX_IDS, RETIRING
 from postroom.sends import BulkFailure, BulkResult, OutboxRow
 
 _ROWS: Final = MAX_IDS  # after which one request ends: its answer stays far below what a client reads
@@ -25,17 +27,19 @@ class Bulk(NamedTuple):
     order: Order
     reader: Reader
     writer: Writer
+    outcomes: Outcomes
     changed: Callable[[str], None]
 
     async def run(self, row_filter: RowFilter, now: int, *, dry_run: bool, cursor: str | None) -> BulkResult:
         """Do the verb to every matching row, as `Outbox.bulk` says."""
         result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
+        order = self.order
         unseen = set(row_filter.ids or ())
         # `until`: not the successors that it writes itself
         after, until = (None, await self.reader.last_seq()) if cursor is None else _span(cursor)
         async for page in self.reader.pages(row_filter, now, after, until):
             unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
-            await self._do(page.rows, result)
+            order = await self._do(order, page.rows, result)
             if row_filter.ids is None and page.next_cursor is not None and result.matched >= _ROWS:
                 result.next_cursor = f"{page.next_cursor}-{until}"
                 return result
@@ -45,18 +49,25 @@ class Bulk(NamedTuple):
         result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
         return result
 
-    async def _do(self, rows: Sequence[OutboxRow], result: BulkResult) -> None:
-        """Do the verb to those of a page whose state allows it, or say which they are."""
+    async def _do(self, order: Order, rows: Sequence[OutboxRow], result: BulkResult) -> Order:
+        """Do the verb to those of a page whose state allows it, or say which they are; return the order to go on by."""
         result.matched += len(rows)
         able = [row.id for row in rows if why_not(self.verb, row.status, held=row.held) is None]
         result.skipped += [row.id for row in rows if why_not(self.verb, row.status, held=row.held) is not None]
         if result.dry_run:
             result.done += able
-            return
-        futures = [self.writer.submit(self.build(row_id, self.order)) for row_id in able]
+            return order
+        if self.verb in RETIRING and order.doubt is None:  # a broker that is away is asked once
+            learned = await self.outcomes.learn(able)
+            order = order._replace(doubt=learned.doubt)
+            for row_id, accepted in learned.accepted.items():
+                self._note(row_id, already_accepted(self.verb, row_id, accepted.broker_message_id), result)
+            able = [row_id for row_id in able if row_id not in learned.accepted]
+        futures = [self.writer.submit(self.build(row_id, order)) for row_id in able]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         for row_id, outcome in zip(able, outcomes, strict=True):
             self._note(row_id, outcome, result)
+        return order
 
     def _note(self, row_id: str, outcome: object, result: BulkResult) -> None:
         if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":

@@ -63,6 +63,21 @@ def wrong_state(verb: str, row_id: str, why: str) -> Conflict:
     return Conflict.of(409, "wrong_state", f"cannot {verb} row {row_id}: {why}")
 
 
+def already_accepted(verb: str, row_id: str, broker_message_id: str) -> Conflict:
+    """Refuse a verb on a row that the broker turns out to have accepted; the row is done now."""
+    detail = f"cannot {verb} row {row_id}: the broker had accepted it, though its answer was lost; the row is done now"
+    return Conflict.of(409, "already_accepted", detail, broker_message_id=broker_message_id)
+
+
+def unanswered(verb: str, row_id: str, why: str) -> Conflict:
+    """Refuse a verb on a row that the broker may have accepted, while it cannot be asked."""
+    detail = (
+        f"cannot {verb} row {row_id}: a post of it was not answered, so the broker may have accepted it, and {why}; "
+        "try again once the broker answers, or force it"
+    )
+    return Conflict.of(409, "outcome_unknown", detail)
+
+
 def id_taken(client_message_id: str) -> Conflict:
     """Refuse a new id that was ever used."""
     detail = f"the id {client_message_id} was used before, and an id is never released: choose another, or --auto"

@@ -65,7 +65,9 @@ class Verdict(StrEnum):
 class Settlement(NamedTuple):
     """What the relay makes of one claimed row; it only touches a row that is still `inflight`.
 
-    `RETRY` sets `next_attempt_at` (ms since the epoch) and, where `burns_attempt`, counts the attempt.
+    `RETRY` sets `next_attempt_at` (ms since the epoch) and, where `burns_attempt`, counts the attempt. `duplicate`
+    marks a `DONE` row that the broker had accepted before. `answered` says whether the broker answered for the row
+    (True), was sent it and did not (False: it may have been accepted), or was not sent it (None).
     """
 
     row_id: str
@@ -75,6 +77,24 @@ class Settlement(NamedTuple):
     last_error: str | None = None
     next_attempt_at: int | None = None
     burns_attempt: bool = True
+    duplicate: bool = False
+    answered: bool | None = None
+
+
+class Unanswered(NamedTuple):
+    """A row that the broker was sent and did not answer for: it may have been accepted."""
+
+    row_id: str
+    client_message_id: str
+    fingerprint: bytes
+    unanswered_at: int  # ms since the epoch
+
+
+class Accepted(NamedTuple):
+    """What the broker has of a row that it accepted."""
+
+    broker_message_id: str
+    history_id: int
 
 
 class OutboxCounts(NamedTuple):
@@ -97,6 +117,7 @@ class Cause(StrEnum):
     EXPIRE = "expire"  # older than max_age: pending → dead
     REQUEUE = "requeue"
     ABORT = "abort"
+    LOOK_UP = "look_up"  # before a requeue or an abort: the broker turns out to have it
 
 
 TRANSITIONS: Final[frozenset[tuple[RowStatus, RowStatus, Cause]]] = frozenset(
@@ -111,6 +132,8 @@ TRANSITIONS: Final[frozenset[tuple[RowStatus, RowStatus, Cause]]] = frozenset(
         ("dead", "aborted", Cause.REQUEUE),
         ("pending", "aborted", Cause.ABORT),
         ("dead", "aborted", Cause.ABORT),
+        ("pending", "done", Cause.LOOK_UP),
+        ("dead", "done", Cause.LOOK_UP),
     }
 )
 """Every move that exists; a test tries all the others. The database enforces the same set by a trigger."""

@@ -6,21 +6,20 @@ Seed §4.6.3 and spec send.md, "Requeue". A verb that the row's state forbids is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from chassis.sql import load_queries
 from outbox.accepting import to_milliseconds
-from outbox.errors import id_taken, payload_pruned, reason_missing, row_not_found, wrong_state
+from outbox.errors import id_taken, payload_pruned, reason_missing, row_not_found, unanswered, wrong_state
 from outbox.lanes import HELD, lane_for
 from outbox.model import Caller
 from outbox.relaying import WalkedPast
 from outbox.transaction import Transaction
 from postroom.message import PreparedSend, Priority
+from postroom.operations import Verb as Verb  # noqa: PLC0414 - one of this module's words too
 from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
-
-Verb = Literal["requeue", "abort", "hold", "release", "flush"]
 
 
 class _Row(NamedTuple):
@@ -36,13 +35,19 @@ class _Row(NamedTuple):
     priority: Priority
     payload_bytes: int
     payload_pruned_at: int | None
+    unanswered_at: int | None
 
 
 class Order(NamedTuple):
-    """Who wants a verb done, and why."""
+    """Who wants a verb done, and why; with `force` also to a row that the broker may have accepted.
+
+    `doubt` is why it is not known whether the broker has it.
+    """
 
     caller: Caller
     reason: str
+    force: bool = False
+    doubt: str | None = None
 
     def checked(self) -> Order:
         """Return the order; raises `InvalidMessage` where it gives no reason."""
@@ -66,13 +71,14 @@ class Requeue(NamedTuple):
         if row.payload_pruned_at is not None and self.patch is None:
             raise payload_pruned(row.id, row.status)
         _require(row, "requeue")
+        forced = _require_outcome(row, "requeue", self.order)
         client_message_id = self.new_client_message_id or transaction.new_id()
         if transaction.value(_QUERIES["is_taken"], (client_message_id,)):
             raise id_taken(client_message_id)
         successor = transaction.new_id()
         _abort(transaction, row, successor)
         self._write_successor(transaction, row, successor, client_message_id)
-        detail = f"superseded by {successor} ({client_message_id})" + (", patched" if self.patch else "")
+        detail = f"superseded by {successor} ({client_message_id})" + (", patched" if self.patch else "") + forced
         _log(transaction, "requeue", self.order, row.id, detail)
         return successor
 
@@ -118,8 +124,9 @@ class Abort(NamedTuple):
         """Abort; returns the row's id."""
         row = _get(transaction, self.row_id)
         _require(row, "abort")
+        forced = _require_outcome(row, "abort", self.order)
         _abort(transaction, row, None)
-        _log(transaction, "abort", self.order, row.id)
+        _log(transaction, "abort", self.order, row.id, forced.removeprefix(", ") or None)
         return row.id
 
 
@@ -284,6 +291,15 @@ def _require(row: _Row, verb: Verb) -> None:
     why = why_not(verb, row.status, held=bool(row.held))
     if why is not None:
         raise wrong_state(verb, row.id, why)
+
+
+def _require_outcome(row: _Row, verb: Verb, order: Order) -> str:
+    """Refuse a row that the broker may have accepted; where that is forced, return what the log says of it."""
+    if row.unanswered_at is None:
+        return ""
+    if not order.force:
+        raise unanswered(verb, row.id, order.doubt or "it was posted again meanwhile")
+    return ", forced: the broker may have accepted it"
 
 
 def _abort(transaction: Transaction, row: _Row, successor: str | None) -> None:

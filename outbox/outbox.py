@@ -14,6 +14,7 @@ from chassis.sqlite import open_reader
 from chassis.sqlite_file import OwnedFile
 from outbox.accepting import Accept
 from outbox.bulk import Bulk
+from outbox.errors import already_accepted
 from outbox.model import (
     AcceptedRow,
     Caller,
@@ -25,7 +26,8 @@ from outbox.model import (
     Verdict,
 )
 from outbox.opening import open_file
-from outbox.operating import Control, Log, Order, Prune, Requeue, Verb, verbs
+from outbox.operating import Abort, Control, Log, Order, Prune, Requeue, Verb, verbs
+from outbox.outcomes import LookUp, Outcomes
 from outbox.reading import Reader
 from outbox.relaying import Claim, ClaimResult, Expire, Reclaim, Settle, WalkedPast
 from outbox.settings import OutboxSettings
@@ -68,6 +70,7 @@ class Outbox:
         reader: Reader,
         walked: WalkedPast,
         clock: Callable[[], int],
+        look_up: LookUp | None,
     ) -> None:
         self._file = file
         self._settings = settings
@@ -80,6 +83,7 @@ class Outbox:
         self._work.set()
         self._next_due: int | None = None
         self._watchers = Watchers()
+        self._outcomes = Outcomes(reader, writer, look_up, self._changed)
 
     @classmethod
     async def open(
@@ -89,12 +93,13 @@ class Outbox:
         *,
         clock: Callable[[], int] = now_ms,
         new_id: Callable[[], str] = new_id,
+        look_up: LookUp | None = None,
     ) -> Self:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
-        `clock` gives ms since the epoch. Raises `Fatal`: 69 where another process owns the directory, 78 for a file
-        that is damaged or was set aside (it names `postroom outbox recover`) or newer than the program, 75 or
-        74 while the disk is full or fails.
+        `clock` gives ms since the epoch; `look_up` asks the broker for rows that it did not answer for. Raises `Fatal`:
+        69 where another process owns the directory, 78 for a file that is damaged or was set aside (it names
+        `postroom outbox recover`) or newer than the program, 75 or 74 while the disk is full or fails.
         """
         settings = settings or OutboxSettings()
         walked = WalkedPast()
@@ -110,7 +115,7 @@ class Outbox:
             await _reclaim(writer)
             reader = Reader(await open_reader(file.path), file.path)
             undo.pop_all()
-        return cls(file, settings=settings, writer=writer, reader=reader, walked=walked, clock=clock)
+        return cls(file, settings=settings, writer=writer, reader=reader, walked=walked, clock=clock, look_up=look_up)
 
     async def close(self) -> None:
         """Finish what is queued and close; what was answered stays. A second call does nothing."""
@@ -268,24 +273,31 @@ class Outbox:
         reason: str,
         new_client_message_id: str | None = None,
         patch: PreparedSend | None = None,
+        force: bool = False,
     ) -> OutboxRow:
         """Retire a dead or pending row and write its successor, in one transaction; returns the successor (§4.6.3).
+
+        A row that the broker did not answer for is looked up there first: 409 `already_accepted` where it has it (the
+        row is `done` then), and, without `force`, 409 `outcome_unknown` where it cannot be asked.
 
         The successor's id is `new_client_message_id` or a fresh one, never the patch's own. `patch` comes from
         `postroom.message.prepare`: its payload, destination, priority and fingerprint replace the row's. 409 where the
         row's state forbids it, the id was ever used, or the payload was pruned; 404 for an unknown row.
         """
-        order = Order(caller, reason).checked()
+        order = Order(caller, reason, force).checked()
         if new_client_message_id is not None:
             check_client_message_id(new_client_message_id, "new_client_message_id")
-        old = await self._reader.row(row_id)
-        successor = await self._writer.submit(Requeue(old.id, order, new_client_message_id, patch))
-        self._changed(old.id)
+        old, order = await self._learn("requeue", row_id, order)
+        successor = await self._writer.submit(Requeue(old, order, new_client_message_id, patch))
+        self._changed(old)
         return await self._reader.row(successor)
 
-    async def abort(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
-        """Retire a dead or pending row without a successor; 409 where its state forbids it."""
-        return await self._apply("abort", row_id, caller, reason)
+    async def abort(self, row_id: str, *, caller: Caller, reason: str, force: bool = False) -> OutboxRow:
+        """Retire a dead or pending row without a successor; 409 as for `requeue`."""
+        old, order = await self._learn("abort", row_id, Order(caller, reason, force).checked())
+        await self._writer.submit(Abort(old, order))
+        self._changed(old)
+        return await self._reader.row(old)
 
     async def hold(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
         """Keep a pending row back until `release`; 409 where it is not pending, or held already."""
@@ -306,6 +318,7 @@ class Outbox:
         *,
         caller: Caller,
         reason: str,
+        force: bool = False,
         dry_run: bool = False,
         cursor: str | None = None,
     ) -> BulkResult:
@@ -315,7 +328,8 @@ class Outbox:
         the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that name no row among them.
         After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
         """
-        bulk = Bulk(verb, self._verbs[verb], Order(caller, reason).checked(), self._reader, self._writer, self._changed)
+        order = Order(caller, reason, force).checked()
+        bulk = Bulk(verb, self._verbs[verb], order, self._reader, self._writer, self._outcomes, self._changed)
         return await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
 
     async def prune(self, settled_before_ms: int, *, caller: Caller, reason: str) -> int:
@@ -365,6 +379,14 @@ class Outbox:
         row_id = await self._writer.submit(self._verbs[verb](row_id, Order(caller, reason).checked()))
         self._changed(row_id)
         return await self._reader.row(row_id)
+
+    async def _learn(self, verb: Verb, row_id: str, order: Order) -> tuple[str, Order]:
+        """Ask for the row's outcome where it is unknown; returns its id and the order, with why that stayed so."""
+        row = await self._reader.row(row_id)
+        learned = await self._outcomes.learn([row.id])
+        if (accepted := learned.accepted.get(row.id)) is not None:
+            raise already_accepted(verb, row.id, accepted.broker_message_id)
+        return row.id, order._replace(doubt=learned.doubt)
 
     def _changed(self, row_id: str) -> None:
         """Wake whoever waits for work or for this row: it may be due now, or settled."""

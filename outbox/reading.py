@@ -15,7 +15,7 @@ from chassis.sql import load_queries
 from chassis.sqlite import QUERIES as CONNECTION
 from chassis.sqlite import Connection, in_snapshot
 from outbox.errors import row_not_found
-from outbox.model import ClaimedRow, OutboxCounts, RelayControl, RowFilter, to_datetime
+from outbox.model import ClaimedRow, OutboxCounts, RelayControl, RowFilter, Unanswered, to_datetime
 from outbox.relaying import read_claimed
 from postroom.errors import InvalidMessage
 from postroom.message import Priority
@@ -53,16 +53,26 @@ class StoredRow(NamedTuple):
     superseded_by: str | None
     payload_pruned_at: int | None
     submitted_by: str
+    duplicate: int | None
+    unanswered_at: int | None
 
     def view(self) -> OutboxRow:
         """Return the row as callers and operators see it."""
         values: dict[str, Any] = self._asdict()
         for name in _TIMES:
             values[name] = to_datetime(values[name])
-        return OutboxRow(**{**values, "held": bool(self.held)})
+        return OutboxRow(**{**values, "held": bool(self.held), "duplicate": bool(self.duplicate)})
 
 
-_TIMES: Final = ("enqueued_at", "next_attempt_at", "not_before", "delivered_at", "aborted_at", "payload_pruned_at")
+_TIMES: Final = (
+    "enqueued_at",
+    "next_attempt_at",
+    "not_before",
+    "delivered_at",
+    "unanswered_at",
+    "aborted_at",
+    "payload_pruned_at",
+)
 
 
 class _LogLine(NamedTuple):
@@ -150,6 +160,13 @@ class Reader:
             yield page
             if (cursor := page.next_cursor) is None:
                 return
+
+    async def unanswered(self, row_ids: Sequence[str]) -> list[Unanswered]:
+        """Return those of the rows, pending or dead, that the broker was sent and did not answer for."""
+        found = await self._connection.run(
+            lambda db: db.execute(_QUERIES["unanswered"], (_encode(row_ids).decode(),)).fetchall()
+        )
+        return [Unanswered(*each) for each in found]
 
     async def claimed(self, seqs: Sequence[int]) -> list[ClaimedRow]:
         """Return the rows that a claim took, in its order."""

@@ -161,10 +161,14 @@ class Settle(NamedTuple):
 
     def run(self, transaction: Transaction) -> int:
         """Settle, one statement per verdict; returns how many rows were settled."""
-        done = [(s.row_id, s.broker_message_id, s.history_id) for s in self.settlements if s.verdict is Verdict.DONE]
-        dead = [(s.row_id, s.last_error) for s in self.settlements if s.verdict is Verdict.DEAD]
+        done = [
+            (s.row_id, s.broker_message_id, s.history_id, 1 if s.duplicate else None)
+            for s in self.settlements
+            if s.verdict is Verdict.DONE
+        ]
+        dead = [(s.row_id, s.last_error, s.answered) for s in self.settlements if s.verdict is Verdict.DEAD]
         retry = [
-            (s.row_id, s.next_attempt_at, s.last_error, int(s.burns_attempt))
+            (s.row_id, s.next_attempt_at, s.last_error, int(s.burns_attempt), s.answered)
             for s in self.settlements
             if s.verdict is Verdict.RETRY
         ]
@@ -226,7 +230,7 @@ class Reclaim(NamedTuple):
 
     def run(self, transaction: Transaction) -> int:
         """Reclaim; returns how many rows there were."""
-        changed = transaction.execute(_QUERIES["reclaim"])
+        changed = transaction.execute(_QUERIES["reclaim"], {"now": transaction.now})
         transaction.moved("inflight", "pending", changed)
         return changed
 

@@ -33,6 +33,8 @@ CREATE TABLE outbox (
     delivered_at        INTEGER,
     broker_message_id   TEXT,
     history_id          INTEGER,
+    duplicate           INTEGER CHECK (duplicate = 1),   -- the broker had accepted it before this answer
+    unanswered_at       INTEGER,                         -- a post then got no answer: it may have been accepted
     aborted_at          INTEGER,
     aborted_by          TEXT CHECK (aborted_by IN ('operator', 'auto')),
     superseded_by       TEXT,                            -- id of the successor
@@ -44,17 +46,17 @@ CREATE TABLE outbox (
     CONSTRAINT state CHECK (
         CASE status
         WHEN 'pending'  THEN lane IS NOT NULL AND lane BETWEEN 0 AND 4
-                             AND coalesce(delivered_at, broker_message_id, aborted_at, superseded_by, payload_pruned_at)
-                                 IS NULL
-        WHEN 'inflight' THEN coalesce(lane, delivered_at, broker_message_id, aborted_at, superseded_by,
+                             AND coalesce(delivered_at, broker_message_id, duplicate, aborted_at, superseded_by,
+                                          payload_pruned_at) IS NULL
+        WHEN 'inflight' THEN coalesce(lane, delivered_at, broker_message_id, duplicate, aborted_at, superseded_by,
                                       payload_pruned_at) IS NULL
         WHEN 'done'     THEN delivered_at IS NOT NULL AND broker_message_id IS NOT NULL
-                             AND coalesce(lane, aborted_at, superseded_by) IS NULL
+                             AND coalesce(lane, unanswered_at, aborted_at, superseded_by) IS NULL
         WHEN 'dead'     THEN last_error IS NOT NULL
-                             AND coalesce(lane, delivered_at, broker_message_id, aborted_at, superseded_by,
+                             AND coalesce(lane, delivered_at, broker_message_id, duplicate, aborted_at, superseded_by,
                                           payload_pruned_at) IS NULL
         WHEN 'aborted'  THEN aborted_at IS NOT NULL AND aborted_by IS NOT NULL
-                             AND coalesce(lane, delivered_at, broker_message_id) IS NULL
+                             AND coalesce(lane, delivered_at, broker_message_id, duplicate) IS NULL
         ELSE 0 END
     ),
     CONSTRAINT pruned CHECK (payload_pruned_at IS NULL OR payload_bytes = 0),
@@ -75,9 +77,9 @@ CREATE INDEX outbox_predecessor ON outbox (superseded_by) WHERE superseded_by IS
 -- The state machine (outbox/model.py: TRANSITIONS). AFTER and CASE, not BEFORE and IN: half the time of a claim.
 CREATE TRIGGER outbox_transition AFTER UPDATE OF status ON outbox
 WHEN CASE OLD.status
-     WHEN 'pending'  THEN NEW.status NOT IN ('inflight', 'dead') AND NEW.status <> 'aborted'
+     WHEN 'pending'  THEN NEW.status NOT IN ('inflight', 'dead') AND NEW.status NOT IN ('aborted', 'done')
      WHEN 'inflight' THEN NEW.status NOT IN ('done', 'dead') AND NEW.status <> 'pending'
-     WHEN 'dead'     THEN NEW.status <> 'aborted'
+     WHEN 'dead'     THEN NEW.status NOT IN ('aborted', 'done')
      ELSE 1 END
 BEGIN SELECT RAISE(ABORT, 'the outbox has no such transition'); END;
 
@@ -148,7 +150,7 @@ SELECT seq, id, client_message_id, status, destination, last_error, enqueued_at,
        json_array(id, client_message_id, status, destination, priority, enqueued_at, attempts, next_attempt_at,
                   lower(hex(substr(request_fingerprint, 1, 8))), payload_bytes, held, not_before, last_error,
                   delivered_at, broker_message_id, history_id, aborted_at, aborted_by, superseded_by,
-                  payload_pruned_at, submitted_by) AS stored
+                  payload_pruned_at, submitted_by, duplicate, unanswered_at) AS stored
 FROM outbox;
 
 PRAGMA application_id = 1347638354;  -- "PSTR"

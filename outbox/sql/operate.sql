@@ -1,7 +1,7 @@
 -- name: get
 -- One row by its id, else by its client_message_id.
 SELECT seq, id, client_message_id, status, held, next_attempt_at, not_before, priority, payload_bytes,
-       payload_pruned_at
+       payload_pruned_at, unanswered_at
 FROM outbox
 WHERE seq = coalesce((SELECT seq FROM outbox WHERE id = ?1), (SELECT seq FROM outbox WHERE client_message_id = ?1));
 
@@ -14,6 +14,29 @@ SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
 UPDATE outbox
 SET status = 'aborted', lane = NULL, aborted_at = :now, aborted_by = 'operator', superseded_by = :successor
 WHERE seq = :seq;
+
+-- name: accepted
+-- The broker has these rows after all: [[id, unanswered_at, broker_message_id, history_id], …]. A row that has been posted
+-- again since they were looked up is left alone.
+UPDATE outbox
+SET status = 'done', lane = NULL, delivered_at = :now, broker_message_id = found.broker_message_id,
+    history_id = found.history_id, duplicate = 1, unanswered_at = NULL
+FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS unanswered_at,
+             json_extract(value, '$[2]') AS broker_message_id, json_extract(value, '$[3]') AS history_id
+      FROM json_each(:found)) AS found
+WHERE outbox.id = found.id AND outbox.unanswered_at = found.unanswered_at AND outbox.status = :status;
+
+-- name: done_of
+-- Those of these rows that are done, as a JSON array of ids: [[id, …], …].
+SELECT json_group_array(id) FROM outbox
+WHERE id IN (SELECT json_extract(value, '$[0]') FROM json_each(:found)) AND status = 'done';
+
+-- name: not_accepted
+-- The broker has none of these rows: [[id, unanswered_at], …]. A row that has been posted again since is left alone.
+UPDATE outbox SET unanswered_at = NULL
+FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS unanswered_at
+      FROM json_each(:absent)) AS absent
+WHERE outbox.id = absent.id AND outbox.unanswered_at = absent.unanswered_at AND outbox.status IN ('pending', 'dead');
 
 -- name: succeed
 -- Write the successor of a row; its payload follows.

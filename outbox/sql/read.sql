@@ -7,6 +7,13 @@ SELECT stored FROM outbox_row WHERE client_message_id = ?1;
 SELECT stored FROM outbox_row
 WHERE seq = coalesce((SELECT seq FROM outbox WHERE id = ?1), (SELECT seq FROM outbox WHERE client_message_id = ?1));
 
+-- name: unanswered
+-- Those of these rows whose outcome is unknown, as the broker is asked for them.
+SELECT id, client_message_id, request_fingerprint, unanswered_at
+FROM outbox
+WHERE id IN (SELECT value FROM json_each(?1)) AND status IN ('pending', 'dead') AND unanswered_at IS NOT NULL
+ORDER BY seq;
+
 -- name: chain
 -- A row with all its predecessors and successors, oldest first.
 WITH RECURSIVE

@@ -15,8 +15,8 @@ SELECT max(seq) FROM outbox INDEXED BY sqlite_autoindex_outbox_2;
 -- name: rows
 -- The rows of a stretch of the damaged file, each with its payload.
 SELECT seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status, lane, priority,
-       destination, submitted_by, not_before, last_error, delivered_at, broker_message_id, history_id, aborted_at,
-       aborted_by, superseded_by, payload_pruned_at, length(payload), payload
+       destination, submitted_by, not_before, last_error, delivered_at, broker_message_id, history_id, duplicate,
+       unanswered_at, aborted_at, aborted_by, superseded_by, payload_pruned_at, length(payload), payload
 FROM outbox JOIN outbox_payload USING (seq) WHERE seq BETWEEN ? AND ?;
 
 -- name: ids
@@ -31,8 +31,9 @@ SELECT client_message_id FROM outbox INDEXED BY sqlite_autoindex_outbox_2 ORDER 
 -- Write a row into the new file.
 INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status,
                     lane, priority, destination, submitted_by, not_before, last_error, delivered_at, broker_message_id,
-                    history_id, aborted_at, aborted_by, superseded_by, payload_pruned_at, payload_bytes)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+                    history_id, duplicate, unanswered_at, aborted_at, aborted_by, superseded_by, payload_pruned_at,
+                    payload_bytes)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: keep_payload
 -- Write the payload of the row just written into the new file.

@@ -61,39 +61,43 @@ CROSS JOIN outbox ON outbox.seq = chosen.value
 CROSS JOIN outbox_payload ON outbox_payload.seq = chosen.value;
 
 -- name: settle_done
--- The broker has them: [[id, broker_message_id, history_id], …].
+-- The broker has them: [[id, broker_message_id, history_id, 1 where it had them before], …].
 UPDATE outbox
 SET status = 'done', attempts = attempts + 1, delivered_at = :now, broker_message_id = answer.broker_message_id,
-    history_id = answer.history_id
+    history_id = answer.history_id, duplicate = answer.duplicate, unanswered_at = NULL
 FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS broker_message_id,
-             json_extract(value, '$[2]') AS history_id
+             json_extract(value, '$[2]') AS history_id, json_extract(value, '$[3]') AS duplicate
       FROM json_each(:settlements)) AS answer
 WHERE outbox.id = answer.id AND outbox.status = 'inflight';
 
 -- name: settle_dead
--- The broker refused them for good: [[id, last_error], …].
+-- The broker refused them for good, or they are too old: [[id, last_error, whether a post was answered], …].
 UPDATE outbox
-SET status = 'dead', attempts = attempts + 1, last_error = answer.last_error
-FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS last_error
+SET status = 'dead', attempts = attempts + 1, last_error = answer.last_error,
+    unanswered_at = CASE answer.answered WHEN 0 THEN :now WHEN 1 THEN NULL ELSE unanswered_at END
+FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS last_error,
+             json_extract(value, '$[2]') AS answered
       FROM json_each(:settlements)) AS answer
 WHERE outbox.id = answer.id AND outbox.status = 'inflight';
 
 -- name: settle_retry
--- Not now: [[id, next_attempt_at, last_error or null, attempts burnt], …].
+-- Not now: [[id, next_attempt_at, last_error or null, attempts burnt, whether a post was answered], …].
 UPDATE outbox
 SET status = 'pending', attempts = attempts + answer.burnt, next_attempt_at = answer.next_attempt_at,
     last_error = coalesce(answer.last_error, outbox.last_error),
+    unanswered_at = CASE answer.answered WHEN 0 THEN :now WHEN 1 THEN NULL ELSE unanswered_at END,
     lane = CASE WHEN answer.next_attempt_at > :now THEN 3
                 WHEN priority = 'now' THEN 0 WHEN priority = 'next' THEN 1 ELSE 2 END
 FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS next_attempt_at,
-             json_extract(value, '$[2]') AS last_error, json_extract(value, '$[3]') AS burnt
+             json_extract(value, '$[2]') AS last_error, json_extract(value, '$[3]') AS burnt,
+             json_extract(value, '$[4]') AS answered
       FROM json_each(:settlements)) AS answer
 WHERE outbox.id = answer.id AND outbox.status = 'inflight';
 
 -- name: reclaim
--- After a crash nobody knows how far an inflight row came: it goes back, and the attempt counts.
+-- After a crash nobody knows how far an inflight row came: it goes back, the attempt counts, and its outcome is unknown.
 UPDATE outbox
-SET status = 'pending', attempts = attempts + 1,
+SET status = 'pending', attempts = attempts + 1, unanswered_at = :now,
     lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END
 WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
 

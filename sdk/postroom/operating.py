@@ -16,6 +16,7 @@ from postroom.arguments import check_id
 from postroom.calls import Calls, to_parameters
 from postroom.message import SendRequest
 from postroom.operations import (
+    AbortRequest,
     BulkRequest,
     ListQuery,
     PauseRequest,
@@ -57,14 +58,19 @@ class OperatorMethods(Calls):
         reason: str,
         new_client_message_id: str | None = None,
         message: SendRequest | None = None,
+        force: bool = False,
     ) -> OutboxRow:
-        """Retire a `dead` or `pending` row and return its successor, under a fresh id; `message` replaces its own."""
-        body = RequeueRequest(reason=reason, new_client_message_id=new_client_message_id, message=message)
+        """Retire a `dead` or `pending` row and return its successor, under a fresh id; `message` replaces its own.
+
+        Raises `Conflict`: `already_accepted` where the broker turns out to have the message, and, without `force`,
+        `outcome_unknown` where it may have it and cannot be asked.
+        """
+        body = RequeueRequest(reason=reason, force=force, new_client_message_id=new_client_message_id, message=message)
         return await self._change("POST", f"{_path(row_id)}/requeue", OutboxRow, body)
 
-    async def abort(self, row_id: str, *, reason: str) -> OutboxRow:
-        """Retire a `dead` or `pending` row without a successor."""
-        return await self._change("POST", f"{_path(row_id)}/abort", OutboxRow, ReasonRequest(reason=reason))
+    async def abort(self, row_id: str, *, reason: str, force: bool = False) -> OutboxRow:
+        """Retire a `dead` or `pending` row without a successor; raises `Conflict` as `requeue` does."""
+        return await self._change("POST", f"{_path(row_id)}/abort", OutboxRow, AbortRequest(reason=reason, force=force))
 
     async def hold(self, row_id: str, *, reason: str) -> OutboxRow:
         """Keep a `pending` row back until it is released."""
@@ -78,13 +84,15 @@ class OperatorMethods(Calls):
         """Try a waiting row now."""
         return await self._change("POST", f"{_path(row_id)}/flush", OutboxRow, ReasonRequest(reason=reason))
 
-    async def bulk(self, verb: Verb, rows: RowFilter, *, reason: str, dry_run: bool = False) -> BulkResult:
+    async def bulk(
+        self, verb: Verb, rows: RowFilter, *, reason: str, dry_run: bool = False, force: bool = False
+    ) -> BulkResult:
         """Use a verb on every row that `rows` means; with `dry_run`, only say on which.
 
         However many there are, one request is about some 10,000; what it did stays done where a later one fails.
         """
         total = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
-        asked = BulkRequest(reason=reason, filter=rows, dry_run=dry_run)
+        asked = BulkRequest(reason=reason, filter=rows, force=force, dry_run=dry_run)
         while True:
             part = await self._change("POST", f"/v1/outbox/{verb}", BulkResult, asked)
             total.matched += part.matched

@@ -3,13 +3,16 @@
     GET  /v1/outbox                 ListQuery       → OutboxPage
     GET  /v1/outbox/{id}                            → RowChain
     POST /v1/outbox/{id}/requeue    RequeueRequest  → OutboxRow, the successor
-    POST /v1/outbox/{id}/abort      ReasonRequest   → OutboxRow; likewise hold, release, flush
+    POST /v1/outbox/{id}/abort      AbortRequest    → OutboxRow
+    POST /v1/outbox/{id}/hold       ReasonRequest   → OutboxRow; likewise release, flush
     POST /v1/outbox/requeue         BulkRequest     → BulkResult; likewise abort, hold, release, flush
     POST /v1/outbox/prune           PruneRequest    → PruneResult
     POST /v1/relay/pause            PauseRequest    → RelayStatus
     POST /v1/relay/resume           ResumeRequest   → RelayStatus
 
 `{id}` is a row's id or a `client_message_id`. Every change needs a `reason`, which goes into the operator log.
+A requeue or an abort of a row that the broker did not answer for asks the broker first: 409 `already_accepted` where it
+has the message, and 409 `outcome_unknown` where it cannot be asked, which `force` overrides.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from postroom.sends import RowStatus
 
 Verb = Literal["requeue", "abort", "hold", "release", "flush"]
 VERBS: Final[tuple[Verb, ...]] = ("requeue", "abort", "hold", "release", "flush")
+RETIRING: Final[frozenset[Verb]] = frozenset({"requeue", "abort"})  # a row that they retire is never posted again
 
 MAX_REASON: Final = 1000  # characters
 MAX_PAGE: Final = 1000  # rows in one answer
@@ -68,13 +72,22 @@ class ReasonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reason: Reason
 
 
+class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The body of an abort: why, and whether also where the broker may have accepted the message."""
+
+    reason: Reason
+    force: bool = False
+
+
 class RequeueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The body of a requeue: a fresh id is minted unless `new_client_message_id` gives one.
 
     `message` is a whole new message, without an id of its own; where it is missing the row's message goes again.
+    With `force` it goes again also where the broker may have accepted it.
     """
 
     reason: Reason
+    force: bool = False
     new_client_message_id: str | None = None
     message: SendRequest | None = None
 
@@ -82,11 +95,12 @@ class RequeueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The body of a verb on many rows; with `dry_run` nothing changes and the answer says what would.
 
-    `cursor` is the `next_cursor` of the answer before.
+    `cursor` is the `next_cursor` of the answer before; `force` is for requeue and abort.
     """
 
     reason: Reason
     filter: RowFilter
+    force: bool = False
     dry_run: bool = False
     cursor: str | None = None
 

@@ -37,7 +37,12 @@ class BatchResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class OutboxRow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A row of the outbox as callers and operators see it: never its payload. Times are UTC."""
+    """A row of the outbox as callers and operators see it: never its payload. Times are UTC.
+
+    `duplicate` says that the broker had accepted the message before: by an earlier post, of this daemon or of another
+    one of the same member. `unanswered_at` is when a post of it last went unanswered, for a row whose outcome is not
+    known: the broker may have accepted it.
+    """
 
     id: str
     client_message_id: str
@@ -55,6 +60,8 @@ class OutboxRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     delivered_at: datetime | None = None
     broker_message_id: str | None = None
     history_id: int | None = None
+    duplicate: bool = False
+    unanswered_at: datetime | None = None
     aborted_at: datetime | None = None
     aborted_by: str | None = None
     superseded_by: str | None = None

@@ -86,7 +86,7 @@ def done(row_id: str) -> Settlement:
 
 
 def dead(row_id: str, last_error: str = "topic_not_found: there is no topic orders") -> Settlement:
-    return Settlement(row_id, Verdict.DEAD, last_error=last_error)
+    return Settlement(row_id, Verdict.DEAD, last_error=last_error, answered=True)
 
 
 def retry(row_id: str, at: int, *, burns_attempt: bool = True) -> Settlement:

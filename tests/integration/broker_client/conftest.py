@@ -49,6 +49,7 @@ class ScriptedBroker:
         self.features: Callable[[], web.StreamResponse] = lambda: web.json_response(FEATURES)
         self.batches: list[list[str]] = []
         self.done: list[str] = []
+        self.asked: list[list[str]] = []
         self.tokens: list[str | None] = []
         self.at_once = 0
         self.most_at_once = 0
@@ -61,6 +62,7 @@ class ScriptedBroker:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_get("/v1/features", self._features)
         app.router.add_post("/v1/accept", self._accept)
+        app.router.add_post("/v1/accepted", self._accepted)
         return app
 
     async def _features(self, request: web.Request) -> web.StreamResponse:
@@ -84,6 +86,13 @@ class ScriptedBroker:
             return answer
         self.done += [one["client_message_id"] for one in answer if one["status"] in {200, 201}]
         return web.json_response({"answers": answer})
+
+    async def _accepted(self, request: web.Request) -> web.StreamResponse:
+        items = json.loads(await request.read())["messages"]
+        self.asked.append([item["client_message_id"] for item in items])
+        there = {one: {**accepted({"client_message_id": one}), "status": 200} for one in self.done}
+        absent = [refused(item, 404, "not_accepted") for item in items]
+        return web.json_response({"answers": [there.get(one["client_message_id"], one) for one in absent]})
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a post has made `condition` true."""
@@ -219,8 +228,8 @@ async def station(tmp_path: Path, token_file: Path) -> AsyncIterator[Callable[..
         clock = FastClock(speed)
         directory = tmp_path / "state"
         directory.mkdir(exist_ok=True)
-        outbox = await Outbox.open(directory, clock=clock.now_ms)
         broker = BrokerLink(BrokerClientSettings(url=url, token_file=token_file, **(link or {})), clock=clock.now_ms)
+        outbox = await Outbox.open(directory, clock=clock.now_ms, look_up=broker.accepted)
         relay = Relay(
             outbox,
             broker,

@@ -12,13 +12,15 @@ from pathlib import Path
 import asyncpg
 import pytest
 from aiohttp import ClientSession, web
+from waiting import until_so
 
 from broker.app import build
 from broker.config import BrokerConfig, LimiterConfig
 from broker.main import open_services
 from broker.migrate import migrate
-from outbox.model import RowFilter
+from outbox.model import Caller, RowFilter
 from postroom import BrokerClient, NotFound
+from postroom.errors import Conflict
 
 ACCEPTED = "SELECT client_message_id FROM mesh.client_message_dedupe ORDER BY 1"
 HISTORY = "SELECT count(*) FROM mesh.message_history"
@@ -162,6 +164,44 @@ async def test_a_crash_after_the_brokers_commit_makes_no_second_message(
     assert {(row.status, row.attempts) for row in await here.settled(*ids)} == {("done", 2)}
     assert here.relay.counters.attempts["duplicate"] == 300
     await assert_each_is_accepted_once(postgres, ids)
+
+
+async def test_a_requeue_after_a_lost_answer_makes_no_second_message(real_broker, station, postgres):
+    """The broker commits and its answer is lost: what the operator requeues is found there, and done."""
+    broker = await real_broker()
+
+    async def lose_answers(request: web.Request) -> web.Response:
+        async with (
+            ClientSession() as session,
+            session.request(
+                request.method, broker.url + request.path, data=await request.read(), headers=request.headers
+            ) as answer,
+        ):
+            body = await answer.read()
+        if request.path == "/v1/accept":
+            request.transport.abort()
+        return web.Response(status=answer.status, body=body, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", lose_answers)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    here = await station(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    await here.send("id-1")
+    here.run()
+    await until_so(lambda: _is_unanswered(here, "id-1"))
+    await here.relay.stop()
+    with pytest.raises(Conflict, match="had accepted it"):
+        await here.outbox.requeue("id-1", caller=Caller(0, 0), reason="it hung")
+    (row,) = await here.settled("id-1")
+    assert (row.status, row.duplicate, row.history_id) == ("done", True, 1)
+    await assert_each_is_accepted_once(postgres, ["id-1"])
+    await runner.cleanup()
+
+
+async def _is_unanswered(here, client_message_id: str) -> bool:
+    return (await here.outbox.find(client_message_id)).unanswered_at is not None
 
 
 async def test_a_broker_that_goes_away_in_the_middle_and_comes_back_has_every_message_once(

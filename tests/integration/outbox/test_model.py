@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from outboxes import ALICE, WHY, Clock, counted, dead, done, retry, send
 
 from outbox import AcceptedRow, Outbox, RowFilter
+from outbox.model import Accepted, Unanswered
 from outbox.operating import Verb, why_not
 from postroom.errors import Conflict
 
@@ -42,6 +44,8 @@ class Row:
     status: str = "pending"
     held: bool = False
     attempts: int = 0
+    unanswered: bool = False
+    had: bool = False  # the broker accepted it, and its answer was lost
 
 
 class Model(RuleBasedStateMachine):
@@ -59,7 +63,14 @@ class Model(RuleBasedStateMachine):
 
     def open(self) -> None:
         directory = Path(self.directory.name)
-        self.outbox = self.do(Outbox.open(directory, clock=self.clock, new_id=lambda: f"ROW{next(self.numbers):09d}"))
+        self.outbox = self.do(
+            Outbox.open(
+                directory, clock=self.clock, new_id=lambda: f"ROW{next(self.numbers):09d}", look_up=self.look_up
+            )
+        )
+
+    async def look_up(self, rows: Sequence[Unanswered]) -> list[Accepted | None]:
+        return [Accepted("BROKER-1", 7) if self.rows[row.client_message_id].had else None for row in rows]
 
     def do(self, coroutine: Any) -> Any:
         return self.runner.run(coroutine)
@@ -115,6 +126,7 @@ class Model(RuleBasedStateMachine):
             row.status = answer
             row.attempts += 1
             row.due = at if answer == "pending" else row.due
+            row.unanswered = row.unanswered and answer == "pending"
 
     @rule(name=IDS, verb=st.sampled_from(["requeue", "abort", "hold", "release", "flush"]))
     def operate(self, name: str, verb: Verb) -> None:
@@ -126,6 +138,13 @@ class Model(RuleBasedStateMachine):
             with pytest.raises(Conflict):
                 self.do(getattr(self.outbox, verb)(self.ids[name], **WHY))
             return
+        if verb in ("requeue", "abort") and row.unanswered:
+            row.unanswered = False
+            if row.had:
+                with pytest.raises(Conflict, match="had accepted it"):
+                    self.do(getattr(self.outbox, verb)(self.ids[name], **WHY))
+                row.status, row.held = "done", False
+                return
         answer = self.do(getattr(self.outbox, verb)(self.ids[name], **WHY))
         if verb in ("requeue", "abort"):
             row.status, row.held = "aborted", False
@@ -152,19 +171,24 @@ class Model(RuleBasedStateMachine):
     def prune(self) -> None:
         self.do(self.outbox.prune(self.clock.now - 50_000, **WHY))
 
-    @rule()
-    def restart(self) -> None:
+    @rule(had=st.booleans())
+    def restart(self, had: bool) -> None:  # noqa: FBT001 - hypothesis draws it
         self.do(self.outbox.close())
         self.open()
         for name, row in self.rows.items():
             if row.status == "inflight":
-                self.rows[name] = replace(row, status="pending", attempts=row.attempts + 1)
+                self.rows[name] = replace(
+                    row, status="pending", attempts=row.attempts + 1, unanswered=True, had=row.had or had
+                )
 
     @invariant()
     def both_hold_the_same_rows(self) -> None:
         page = self.do(self.outbox.list_rows(RowFilter(), limit=1000))
-        found = {row.client_message_id: (row.status, row.held, row.attempts) for row in page.rows}
-        assert found == {name: (row.status, row.held, row.attempts) for name, row in self.rows.items()}
+        found = {
+            row.client_message_id: (row.status, row.held, row.attempts, row.unanswered_at is not None)
+            for row in page.rows
+        }
+        assert found == {name: (row.status, row.held, row.attempts, row.unanswered) for name, row in self.rows.items()}
 
     @invariant()
     def the_kept_counters_are_right(self) -> None:

@@ -113,7 +113,7 @@ def test_a_row_whose_request_failed_goes_back_without_an_attempt():
 
 
 def test_the_one_message_to_blame_is_backed_off_alone():
-    settlement = backed_off(row(3), "broker_failed: again", TIMING)
+    settlement = backed_off(row(3), "broker_failed: again", TIMING, answered=False)
     assert settlement.verdict is Verdict.RETRY
     assert settlement.burns_attempt
     assert settlement.next_attempt_at == NOW + 4_000
@@ -123,3 +123,16 @@ def test_a_row_that_is_too_old_is_dead_with_code_expired():
     settlement = expired(row(), 144)
     assert settlement.verdict is Verdict.DEAD
     assert (settlement.last_error or "").startswith("expired: older than 144 h")
+
+
+@pytest.mark.parametrize(("status", "answered"), [(404, True), (409, True), (429, True), (500, False), (503, False)])
+def test_a_refusal_answers_for_a_row_and_a_failure_of_the_broker_does_not(status, answered):
+    assert settle(row(), refused(status), TIMING).answered is answered
+
+
+def test_what_the_broker_had_before_is_done_as_a_duplicate():
+    answers = [
+        AcceptAnswer(status=status, client_message_id="id", broker_message_id="B", history_id=1)
+        for status in (200, 201)
+    ]
+    assert [settle(row(), answer, TIMING).duplicate for answer in answers] == [True, False]

@@ -9,7 +9,7 @@ import pytest
 from broker_client.availability import Availability
 from broker_client.failures import Failure, RequestFailed
 from broker_client.link import failure_of
-from broker_client.reactions import REACTIONS, pause_seconds
+from broker_client.reactions import REACTIONS, Reaction, pause_seconds
 from broker_client.settings import RelaySettings
 
 
@@ -29,7 +29,7 @@ def test_every_failure_has_its_reaction():
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refused_token_makes_health_degraded_and_suspects_no_message(status):
     assert failure_of(status) is Failure.NOT_PERMITTED
-    assert REACTIONS[failure_of(status)] == (True, False, True, False)
+    assert REACTIONS[failure_of(status)] == Reaction(degraded=True, recheck=True, untaken=True)
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504, 400, 413, 422, 301, 302, 307, 204])
@@ -40,12 +40,12 @@ def test_a_batch_is_suspected_where_it_may_be_the_cause(status):
 
 
 def test_a_broker_that_was_never_reached_says_nothing_about_the_batch():
-    assert REACTIONS[Failure.UNREACHABLE] == (False, False, True, False)
+    assert REACTIONS[Failure.UNREACHABLE] == Reaction(recheck=True, untaken=True)
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, ""), (429, "rate_limited"), (503, "overloaded")])
 def test_a_busy_broker_says_nothing_about_the_batch(status, code):
-    assert REACTIONS[failure_of(status, code)] == (False, False, False, True)
+    assert REACTIONS[failure_of(status, code)] == Reaction(busy=True, untaken=True)
 
 
 def test_a_503_of_anybody_else_is_an_outage():
