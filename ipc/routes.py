@@ -27,6 +27,7 @@ from postroom.operations import (
     ReasonRequest,
     RequeueRequest,
     ResumeRequest,
+    SendsQuery,
     WaitQuery,
 )
 from postroom.received import EventsQuery, InboxMessage, InboxPage, InboxQuery
@@ -39,6 +40,7 @@ from postroom.sends import (
     Ready,
     RelayStatus,
     RowChain,
+    SendList,
     SendResult,
     Version,
 )
@@ -62,6 +64,8 @@ def routes(services: Services) -> list[Route]:
                body=SendRequest, body_media=NDJSON, answers={200: BatchResult}, answer_media=NDJSON, problems=_BODY),
         _route("GET", "/v1/sends/{client_message_id}", sends.where, CALLER, "where a send is now",
                query=WaitQuery, answers={200: OutboxRow}, problems=(400, 404)),
+        _route("POST", "/v1/sends", sends.where_all, CALLER, "where many sends are now",
+               body=SendsQuery, answers={200: SendList}, problems=_BODY),
 
         _route("GET", "/v1/outbox", outbox.list, OPERATOR, "list rows, page by page",
                query=ListQuery, answers={200: OutboxPage}, problems=(400, 403)),

@@ -1,8 +1,9 @@
-"""`/v1/send`, `/v1/send/batch` and `/v1/sends/{client_message_id}`: handing messages in, and asking after them."""
+"""`/v1/send`, `/v1/send/batch`, `/v1/sends` and `/v1/sends/{client_message_id}`: handing in, and asking after it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Final
 
@@ -14,14 +15,14 @@ from chassis.routes import decode_query
 from ipc.accept_table import answer
 from ipc.answers import JSON, Answer, json_answer
 from ipc.batch import Batch
-from ipc.request import BodyReader, Request, check_media
+from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
 from outbox.model import Caller
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 from postroom.ids import is_client_message_id
 from postroom.message import PreparedSend, prepare
-from postroom.operations import WaitQuery
-from postroom.sends import SETTLED, OutboxRow
+from postroom.operations import SendsQuery, WaitQuery
+from postroom.sends import SETTLED, OutboxRow, SendList
 
 LARGE_BODY_BYTES: Final = 64 * 1024  # above it a body is decoded beside the loop, which goes on answering others
 _IDEMPOTENCY_KEY: Final = istr("Idempotency-Key")
@@ -74,28 +75,44 @@ class Sends:
         """Say where a send is now; with `wait` not before it is done, dead or aborted, or the time is up."""
         seconds = decode_query(request, WaitQuery).wait
         client_message_id = request.params["client_message_id"]
-        row = await self._visible(client_message_id, request.caller)
-        if seconds and row.status not in SETTLED:
-            row = await self._settled(request, client_message_id, seconds) or row
-        return json_answer(row)
+        rows = await self._settled(request, [client_message_id], seconds)
+        if not rows:
+            raise NotFound.of(404, "send_not_found", "there is no send under this id")
+        return json_answer(rows[0])
 
-    async def _settled(self, request: Request, client_message_id: str, seconds: float) -> OutboxRow | None:
-        """Wait for the row to settle, but no longer than the caller stays and the daemon runs."""
-        waiting = asyncio.ensure_future(self._services.outbox.wait(client_message_id, seconds))
+    async def where_all(self, request: Request) -> web.StreamResponse:
+        """Say where many sends are now; with `wait` not before each is done, dead or aborted, or the time is up."""
+        check_media(request, JSON)
+        asked = decode_body(await self._read(request), SendsQuery)
+        ids = asked.client_message_ids
+        rows = {row.client_message_id: row for row in await self._settled(request, ids, asked.wait)}
+        found = [rows[each] for each in dict.fromkeys(ids) if each in rows]
+        return json_answer(SendList(rows=found, missing=[each for each in dict.fromkeys(ids) if each not in rows]))
+
+    async def _settled(self, request: Request, ids: Sequence[str], seconds: float) -> list[OutboxRow]:
+        """Return the rows of these sends that the caller may see, once they are settled.
+
+        Waits `seconds` at most, and no longer than the caller stays and the daemon runs.
+        """
+        rows = await self._visible(ids, request.caller)
+        unsettled = [row.id for row in rows if row.status not in SETTLED]
+        if not seconds or not unsettled:
+            return rows
+        waiting = asyncio.ensure_future(self._services.outbox.wait_all(unsettled, seconds))
         ends: set[asyncio.Future[Any]] = {waiting, request.connection.until_end()}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
+        if waiting.done():
+            waiting.result()
+        else:
             waiting.cancel()
-            return await self._services.outbox.find(client_message_id)
-        return waiting.result()
+        return await self._visible(ids, request.caller)
 
-    async def _visible(self, client_message_id: str, caller: Caller) -> OutboxRow:
-        """Find the row; another uid's does not exist for anyone but an operator."""
-        known = is_client_message_id(client_message_id)
-        row = await self._services.outbox.find(client_message_id) if known else None
-        if row is None or not (submitted_by(row, caller) or self._services.policy.may_operate(caller)):
-            raise NotFound.of(404, "send_not_found", "there is no send under this id")
-        return row
+    async def _visible(self, ids: Sequence[str], caller: Caller) -> list[OutboxRow]:
+        """Find the rows; another uid's does not exist for anyone but an operator."""
+        known = [each for each in ids if is_client_message_id(each)]
+        may_operate = self._services.policy.may_operate(caller)
+        rows = await self._services.outbox.find_all(known) if known else []
+        return [row for row in rows if may_operate or submitted_by(row, caller)]
 
     async def _prepared(self, request: Request, data: bytes) -> PreparedSend:
         headers = request.headers

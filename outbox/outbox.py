@@ -151,18 +151,24 @@ class Outbox:
         """Return the row of a send, None where the id is free."""
         return await self._reader.find(client_message_id)
 
+    async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
+        """Return the rows of these sends, in any order; where an id is free there is none."""
+        return await self._reader.find_all(client_message_ids)
+
     async def wait(self, client_message_id: str, timeout: float) -> OutboxRow | None:  # noqa: ASYNC109 - either way the answer is a row
         """Return the row of a send once it is done, dead or aborted, or as it is after `timeout` seconds."""
         row = await self._reader.find(client_message_id)
-        if row is None:
-            return None
-        with self._watchers.watch(row.id) as settled:
-            row = await self._reader.find(client_message_id)
-            if row is not None and row.status not in SETTLED:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(settled.wait(), timeout)
-                row = await self._reader.find(client_message_id)
-        return row
+        if row is None or row.status in SETTLED:
+            return row
+        await self.wait_all([row.id], timeout)
+        return await self._reader.find(client_message_id)
+
+    async def wait_all(self, row_ids: Sequence[str], timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
+        """Return once each of the rows is done, dead or aborted, or after `timeout` seconds."""
+        with self._watchers.watch(*row_ids) as settled:
+            self._watchers.settled(await self._reader.settled_of(row_ids))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(settled.wait(), timeout)
 
     # Relaying
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,7 @@ _decode_row: Final = msgspec.json.Decoder(StoredRow).decode
 _decode_rows: Final = msgspec.json.Decoder(list[StoredRow]).decode
 _decode_page: Final = msgspec.json.Decoder(list[tuple[int, StoredRow]]).decode
 _decode_log: Final = msgspec.json.Decoder(list[_LogLine]).decode
+_decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 _decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -118,6 +119,20 @@ class Reader:
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send."""
         return await self._connection.run(lambda db: _row(db, "row_by_client_message_id", client_message_id))
+
+    async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
+        """Return the rows of these sends, in any order."""
+        ids = _encode(list(client_message_ids)).decode()
+
+        def read(db: sqlite3.Connection) -> list[OutboxRow]:
+            return [row.view() for row in _decode_rows(_value(db, "rows_by_client_message_id", (ids,)))]
+
+        return await self._connection.run(read)
+
+    async def settled_of(self, row_ids: Sequence[str]) -> list[str]:
+        """Return those of the rows that are done, dead or aborted."""
+        ids = _encode(row_ids).decode()
+        return _decode_ids(await self._connection.run(lambda db: _value(db, "settled_of", (ids,))))
 
     async def row(self, row_id: str) -> OutboxRow:
         """Return a row by its id, else by its client_message_id; raises `NotFound`."""

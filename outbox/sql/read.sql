@@ -2,6 +2,15 @@
 -- One row by its client_message_id.
 SELECT stored FROM outbox_row WHERE client_message_id = ?1;
 
+-- name: rows_by_client_message_id
+-- The rows with these client_message_ids.
+SELECT json_group_array(json(stored)) FROM outbox_row WHERE client_message_id IN (SELECT value FROM json_each(?1));
+
+-- name: settled_of
+-- Those of these rows that are done, dead or aborted.
+SELECT json_group_array(id) FROM outbox
+WHERE id IN (SELECT value FROM json_each(?1)) AND status IN ('done', 'dead', 'aborted');
+
 -- name: row
 -- One row by its id, else by its client_message_id.
 SELECT stored FROM outbox_row

@@ -101,6 +101,7 @@ class Client:
     send_many_in_chunks = _iterating(AsyncClient.send_many_in_chunks)
     get = _blocking(AsyncClient.get)
     wait = _blocking(AsyncClient.wait)
+    wait_many = _blocking(AsyncClient.wait_many)
     inbox = _blocking(AsyncClient.inbox)
     events = _iterating(AsyncClient.events)
     health = _blocking(AsyncClient.health)

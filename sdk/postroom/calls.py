@@ -36,12 +36,20 @@ class Calls:
         return Patience(self._patience_seconds)
 
     async def _read(
-        self, path: str, answer: type[T], *, query: msgspec.Struct | None = None, waiting: float = 0.0
+        self,
+        path: str,
+        answer: type[T],
+        *,
+        query: msgspec.Struct | None = None,
+        body: msgspec.Struct | None = None,
+        waiting: float = 0.0,
     ) -> T:
-        """GET until it succeeds, fails for good, or patience ends: reading changes nothing."""
+        """Ask until it succeeds, fails for good, or patience ends: reading changes nothing, also with a body (POST)."""
+        method = "GET" if body is None else "POST"
         parameters = None if query is None else to_parameters(query)
         return await retrying(
-            lambda: self._transport.call("GET", path, answer, query=parameters, waiting=waiting), self._patience()
+            lambda: self._transport.call(method, path, answer, query=parameters, body=body, waiting=waiting),
+            self._patience(),
         )
 
     async def _change(self, method: str, path: str, answer: type[T], body: msgspec.Struct | None = None) -> T:

@@ -18,17 +18,17 @@ import aiohttp
 
 from postroom.arguments import check_id, check_seconds, check_traceparent
 from postroom.batch import Batch
-from postroom.errors import PostroomError
+from postroom.errors import NotFound, PostroomError
 from postroom.feed import feed
 from postroom.following import Following
 from postroom.message import Priority, SendRequest
 from postroom.operating import OperatorMethods
-from postroom.operations import MAX_WAIT, WaitQuery
+from postroom.operations import MAX_PAGE, MAX_WAIT, SendsQuery, WaitQuery
 from postroom.outgoing import Body, compose, encode
 from postroom.peer import Peer
 from postroom.received import EventsQuery, InboxMessage, InboxPage, InboxQuery
 from postroom.retry import Patience, retrying
-from postroom.sends import SETTLED, BatchResult, Health, OutboxRow, Ready, SendResult, Version
+from postroom.sends import SETTLED, BatchResult, Health, OutboxRow, Ready, SendList, SendResult, Version
 from postroom.sockets import find_socket
 from postroom.transport import Transport
 
@@ -125,6 +125,29 @@ class AsyncClient(OperatorMethods):
             )
             if row.status in SETTLED or not patience.remaining():
                 return row
+
+    async def wait_many(self, client_message_ids: Sequence[str], timeout: float) -> list[OutboxRow]:  # noqa: ASYNC109 - the same
+        """Do as `wait` does, for any number of sends with few requests; return them in the same order.
+
+        Raises `NotFound`, which names an id under which there is no send.
+        """
+        patience, rows = Patience(timeout), list[OutboxRow]()
+        for start in range(0, len(client_message_ids), MAX_PAGE):
+            rows += await self._wait_for(client_message_ids[start : start + MAX_PAGE], patience)
+        return rows
+
+    async def _wait_for(self, ids: Sequence[str], patience: Patience) -> list[OutboxRow]:
+        found: dict[str, OutboxRow] = {}
+        while unsettled := [each for each in ids if each not in found or found[each].status not in SETTLED]:
+            seconds = min(patience.remaining(), MAX_WAIT)
+            query = SendsQuery(client_message_ids=unsettled, wait=seconds)
+            answer = await self._read("/v1/sends", SendList, body=query, waiting=seconds)
+            if answer.missing:
+                raise NotFound.of(404, "send_not_found", f"there is no send under the id {answer.missing[0]}")
+            found |= {row.client_message_id: row for row in answer.rows}
+            if not patience.remaining():
+                break
+        return [found[each] for each in ids]
 
     async def inbox(self, query: InboxQuery | None = None) -> InboxPage:
         """Return one page of what the daemon has received, oldest first."""

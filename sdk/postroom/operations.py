@@ -66,6 +66,13 @@ class WaitQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
     wait: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT)] = 0.0
 
 
+class SendsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The body of `POST /v1/sends`: whose sends, and the seconds to wait until each is `done`, `dead` or `aborted`."""
+
+    client_message_ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PAGE)]
+    wait: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT)] = 0.0
+
+
 class ReasonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a verb on one row: why."""
 

@@ -69,6 +69,13 @@ class OutboxRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     submitted_by: str | None = None
 
 
+class SendList(msgspec.Struct, kw_only=True):
+    """Where many sends are now, in the order of the question; `missing` are the ids under which there is none."""
+
+    rows: list[OutboxRow]
+    missing: list[str]
+
+
 class OperatorAction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line of the append-only `operator_log`: who did what to which row, when and why."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,48 @@ def test_a_message_that_dies_at_the_broker_is_seen_by_a_write_that_waits_for_it(
 ) -> None:
     with pytest.raises(AnalysisException, match=r"1 row not sent: order_id=0: .*there is no topic:nowhere"):
         write(spark.range(1).selectExpr("id AS order_id"), post, to="topic:nowhere", wait="accepted")
+
+
+def test_refused_rows_go_to_a_directory_and_the_others_are_sent(
+    spark: SparkSession, post: PostOffice, tmp_path: Path
+) -> None:
+    rows = spark.sql(
+        "SELECT * FROM VALUES (1, 'topic:orders'), (2, 'topic:nowhere'), (3, null), (null, 'topic:orders'), "
+        "(4, 'shop'), (5, 'topic:orders') AS rows (order_id, target)"
+    )
+    options = post.options(to_column="target", wait="accepted", on_refused=str(tmp_path), on_conflict=str(tmp_path))
+    del options["to"]
+    rows.coalesce(1).write.format("postroom").options(**options).mode("append").save()
+    (file,) = tmp_path.iterdir()
+    report = [json.loads(line) for line in file.read_text().splitlines()]
+
+    assert post.accepted().keys() == {"1", "5"}
+    refused = {(line["key"] or {}).get("order_id"): line["detail"] for line in report}
+    assert refused.keys() == {"2", "3", "4", None}
+    assert "there is no topic:nowhere" in refused["2"]
+    assert "its `target` is null" in refused["3"]
+    assert "It is row 4 of the partition 0, with target='topic:orders'" in refused[None]
+
+
+@pytest.mark.soak
+def test_waiting_for_the_broker_takes_at_most_twice_as_long_as_not_waiting(
+    spark: SparkSession, post: PostOffice
+) -> None:
+    def rate(wait: str, run: int) -> float:
+        namespace = f"{post.namespace} {wait} {run}"
+        orders = spark.range(20_000, numPartitions=2).selectExpr("id AS order_id", "repeat('x', 1000) AS body")
+        began = time.perf_counter()
+        write(orders, post, wait=wait, body="body", namespace=namespace)
+        return 20_000 / (time.perf_counter() - began)
+
+    rate("accepted", 0)
+    pairs = []
+    for run in range(1, 6):
+        queued = rate("queued", run)
+        post.accepted()  # nothing of it is left to relay
+        pairs.append((rate("accepted", run), queued))
+    print(pairs)  # noqa: T201 - the rates
+    assert statistics.median(accepted / queued for accepted, queued in pairs) >= 0.5
 
 
 def test_an_id_sent_through_two_hosts_is_accepted_once(spark: SparkSession, post: PostOffice) -> None:

@@ -13,7 +13,6 @@ from postroom.spark.options import WritePlan
 from postroom.spark.posting import RowProblem
 from postroom.spark.rows import key_text
 
-FAIL: Final = "fail"  # the other values of `on_conflict` are directories
 _SHOWN: Final = 20  # rows in an error; the count is always whole
 
 
@@ -27,28 +26,28 @@ def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:
     return InvalidMessage.of(400, "rows_refused", f"{_count(problems)} not sent: {shown}{more}. Every other row was")
 
 
-def prepare_directory(directory: str) -> None:
-    """Make the directory of `on_conflict` before a row is sent; raises `InvalidMessage` where that can't be."""
+def prepare_directory(option: str, directory: str) -> None:
+    """Make the directory that `option` names before a row is sent; raises `InvalidMessage` where that can't be."""
     try:
         system, path = _resolve(directory)
         system.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
-        detail = f"cannot use {directory!r} of the option `on_conflict`: {error}"
-        raise InvalidMessage.of(400, "invalid_option", detail, field="on_conflict") from error
+        detail = f"cannot use {directory!r} of the option `{option}`: {error}"
+        raise InvalidMessage.of(400, "invalid_option", detail, field=option) from error
 
 
-def write_conflicts(plan: WritePlan, name: str, problems: Iterable[RowProblem]) -> str:
+def write_problems(plan: WritePlan, directory: str, name: str, problems: Iterable[RowProblem]) -> str:
     """Write `<directory>/<name>.jsonl`, one object a row; return its path. A second write replaces it."""
-    system, path = _resolve(plan.on_conflict)
+    system, path = _resolve(directory)
     lines = [msgspec.json.encode(_record(plan, problem)) + b"\n" for problem in problems]
     with system.open_output_stream(f"{path}/{name}.jsonl") as file:
         file.write(b"".join(lines))
-    return f"{plan.on_conflict.rstrip('/')}/{name}.jsonl"
+    return f"{directory.rstrip('/')}/{name}.jsonl"
 
 
 def _record(plan: WritePlan, problem: RowProblem) -> dict[str, object]:
     return {
-        "key": dict(zip(plan.ids, problem.key, strict=True)),
+        "key": dict(zip(plan.ids, problem.key, strict=True)) if problem.key else None,
         "client_message_id": problem.client_message_id,
         "code": problem.code,
         "detail": problem.detail,
@@ -59,7 +58,7 @@ def _record(plan: WritePlan, problem: RowProblem) -> dict[str, object]:
 
 def _resolve(directory: str) -> tuple[Any, str]:
     """Return the file system of a path or a URI (`s3://`, `hdfs://`, `file://`), and the path in it."""
-    from pyarrow import fs  # noqa: PLC0415 - slow, and only where conflicts are written
+    from pyarrow import fs  # noqa: PLC0415 - slow, and only where a file is written
 
     if "://" in directory:
         system, path = fs.FileSystem.from_uri(directory)

@@ -29,6 +29,7 @@ from postroom.spark.values import check_id_type, check_type
 
 Wait = Literal["queued", "accepted"]
 
+FAIL: Final = "fail"  # the other values of `on_conflict` and `on_refused` are directories
 MAX_BATCH_SIZE: Final = 10_000
 
 _MESH: Final = "POSTROOM_MESH"
@@ -60,7 +61,8 @@ class SinkOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fiel
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BATCH_SIZE)] = 1000
     wait: Wait = "queued"
     namespace: str | None = None
-    on_conflict: str = "fail"
+    on_conflict: str = FAIL
+    on_refused: str = FAIL
     job: str | None = None
     mesh: str | None = None
     database_url: str | None = None
@@ -90,7 +92,8 @@ class WritePlan:
     batch_size: int
     wait: Wait
     namespace: str
-    on_conflict: str
+    on_conflict: str  # FAIL, or a directory; the next one likewise
+    on_refused: str
     job: WriteJob | None = None
 
     @property
@@ -125,6 +128,7 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
         wait=chosen.wait,
         namespace=chosen.namespace or _default_namespace(chosen, given.get("queryname")),
         on_conflict=chosen.on_conflict,
+        on_refused=chosen.on_refused,
         job=_job(chosen),
     )
     _check_columns(plan)

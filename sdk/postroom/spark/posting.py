@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Final
@@ -18,7 +19,7 @@ from postroom.client import AsyncClient
 from postroom.errors import InvalidMessage, Problem, TryAgain
 from postroom.message import SendRequest
 from postroom.sends import SETTLED, OutboxRow, SendResult
-from postroom.spark.options import WritePlan
+from postroom.spark.options import FAIL, WritePlan
 from postroom.spark.rows import Row, RowReader, key_text
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 PATIENCE_SECONDS: Final = 300.0
 ABSENT_SECONDS: Final = 30.0  # longer than a daemon takes to start again
 MOST_PROBLEMS: Final = 10_000  # rows of a task; more are no accident, and would fill the driver
-_WAITS_AT_ONCE: Final = 64
+_BATCHES_UNDER_WAY: Final = 8  # with `wait=accepted`: sent while the broker has not accepted the first of them
 _REUSED: Final = "idempotency_key_reused"
 
 
@@ -66,16 +67,15 @@ async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
         version = await client.version()  # a host without a daemon is told of soon
     _check_mesh(plan, version.mesh)
     task = _Task(plan)
+    reader = RowReader(plan, None if plan.on_refused == FAIL else task.refuse)
     async with (
         AsyncClient(plan.socket, patience=PATIENCE_SECONDS) as client,
-        aclosing(_slices(plan, batches)) as slices,
+        aclosing(_slices(reader, batches)) as slices,
     ):
         if plan.wait == "queued":
             await task.send(client, slices)
         else:
-            async for rows in slices:
-                await task.send(client, _one(rows))
-                await task.await_broker(client)
+            await task.send_and_await_broker(client, slices)
     return task.tally
 
 
@@ -86,16 +86,11 @@ def _check_mesh(plan: WritePlan, mesh: str) -> None:
         raise InvalidMessage.of(400, "invalid_option", f"{detail}: set the option `mesh` to {mesh}", field="mesh")
 
 
-async def _slices(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> AsyncGenerator[list[Row], None]:
+async def _slices(reader: RowReader, batches: Iterator[pa.RecordBatch]) -> AsyncGenerator[list[Row], None]:
     """Read Spark's batches in a thread, since they may be long in coming, and cut them up."""
-    reader = RowReader(plan)
     while (batch := await asyncio.to_thread(next, batches, None)) is not None:
         for rows in reader.slices(batch):
             yield rows
-
-
-async def _one(rows: list[Row]) -> AsyncIterator[list[Row]]:
-    yield rows
 
 
 class _Task:
@@ -105,7 +100,28 @@ class _Task:
         self.tally = Tally()
         self._plan = plan
         self._on_the_way: dict[int, Row] = {}  # by line
-        self._not_accepted: list[tuple[Row, SendResult]] = []  # by the broker, with `wait=accepted`
+        self._not_accepted: deque[tuple[Row, SendResult]] = deque()  # by the broker, with `wait=accepted`
+        self._room = asyncio.Semaphore(_BATCHES_UNDER_WAY * plan.batch_size)  # rows that may be on their way to it
+        self._changed = asyncio.Event()  # there is more to wait for, or all is sent
+        self._sent = False
+
+    async def send_and_await_broker(self, client: AsyncClient, slices: AsyncIterator[list[Row]]) -> None:
+        """Do as `send` does, and return when the broker has every row that was queued.
+
+        Raises `TryAgain` where it doesn't come to that.
+        """
+
+        async def send() -> None:
+            await self.send(client, slices)
+            self._sent = True
+            self._changed.set()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(send())
+                tasks.create_task(self._await_broker(client))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def send(self, client: AsyncClient, slices: AsyncIterator[list[Row]]) -> None:
         """Stream the rows through the batch route, and settle each as its answer comes."""
@@ -122,6 +138,8 @@ class _Task:
         line = 0
         async for rows in slices:
             for row in rows:
+                if self._plan.wait == "accepted":
+                    await self._room.acquire()
                 line += 1
                 self._on_the_way[line] = row
                 yield row.request
@@ -130,6 +148,9 @@ class _Task:
         self._count(result, 1)
         if self._plan.wait == "accepted" and result.status != "done":
             self._not_accepted.append((row, result))
+            self._changed.set()
+        else:
+            self._room.release()
 
     def _count(self, result: SendResult, number: int) -> None:
         if result.duplicate:
@@ -139,21 +160,26 @@ class _Task:
 
     def _refused(self, row: Row, problem: Problem) -> None:
         """Tell an id that is taken by other content from a row that was refused for itself, or retired before."""
+        self._room.release()
         reused = problem.code == _REUSED and (problem.conflict or "").endswith("mismatch")
-        self._problem(row, problem.code, problem.detail, conflict=reused, problem=problem)
-
-    def _problem(self, row: Row, code: str, detail: str, *, conflict: bool, problem: Problem | None = None) -> None:
-        self.tally.problems.append(
+        self._problem(
             RowProblem(
                 row.key,
                 row.request.client_message_id or "",
-                conflict,
-                code,
-                detail,
-                since=problem.since if problem else None,
-                destination=problem.destination if problem else None,
+                reused,
+                problem.code,
+                problem.detail,
+                since=problem.since,
+                destination=problem.destination,
             )
         )
+
+    def refuse(self, key: tuple[str, ...], error: InvalidMessage) -> None:
+        """Count a row that no message can be made of."""
+        self._problem(RowProblem(key, "", conflict=False, code=error.code, detail=str(error)))
+
+    def _problem(self, problem: RowProblem) -> None:
+        self.tally.problems.append(problem)
         if len(self.tally.problems) > MOST_PROBLEMS:
             first = self.tally.problems[0]
             raise InvalidMessage.of(
@@ -164,18 +190,18 @@ class _Task:
                 "another write's?",
             )
 
-    async def await_broker(self, client: AsyncClient) -> None:
-        """Wait until the broker has every row that was queued; raises `TryAgain` where it doesn't come to that."""
-        queued, self._not_accepted = self._not_accepted, []
-        at_once = asyncio.Semaphore(_WAITS_AT_ONCE)
-
-        async def wait(result: SendResult) -> OutboxRow:
-            async with at_once:
-                return await client.wait(result.client_message_id, PATIENCE_SECONDS)
-
-        sent = await asyncio.gather(*(wait(result) for _, result in queued))
-        for (row, result), now in zip(queued, sent, strict=True):
-            self._arrived(row, result, now)
+    async def _await_broker(self, client: AsyncClient) -> None:
+        """Wait until the broker has the rows that were queued, as many at a time as are in a batch."""
+        while not self._sent or self._not_accepted:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._not_accepted:
+                size = min(self._plan.batch_size, len(self._not_accepted))
+                queued = [self._not_accepted.popleft() for _ in range(size)]
+                ids = [result.client_message_id for _, result in queued]
+                for (row, result), now in zip(queued, await client.wait_many(ids, PATIENCE_SECONDS), strict=True):
+                    self._arrived(row, result, now)
+                    self._room.release()
 
     def _arrived(self, row: Row, result: SendResult, sent: OutboxRow) -> None:
         if sent.status not in SETTLED:
@@ -190,4 +216,4 @@ class _Task:
             reason = sent.last_error or "an operator has retired the message"
             code = reason.partition(":")[0] if sent.last_error else "aborted"
             self._count(result, -1)
-            self._problem(row, code, reason, conflict=code == _REUSED)
+            self._problem(RowProblem(row.key, result.client_message_id, code == _REUSED, code, reason))

@@ -1,17 +1,19 @@
 """From Arrow batches to messages: one `SendRequest` for each row, with its id, in slices of `batch_size` rows.
 
 Fails with `InvalidMessage` that names the row or the column where a row has no id, no destination, or a value that
-can't be sent; nothing of that slice has been sent then.
+can't be sent; nothing of that slice has been sent then. With `on_refused` that row alone is left out, and handed over.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
+from pyspark import TaskContext
 from pyspark.sql.types import BinaryType, StringType
 
 from postroom.errors import InvalidMessage
@@ -22,6 +24,10 @@ from postroom.spark.values import converter, id_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Refuse: TypeAlias = Callable[[tuple[str, ...], InvalidMessage], None]
+
+_COLUMNS_SHOWN: Final = 5  # of a row that has no key
 
 _encode = msgspec.json.Encoder().encode
 
@@ -36,15 +42,36 @@ class Row(NamedTuple):
 class RowReader:
     """Makes the messages of a write."""
 
-    def __init__(self, plan: WritePlan) -> None:
+    def __init__(self, plan: WritePlan, refuse: Refuse | None = None) -> None:
+        """Hand each row that can't be sent to `refuse`, with its key (empty where it has none) and why."""
         self._plan = plan
+        self._refuse = refuse
+        self._read = 0  # rows of the task before those that are being read
         self._ids = RowIds(plan.namespace)
         self._converters = {field.name: converter(field.dataType) for field in plan.schema}
 
     def slices(self, batch: pa.RecordBatch) -> Iterator[list[Row]]:
         """Yield the rows of a batch, `batch_size` at a time, so that large bodies don't all lie in memory twice."""
         for start in range(0, batch.num_rows, self._plan.batch_size):
-            yield self._rows(_Columns(batch.slice(start, self._plan.batch_size), self._converters))
+            part = batch.slice(start, self._plan.batch_size)
+            try:
+                rows = self._rows(_Columns(part, self._converters))
+                self._read += part.num_rows
+            except InvalidMessage:
+                if self._refuse is None:
+                    raise
+                rows = list(self._one_by_one(part, self._refuse))
+            yield rows
+
+    def _one_by_one(self, part: pa.RecordBatch, refuse: Refuse) -> Iterator[Row]:
+        """Yield the rows of a slice that can be sent."""
+        for index in range(part.num_rows):
+            columns = _Columns(part.slice(index, 1), self._converters)
+            try:
+                yield from self._rows(columns)
+            except InvalidMessage as error:
+                refuse(self._key(columns), error)
+            self._read += 1
 
     def _rows(self, columns: _Columns) -> list[Row]:
         keys = self._keys(columns)
@@ -77,8 +104,24 @@ class RowReader:
         values = [columns.raw(name) for name in ids]
         for name, column in zip(ids, values, strict=True):
             if None in column:
-                raise _unusable(f"a row has no id: its `{name}`, which the option `id` names, is null")
+                row = self._place(columns, column.index(None))
+                raise _unusable(f"a row has no id: its `{name}`, which the option `id` names, is null. It is {row}")
         return list(zip(*([id_text(value) for value in column] for column in values), strict=True))
+
+    def _key(self, columns: _Columns) -> tuple[str, ...]:
+        """Return the key of a row alone, nothing where it has none."""
+        try:
+            return self._keys(columns)[0]
+        except InvalidMessage:
+            return ()
+
+    def _place(self, columns: _Columns, index: int) -> str:
+        """Name a row that has no key: where it was read, and what its first columns hold."""
+        task = TaskContext.get()
+        partition = "its partition" if task is None else f"the partition {task.partitionId()}"
+        values = [(name, columns.raw(name)[index]) for name in columns.names[:_COLUMNS_SHOWN]]
+        held = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in values if value is not None)
+        return f"row {self._read + index + 1} of {partition}" + (f", with {held}" if held else "")
 
     def _destinations(self, columns: _Columns, keys: Sequence[tuple[str, ...]]) -> Iterator[str]:
         if self._plan.to_column is None:
@@ -147,6 +190,8 @@ class _Columns:
 
 def key_text(plan: WritePlan, key: Sequence[str]) -> str:
     """Name a row for people: `order_id=17, line=2`."""
+    if not key:
+        return "a row without an id"
     return ", ".join(f"{name}={text}" for name, text in zip(plan.ids, key, strict=True))
 
 

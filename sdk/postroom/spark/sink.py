@@ -16,9 +16,9 @@ from pyspark.sql.types import StructType
 
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.ids import new_id
-from postroom.spark.conflicts import FAIL, failure, prepare_directory, write_conflicts
+from postroom.spark.conflicts import failure, prepare_directory, write_problems
 from postroom.spark.jobs import Counts, JobOfWrite
-from postroom.spark.options import WritePlan, plan_write, stream_tag
+from postroom.spark.options import FAIL, WritePlan, plan_write, stream_tag
 from postroom.spark.posting import Tally, post
 
 if TYPE_CHECKING:
@@ -117,13 +117,14 @@ def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool)
         detail = 'what was sent stays sent: use mode("append"), or outputMode("append") for a stream'
         raise InvalidMessage.of(400, "invalid_option", detail, field="mode")
     plan = plan_write(options, schema)
-    if plan.on_conflict != FAIL:
-        prepare_directory(plan.on_conflict)
+    for option, directory in (("on_conflict", plan.on_conflict), ("on_refused", plan.on_refused)):
+        if directory != FAIL:
+            prepare_directory(option, directory)
     return plan
 
 
 def _conclude(plan: WritePlan, tallies: Sequence[Tally], name: str) -> None:
-    """Print the counts, write the conflicts where they are wanted, and raise for what remains."""
+    """Print the counts, write the conflicts and the refused rows where they are wanted, and raise for what remains."""
     tally = _sum(tallies)
     conflicts = [problem for problem in tally.problems if problem.conflict]
     refused = [problem for problem in tally.problems if not problem.conflict]
@@ -132,8 +133,11 @@ def _conclude(plan: WritePlan, tallies: Sequence[Tally], name: str) -> None:
         + (f", {len(refused)} refused" if refused else "")
     )
     if conflicts and plan.on_conflict != FAIL:
-        _say(f"the keys of the conflicts are in {write_conflicts(plan, name, conflicts)}")
+        _say(f"the keys of the conflicts are in {write_problems(plan, plan.on_conflict, name, conflicts)}")
         conflicts = []
+    if refused and plan.on_refused != FAIL:
+        _say(f"the refused rows are in {write_problems(plan, plan.on_refused, f'{name}-refused', refused)}")
+        refused = []
     if remaining := refused + conflicts:
         raise failure(plan, remaining)
 

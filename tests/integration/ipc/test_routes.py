@@ -27,11 +27,12 @@ def table(room: Any) -> list[Route]:
 
 
 OPEN_WRITES = {"/v1/send", "/v1/send/batch", "/v1/topics/{topic}/subscription"}
+QUESTIONS = {"/v1/sends"}  # which are too long for a query string
 
 
 def test_every_write_but_sending_and_subscribing_is_the_operators(table: list[Route]) -> None:
     for route in table:
-        expected = CALLER if route.method == "GET" or route.path in OPEN_WRITES else OPERATOR
+        expected = CALLER if route.method == "GET" or route.path in OPEN_WRITES | QUESTIONS else OPERATOR
         if route.path.startswith("/v1/outbox"):
             expected = OPERATOR
         assert route.access == expected, (route.method, route.path)

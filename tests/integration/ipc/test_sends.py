@@ -100,6 +100,53 @@ async def test_a_wait_whose_time_is_up_says_where_the_send_is(room: Any) -> None
     assert (await room.request("GET", "/v1/sends/k?wait=0.01")).json["status"] == "pending"
 
 
+async def ask(room: Any, **body: Any) -> Any:
+    return await room.request("POST", "/v1/sends", body)
+
+
+async def test_where_many_sends_are_now(room: Any) -> None:
+    for key in ("a", "b"):
+        await room.send(LINE, idempotency_key=key)
+    reply = (await ask(room, client_message_ids=["b", "unknown", "a", "no id", "b"])).json
+
+    assert [(row["client_message_id"], row["status"]) for row in reply["rows"]] == [("b", "pending"), ("a", "pending")]
+    assert reply["missing"] == ["unknown", "no id"]
+
+
+async def test_a_wait_for_many_ends_when_the_last_is_settled(room: Any) -> None:
+    for key in ("done before", "a", "b"):
+        await room.send(LINE, idempotency_key=key.replace(" ", "-"))
+    first, *others = await room.outbox.claim()
+    await room.outbox.settle([Settlement(first.row_id, Verdict.DONE, broker_message_id="A", history_id=1)])
+    waiting = asyncio.create_task(ask(room, client_message_ids=["done-before", "a", "b"], wait=60))
+    for number, row in enumerate(others, 2):
+        assert not waiting.done()
+        await room.outbox.settle([Settlement(row.row_id, Verdict.DONE, broker_message_id="B", history_id=number)])
+
+    assert [row["history_id"] for row in (await waiting).json["rows"]] == [1, 2, 3]
+
+
+async def test_a_wait_for_many_whose_time_is_up_says_where_they_are(room: Any) -> None:
+    await room.send(LINE, idempotency_key="k")
+    (row,) = (await ask(room, client_message_ids=["k"], wait=0.01)).json["rows"]
+    assert row["status"] == "pending"
+
+
+async def test_sends_of_another_uid_are_missing_to_who_asks_for_many(open_room: Any) -> None:
+    room = await open_room(policy=Policy(operators=[4_000_000]))
+    await room.outbox.accept([prepare(b'{"to":"topic:a","client_message_id":"k"}')], Caller(54321, 54321))
+    assert (await ask(room, client_message_ids=["k"], wait=60)).json == {"rows": [], "missing": ["k"]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"client_message_ids": []}, {"client_message_ids": ["k"] * 1001}, {"client_message_ids": ["k"], "wait": 1e9}],
+)
+async def test_a_question_after_no_or_too_many_sends_is_refused(room: Any, body: dict[str, Any]) -> None:
+    reply = await room.request("POST", "/v1/sends", body)
+    assert (reply.status, reply.json["code"]) == (400, "invalid_field")
+
+
 async def test_a_batch_answers_every_line_in_order_and_a_bad_line_fails_alone(room: Any) -> None:
     reply = await room.batch(LINE, b"nonsense\n", {"to": "nowhere"}, b"\n", LINE)
     assert reply.status == 200

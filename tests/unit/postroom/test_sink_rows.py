@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from postroom import InvalidMessage, SendRequest
@@ -100,6 +101,26 @@ def test_without_a_body_column_the_body_is_the_whole_row() -> None:
 def test_meta_may_be_text_with_an_object() -> None:
     rows = [{"n": 1, "text": '{"a": [1]}'}, {"n": 2}]
     assert [request.meta for request in requests(rows, meta="text", body="n")] == [{"a": [1]}, None]
+
+
+def test_a_row_without_an_id_is_named_by_its_place_and_its_other_columns() -> None:
+    rows = [{"n": 1}, {"n": 2}, {"n": None, "text": "pears" * 20, "to": "topic:a"}]
+    with pytest.raises(InvalidMessage, match=r"It is row 3 of its partition, with text='pears.*s', to='topic:a'$"):
+        requests(rows, batch_size="2")
+
+
+def test_rows_that_cannot_be_sent_are_handed_over_and_the_others_are_not_held_up() -> None:
+    refused: list[tuple[tuple[str, ...], str]] = []
+    plan = plan_write({"id": "n", "to_column": "to", "on_refused": "/refused", "batch_size": "2"}, SCHEMA)
+    reader = RowReader(plan, lambda key, error: refused.append((key, str(error))))
+    columns: dict[str, list[Any]] = {"n": [1, 2, None, 4, 5], "to": ["a", None, "c", "d", "e"]}
+    empty = dict.fromkeys(("text", "bytes"), [None] * 5)
+    batch = pa.RecordBatch.from_pydict(columns | empty, to_arrow_schema(SCHEMA))
+
+    assert [row.request.to for rows in reader.slices(batch) for row in rows] == ["a", "d", "e"]
+    assert [key for key, _ in refused] == [("2",), ()]
+    assert "its `to` is null" in refused[0][1]
+    assert "It is row 3 of its partition, with to='c'" in refused[1][1]
 
 
 @pytest.mark.parametrize(
