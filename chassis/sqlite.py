@@ -21,6 +21,7 @@ from chassis.sql import load_queries
 T = TypeVar("T")
 
 QUERIES: Final = load_queries("chassis", "sqlite.sql")
+PARTS: Final = ("", "-wal", "-shm")  # of an SQLite file
 _STATEMENTS: Final = 256  # prepared statements a connection keeps
 _PRIMARY: Final = 0xFF  # the primary result code within an extended one
 _BROKEN: Final = frozenset(
@@ -115,3 +116,19 @@ def exit_after(error: sqlite3.Error | OSError) -> Exit:
     if result_code(error) == sqlite3.SQLITE_IOERR or (isinstance(error, OSError) and error.errno == errno.EIO):
         return Exit.IO_ERROR
     return Exit.CONFIG
+
+
+def exit_after_opening(path: Path, error: sqlite3.Error | OSError) -> Exit:
+    """Return the same where the file at `path` could not be opened.
+
+    Why it can't open or create one of its files SQLite does not say: a full disk and a wrong owner are one error code.
+    So each is opened once more; where that works by now, a further start works too.
+    """
+    if result_code(error) != sqlite3.SQLITE_CANTOPEN:
+        return exit_after(error)
+    try:
+        for part in PARTS:
+            os.close(os.open(f"{path}{part}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as cause:
+        return exit_after(cause)
+    return Exit.TRY_AGAIN

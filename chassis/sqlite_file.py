@@ -14,9 +14,8 @@ from typing import Final
 
 from chassis.exits import Exit, Fatal
 from chassis.ownership import private_directory
-from chassis.sqlite import exit_after
+from chassis.sqlite import PARTS, exit_after
 
-PARTS: Final = ("", "-wal", "-shm")  # of an SQLite file
 _PID_WIDTH: Final = 20  # characters: always the same, so that one write replaces another
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
-from chassis.sqlite import QUERIES, Connection, exit_after, is_damage, open_writer
+from chassis.sqlite import QUERIES, Connection, exit_after_opening, is_damage, open_writer
 from chassis.sqlite_file import OwnedFile
 
 _ADVICE: Final = {Exit.TRY_AGAIN: "the space on its disk", Exit.IO_ERROR: "its disk, and the space on it"}
@@ -59,5 +59,5 @@ def _migrate(migrate: Migrate, path: Path, db: sqlite3.Connection) -> None:
 
 
 def _unusable(path: Path, error: sqlite3.DatabaseError | OSError) -> Fatal:
-    code = exit_after(error)
+    code = exit_after_opening(path, error)
     return Fatal(code, f"cannot open {path}: {error}; check {_ADVICE.get(code, 'its owner, its mode and the disk')}")

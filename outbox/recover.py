@@ -19,8 +19,9 @@ import msgspec
 from chassis.exits import Exit, Fatal
 from chassis.ownership import hand_over
 from chassis.sql import load_queries
+from chassis.sqlite import PARTS
 from chassis.sqlite import QUERIES as CONNECTION
-from chassis.sqlite_file import PARTS, OwnedFile, move, set_aside, sync
+from chassis.sqlite_file import OwnedFile, move, set_aside, sync
 from outbox.errors import recovery_failed
 from outbox.migrate import migrate
 from outbox.outbox import NAME, now_ms

@@ -19,7 +19,7 @@ from chassis import sqlite_migrate
 from chassis.exits import Exit, Fatal
 from chassis.sql import load_queries, migrations
 from chassis.sqlite import QUERIES as SQLITE
-from chassis.sqlite import Connection, is_damage, is_full, open_writer
+from chassis.sqlite import Connection, exit_after_opening, is_damage, is_full, open_writer
 from delivery.agents.records import Role
 
 _log = structlog.get_logger(__name__)
@@ -162,7 +162,8 @@ class Store:
     async def open(cls, path: Path, owner: Owner) -> Self:
         """Open, migrate and claim the file, in a turn.
 
-        Raises `Fatal` (78) where it is damaged, newer than the program, or another agent's.
+        Raises `Fatal`: 78 where it is damaged, newer than the program, or another agent's, 75 or 74 where the disk is
+        full or fails.
         """
         try:
             connection = await open_writer(path)
@@ -365,4 +366,6 @@ def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, .
 def _unusable(path: Path, error: sqlite3.Error | OSError) -> Fatal:
     if is_damage(error):
         return Fatal(Exit.CONFIG, f"{path} is damaged ({error}): put back a copy, or move it away to begin anew")
-    return Fatal(Exit.CONFIG, f"cannot open {path}: {error}; check its owner, its mode and the disk")
+    return Fatal(
+        exit_after_opening(path, error), f"cannot open {path}: {error}; check its owner, its mode and the disk"
+    )

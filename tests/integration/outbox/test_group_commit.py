@@ -157,6 +157,43 @@ async def test_a_start_on_a_full_disk_ends_so_that_it_is_tried_again(tmp_path: P
     assert await run_on_a_small_disk(tmp_path, START_ON_A_FULL_DISK) == ["refused True tried again True"]
 
 
+START_WHERE_NO_FILE_FITS = """
+import asyncio, sys
+from pathlib import Path
+from chassis import logs
+from chassis.exits import Fatal
+from outbox import Outbox
+
+async def main(directory):
+    ballast = []
+    try:
+        while True:
+            (directory / str(len(ballast))).touch()
+            ballast.append(directory / str(len(ballast)))
+    except OSError:
+        pass
+    codes = []
+    while True:  # each of the files of an outbox is the one that does not fit
+        try:
+            outbox = await Outbox.open(directory / "state")
+        except Fatal as fatal:
+            codes.append(int(fatal.exit_code))
+        else:
+            await outbox.close()
+            break
+        ballast.pop().unlink()
+    print(*codes)
+
+logs.configure("critical")
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_a_start_where_no_further_file_fits_ends_so_that_it_is_tried_again(tmp_path: Path) -> None:
+    output = await run_on_a_small_disk(tmp_path, START_WHERE_NO_FILE_FITS, files=20)
+    assert output == ["75 75 75 75 75"]  # the directory, the lock, the file, its log, its index
+
+
 async def test_at_95_percent_only_what_is_new_is_refused(open_outbox: OpenOutbox) -> None:
     outbox = await open_outbox(max_bytes=2 * 1024 * 1024)
     row_id = await row_in(outbox, "inflight", "first")
