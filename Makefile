@@ -9,7 +9,7 @@ RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-ha
 	--no-annotate --no-emit-package postroom
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheels demo test check format docs bench soak test-systemd test-bare clean
+.PHONY: help setup lock wheels demo test check format docs bench soak faults faults-soak test-systemd test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,12 @@ bench: $(SPARK_STAMP) ## the benchmarks, each against its own baseline
 
 soak: $(SPARK_STAMP) ## the crash tests, for longer
 	$(BIN)/pytest -m soak
+
+faults: $(SPARK_STAMP) ## the fault campaign: half an hour; GOALS="F1 F4" for some
+	PYTHONPATH=tests:tests/support $(BIN)/python -m faults $(GOALS)
+
+faults-soak: $(SPARK_STAMP) ## the same, for hours
+	PYTHONPATH=tests:tests/support $(BIN)/python -m faults --soak $(GOALS)
 
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)
 	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian

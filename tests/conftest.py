@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import resource
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,11 @@ from typing import Any
 import asyncpg
 import pytest
 import redis
+import session
 import uvloop
-from janitor import clearing_up
 
-from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, ProcessIdentity
+from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 
-_PREFIX = "postroom-test-"
-_OWNER = "pytest.pid"
 _numbers = itertools.count(1)
 _DESCRIPTORS = 8192
 
@@ -61,16 +57,8 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
 
 @pytest.fixture(scope="session")
 def session_directory() -> Iterator[Path]:
-    """The files of this session's servers: below a short path, where the unprivileged Postgres of root may pass."""
-    _sweep()
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    directory.chmod(0o711)
-    owner = ProcessIdentity.of(os.getpid())
-    assert owner is not None
-    owner.write(directory / _OWNER)
-    with clearing_up(directory):
+    with session.session_directory() as directory:
         yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture
@@ -137,11 +125,3 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:  # leaves the loop of the test plugin alone
         runner.run(work)
-
-
-def _sweep() -> None:
-    """Remove what sessions left behind that were killed."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        owner = ProcessIdentity.read(directory / _OWNER)
-        if owner is not None and not owner.alive:
-            shutil.rmtree(directory, ignore_errors=True)

@@ -3,40 +3,16 @@
 import asyncio
 import os
 import random
-from pathlib import Path
 
 import pytest
-from mailroom import TOPIC, Mailroom
+from mailroom import Mailroom
+from writers import Writers
 
-from postroom import AsyncClient, new_id
+from postroom import AsyncClient
 
 KILLS = 200
 WRITERS = 8
 ACKNOWLEDGED = 20_000
-
-
-class Writers:
-    """Programs that send until they are told to stop, and remember what was acknowledged."""
-
-    def __init__(self, socket: Path, chance: random.Random) -> None:
-        self.acknowledged: dict[str, bytes] = {}
-        self.enough = asyncio.Event()
-        self._socket = socket
-        self._chance = chance
-        self._progress = asyncio.Condition()
-
-    async def write(self) -> None:
-        async with AsyncClient(self._socket, patience=120) as client:
-            while not self.enough.is_set():
-                message_id, body = new_id(), self._chance.randbytes(self._chance.randrange(2000))
-                await client.send(TOPIC, body, client_message_id=message_id)
-                async with self._progress:
-                    self.acknowledged[message_id] = body
-                    self._progress.notify_all()
-
-    async def reached(self, count: int) -> None:
-        async with self._progress:
-            await self._progress.wait_for(lambda: len(self.acknowledged) >= count)
 
 
 async def crash_again_and_again(room: Mailroom, *, kills: int, acknowledged: int, seed: int) -> dict[str, bytes]:

@@ -29,16 +29,17 @@ class Process:
     def __init__(self, directory: Path, module: str, settings: dict[str, object], *arguments: str) -> None:
         self._log = directory / f"{module}.log"
         self._command = [sys.executable, "-m", module, *arguments]
-        self._environment = {**os.environ, **{name: str(value) for name, value in settings.items()}}
+        self.settings = {name: str(value) for name, value in settings.items()}
         self._running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self._log.open("ab") as log:
-            self._running = subprocess.Popen(tethered(self._command), stdout=log, stderr=log, env=self._environment)
+            self._running = subprocess.Popen(tethered(self._command), stdout=log, stderr=log, env=self._environment())
 
     def run(self, *arguments: str) -> None:
         """Run it once with `arguments`, to its end."""
-        subprocess.run([*self._command, *arguments], env=self._environment, check=True)
+        with self._log.open("ab") as log:
+            subprocess.run([*self._command, *arguments], env=self._environment(), stdout=log, check=True)
 
     def kill(self) -> None:
         """End it with SIGKILL, as a crash would."""
@@ -52,9 +53,13 @@ class Process:
         self._running.terminate()
         return self._running.wait()
 
+    def become(self, module: str, *arguments: str) -> None:
+        """Be another program under the same settings from its next start on."""
+        self._command = [sys.executable, "-m", module, *arguments]
+
     def settle(self, settings: dict[str, object]) -> None:
         """Change settings for its next start."""
-        self._environment |= {name: str(value) for name, value in settings.items()}
+        self.settings |= {name: str(value) for name, value in settings.items()}
 
     @property
     def running(self) -> bool:
@@ -72,13 +77,18 @@ class Process:
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, **self.settings}
+
 
 class Mailroom:
     """A mesh with its member, topic and daemon; `await open()` before use, `close()` after."""
 
     def __init__(self, directory: Path, database_url: str, redis_url: str, *, brokers: int = 1) -> None:
         self.directory = directory
+        self.database_url = database_url
         self.socket = directory / "d.sock"
+        self.state = directory / "state"
         self.admin_token = secrets.token_urlsafe(32)
         self._secret("admin.token", self.admin_token)
         self.broker_urls = [f"http://127.0.0.1:{_free_port()}" for _ in range(brokers)]
@@ -89,7 +99,7 @@ class Mailroom:
             {
                 "POSTROOM_DAEMON_MESH": MESH,
                 "POSTROOM_DAEMON_SOCKET_PATH": self.socket,
-                "POSTROOM_DAEMON_STATE_DIRECTORY": directory / "state",
+                "POSTROOM_DAEMON_STATE_DIRECTORY": self.state,
                 "POSTROOM_DAEMON_BROKER_URL": self.broker_urls[0],
                 "POSTROOM_DAEMON_BROKER_TOKEN_FILE": directory / "alice.token",
                 "POSTROOM_DAEMON_RELAY_BACKOFF_MOST_SECONDS": 1,

@@ -1,0 +1,29 @@
+"""How much of each goal a column runs: the one table of numbers."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Size(NamedTuple):
+    """`trials` is what the bound is computed from; `load` is what is going on meanwhile, as the goal understands it."""
+
+    trials: int
+    load: int = 0
+
+
+class Sizes(NamedTuple):
+    """The two columns, how long a run of the first may take, and what the control needs to fail."""
+
+    ci: Size
+    soak: Size
+    minutes: float  # of the column for CI on two busy cores; the other has as many times more as it has trials
+    control: Size | None = None
+
+
+SIZES: Final[dict[str, Sizes]] = {
+    "F1": Sizes(Size(200, 50_000), Size(1_000, 500_000), 10, Size(5, 1_000)),  # kills, acknowledged
+    "F2": Sizes(Size(1), Size(1), 6),  # it counts the operations itself
+    "F3": Sizes(Size(1), Size(1), 10),
+    "F4": Sizes(Size(20, 2_000), Size(100, 10_000), 5, Size(3, 300)),  # cuts, acknowledged
+}

@@ -1,0 +1,58 @@
+"""A program of ours without one of its safeguards, for the controls: `python -m faults.without SAFEGUARD PROGRAM …`.
+
+Each control has to fail: that shows that the goal would notice a product which lacked the safeguard.
+"""
+
+# ruff: noqa: PLC0415 - only the program that lacks a safeguard is imported
+
+from __future__ import annotations
+
+import runpy
+import sqlite3
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+_LATE: Final = 0.01  # seconds after the answer
+
+
+def commit_before_answer() -> None:
+    """Answer what waits for a group, and commit it a moment later."""
+    from chassis.sqlite import QUERIES
+    from outbox.writer import Writer
+
+    queries, commit = QUERIES._queries, Writer._commit
+
+    def answer_first(self: Writer, group: list[Any], db: sqlite3.Connection) -> bool:
+        statement, queries["commit"] = queries["commit"], "SELECT 1"
+        try:
+            going = commit(self, group, db)
+        finally:
+            queries["commit"] = statement
+        time.sleep(_LATE)
+        db.execute(statement)
+        return going
+
+    Writer._commit = answer_first  # type: ignore[method-assign]
+
+
+def synchronous_full() -> None:
+    """Let SQLite sync when it checkpoints, not when it commits."""
+    from chassis.sqlite import QUERIES
+
+    pragmas = QUERIES["write_pragmas"]
+    QUERIES._queries["write_pragmas"] = pragmas.replace("synchronous = FULL", "synchronous = NORMAL")
+    assert QUERIES["write_pragmas"] != pragmas
+
+
+SAFEGUARDS: Final[dict[str, Callable[[], None]]] = {
+    "the commit before the answer": commit_before_answer,
+    "synchronous = FULL": synchronous_full,
+}
+
+if __name__ == "__main__":
+    _, safeguard, program, *arguments = sys.argv
+    SAFEGUARDS[safeguard]()
+    sys.argv = [program, *arguments]
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
