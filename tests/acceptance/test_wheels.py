@@ -1,7 +1,7 @@
 """What users install: the wheels of both distributions, without this checkout.
 
-The sdk's runs beside nothing but its own dependencies. Where each Python finds the servers' own wheels in an index is
-tried by `make test-wheels`.
+The sdk's runs beside nothing but its own dependencies. The soaks install from an index: the lowest versions that we
+allow, and what `pip install 'postroom-server[embedded]'` takes by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from lone_daemon import LoneDaemon
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
@@ -116,21 +117,14 @@ def test_the_sdk_needs_no_more_than_it_says() -> None:
     assert {each.split(">=")[0] for each in said} == {"aiohttp", "msgspec", "rfc8785"}
 
 
-def test_up_runs_from_the_wheels_alone(wheels: list[Path], short_directory: Path, tmp_path: Path) -> None:
-    environment, state = tmp_path / "environment", short_directory / "up"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    install(wheels, environment / "bin/python")
-    (site,) = environment.glob("lib/python3*/site-packages")
-    (site / "dependencies.pth").write_text(
-        sysconfig.get_path("purelib")
-    )  # what is installed here, but for this checkout
+def send_through_up(program: Path, state: Path) -> None:
+    """Run everything on this machine, send a message all the way, and remove it again."""
 
     def postroom(*arguments: str) -> str:
-        command = [environment / "bin/postroom", *arguments]
         done = subprocess.run(
-            command,
+            [program, *arguments],
             env={"PATH": os.defpath, "POSTROOM_STATE": str(state), "POSTROOM_SOCKET": str(state / "daemon/demo.sock")},
-            cwd=tmp_path,
+            cwd=state.parent,
             capture_output=True,
             text=True,
             check=False,
@@ -144,8 +138,20 @@ def test_up_runs_from_the_wheels_alone(wheels: list[Path], short_directory: Path
         assert "redis" in postroom("status")
     finally:
         postroom("down", "--wipe", "--yes")
+
+
+def test_up_runs_from_the_wheels_alone(wheels: list[Path], short_directory: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", installed], check=True)
+    install(wheels, installed / "bin/python")
+    (site,) = installed.glob("lib/python3*/site-packages")
+    (site / "dependencies.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # what is installed here, but for this checkout
+
+    send_through_up(installed / "bin/postroom", short_directory / "up")
     origins = subprocess.run(
-        [environment / "bin/python", "-P", "-c", "import cli, postroom; print(cli.__file__, postroom.__file__)"],
+        [installed / "bin/python", "-P", "-c", "import cli, postroom; print(cli.__file__, postroom.__file__)"],
         capture_output=True,
         text=True,
         check=True,
@@ -160,3 +166,62 @@ def test_both_wheels_carry_the_licence(wheels: list[Path]) -> None:
             (text,) = (name for name in archive.namelist() if name.endswith(".dist-info/licenses/LICENSE"))
             assert "License-Expression: Apache-2.0\n" in archive.read(metadata).decode()
             assert archive.read(text) == (REPOSITORY / "LICENSE").read_bytes()
+
+
+def requirements(project: Path, *extras: str) -> list[Requirement]:
+    """Return what a distribution and some of its extras depend on, but for ours."""
+    said = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    lines = [*said["dependencies"], *(line for extra in extras for line in said["optional-dependencies"][extra])]
+    return [each for each in map(Requirement, lines) if each.name != "postroom"]
+
+
+def lowest(found: list[Requirement]) -> list[str]:
+    """Pin each at its lower bound, the highest one where several are given."""
+    bounds = sorted(
+        (each.name, Version(one.version)) for each in found for one in each.specifier if one.operator == ">="
+    )
+    assert {name for name, _ in bounds} == {each.name for each in found}
+    return [f"{name}=={version}" for name, version in dict(bounds).items()]
+
+
+def environment(directory: Path, *packages: str | Path) -> Path:
+    """Make an environment with these packages from an index, and return its directory of programs."""
+    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    subprocess.run([directory / "bin/pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
+    return directory / "bin"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_lowest_versions_that_the_server_allows_pass_its_tests(tmp_path: Path) -> None:
+    pins = lowest(
+        [*requirements(REPOSITORY, "embedded", "pipeline"), *requirements(REPOSITORY / "sdk", "postgres", "spark")]
+    )
+    developers = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["dependency-groups"]["dev"]
+    programs = environment(tmp_path / "lowest", *pins, *developers)
+    here = ["--no-deps", "--no-build-isolation", "--quiet", "-e", REPOSITORY / "sdk", "-e", REPOSITORY]
+    subprocess.run([programs / "pip", "install", *here], check=True)
+    tests = ["tests/unit", "tests/migration", "tests/integration"]
+    marks = ["-m", "not soak and not systemd", "--deselect", "tests/unit/house", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [programs / "python", "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *marks, *tests],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.soak
+def test_the_lowest_versions_that_the_sdk_allows_send(daemon: LoneDaemon, wheels: list[Path], tmp_path: Path) -> None:
+    programs = environment(tmp_path / "lowest", *lowest(requirements(REPOSITORY / "sdk")), wheels[0])
+    command = [programs / "python", "-W", "error", "-c", PROGRAM, daemon.socket]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+
+
+@pytest.mark.soak
+def test_up_runs_from_the_wheels_and_an_index(wheels: list[Path], short_directory: Path, tmp_path: Path) -> None:
+    sdk, server = wheels
+    environment(tmp_path / "environment", sdk, f"{server}[embedded]")
+    send_through_up(tmp_path / "environment/bin/postroom", short_directory / "up")
