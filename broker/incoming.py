@@ -1,21 +1,22 @@
 """B1 for one message: from the bytes of a batch to the values of its rows (spec accept.md, "The phases").
 
-Reading takes two steps, because B0 comes before anything that can fail: `read_items` takes only ids and fingerprints
-out of the batch, and `check` decodes a message once it is known that its id is new.
+Reading takes three steps, because B0 comes before anything that can fail: `split` finds where each message of a batch
+begins and ends, `read_item` takes only its id and fingerprint, and `check` decodes it once its id is known to be new.
 """
 
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from typing import Annotated, Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
 
-from postroom.accept import AcceptRequest, RawAcceptItem
+from postroom.accept import MAX_BATCH, RawAcceptItem
 from postroom.administration import MemberName
 from postroom.errors import InvalidMessage, Problem
-from postroom.fingerprint import canonical_json, prefix
+from postroom.fingerprint import prefix
 from postroom.ids import MAX_ID_LENGTH, is_client_message_id
 from postroom.message import MAX_MENTIONS, DestinationKind, Envelope, Priority, check_envelope, refuse
 
@@ -24,7 +25,16 @@ _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f
 _Mentions: Final = Annotated[list[MemberName], msgspec.Meta(max_length=MAX_MENTIONS)]
 _MAX_EVENT_VERSION: Final = 999_999_999  # what a subject has room for
 
-_decode_request: Final = msgspec.json.Decoder(AcceptRequest).decode
+# A list of the messages would be built whole, millions of them, before anybody could count it. This has `MAX_BATCH`
+# places, which are filled one after the other: what does not fit ends it.
+_Places: Final = msgspec.defstruct(
+    "_Places",
+    [(f"message_{place}", msgspec.Raw, msgspec.UNSET) for place in range(MAX_BATCH)],
+    array_like=True,
+    forbid_unknown_fields=True,
+)
+_Request: Final[Any] = msgspec.defstruct("_Request", [("messages", _Places)], forbid_unknown_fields=True)
+_decode_request: Final = msgspec.json.Decoder(_Request).decode
 _decode_item: Final = msgspec.json.Decoder(RawAcceptItem).decode
 _decode_message: Final = msgspec.json.Decoder(Envelope).decode
 _encode: Final = msgspec.json.Encoder().encode
@@ -66,18 +76,27 @@ class Malformed(NamedTuple):
     problem: Problem
 
 
-def read_items(body: bytes, max_batch: int) -> list[Item | Malformed]:
+def split(body: bytes, max_batch: int) -> list[msgspec.Raw]:
     """Split a batch into its messages; raises `InvalidMessage` where the batch itself is wrong."""
     try:
-        messages = _decode_request(body).messages
+        places = msgspec.structs.astuple(_decode_request(body).messages)
     except _MALFORMED as error:
         refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: {error}")
+    messages = list(takewhile(lambda message: message is not msgspec.UNSET, places))
+    if not messages:
+        refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: it holds none")
     if len(messages) > max_batch:
         refuse("batch_too_large", f"{len(messages)} messages, the limit is {max_batch}", "messages", 413)
-    return [_read_item(position, raw) for position, raw in enumerate(messages)]
+    return messages
 
 
-def _read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
+def read_items(body: bytes, max_batch: int) -> list[Item | Malformed]:
+    """Read the ids and fingerprints of a whole batch; raises `InvalidMessage` where the batch itself is wrong."""
+    return [read_item(position, raw) for position, raw in enumerate(split(body, max_batch))]
+
+
+def read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
+    """Read the id and the fingerprint of a batch's message, and nothing else of it."""
     try:
         item = _decode_item(raw)
     except _MALFORMED as error:
@@ -119,7 +138,7 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
         envelope.priority,
         envelope.reply_to,
         envelope.traceparent,
-        canonical_json(meta).decode() if meta else None,
+        checked.meta.decode() if checked.meta else None,
         checked.body,
         envelope.body_base64 is None,
         _mentions(meta),

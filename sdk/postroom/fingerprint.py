@@ -12,10 +12,16 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
 import rfc8785
 
 ENVELOPE_VERSION: Final = "1"
 PREFIX_BYTES: Final = 8  # how much of a fingerprint an answer may show
+
+
+_PLAIN: Final = frozenset({dict, list, str, int, bool, type(None)})
+_LARGEST_INTEGER: Final = 2**53 - 1
+_encode: Final = msgspec.json.Encoder(order="deterministic").encode
 
 
 class NotCanonical(ValueError):
@@ -30,9 +36,31 @@ def canonical_json(meta: Mapping[str, Any] | None) -> bytes:
     if not meta:
         return b""
     try:
-        return rfc8785.dumps(dict(meta))
+        return _encode(meta) if _is_plain(meta) else rfc8785.dumps(dict(meta))
     except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
         raise NotCanonical(str(error)) from error
+
+
+def _is_plain(meta: Mapping[str, Any]) -> bool:
+    """Tell whether `meta` holds nothing that msgspec writes in another way than RFC 8785 wants.
+
+    That is floats, integers that are too large, and names whose order is another one in UTF-16. What is plain takes a
+    tenth of the time, and nearly everything is; what is not would hold a server up for 30 ms.
+    """
+    nodes: list[Any] = [meta]
+    for node in nodes:
+        if type(node) is dict:
+            if not "".join(node).isascii():
+                return False
+            node = node.values()  # noqa: PLW2901 - what is in it
+        kinds = set(map(type, node))
+        if not kinds <= _PLAIN:
+            return False
+        if int in kinds and not all(abs(value) <= _LARGEST_INTEGER for value in node if type(value) is int):
+            return False
+        if dict in kinds or list in kinds:
+            nodes += [child for child in node if type(child) is dict or type(child) is list]
+    return True
 
 
 def fingerprint(

@@ -112,6 +112,7 @@ class Checked(NamedTuple):
     destination: Destination
     fingerprint: bytes  # 32 bytes
     body: bytes
+    meta: bytes  # canonical JSON, empty where there is none
 
 
 _decode_send: Final = msgspec.json.Decoder(SendRequest).decode
@@ -239,6 +240,7 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
             body=body,
         ),
         body,
+        meta,
     )
 
 

@@ -6,6 +6,7 @@ import math
 import struct
 
 import pytest
+import rfc8785
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,6 +157,23 @@ documents = st.dictionaries(
 @given(documents)
 def test_the_order_of_keys_never_matters(meta: dict[str, object]) -> None:
     assert canonical_json(meta) == canonical_json(dict(reversed(list(meta.items()))))
+
+
+@settings(max_examples=200)
+@given(documents | st.dictionaries(st.text(alphabet="ab\U0001f600\uffee"), st.integers(-(2**54), 2**54) | st.floats()))
+def test_the_canonical_form_is_the_one_of_rfc_8785_whichever_way_it_is_made(meta: dict[str, object]) -> None:
+    try:
+        expected = rfc8785.dumps(meta) if meta else b""
+    except rfc8785.CanonicalizationError:
+        with pytest.raises(NotCanonical):
+            canonical_json(meta)
+    else:
+        assert canonical_json(meta) == expected
+
+
+def test_every_character_is_written_as_rfc_8785_wants() -> None:
+    characters = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10400)]))
+    assert canonical_json({"s": characters}) == rfc8785.dumps({"s": characters})
 
 
 @settings(max_examples=40)
