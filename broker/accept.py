@@ -1,7 +1,7 @@
 """`POST /v1/accept`: a batch goes through B0, B1, B2 and B3, and every message gets its own answer (spec accept.md).
 
     B0  the dedupe rows that hold these ids already: 200 or 409, before anything that can fail
-    B1  the message itself, then the limiter: 4xx or 429, and nothing left behind but a unit of the limiter
+    B1  the limiter, then the message itself: 429 or 4xx, and nothing left behind but a unit of the limiter
     B2  the destination, inside the transaction: 4xx, and nothing left behind
     B3  the commit: 201
 
@@ -9,6 +9,9 @@ A round is B0 to B3 for the messages that have no answer yet. One round answers 
 which the next round's B0 settles: those whose id another batch took meanwhile, those whose id stands twice in the
 batch, and those that their destination refused (a retry of an accepted message must get its 200, even where the topic
 went away since). A second run of an accepted message is harmless because of its row in `mesh.client_message_dedupe`.
+
+What is refused costs a unit of the limiter like what is accepted, and a batch is read and checked in slices, by turns
+with other batches: no member can fill the broker's time with what comes to nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -24,13 +28,14 @@ import structlog
 from broker.authentication import Member
 from broker.config import BrokerConfig
 from broker.database import unavailable_as_503
-from broker.incoming import Checked, Item, Malformed, check, read_items
+from broker.incoming import Checked, Item, Malformed, check, read_item, split
 from broker.limiter import Limiter, LimiterClosed
 from broker.metrics import Metrics
 from broker.store import AcceptStore, Candidate, Taken, TokenRevoked, Unwanted, Wanted, Written
 from postroom.accept import AcceptAnswer, AcceptResponse
 from postroom.errors import Conflict, NotFound, NotPermitted, PostroomError, Problem, TryAgain
 from postroom.fingerprint import prefix
+from postroom.ids import new_id
 
 _log = structlog.get_logger(__name__)
 
@@ -46,6 +51,7 @@ class Accepting:
 
     def __init__(self, store: AcceptStore, limiter: Limiter, metrics: Metrics, config: BrokerConfig) -> None:
         self._store = store
+        self._slices = store.slices
         self._limiter = limiter
         self._metrics = metrics
         self._config = config
@@ -58,8 +64,10 @@ class Accepting:
         token revoked meanwhile, 503 where nothing is known about any of its messages.
         """
         with self._metrics.accept_seconds.time(), self._noted(sender):
-            batch = _Batch(read_items(body, self._config.max_batch), self._metrics)
-            self._metrics.batch_messages.observe(len(batch.answers))
+            messages = split(body, self._config.max_batch)
+            self._metrics.batch_messages.observe(len(messages))
+            batch = _Batch(len(messages), self._metrics)
+            await self._slices.each(sender.whose, enumerate(messages), batch.read)
             for _ in range(MAX_ROUNDS):
                 await self._round(sender, batch, wanted)
                 if not batch.waiting:
@@ -89,14 +97,17 @@ class Accepting:
         async with unavailable_as_503():
             batch.settle_taken(sender, await self._store.find(sender.mesh_id, batch.waiting_ids()))
         batch.settle_refused()
-        batch.check(self._config.max_inline_bytes)
         await self._limit(sender, batch)
+        check_one = partial(batch.check, self._config.max_inline_bytes)
+        await self._slices.each(sender.whose, batch.take_unchecked(), check_one)
         candidates = batch.candidates()
         if not candidates:
             return
         try:
             with self._metrics.write_seconds.time():
                 written = await self._store.write(sender, candidates, wanted)
+        except TryAgain:  # its turn never came, and nothing was written
+            raise
         except Unwanted:
             sentence = "the caller gave up before anything was written: send the batch again under the same ids"
             raise TryAgain.of(503, "given_up", sentence, retryable=True, retry_after=1.0) from None
@@ -108,11 +119,11 @@ class Accepting:
             batch.settle_written(written)
 
     async def _limit(self, sender: Member, batch: _Batch) -> None:
-        ids = batch.unlimited_ids()
-        if not ids:
+        ids, fines = batch.unlimited_ids(), batch.take_fines()
+        if not ids and not fines:
             return
         try:
-            admission = await self._limiter.admit(sender.mesh, sender.name, ids)
+            admission = await self._limiter.admit(sender.mesh, sender.name, [*ids, *fines])
         except LimiterClosed as error:
             batch.settle_denied(frozenset(ids), error.problem)
             return
@@ -139,18 +150,23 @@ class Accepting:
 class _Batch:
     """The messages of one request on their way to an answer each."""
 
-    def __init__(self, items: Sequence[Item | Malformed], metrics: Metrics) -> None:
-        self.answers: list[AcceptAnswer | None] = [None] * len(items)
+    def __init__(self, messages: int, metrics: Metrics) -> None:
+        self.answers: list[AcceptAnswer | None] = [None] * messages
         self.waiting: list[Item] = []
         self._metrics = metrics
         self._checked: dict[int, Checked] = {}
         self._admitted: set[str] = set()
         self._refused: dict[tuple[str, bytes], Problem] = {}
-        for item in items:
-            if isinstance(item, Item):
-                self.waiting.append(item)
-            else:
-                self._answer_problem("b1", item, item.problem)
+        self._fines: dict[str, None] = {}  # ids that cost a unit of the limiter, although they were refused before it
+
+    def read(self, message: tuple[int, msgspec.Raw]) -> None:
+        """Read the id of one message; one that has none is answered 400."""
+        item = read_item(*message)
+        if isinstance(item, Item):
+            self.waiting.append(item)
+        else:
+            self._fines[new_id()] = None
+            self._answer_problem("b1", item, item.problem)
 
     def waiting_ids(self) -> set[str]:
         """Return the ids of the messages that have no answer."""
@@ -160,6 +176,8 @@ class _Batch:
         """B0: answer 200 or 409 to every message whose id is taken."""
         for item in self._take_waiting(set(taken)):
             answer = answer_taken(sender, item.client_message_id, item.fingerprint, taken[item.client_message_id])
+            if answer.problem is not None:
+                self._fines[item.client_message_id] = None
             self._answer("b0", item, answer)
 
     def settle_refused(self) -> None:
@@ -171,22 +189,30 @@ class _Batch:
             else:
                 self.waiting.append(item)
 
-    def check(self, max_inline_bytes: int) -> None:
-        """B1, the message itself: answer 4xx to what is malformed; each message is checked once."""
+    def take_unchecked(self) -> list[Item]:
+        """Return the messages that have no answer; those that `check` lets through wait again."""
         waiting, self.waiting = self.waiting, []
-        for item in waiting:
-            try:
-                if item.position not in self._checked:
-                    self._checked[item.position] = check(item, max_inline_bytes)
-            except PostroomError as error:
-                self._answer_problem("b1", item, error.problem)
-            else:
-                self.waiting.append(item)
+        return waiting
+
+    def check(self, max_inline_bytes: int, item: Item) -> None:
+        """B1, the message itself: answer 4xx where it is malformed; each message is checked once."""
+        try:
+            if item.position not in self._checked:
+                self._checked[item.position] = check(item, max_inline_bytes)
+        except PostroomError as error:
+            self._answer_problem("b1", item, error.problem)
+        else:
+            self.waiting.append(item)
 
     def unlimited_ids(self) -> list[str]:
         """Return the ids that have not been through the limiter, each once, in order."""
         ids = dict.fromkeys(item.client_message_id for item in self.waiting)
         return [client_id for client_id in ids if client_id not in self._admitted]
+
+    def take_fines(self) -> list[str]:
+        """Return what refusals cost that came before the limiter: an id for each unit."""
+        fines, self._fines = self._fines, {}
+        return list(fines)
 
     def settle_denied(self, denied: frozenset[str], problem: Problem) -> None:
         """B1, the limiter: answer `problem` to what it denied; the rest is admitted for good."""

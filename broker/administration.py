@@ -33,25 +33,25 @@ class Administration:
     async def create_mesh(self, request: web.Request) -> web.Response:
         """`POST /v1/meshes`."""
         wanted = await decode_body(request, api.CreateMesh)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             row = await connection.fetchrow(QUERIES["create_mesh"], wanted.slug)
         if row is None:
             raise _exists("mesh", wanted.slug)
         return json_response(api.Mesh(**row), 201)
 
-    async def list_meshes(self, _request: web.Request) -> web.Response:
+    async def list_meshes(self, request: web.Request) -> web.Response:
         """`GET /v1/meshes`."""
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_meshes"])
         return json_response(api.MeshList(meshes=[api.Mesh(**row) for row in rows]))
 
     async def delete_mesh(self, request: web.Request) -> web.Response:
         """`DELETE /v1/meshes/{mesh}`; 409 while it holds messages or recognises ids."""
         slug = request.match_info["mesh"]
-        async with self._database.read() as connection, connection.transaction():
+        async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
             mesh_id = await connection.fetchval(QUERIES["lock_mesh"], slug)
             if mesh_id is None:
-                raise _missing("mesh", slug)
+                raise missing("mesh", slug)
             if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
                 sentence = f"the mesh {slug} holds messages: it can go when retention has deleted the last of them"
                 raise Conflict.of(409, "mesh_holds_messages", sentence)
@@ -64,7 +64,7 @@ class Administration:
         wanted = await decode_body(request, api.CreateMember)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
         token = new_token()
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             values = (mesh_id, wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
@@ -74,17 +74,17 @@ class Administration:
     async def list_members(self, request: web.Request) -> web.Response:
         """`GET /v1/members?mesh=`."""
         mesh = _asked_mesh(request)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_members"], await _mesh_id(connection, mesh))
         return json_response(api.MemberList(members=[api.Member(mesh=mesh, **row) for row in rows]))
 
     async def revoke_member(self, request: web.Request) -> web.Response:
         """`DELETE /v1/members/{mesh}/{name}`: its token is worth nothing from now on, and its name stays taken."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             if await connection.fetchval(QUERIES["revoke_member"], mesh_id, name) is None:
-                raise _missing("member", name)
+                raise missing("member", name)
         self._authentication.forget()
         return web.Response(status=204)
 
@@ -93,11 +93,11 @@ class Administration:
         mesh, name = path_mesh(request), request.match_info["name"]
         _require_self_or_admin(request, name)
         token = new_token()
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             role = await connection.fetchval(QUERIES["rotate_token"], mesh_id, name, digest(token))
         if role is None:
-            raise _missing("member", name)
+            raise missing("member", name)
         self._authentication.forget()
         return json_response(api.MemberToken(mesh=mesh, name=name, role=role, token=token))
 
@@ -105,7 +105,7 @@ class Administration:
         """`POST /v1/topics`."""
         wanted = await decode_body(request, api.CreateTopic)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             created_at = await connection.fetchval(
                 QUERIES["create_topic"], await _mesh_id(connection, mesh), wanted.name
             )
@@ -116,16 +116,16 @@ class Administration:
     async def list_topics(self, request: web.Request) -> web.Response:
         """`GET /v1/topics?mesh=`."""
         mesh = _asked_mesh(request)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_topics"], await _mesh_id(connection, mesh))
         return json_response(api.TopicList(topics=[api.Topic(mesh=mesh, **row) for row in rows]))
 
     async def delete_topic(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}`: its subscriptions go, its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             if await connection.fetchval(QUERIES["delete_topic"], await _mesh_id(connection, mesh), name) is None:
-                raise _missing("topic", name)
+                raise missing("topic", name)
         return web.Response(status=204)
 
     async def subscribe(self, request: web.Request) -> web.Response:
@@ -133,7 +133,7 @@ class Administration:
         wanted = await decode_body(request, api.Subscribe)
         mesh, topic = path_mesh(request), request.match_info["name"]
         member = _subscriber(request, wanted.member)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
         if row is None:  # somebody else subscribed the member in this very moment, or ended it
@@ -145,7 +145,7 @@ class Administration:
     async def list_subscriptions(self, request: web.Request) -> web.Response:
         """`GET /v1/topics/{mesh}/{name}/subscriptions`."""
         mesh, topic = path_mesh(request), request.match_info["name"]
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             topic_id = await find_topic_id(connection, mesh, topic)
             rows = await connection.fetch(QUERIES["list_subscriptions"], topic_id)
         found = [api.Subscription(mesh=mesh, topic=topic, member=name, created_at=since) for name, since in rows]
@@ -155,7 +155,7 @@ class Administration:
         """`DELETE /v1/topics/{mesh}/{name}/subscriptions/{member}`: by an admin, or by the member itself."""
         mesh, topic, member = path_mesh(request), request.match_info["name"], request.match_info["member"]
         _require_self_or_admin(request, member)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
                 raise NotFound.of(404, "not_subscribed", f"{member} is not subscribed to topic:{topic}")
@@ -165,7 +165,7 @@ class Administration:
         """`POST /v1/queues`."""
         wanted = await decode_body(request, api.CreateQueue)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             created_at = await connection.fetchval(
                 QUERIES["create_queue"], await _mesh_id(connection, mesh), wanted.name
             )
@@ -176,16 +176,16 @@ class Administration:
     async def list_queues(self, request: web.Request) -> web.Response:
         """`GET /v1/queues?mesh=`."""
         mesh = _asked_mesh(request)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_queues"], await _mesh_id(connection, mesh))
         return json_response(api.QueueList(queues=[api.Queue(mesh=mesh, **row) for row in rows]))
 
     async def delete_queue(self, request: web.Request) -> web.Response:
         """`DELETE /v1/queues/{mesh}/{name}`: its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             if await connection.fetchval(QUERIES["delete_queue"], await _mesh_id(connection, mesh), name) is None:
-                raise _missing("queue", name)
+                raise missing("queue", name)
         return web.Response(status=204)
 
 
@@ -217,7 +217,7 @@ def _subscriber(request: web.Request, asked: str | None) -> str:
 async def _mesh_id(connection: Connection, slug: str) -> int:
     mesh_id: int | None = await connection.fetchval(QUERIES["find_mesh"], slug)
     if mesh_id is None:
-        raise _missing("mesh", slug)
+        raise missing("mesh", slug)
     return mesh_id
 
 
@@ -225,7 +225,7 @@ async def find_topic_id(connection: Connection, mesh: str, topic: str) -> int:
     """Return the id of a topic; raises `NotFound`."""
     topic_id: int | None = await connection.fetchval(QUERIES["find_topic"], await _mesh_id(connection, mesh), topic)
     if topic_id is None:
-        raise _missing("topic", topic)
+        raise missing("topic", topic)
     return topic_id
 
 
@@ -234,11 +234,12 @@ async def _subscription_ids(connection: Connection, mesh: str, topic: str, membe
     mesh_id = await _mesh_id(connection, mesh)
     member_id: int | None = await connection.fetchval(QUERIES["find_active_member"], mesh_id, member)
     if member_id is None:
-        raise _missing("member", member)
+        raise missing("member", member)
     return topic_id, member_id
 
 
-def _missing(noun: str, name: str) -> NotFound:
+def missing(noun: str, name: str) -> NotFound:
+    """Say that a noun of the mesh, as a topic, is not there."""
     return NotFound.of(404, f"{noun}_not_found", f"there is no {noun} {name[:64]!r}")
 
 

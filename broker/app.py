@@ -19,6 +19,7 @@ from broker.limiter import Limiter
 from broker.lookup import LookUp
 from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, decode_body, read_body
+from broker.shares import Shares
 from broker.webhooks import Webhooks
 from chassis.routes import Route, application, json_response, openapi
 from delivery.http.addresses import Guard
@@ -32,7 +33,6 @@ from postroom.accept import (
     PayloadFeature,
     RateLimitFeature,
 )
-from postroom.errors import TryAgain
 
 _READY_SECONDS: Final = 2.0
 _READ: Final = (400, 401, 403, 404, 503)
@@ -145,19 +145,18 @@ class _Accept:
         self._config = services.config
         self._accepting = services.accepting
         self._look_up = LookUp(services.database, services.accepting)
-        self._in_flight = 0
+        self._room = Shares(services.config.buffered_bytes)
+        self._work = Shares(services.config.max_in_flight)
 
     async def accept(self, request: web.Request) -> web.Response:
-        """`POST /v1/accept`; above `max_in_flight` requests at work, 503 before the body is read."""
-        if self._in_flight >= self._config.max_in_flight:
-            sentence = "the broker has as many batches at work as it takes: try again"
-            raise TryAgain.of(503, "overloaded", sentence, retryable=True, retry_after=1.0)
-        self._in_flight += 1
-        try:
+        """`POST /v1/accept`: once there is room for the body it is read, and once it has arrived it waits its turn."""
+        member = member_of(request)
+        most = self._config.max_request_bytes
+        size = most if request.content_length is None else min(request.content_length, most)
+        async with self._room.hold(member.whose, size):
             body = await read_body(request)
-            answer = await self._accepting.accept(member_of(request), body, lambda: _waits(request))
-        finally:
-            self._in_flight -= 1
+            async with self._work.hold(member.whose):
+                answer = await self._accepting.accept(member, body, lambda: _waits(request))
         return web.Response(body=answer, content_type="application/json")
 
     async def accepted(self, request: web.Request) -> web.Response:

@@ -3,10 +3,14 @@
 The broker-wide administrator's token comes from a file; everybody else is a member of one mesh, with a role. For the
 accept route alone, a token is remembered for a second: the accept statement itself checks, under a lock, that the
 token is still the member's, so a revoked member never writes. Every other route looks the token up each time.
+
+Whoever guesses at tokens holds nobody up: look-ups that wait share one query on a connection that is for nothing else,
+and of the refusals only so many leave a second.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -14,13 +18,15 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
 from aiohttp import web
 
-from broker.database import QUERIES, Database
+from broker.database import QUERIES, Database, unavailable_as_503
 from chassis.exits import Exit, Fatal
+from chassis.postgres import CONNECT_SECONDS
 from postroom.administration import Role
 from postroom.errors import InvalidMessage, NotPermitted
 
@@ -35,10 +41,19 @@ MIN_ADMIN_TOKEN: Final = 20  # characters
 _MAX_TOKEN: Final = 512  # characters; longer ones are not worth hashing
 _CACHE_SECONDS: Final = 1.0
 _CACHE_ENTRIES: Final = 10_000
+_LOOK_UP_TOKENS: Final = 1000  # in one query: a few ms
+_REFUSALS_AT_ONCE: Final = 100  # that need not wait
+_REFUSALS_PER_SECOND: Final = 50
+_MOST_REFUSALS: Final = 500  # that wait; what is beyond is hung up on
 
 
 class Principal:
     """Whom a token speaks for: a `Member`, or the broker-wide `Administrator`, who belongs to no mesh."""
+
+    @property
+    def whose(self) -> tuple[str, str]:
+        """Return in whose name shares are held: mesh and member."""
+        return "", ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +66,11 @@ class Member(Principal):
     name: str
     role: Role
     token_sha256: bytes
+
+    @property
+    def whose(self) -> tuple[str, str]:
+        """Return in whose name shares are held: mesh and member."""
+        return self.mesh, self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +115,22 @@ class Authentication:
     def __init__(
         self, database: Database, admin_token: bytes | None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        self._database = database
+        self._members = _Members(database)
+        self._refusals = _Refusals(monotonic)
         self._admin_token = admin_token
         self._monotonic = monotonic
-        self._remembered: dict[bytes, tuple[float, Member]] = {}
+        self._remembered: dict[bytes, tuple[float, Member | None]] = {}  # None: nobody's, on any route
 
     async def authorize(self, request: web.Request, access: str) -> None:
         """Put the principal on the request; 401 for a token that is nobody's, 403 for one that may not do this."""
         if access == "anyone":
             return
-        token = _bearer(request)
-        principal = await (self._remember(token) if access == "member" else self._look_up(token))
+        try:
+            token = _bearer(request)
+            principal = await (self._remember(token) if access == "member" else self._look_up(token))
+        except NotPermitted:
+            await self._refusals.wait(request)
+            raise
         _check(principal, access)
         request[PRINCIPAL] = principal
 
@@ -115,23 +140,74 @@ class Authentication:
 
     async def _remember(self, token: bytes) -> Principal:
         until, member = self._remembered.get(token, (0.0, None))
-        if member is not None and until > self._monotonic():
-            return member
-        principal = await self._look_up(token)
-        if isinstance(principal, Member):
-            if len(self._remembered) >= _CACHE_ENTRIES:
-                self._remembered.clear()
-            self._remembered[token] = (self._monotonic() + _CACHE_SECONDS, principal)
-        return principal
+        return member if member is not None and until > self._monotonic() else await self._look_up(token)
 
     async def _look_up(self, token: bytes) -> Principal:
         if self._admin_token is not None and hmac.compare_digest(token, self._admin_token):
             return Administrator()
-        async with self._database.read() as connection:
-            row = await connection.fetchrow(QUERIES["find_member_by_token"], token)
-        if row is None or not hmac.compare_digest(row["token_sha256"], token):
-            raise NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it may have been revoked")
-        return Member(*row)
+        until, member = self._remembered.get(token, (0.0, None))
+        if member is not None or until <= self._monotonic():
+            member = await self._members.find(token)
+            if len(self._remembered) >= _CACHE_ENTRIES:
+                self._remembered.clear()
+            self._remembered[token] = (self._monotonic() + _CACHE_SECONDS, member)
+        if member is None:
+            raise _nobodys()
+        return member
+
+
+class _Members:
+    """The members by their tokens. While one query is under way, look-ups gather for the next one."""
+
+    def __init__(self, database: Database) -> None:
+        self._pool = database.tokens
+        self._asked: dict[bytes, asyncio.Future[Member | None]] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    async def find(self, token: bytes) -> Member | None:
+        """Return the member whose token it is now; raises `TryAgain` while Postgres does not answer."""
+        answer = self._asked.setdefault(token, asyncio.get_running_loop().create_future())
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask(), name="token-look-ups")
+        return await asyncio.shield(answer)
+
+    async def _ask(self) -> None:
+        while asked := dict(islice(self._asked.items(), _LOOK_UP_TOKENS)):
+            for token in asked:
+                del self._asked[token]
+            try:
+                async with unavailable_as_503(), self._pool.acquire(timeout=CONNECT_SECONDS) as connection:
+                    rows = await connection.fetch(QUERIES["find_members_by_token"], list(asked))
+            except Exception as error:  # noqa: BLE001 - each of those who asked gets it
+                for answer in asked.values():
+                    answer.set_exception(error)
+                    answer.exception()  # whoever asked may have gone
+            else:
+                found = {row["token_sha256"]: Member(*row) for row in rows}
+                for token, answer in asked.items():
+                    answer.set_result(found.get(token))
+        self._asking = None
+
+
+class _Refusals:
+    """Holds back who shows tokens that are nobody's: after the first hundred, fifty a second are told."""
+
+    def __init__(self, monotonic: Callable[[], float]) -> None:
+        self._monotonic = monotonic
+        self._next = 0.0  # when the next refusal would leave, had each waited for the one before it
+
+    async def wait(self, request: web.Request) -> None:
+        """Return when a refusal may leave; where too many wait already, hang up instead."""
+        now = self._monotonic()
+        interval = 1 / _REFUSALS_PER_SECOND
+        wait = max(self._next, now - _REFUSALS_AT_ONCE * interval) + interval - now
+        if wait > _MOST_REFUSALS * interval:
+            if request.transport is not None:
+                request.transport.abort()
+            return
+        self._next = now + wait
+        if wait > 0:
+            await asyncio.sleep(wait)
 
 
 def _bearer(request: web.Request) -> bytes:
@@ -140,8 +216,12 @@ def _bearer(request: web.Request) -> bytes:
     if scheme.lower() != "bearer" or not token:
         raise NotPermitted.of(401, "missing_token", "the request needs `Authorization: Bearer <token>`")
     if len(token) > _MAX_TOKEN or not token.isascii():
-        raise NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it may have been revoked")
+        raise _nobodys()
     return digest(token)
+
+
+def _nobodys() -> NotPermitted:
+    return NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it may have been revoked")
 
 
 def _check(principal: Principal, access: str) -> None:

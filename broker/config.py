@@ -97,7 +97,13 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_inline_bytes: Annotated[int, Meta(ge=1, le=MAX_BODY_BYTES, description="largest message body, in bytes")] = (
         MAX_BODY_BYTES
     )
-    max_in_flight: Annotated[int, Meta(ge=1, description="requests at work at once; more are asked to wait")] = 64
+    max_in_flight: Annotated[
+        int,
+        Meta(ge=1, description="batches at work at once; a mesh has at most a quarter, a member a quarter of that"),
+    ] = 64
+    buffered_bytes: Annotated[
+        int, Meta(ge=1024, description="bodies in memory at once, in bytes, shared in the same way; the rest waits")
+    ] = 64 * MAX_BODY_BYTES
     header_seconds: Annotated[float, Meta(gt=0, description="how long a request's head may take, in s")] = 10.0
     body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in s")] = 30.0
     stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may lie unread, in s")] = 30.0

@@ -1,20 +1,22 @@
-"""Postgres: the two pools of a broker, and the one place where its errors become answers.
+"""Postgres: the three pools of a broker, and the one place where its errors become answers.
 
 Accepting has a pool of its own, so that readers can't starve it, and so that its connections can plan for batches: the
 planner cannot know how long the arrays of a batch are, would guess a handful of rows and join a thousand messages with
-nested loops, so these are off there. Readers look rows up by key and need them.
+nested loops, so these are off there. Readers look rows up by key and need them; each mesh and member has its share of
+their connections. Tokens are looked up on one that is for nothing else, so that no guesses at them hold up the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Self
 
 import asyncpg
 
 from broker.migrate import ROOMS
+from broker.shares import Shares
 from chassis import postgres
 from chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool
 from chassis.sql import load_queries
@@ -22,7 +24,7 @@ from postroom.errors import InvalidMessage, TryAgain
 
 QUERIES: Final = load_queries("broker")
 
-_READING_CONNECTIONS: Final = 4
+_READING_CONNECTIONS: Final = 8
 
 # What Postgres answers while it can't do what is asked, through no fault of the request: it starts, stops or is full, a
 # statement ran out of time or met somebody's lock, it is a standby, or our role or database is being changed.
@@ -39,11 +41,13 @@ _NOT_NOW: Final = (
 
 
 class Database:
-    """The pools; `accepting` for the accept transaction and its look-ups, `reading` for everything else."""
+    """The pools: `accepting` for the accept transaction and its look-ups, `tokens`, `reading` for everything else."""
 
-    def __init__(self, accepting: Pool, reading: Pool) -> None:
+    def __init__(self, accepting: Pool, reading: Pool, tokens: Pool) -> None:
         self.accepting = accepting
         self.reading = reading
+        self.tokens = tokens
+        self._shares = Shares(_READING_CONNECTIONS)
 
     @classmethod
     async def open(cls, url: str, *, connections: int) -> Self:
@@ -51,20 +55,21 @@ class Database:
 
         Raises `Fatal` as `chassis.postgres.fatal_errors` says, and 78 where its schema is not this program's.
         """
-        reading = await _pool(url, _READING_CONNECTIONS, {})
-        try:
+        async with AsyncExitStack() as undo:
+            reading = await _pool(url, _READING_CONNECTIONS + 1, {})  # and one to sweep on
+            undo.push_async_callback(reading.close)
             with postgres.fatal_errors():
                 async with reading.acquire() as connection:
                     await check_version(connection)
             accepting = await _pool(url, connections, {"enable_nestloop": "off"})
-        except BaseException:
-            await reading.close()
-            raise
-        return cls(accepting, reading)
+            undo.push_async_callback(accepting.close)
+            tokens = await _pool(url, 1, {}, kept=0)
+            undo.pop_all()
+        return cls(accepting, reading, tokens)
 
     async def close(self) -> None:
-        """Close both pools, waiting for what still runs on them."""
-        await asyncio.gather(self.accepting.close(), self.reading.close())
+        """Close every pool, waiting for what still runs on them."""
+        await asyncio.gather(self.accepting.close(), self.reading.close(), self.tokens.close())
 
     async def trouble(self) -> str | None:
         """Say why nothing can be accepted at present, as a sentence; None where Postgres answers and takes writes."""
@@ -76,13 +81,17 @@ class Database:
         return "Postgres takes no writes, as a standby does: nothing can be accepted" if read_only else None
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[Connection]:
-        """Lend a connection for reading or administration.
+    async def read(self, whose: tuple[str, str]) -> AsyncIterator[Connection]:
+        """Lend a connection for reading or administration, once it is the turn of `whose` (mesh, member).
 
         Postgres away is a 503 that may be retried; a name that Postgres has no characters for is a 400.
         """
         try:
-            async with unavailable_as_503(), self.reading.acquire(timeout=CONNECT_SECONDS) as connection:
+            async with (
+                self._shares.hold(whose),
+                unavailable_as_503(),
+                self.reading.acquire(timeout=CONNECT_SECONDS) as connection,
+            ):
                 yield connection
         except asyncpg.CharacterNotInRepertoireError as error:
             raise InvalidMessage.of(400, "nul_character", "a name in the request holds a NUL character") from error
@@ -108,5 +117,6 @@ async def check_version(connection: Connection) -> None:
     await postgres.check_version(connection, *ROOMS, migrate_with="postroom broker migrate")
 
 
-async def _pool(url: str, connections: int, settings: Mapping[str, str]) -> Pool:
-    return await postgres.open_pool(url, name="postroom-broker", connections=connections, settings=settings)
+async def _pool(url: str, connections: int, settings: Mapping[str, str], kept: int = 1) -> Pool:
+    name = "postroom-broker"
+    return await postgres.open_pool(url, name=name, connections=connections, kept=kept, settings=settings)

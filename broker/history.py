@@ -38,7 +38,7 @@ class History:
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
         kind, ref = parse_destination(query.destination) if query.destination else (None, None)
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             mesh_id = await connection.fetchval(QUERIES["find_mesh"], mesh)
             if mesh_id is None:
                 raise NotFound.of(404, "mesh_not_found", f"there is no mesh {mesh[:64]!r}")
@@ -56,7 +56,7 @@ class History:
         except ValueError:
             raise missing from None
         mesh_id = principal.mesh_id if isinstance(principal, Member) else None
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             row = await connection.fetchrow(QUERIES["read_message"], broker_message_id, mesh_id, _reader(principal))
         if row is None:
             raise missing

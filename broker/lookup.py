@@ -37,13 +37,13 @@ class LookUp:
         Raises `TryAgain` (503) where Postgres cannot say, or posts that began before do not end in time.
         """
         ids = {message.client_message_id for message in asked.messages}
-        async with self._database.read() as connection:
+        async with self._database.read(sender.whose) as connection:
             taken = await self._find(connection, sender, ids)
         if len(taken) < len(ids):
             try:
                 async with asyncio.timeout(_WAIT_SECONDS):
                     await self._accepting.until_ended(sender)
-                    async with self._database.read() as connection:
+                    async with self._database.read(sender.whose) as connection:
                         await _until_written(connection)
                         taken = await self._find(connection, sender, ids)
             except TimeoutError:

@@ -140,11 +140,11 @@ WITH sender AS MATERIALIZED (
 SELECT judged.position - 1 AS position, accepted.history_id, judged.refusal
 FROM judged LEFT JOIN accepted USING (position);
 
--- name: find_member_by_token
--- Whom a token speaks for; a revoked member has none.
+-- name: find_members_by_token
+-- Whom each of these tokens speaks for; a revoked member has none.
 SELECT member.mesh_id, mesh.slug, member.id, member.name, member.role, member.token_sha256
 FROM mesh.member JOIN mesh.mesh ON mesh.id = member.mesh_id
-WHERE member.token_sha256 = $1;
+WHERE member.token_sha256 = ANY ($1::bytea[]);
 
 -- name: create_mesh
 -- A mesh with its history counter; no row where the slug is taken.
@@ -235,8 +235,12 @@ WHERE held.topic_id = $1 ORDER BY member.name;
 -- Ends a subscription.
 DELETE FROM mesh.topic_subscription WHERE topic_id = $1 AND member_id = $2 RETURNING member_id;
 
+-- name: lock_topic
+-- The topic, held against every other change of what it has. The next statement sees what the last holder left.
+SELECT id FROM mesh.topic WHERE id = $1 FOR NO KEY UPDATE;
+
 -- name: create_webhook
--- A webhook; no row where the topic has $4 of them.
+-- A webhook of a topic that is held; no row where it has $4 of them.
 INSERT INTO mesh.webhook (topic_id, url, secret)
 SELECT $1, $2, $3 WHERE (SELECT count(*) FROM mesh.webhook WHERE topic_id = $1) < $4
 RETURNING id, created_at;

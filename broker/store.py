@@ -21,6 +21,7 @@ from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.identifiers import MessageIds
 from broker.incoming import Checked, Item, event
+from broker.shares import Slices
 from delivery.subjects import command_subject, event_subject
 from postroom.message import DestinationKind
 
@@ -76,6 +77,7 @@ class AcceptStore:
     """The accept transaction and its look-up, on the accepting pool."""
 
     def __init__(self, database: Database, retention: RetentionConfig, ids: MessageIds) -> None:
+        self.slices = Slices()
         self._pool = database.accepting
         self._ids = ids
         self._message_life = timedelta(days=retention.message_days)
@@ -95,7 +97,14 @@ class AcceptStore:
         unknown.
         """
         minted = self._ids.mint(len(candidates))
-        values = self._values(sender, candidates, minted)
+        events: list[str | None] = []
+
+        def announce(numbered: tuple[int, Candidate]) -> None:
+            index, (item, checked) = numbered
+            events.append(event(item, checked, str(minted[index]), sender.mesh, sender.name))
+
+        await self.slices.each(sender.whose, enumerate(candidates), announce)
+        values = self._values(sender, candidates, minted, events)
         async with self._turn(sender.mesh_id), self._pool.acquire(timeout=_WAIT_SECONDS) as connection:
             if not wanted():
                 raise Unwanted
@@ -116,14 +125,12 @@ class AcceptStore:
         finally:
             turn.release()
 
-    def _values(self, sender: Member, candidates: Sequence[Candidate], minted: Sequence[UUID]) -> tuple[Any, ...]:
+    def _values(
+        self, sender: Member, candidates: Sequence[Candidate], minted: Sequence[UUID], events: Sequence[str | None]
+    ) -> tuple[Any, ...]:
         """Return the statement's parameters: scalars, then a column per field, the mentions, the mesh, the subjects."""
         items = [candidate.item for candidate in candidates]
         checked = [candidate.checked for candidate in candidates]
-        events = [
-            event(item, values, str(minted[index]), sender.mesh, sender.name)
-            for index, (item, values) in enumerate(candidates)
-        ]
         mentions = [(index + 1, name) for index, values in enumerate(checked) for name in values.mentions]
         return (
             sender.mesh_id,

@@ -8,7 +8,8 @@ from uuid import UUID
 
 from aiohttp import web
 
-from broker.administration import find_topic_id, path_mesh
+from broker.administration import find_topic_id, missing, path_mesh
+from broker.authentication import PRINCIPAL
 from broker.database import QUERIES, Database
 from broker.requests import decode_body
 from chassis.routes import json_response
@@ -32,9 +33,11 @@ class Webhooks:
         mesh, topic = path_mesh(request), request.match_info["name"]
         await self._guard.check(wanted.url)
         secret = f"whsec_{secrets.token_urlsafe(32)}"
-        async with self._database.read() as connection:
-            values = (await find_topic_id(connection, mesh, topic), wanted.url, secret, MOST_PER_TOPIC)
-            row = await connection.fetchrow(QUERIES["create_webhook"], *values)
+        async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
+            topic_id = await find_topic_id(connection, mesh, topic)
+            if await connection.fetchval(QUERIES["lock_topic"], topic_id) is None:
+                raise missing("topic", topic)
+            row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
         if row is None:
             raise Conflict.of(409, "too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
         made = api.NewWebhook(
@@ -45,7 +48,7 @@ class Webhooks:
     async def list_webhooks(self, request: web.Request) -> web.Response:
         """`GET /v1/topics/{mesh}/{name}/webhooks`."""
         mesh, topic = path_mesh(request), request.match_info["name"]
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_webhooks"], await find_topic_id(connection, mesh, topic))
         found = [api.Webhook(id=str(key), mesh=mesh, topic=topic, url=url, created_at=at) for key, url, at in rows]
         return json_response(api.WebhookList(webhooks=found))
@@ -53,7 +56,7 @@ class Webhooks:
     async def delete_webhook(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}/webhooks/{webhook}`: nothing is posted there once the workers know."""
         mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
-        async with self._database.read() as connection:
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
             key = await find_topic_id(connection, mesh, topic), _uuid(webhook)
             if await connection.fetchval(QUERIES["delete_webhook"], *key) is None:
                 raise _missing(webhook)

@@ -74,12 +74,17 @@ async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record
             await connection.close()
 
 
-async def open_pool(url: str, *, name: str, connections: int, settings: Mapping[str, str] | None = None) -> Pool:
-    """Open a pool of at most `connections` that Postgres knows as `name`; raises `Fatal` as `connect` does."""
+async def open_pool(
+    url: str, *, name: str, connections: int, kept: int = 1, settings: Mapping[str, str] | None = None
+) -> Pool:
+    """Open a pool of at most `connections`, of which `kept` are there even while nobody uses them.
+
+    Postgres knows it as `name`. Raises `Fatal` as `connect` does.
+    """
     with _fatal_when_closed():
         return await asyncpg.create_pool(
             url,
-            min_size=1,
+            min_size=kept,
             max_size=connections,
             reset=_as_it_is,
             timeout=CONNECT_SECONDS,

@@ -188,6 +188,12 @@ StartBroker = Callable[[BrokerConfig], contextlib.AbstractAsyncContextManager[Br
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody wait for a share of the broker for longer than a moment."""
+    monkeypatch.setattr("broker.shares.WAIT_SECONDS", 0.05)
+
+
+@pytest.fixture
 def start_broker(migrated: BrokerConfig) -> StartBroker:  # noqa: ARG001 - the schema must be there
     """How to run an instance on the migrated database; several may run at once."""
     return serving

@@ -75,20 +75,45 @@ async def test_a_retry_of_an_accepted_id_in_a_saturated_window_is_a_duplicate_an
             assert {key: await redis.scard(key) for key in await redis.keys()} == taken
 
 
-async def test_a_malformed_message_costs_nothing_and_a_refused_one_costs_one_unit_however_often(
+async def test_an_id_costs_one_unit_however_often_and_wherever_it_is_refused(
     migrated: BrokerConfig, start_broker: Any, message: Message
 ) -> None:
-    async with start_broker(limited(migrated, per_member=2)) as broker:
+    async with start_broker(limited(migrated, per_member=4)) as broker:
         await broker.add_mesh()
         alice = broker.member("alice")
-        malformed = {**message("id-0"), "request_fingerprint": "0" * 64}
+        assert (await alice.send_one(message("id-0"))).status == 201
+        malformed = {**message("id-1"), "request_fingerprint": "0" * 64}
+        reused = message("id-0", body="something else")
         for _ in range(3):
             assert (await alice.send_one(malformed)).status == 400
-            assert (await alice.send_one(message("id-1", "topic:nothing"))).status == 404
-        statuses = [answer.status for answer in await alice.send(message("id-2"), message("id-3"))]
+            assert (await alice.send_one(message("id-2", "topic:nothing"))).status == 404
+            assert (await alice.send_one(reused)).status == 409
+        statuses = [answer.status for answer in await alice.send(message("id-3"), message("id-4"), malformed, reused)]
 
-        assert statuses == [201, 429]
+        assert statuses == [201, 429, 400, 409]
         assert broker.metric("postroom_broker_rate_limit_consumed_then_rejected_total") == 3
+
+
+async def test_what_has_no_id_to_be_known_by_costs_a_unit_each_time(
+    migrated: BrokerConfig, start_broker: Any, message: Message
+) -> None:
+    async with start_broker(limited(migrated, per_member=4)) as broker:
+        await broker.add_mesh()
+        alice = broker.member("alice")
+        nameless = [{}, message("id-0") | {"client_message_id": "a b"}, message("id-0") | {"request_fingerprint": "x"}]
+        assert [answer.status for answer in await alice.send(*nameless)] == [400, 400, 400]
+        assert [answer.status for answer in await alice.send(message("id-1"), message("id-2"))] == [201, 429]
+        assert [answer.status for answer in await alice.send(*nameless, message("id-1"))] == [400, 400, 400, 200]
+
+
+async def test_a_message_over_the_limit_is_not_even_looked_at(
+    migrated: BrokerConfig, start_broker: Any, message: Message
+) -> None:
+    async with start_broker(limited(migrated, per_member=1)) as broker:
+        await broker.add_mesh()
+        malformed = {**message("id-1"), "request_fingerprint": "0" * 64}
+        answers = await broker.member("alice").send(message("id-0"), malformed)
+        assert [answer.status for answer in answers] == [201, 429]
 
 
 async def test_without_redis_a_local_window_of_the_same_rate_decides_and_ready_says_so(

@@ -247,10 +247,12 @@ async def test_metrics_count_every_phase_and_name_nobody(broker: Any, message: M
     assert not any(secret in text for secret in ("alice", "demo", "id-1", alice.token))
 
 
-async def test_a_crowd_is_asked_to_come_again_before_its_bodies_are_read(
-    broker: Any, message: Message, start_broker: Any, postgres: Any, waiting_for_lock: Any
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("limit", ["max_in_flight", "buffered_bytes"])
+async def test_a_crowd_waits_and_is_asked_to_come_again_where_that_takes_too_long(
+    broker: Any, message: Message, start_broker: Any, postgres: Any, *, waiting_for_lock: Any, limit: str
 ) -> None:
-    tight = msgspec.structs.replace(broker.services.config, max_in_flight=1)
+    tight = msgspec.structs.replace(broker.services.config, **{limit: 1})
     async with start_broker(tight) as other:
         alice = broker.member("alice").at(other.url)
         async with postgres.transaction():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -96,3 +99,26 @@ async def test_a_topic_has_so_many_webhooks_and_takes_them_along(broker: Any, po
     assert (one_more.status, one_more.code) == (409, "too_many_webhooks")
     assert (await ada.delete("/v1/topics/demo/orders")).status == 204
     assert await postgres.fetchval("SELECT count(*) FROM mesh.webhook") == 0
+
+
+async def test_sixty_registrations_at_once_make_as_many_webhooks_as_a_topic_may_have(
+    broker: Any, start_broker: Any, postgres: Any
+) -> None:
+    async with AsyncExitStack() as stack:
+        brokers = [broker, *[await stack.enter_async_context(start_broker(broker.services.config)) for _ in range(3)]]
+        callers = [who.at(each.url) for each in brokers for who in (broker.member("ada"), broker.admin)]
+        answers = await asyncio.gather(*(callers[n % len(callers)].post(PATH, {"url": URL}) for n in range(60)))
+
+    assert Counter(answer.status for answer in answers) == {201: MOST_PER_TOPIC, 409: 60 - MOST_PER_TOPIC}
+    assert await postgres.fetchval("SELECT count(*) FROM mesh.webhook") == MOST_PER_TOPIC
+
+
+async def test_a_topic_that_is_deleted_while_a_webhook_is_registered_is_not_there(
+    broker: Any, postgres: Any, waiting_for_lock: Any
+) -> None:
+    async with postgres.transaction():
+        await postgres.execute("DELETE FROM mesh.topic")
+        registration = asyncio.create_task(broker.admin.post(PATH, {"url": URL}))
+        await waiting_for_lock(1)
+    answer = await registration
+    assert (answer.status, answer.code) == (404, "topic_not_found")

@@ -224,11 +224,14 @@ async def station(tmp_path: Path, token_file: Path) -> AsyncIterator[Callable[..
     """Open an outbox in the test's directory with a relay to `url`; opened again, it is the same outbox."""
     stations: list[Station] = []
 
-    async def start(url: str, *, speed: float = 1000, link: dict[str, Any] | None = None, **settings: Any) -> Station:
+    async def start(
+        url: str, *, speed: float = 1000, link: dict[str, Any] | None = None, name: str = "state", **settings: Any
+    ) -> Station:
         clock = FastClock(speed)
-        directory = tmp_path / "state"
+        directory = tmp_path / name
         directory.mkdir(exist_ok=True)
-        broker = BrokerLink(BrokerClientSettings(url=url, token_file=token_file, **(link or {})), clock=clock.now_ms)
+        broker_settings = BrokerClientSettings(**{"url": url, "token_file": token_file, **(link or {})})
+        broker = BrokerLink(broker_settings, clock=clock.now_ms)
         outbox = await Outbox.open(directory, clock=clock.now_ms, look_up=broker.accepted)
         relay = Relay(
             outbox,

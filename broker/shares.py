@@ -1,0 +1,143 @@
+"""Shares of what a broker has little of (requests at work, bytes of bodies, connections), dealt out by turns.
+
+Turns go round the meshes that wait, and within a mesh round its members, however much each of them asks for. A mesh
+holds a quarter of all there is at most, and a member a quarter of that, so that none can take what another one needs.
+What holds nothing may always have one thing, however large, once there is room for it at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import Final, NamedTuple, TypeVar
+
+from postroom.accept import OVERLOADED
+from postroom.errors import TryAgain
+
+WAIT_SECONDS: Final = 5.0  # for a share: a daemon hears that it has to wait long before it gives the post up
+_QUARTER: Final = 4
+_SLICE_SECONDS: Final = 0.0005
+_REST_PER_SLICE: Final = 3  # after one that took much longer, since one thing of it did
+T = TypeVar("T")
+
+_Holder = tuple[str, ...]  # (): everybody; (mesh,); (mesh, member)
+
+
+class _Request(NamedTuple):
+    """Somebody's wish for some amount; `granted` is done once it is held, or nobody waits for it any more."""
+
+    amount: int
+    granted: asyncio.Future[None]
+
+
+class Shares:
+    """Something of which there is `capacity`, in units of the caller's own."""
+
+    def __init__(self, capacity: int, wait_seconds: float | None = None) -> None:
+        self._most = [max(1, capacity // _QUARTER**depth) for depth in range(3)]
+        self._wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
+        self._held: Counter[_Holder] = Counter()
+        self._waiting: OrderedDict[str, OrderedDict[_Holder, deque[_Request]]] = OrderedDict()  # who is next is first
+
+    @asynccontextmanager
+    async def hold(self, whose: tuple[str, str], amount: int = 1) -> AsyncIterator[None]:
+        """Hold `amount` for the block, once it is the turn of `whose` (mesh, member).
+
+        Raises `TryAgain` (503 `overloaded`) where that takes too long.
+        """
+        holders = (), whose[:1], whose
+        await self._take(holders, amount)
+        try:
+            yield
+        finally:
+            self._give_back(holders, amount)
+
+    async def _take(self, holders: tuple[_Holder, ...], amount: int) -> None:
+        _, (mesh,), member = holders
+        request = _Request(amount, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(mesh, OrderedDict()).setdefault(member, deque()).append(request)
+        self._deal()
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                await request.granted
+        except BaseException as error:
+            if not request.granted.cancelled():  # granted in the very moment
+                self._give_back(holders, amount)
+            if not isinstance(error, TimeoutError):
+                raise
+            sentence = "the broker has as much at work for you as it takes at once: try again"
+            raise TryAgain.of(503, OVERLOADED, sentence, retryable=True, retry_after=1.0) from None
+
+    def _give_back(self, holders: tuple[_Holder, ...], amount: int) -> None:
+        self._held.subtract(dict.fromkeys(holders, amount))
+        for holder in holders:
+            if not self._held[holder]:
+                del self._held[holder]
+        self._deal()
+
+    def _deal(self) -> None:
+        while self._deal_one():
+            pass
+
+    def _deal_one(self) -> bool:
+        """Grant the next wish for which there is room; who has a whole share is passed over, and keeps the turn."""
+        for mesh, members in list(self._waiting.items()):
+            member = self._next_of(members)
+            if not members:
+                del self._waiting[mesh]
+            elif member is not None and self._may_hold((mesh,), members[member][0].amount):
+                if not self._may_hold((), members[member][0].amount):
+                    return False  # nobody overtakes: what is large would never get its turn
+                self._grant(mesh, member, members)
+                return True
+        return False
+
+    def _next_of(self, members: OrderedDict[_Holder, deque[_Request]]) -> _Holder | None:
+        """Return the first member with a wish that its share allows; forgets the wishes that were given up."""
+        for member, requests in list(members.items()):
+            while requests and requests[0].granted.done():
+                requests.popleft()
+            if not requests:
+                del members[member]
+            elif self._may_hold(member, requests[0].amount):
+                return member
+        return None
+
+    def _grant(self, mesh: str, member: _Holder, members: OrderedDict[_Holder, deque[_Request]]) -> None:
+        request = members[member].popleft()
+        members.move_to_end(member)
+        self._waiting.move_to_end(mesh)
+        self._held.update(dict.fromkeys(((), (mesh,), member), request.amount))
+        request.granted.set_result(None)
+
+    def _may_hold(self, holder: _Holder, amount: int) -> bool:
+        held = self._held[holder]
+        return not held or held + amount <= self._most[len(holder)]
+
+
+class Slices:
+    """The event loop's time: who has much to do does a slice of it, and everybody else goes on in between.
+
+    Of each mesh one at a time has a slice, of all of them four.
+    """
+
+    def __init__(self) -> None:
+        self._turns = Shares(_QUARTER)
+
+    async def each(self, whose: tuple[str, str], things: Iterable[T], work: Callable[[T], None]) -> None:
+        """Do `work` with each of `things`, for `whose` (mesh, member); raises what `work` and `Shares.hold` raise."""
+        things = iter(things)
+        while True:
+            async with self._turns.hold(whose):
+                began = perf_counter()
+                for thing in things:
+                    work(thing)
+                    if perf_counter() - began > _SLICE_SECONDS:
+                        break
+                else:
+                    return
+                took = perf_counter() - began
+                await asyncio.sleep(_REST_PER_SLICE * took if took > _REST_PER_SLICE * _SLICE_SECONDS else 0)
