@@ -42,6 +42,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "broker": Verb("cli.broker", "Run and check the broker."),
         "pipeline": Verb("cli.pipeline", "Run the pipelines over the history, with Spark."),
         "jobs": Verb("cli.jobs", "Start jobs, see what became of them, end them or let them go on."),
+        "once": Verb("cli.once", "See what was done once, and have it forgotten."),
         "agent": Verb("cli.agent", "Run agents, and look at their event stores."),
         "consumer": Verb("cli.consumer", "Give messages to a handler behind HTTP."),
         "worker": Verb("cli.worker", "Run the worker that publishes; see its backlog, publish again."),

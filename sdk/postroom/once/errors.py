@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from postroom.errors import Conflict, PostroomError, Unavailable
+from postroom.errors import Conflict, NotFound, PostroomError, Unavailable
 from postroom.once.model import Held, Scope
 
 
@@ -29,6 +29,12 @@ class LeaseLost(Conflict):
         """Build the error for `scope`."""
         detail = f"the lease on {scope} has run out: this worker can settle it no more, another may have taken it over"
         return cls.of(409, "lease_lost", detail)
+
+
+def absent(where: str) -> NotFound:
+    """Build the error for a place where nobody has begun to keep keys."""
+    detail = f"there is no idempotency registry in {where}: the first program that opens it (`open_registry`) makes it"
+    return NotFound.of(404, "registry_absent", detail)
 
 
 def unavailable(error: BaseException) -> Unavailable:

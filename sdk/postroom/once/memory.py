@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from postroom.once.model import LEASE_EXPIRED, Result, Row, Scope, State
+from postroom.once.model import LEASE_EXPIRED, Forgotten, KeptKey, KeyFilter, Result, Row, Scope, State
 
 
 @dataclass(slots=True)
@@ -15,7 +15,8 @@ class _Key:
     state: State
     owner: str
     attempts: int
-    ends: float  # seconds since the epoch: of the lease, or of the settlement
+    begun: float  # seconds since the epoch
+    ends: float  # the same: of the lease, or of the settlement
     last_error: str | None
     result: Result | None = None
 
@@ -26,15 +27,16 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._keys: dict[Scope, _Key] = {}
+        self._forgotten: dict[Scope, list[Forgotten]] = {}
 
     async def take(self, scope: Scope, owner: str, lease: float) -> Row | None:
         """See `Store.take`."""
         key, now = self._keys.get(scope), self._clock()
         if key is None:
-            self._keys[scope] = _Key("PENDING", owner, 1, now + lease, None)
+            self._keys[scope] = _Key("PENDING", owner, 1, now, now + lease, None)
         elif key.state == "FAILED" or (key.state == "PENDING" and key.ends <= now):
             error = LEASE_EXPIRED if key.state == "PENDING" else key.last_error
-            self._keys[scope] = _Key("PENDING", owner, key.attempts + 1, now + lease, error)
+            self._keys[scope] = _Key("PENDING", owner, key.attempts + 1, now, now + lease, error)
         else:
             return None
         return await self.look(scope)
@@ -77,6 +79,25 @@ class MemoryStore:
             del self._keys[scope]
         return len(old)
 
+    async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
+        """See `Store.find`."""
+        found = [_kept(scope, key) for scope, key in self._keys.items() if _is_wanted(scope, key, wanted)]
+        return sorted(found, key=lambda kept: self._end_of(kept.scope), reverse=True)[:limit]
+
+    async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
+        """See `Store.forget`."""
+        key = self._keys.get(scope)
+        if key is None or (key.state == "PENDING" and key.ends > self._clock()):
+            return False
+        now = _moment(self._clock())
+        self._forgotten.setdefault(scope, []).append(Forgotten(now, actor, reason, key.state, key.attempts))
+        del self._keys[scope]
+        return True
+
+    async def forgotten(self, scope: Scope) -> list[Forgotten]:
+        """See `Store.forgotten`."""
+        return list(self._forgotten.get(scope, ()))
+
     async def close(self) -> None:
         """See `Store.close`."""
         self._keys.clear()
@@ -88,6 +109,17 @@ class MemoryStore:
 
     def _end_of(self, scope: Scope) -> float:
         return self._keys[scope].ends
+
+
+def _is_wanted(scope: Scope, key: _Key, wanted: KeyFilter) -> bool:
+    holds = zip(wanted, (scope.tenant, scope.topic, scope.group or "", key.state), strict=True)
+    return all(value in (None, found) for value, found in holds)
+
+
+def _kept(scope: Scope, key: _Key) -> KeptKey:
+    ends = _moment(key.ends)
+    lease, settled = (ends, None) if key.state == "PENDING" else (None, ends)
+    return KeptKey(scope, key.state, key.owner, key.attempts, _moment(key.begun), lease, settled, key.last_error)
 
 
 def _moment(seconds: float) -> datetime:

@@ -104,6 +104,38 @@ class Row(NamedTuple):
     now: datetime
 
 
+class KeyFilter(NamedTuple):
+    """Which keys an operator means; None: any. The group '' is the producer's scope."""
+
+    tenant: str | None = None
+    topic: str | None = None
+    group: str | None = None
+    state: State | None = None
+
+
+class KeptKey(NamedTuple):
+    """A key as an operator sees it, without its result."""
+
+    scope: Scope
+    state: State
+    owner: str
+    attempts: int
+    begun_at: datetime  # the last attempt
+    lease_until: datetime | None  # set where PENDING
+    settled_at: datetime | None  # set where COMMITTED or FAILED
+    last_error: str | None
+
+
+class Forgotten(NamedTuple):
+    """That an operator had a key forgotten: who, why, and what it was then."""
+
+    at: datetime
+    actor: str
+    reason: str
+    state: State
+    attempts: int
+
+
 class Run(NamedTuple):
     """Go ahead: the key is yours until `lease_until` (None: the key is empty, and nothing is recorded)."""
 

@@ -10,8 +10,8 @@ from typing import Any, Final, Self
 import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
-from postroom.once.errors import unavailable, unusable
-from postroom.once.model import LEASE_EXPIRED, Result, Row, Scope
+from postroom.once.errors import absent, unavailable, unusable
+from postroom.once.model import LEASE_EXPIRED, Forgotten, KeptKey, KeyFilter, Result, Row, Scope
 from postroom.sql import load_queries, read_sql
 
 VERSION: Final = "version 1"
@@ -43,15 +43,15 @@ class PostgresStore:
         self._owned = owned
 
     @classmethod
-    async def open(cls, url: str) -> Self:
+    async def open(cls, url: str, *, create: bool = True) -> Self:
         """Connect, and create the schema `postroom_once` where there is none.
 
         Raises `Unavailable` where Postgres can't be reached, `PostroomError` where its schema is of another version, or
-        may not be created.
+        may not be created; without `create`, `NotFound` where there is none.
         """
         store = cls(await _connect(url), owned=True)
         try:
-            await store.prepare()
+            await (store.prepare() if create else store._require())
         except BaseException:
             await store.close()
             raise
@@ -65,6 +65,10 @@ class PostgresStore:
                 version = await _create(connection)
         if version != VERSION:
             raise unusable(f"its schema is {version}, this program knows {VERSION}: install the same version")
+
+    async def _require(self) -> None:
+        if not await self.is_there():
+            raise absent("this database")
 
     async def is_there(self) -> bool:
         """Tell whether the schema is there; raises `PostroomError` where it is of another version."""
@@ -98,8 +102,23 @@ class PostgresStore:
 
     async def purge(self, age: float, limit: int) -> int:
         """See `Store.purge`."""
-        async with _mapped():
-            return int(await self._pool.fetchval(_QUERIES["purge"], timedelta(seconds=age), limit))
+        ((purged,),) = await self._run("purge", timedelta(seconds=age), limit)
+        return int(purged)
+
+    async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
+        """See `Store.find`."""
+        return [
+            KeptKey(Scope(tenant, topic, key, group or None), *rest)
+            for tenant, topic, group, key, *rest in await self._run("find", *wanted, limit)
+        ]
+
+    async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
+        """See `Store.forget`."""
+        return await self._fetch("forget", scope, actor, reason) is not None
+
+    async def forgotten(self, scope: Scope) -> list[Forgotten]:
+        """See `Store.forgotten`."""
+        return [Forgotten(*row) for row in await self._run("forgotten", *_key(scope))]
 
     async def close(self) -> None:
         """See `Store.close`."""
@@ -107,9 +126,20 @@ class PostgresStore:
             await self._pool.close()
 
     async def _fetch(self, query: str, scope: Scope, *values: Any) -> asyncpg.Record | None:
-        key = (scope.tenant, scope.topic, scope.group or "", scope.key)
-        async with _mapped():
-            return await self._pool.fetchrow(_QUERIES[query], *key, *values)
+        rows = await self._run(query, *_key(scope), *values)
+        return rows[0] if rows else None
+
+    async def _run(self, query: str, *values: Any) -> list[asyncpg.Record]:
+        """Run one step as a transaction of the isolation level that it is written for, whatever the database's is.
+
+        Under a higher one, a key that another worker takes at the same moment would be an error instead of held.
+        """
+        async with (
+            _mapped(),
+            self._pool.acquire() as connection,
+            connection.transaction(isolation="read_committed", readonly=False),
+        ):
+            return await connection.fetch(_QUERIES[query], *values)
 
 
 async def _connect(url: str) -> asyncpg.Pool[asyncpg.Record]:
@@ -124,7 +154,7 @@ async def _connect(url: str) -> asyncpg.Pool[asyncpg.Record]:
 
 async def _create(connection: PoolConnectionProxy[asyncpg.Record]) -> str:
     """Create the schema unless another process does just now; return its version."""
-    async with connection.transaction():
+    async with connection.transaction(isolation="read_committed", readonly=False):
         await connection.execute(_QUERIES["lock_schema"])
         version: str | None = await connection.fetchval(_QUERIES["version"])
         if version is None:
@@ -141,6 +171,10 @@ async def _mapped() -> AsyncIterator[None]:
         raise unavailable(error) from error
     except asyncpg.PostgresError as error:
         raise unusable(f"{type(error).__name__}: {error}") from error
+
+
+def _key(scope: Scope) -> tuple[str, str, str, str]:
+    return scope.tenant, scope.topic, scope.group or "", scope.key
 
 
 def _row(record: asyncpg.Record | None) -> Row | None:

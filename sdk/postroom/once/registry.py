@@ -175,7 +175,7 @@ async def open_registry(
     """
     if keep_days is not None and keep_days <= 0:
         raise ValueError("a key is kept for longer than 0 days")
-    store = await _open_store(url)
+    store = await open_store(url)
     try:
         registry = Registry(store, group=group, lease=lease, wait=wait)
         if keep_days is None and _is_postgres(url):
@@ -209,23 +209,24 @@ def _is_postgres(url: str) -> bool:
     return url.partition(":")[0] in {"postgresql", "postgres"}
 
 
-async def _open_store(url: str) -> Store:
+async def open_store(url: str, *, create: bool = True) -> Store:
+    """Open the store at `url`, as `open_registry` does; without `create`, raises `NotFound` where there is none."""
     if _is_postgres(url):
-        return await _open_postgres(url)
+        return await _open_postgres(url, create=create)
     scheme, _, rest = url.partition(":")
     if scheme == "sqlite" and rest.startswith("///"):
         from postroom.once.sqlite import SqliteStore  # noqa: PLC0415 - some builds of Python have no sqlite3
 
-        return await SqliteStore.open(Path(rest[2:]))
+        return await SqliteStore.open(Path(rest[2:]), create=create)
     if url == "memory:":
         return MemoryStore()
     sentence = "a registry is at postgresql://…, sqlite:///absolute/path or memory:"
     raise InvalidMessage.of(400, "invalid_registry_url", sentence)
 
 
-async def _open_postgres(url: str) -> Store:
+async def _open_postgres(url: str, *, create: bool) -> Store:
     try:
         from postroom.once.postgres import PostgresStore  # noqa: PLC0415 - asyncpg is an extra
     except ModuleNotFoundError as error:
         raise unusable(f"{error.name} is missing: install postroom[postgres]") from error
-    return await PostgresStore.open(url)
+    return await PostgresStore.open(url, create=create)

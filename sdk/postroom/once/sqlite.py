@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from postroom.once.errors import unavailable, unusable
-from postroom.once.model import LEASE_EXPIRED, Encoding, Result, Row, Scope, State
+from postroom.once.errors import absent, unavailable, unusable
+from postroom.once.model import LEASE_EXPIRED, Encoding, Forgotten, KeptKey, KeyFilter, Result, Row, Scope, State
 from postroom.sql import load_queries, read_sql
 
 T = TypeVar("T")
@@ -38,14 +38,15 @@ class SqliteStore:
         self._db: sqlite3.Connection | None = None
 
     @classmethod
-    async def open(cls, path: Path, clock: Callable[[], float] = time.time) -> Self:
+    async def open(cls, path: Path, clock: Callable[[], float] = time.time, *, create: bool = True) -> Self:
         """Open the file, and create it (mode 0600) where there is none.
 
-        Raises `Unavailable` where it can't be opened just now, `PostroomError` where it is another program's, or newer.
+        Raises `Unavailable` where it can't be opened just now, `PostroomError` where it is another program's, or newer;
+        without `create`, `NotFound` where there is none.
         """
         store = cls(path, clock)
         try:
-            await store._run(store._open)
+            await store._run(store._open, create=create)
         except BaseException:
             await store.close()
             raise
@@ -80,6 +81,20 @@ class SqliteStore:
         rows, _ = await self._run(lambda db: self._execute(db, "purge", values))
         return len(rows)
 
+    async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
+        """See `Store.find`."""
+        rows, _ = await self._run(lambda db: self._execute(db, "find", {**wanted._asdict(), "limit": limit}))
+        return [_kept(row) for row in rows]
+
+    async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
+        """See `Store.forget`."""
+        return await self._run(lambda db: self._forget(db, {**_key(scope), "actor": actor, "reason": reason}))
+
+    async def forgotten(self, scope: Scope) -> list[Forgotten]:
+        """See `Store.forgotten`."""
+        rows, _ = await self._run(lambda db: self._execute(db, "forgotten", _key(scope)))
+        return [Forgotten(_moment(at), *rest) for at, *rest in rows]
+
     async def close(self) -> None:
         """See `Store.close`."""
         if self._db is not None:
@@ -91,9 +106,14 @@ class SqliteStore:
         rows, _ = await self._run(lambda db: self._execute(db, "settle", {**_key(scope), "owner": owner, **values}))
         return bool(rows)
 
-    async def _run(self, step: Callable[[sqlite3.Connection], T]) -> T:
+    async def _run(self, step: Callable[[sqlite3.Connection], T], *, create: bool = True) -> T:
+        def run() -> T:
+            if not create and not self._path.exists():
+                raise absent(str(self._path))
+            return step(self._connection())
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: step(self._connection()))
+            return await asyncio.get_running_loop().run_in_executor(self._thread, run)
         except sqlite3.OperationalError as error:
             raise unavailable(error) from error
         except (sqlite3.DatabaseError, OSError) as error:
@@ -124,6 +144,13 @@ class SqliteStore:
     ) -> Row | None:
         rows, now = self._execute(db, query, {**_key(scope), **values}, lease)
         return _row_of(rows[0], now) if rows else None
+
+    def _forget(self, db: sqlite3.Connection, values: dict[str, Any]) -> bool:
+        with _Transaction(db):
+            logged = db.execute(_QUERIES["log_forgotten"], {**values, "now": _milliseconds(self._clock())}).fetchall()
+            if logged:
+                db.execute(_QUERIES["forget"], values)
+        return bool(logged)
 
     def _execute(
         self, db: sqlite3.Connection, query: str, values: dict[str, Any], lease: float = 0.0
@@ -174,6 +201,14 @@ def _row_of(values: tuple[Any, ...], now: float) -> Row:
     state, owner, attempts, until, last_error, encoding, data = values
     result = Result(encoding, data) if encoding is not None else None
     return Row(state, owner, attempts, None if until is None else _moment(until), last_error, result, _moment_of(now))
+
+
+def _kept(row: tuple[Any, ...]) -> KeptKey:
+    tenant, topic, group, key, state, owner, attempts, *times, last_error = row
+    begun_at, lease_until, settled_at = (None if moment is None else _moment(moment) for moment in times)
+    assert begun_at is not None  # noqa: S101 - a column that is never null
+    scope = Scope(tenant, topic, key, group or None)
+    return KeptKey(scope, state, owner, attempts, begun_at, lease_until, settled_at, last_error)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -1,11 +1,11 @@
-"""What a registry needs of the place where its keys are kept: five steps, each atomic and durable when it returns."""
+"""What a registry needs of the place where its keys are kept: a few steps, each atomic and durable when it returns."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from typing import Protocol
 
-from postroom.once.model import Result, Row, Scope
+from postroom.once.model import Forgotten, KeptKey, KeyFilter, Result, Row, Scope
 
 
 class Store(Protocol):
@@ -41,6 +41,18 @@ class Store(Protocol):
 
     async def purge(self, age: float, limit: int) -> int:
         """Delete up to `limit` keys that ended more than `age` seconds ago: settled, or left to their lease's end."""
+        ...
+
+    async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
+        """Return up to `limit` of the keys that are wanted: those that ended last, or whose lease ends last, first."""
+        ...
+
+    async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
+        """Delete a key that nobody has a lease on, and keep who wanted it and why; say whether it did."""
+        ...
+
+    async def forgotten(self, scope: Scope) -> list[Forgotten]:
+        """Return when operators had this key forgotten, in order."""
         ...
 
     async def close(self) -> None:

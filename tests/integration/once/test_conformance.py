@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
+import asyncpg
 import pytest
 
 from postroom.errors import Conflict, InvalidMessage
-from postroom.once import Done, Held, LeaseLost, Registry, Result, Run, Scope
-from postroom.once.model import MAX_ERROR, MAX_RESULT
+from postroom.once import Done, Held, LeaseLost, Registry, Result, Run, Scope, open_registry
+from postroom.once.model import MAX_ERROR, MAX_RESULT, KeyFilter
 
 SCOPE = Scope("acme", "orders", "k-1", "billing")
 PAID = Result.of({"charge": 7})
@@ -304,3 +305,76 @@ async def test_a_producer_and_two_groups_work_for_themselves(bench: Any) -> None
     for group in (None, "billing", "shipping"):
         async with bench.registry(group=group).once("acme", "orders", "k-1") as claim:
             assert claim.first
+
+
+async def test_an_operator_finds_keys_by_what_they_are_of_and_how_they_are(bench: Any) -> None:
+    store = bench.store
+    for number, (group, state) in enumerate([("billing", "COMMITTED"), (None, "FAILED"), ("billing", "PENDING")]):
+        scope = Scope("acme", "orders", f"k-{number}", group)
+        run = await started(bench.registry(), scope)
+        if state == "COMMITTED":
+            assert await store.commit(scope, run.owner, PAID)
+        if state == "FAILED":
+            assert await store.fail(scope, run.owner, "declined")
+        await bench.pass_time(1)
+
+    async def found(limit: int = 10, **wanted: str) -> list[str]:
+        return [kept.scope.key for kept in await store.find(KeyFilter(**wanted), limit)]
+
+    assert sorted(await found()) == ["k-0", "k-1", "k-2"]
+    assert (await found())[0] == "k-2"  # its lease ends last
+    assert len(await found(limit=2)) == 2
+    assert await found(tenant="other") == []
+    assert sorted(await found(tenant="acme", topic="orders", group="billing")) == ["k-0", "k-2"]
+    assert await found(group="") == ["k-1"]
+    (failed,) = await store.find(KeyFilter(state="FAILED"), 10)
+    assert (failed.scope, failed.attempts, failed.last_error) == (Scope("acme", "orders", "k-1"), 1, "declined")
+    assert (failed.lease_until, failed.settled_at is None) == (None, False)
+
+
+@pytest.mark.parametrize("state", ["COMMITTED", "FAILED", "EXPIRED"])
+async def test_a_key_that_an_operator_has_forgotten_runs_again_and_leaves_who_and_why(bench: Any, state: str) -> None:
+    registry, store = bench.registry(), bench.store
+    run = await started(registry)
+    if state == "EXPIRED":
+        await bench.pass_time(31)
+    else:
+        await (store.commit(SCOPE, run.owner, PAID) if state == "COMMITTED" else store.fail(SCOPE, run.owner, "no"))
+
+    assert await store.forget(SCOPE, "alice", "it was never charged")
+    assert (await started(registry)).attempt == 1
+    (act,) = await store.forgotten(SCOPE)
+    was = "PENDING" if state == "EXPIRED" else state
+    assert act[1:] == ("alice", "it was never charged", was, 1)
+
+
+async def test_a_key_that_somebody_works_on_is_not_forgotten_nor_one_that_is_not_there(bench: Any) -> None:
+    run = await started(bench.registry())
+    assert not await bench.store.forget(SCOPE, "alice", "why not")
+    assert not await bench.store.forget(Scope("acme", "orders", "another"), "alice", "why not")
+    assert await bench.store.commit(SCOPE, run.owner, PAID)
+    assert await bench.store.forgotten(SCOPE) == []
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+async def test_a_database_of_another_isolation_level_lets_one_run_and_the_others_wait(
+    database_url: str, level: str
+) -> None:
+    connection = await asyncpg.connect(database_url)
+    name = await connection.fetchval("SELECT current_database()")
+    await connection.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = '{level}'")
+    await connection.close()
+    ran = []
+
+    async with open_registry(database_url, lease=60, wait=60) as registry:
+
+        async def run(key: int) -> Any:
+            async with registry.once("acme", "orders", f"k-{key}") as claim:
+                if claim.first:
+                    ran.append(key)
+                    claim.result = key
+            return claim.result
+
+        results = await asyncio.gather(*(run(number % 5) for number in range(60)))
+    assert sorted(ran) == [0, 1, 2, 3, 4]
+    assert results == [number % 5 for number in range(60)]

@@ -199,8 +199,8 @@ async def test_a_registry_is_opened_by_its_address(scheme: str, tmp_path: Path, 
 def test_a_program_without_asyncpg_is_told_what_to_install() -> None:
     program = (
         "import sys, asyncio; sys.modules['asyncpg'] = None\n"
-        "from postroom.once.registry import _open_store\n"
-        "asyncio.run(_open_store('postgresql:///x'))"
+        "from postroom.once.registry import open_store\n"
+        "asyncio.run(open_store('postgresql:///x'))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "install postroom[postgres]" in done.stderr

@@ -33,6 +33,23 @@ CREATE TABLE postroom_once.idempotency_keys (
 
 CREATE INDEX idempotency_keys_ended ON postroom_once.idempotency_keys (coalesce(lease_until, settled_at));
 
+-- What operators did to keys. A key that is forgotten leaves nothing else.
+CREATE TABLE postroom_once.operator_log (
+    id             bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at             timestamptz NOT NULL DEFAULT clock_timestamp(),
+    verb           text        NOT NULL CHECK (verb IN ('forget')),
+    actor          text        NOT NULL,
+    reason         text        NOT NULL,
+    tenant         text        NOT NULL,
+    topic          text        NOT NULL,
+    consumer_group text        NOT NULL,
+    key            text        NOT NULL,
+    state          text        NOT NULL, -- that the key had
+    attempts       integer     NOT NULL
+);
+
+CREATE INDEX operator_log_key ON postroom_once.operator_log (tenant, topic, consumer_group, key);
+
 CREATE FUNCTION postroom_once.check_transition() RETURNS trigger
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN

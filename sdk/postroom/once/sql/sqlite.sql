@@ -79,3 +79,32 @@ WHERE (tenant, topic, consumer_group, key) IN (
     LIMIT :limit
 )
 RETURNING 1;
+
+-- name: find
+-- The keys that are wanted, those first that ended last, or whose lease ends last.
+SELECT tenant, topic, consumer_group, key, state, owner, attempts, begun_at, lease_until, settled_at, last_error
+FROM idempotency_keys
+WHERE (:tenant IS NULL OR tenant = :tenant) AND (:topic IS NULL OR topic = :topic)
+  AND (:group IS NULL OR consumer_group = :group) AND (:state IS NULL OR state = :state)
+ORDER BY coalesce(lease_until, settled_at) DESC
+LIMIT :limit;
+
+-- name: log_forgotten
+-- Keep who has a key forgotten that nobody has a lease on, and why.
+INSERT INTO operator_log (at, verb, actor, reason, tenant, topic, consumer_group, key, state, attempts)
+SELECT :now, 'forget', :actor, :reason, tenant, topic, consumer_group, key, state, attempts
+FROM idempotency_keys
+WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key)
+  AND (state <> 'PENDING' OR lease_until <= :now)
+RETURNING id;
+
+-- name: forget
+-- Forget a key.
+DELETE FROM idempotency_keys WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key);
+
+-- name: forgotten
+-- When operators had a key forgotten, in order.
+SELECT at, actor, reason, state, attempts
+FROM operator_log
+WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key) AND verb = 'forget'
+ORDER BY id;

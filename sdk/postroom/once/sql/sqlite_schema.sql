@@ -32,6 +32,23 @@ CREATE TABLE idempotency_keys (
 
 CREATE INDEX idempotency_keys_ended ON idempotency_keys (coalesce(lease_until, settled_at));
 
+-- What operators did to keys. A key that is forgotten leaves nothing else.
+CREATE TABLE operator_log (
+    id             INTEGER PRIMARY KEY,
+    at             INTEGER NOT NULL,
+    verb           TEXT    NOT NULL CHECK (verb IN ('forget')),
+    actor          TEXT    NOT NULL,
+    reason         TEXT    NOT NULL,
+    tenant         TEXT    NOT NULL,
+    topic          TEXT    NOT NULL,
+    consumer_group TEXT    NOT NULL,
+    key            TEXT    NOT NULL,
+    state          TEXT    NOT NULL, -- that the key had
+    attempts       INTEGER NOT NULL
+) STRICT;
+
+CREATE INDEX operator_log_key ON operator_log (tenant, topic, consumer_group, key);
+
 CREATE TRIGGER idempotency_keys_begin BEFORE INSERT ON idempotency_keys
 WHEN NEW.state <> 'PENDING'
 BEGIN

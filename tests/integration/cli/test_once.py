@@ -1,0 +1,73 @@
+"""`postroom once`: an operator sees what was done once, in Postgres and in a file, and has it forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from terminal import Outcome, Terminal
+
+from postroom.once import open_registry
+
+NAMES = ("--tenant", "acme", "--topic", "orders", "--group", "billing")
+
+
+@pytest.fixture(params=["postgres", "sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite://{tmp_path}/once.db"
+    database: str = request.getfixturevalue("database_url")
+    return database
+
+
+@pytest.fixture
+def terminal(url: str) -> Terminal:
+    return Terminal(POSTROOM_DATABASE_URL=url)
+
+
+async def run(terminal: Terminal, *words: str) -> Outcome:
+    """Run a command in a thread: it has an event loop of its own."""
+    return await asyncio.to_thread(terminal.run, "once", *words)
+
+
+async def do_once(url: str, key: str, *, fails: bool = False) -> bool:
+    async with open_registry(url, group="billing") as registry, registry.once("acme", "orders", key) as claim:
+        claim.result = {"charge": 7}
+        if fails:
+            raise ValueError("declined")
+        return claim.first
+
+
+async def test_keys_are_listed_inspected_and_forgotten(url: str, terminal: Terminal) -> None:
+    await do_once(url, "k-1")
+    with pytest.raises(ValueError, match="declined"):
+        await do_once(url, "k-2", fails=True)
+    listed = (await run(terminal, "list", "--json")).json
+    assert {(kept["key"], kept["state"], kept["group"]) for kept in listed} == {
+        ("k-1", "COMMITTED", "billing"),
+        ("k-2", "FAILED", "billing"),
+    }
+    assert "declined" in (await run(terminal, "list", "--state", "failed")).out
+    shown = (await run(terminal, "inspect", "k-1", *NAMES, "--json")).json[0]
+    assert (shown["state"], shown["result"], shown["log"]) == ("COMMITTED", '{"charge":7}', [])
+
+    done = await run(terminal, "forget", "k-1", *NAMES, "--reason", "never charged", "--yes")
+    assert "is forgotten" in done.out
+    shown = (await run(terminal, "inspect", "k-1", *NAMES, "--json")).json[0]
+    assert (shown["state"], shown["log"][0]["reason"]) == (None, "never charged")
+    assert "never charged" in (await run(terminal, "inspect", "k-1", *NAMES)).out
+    assert "no key 'k-3' of acme/orders" in (await run(terminal, "inspect", "k-3", *NAMES)).err
+
+
+async def test_a_key_that_a_worker_holds_is_not_forgotten(url: str, terminal: Terminal) -> None:
+    async with open_registry(url, group="billing") as registry, registry.once("acme", "orders", "k-1"):
+        refused = await run(terminal, "forget", "k-1", *NAMES, "--reason", "impatience", "--yes")
+        assert refused.code == 4  # a conflict
+        assert "is held by" in refused.err
+
+
+async def test_a_place_without_keys_is_left_as_it_is(terminal: Terminal, tmp_path: Path) -> None:
+    answered = await run(terminal, "list")
+    assert "there is no idempotency registry" in answered.err
+    assert list(tmp_path.iterdir()) == []
