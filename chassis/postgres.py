@@ -40,6 +40,10 @@ UNREACHABLE: Final = (
     asyncpg.PostgresConnectionError,
 )
 
+# What Postgres says of values that it will not have: a text that is none to it, too long, against a rule of the table.
+# The same values are refused again, however often they are sent.
+REFUSED: Final = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
+
 # Which exit code an error is; a server that starts, stops or is full can't be reached as little as one that is away.
 _EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
     (UNREACHABLE, Exit.UNAVAILABLE),

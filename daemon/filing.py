@@ -55,7 +55,12 @@ class Filing:
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
         """File the messages of `batch` and settle them; what makes no sense is buried."""
         messages = {each.sequence: message for each in batch if (message := self._message(each)) is not None}
-        filed = await self._file(list(messages.values()))
+        try:
+            filed = await self._file(list(messages.values()))
+        except (ArithmeticError, ValueError, RecursionError):  # a number, a text or a depth that no file holds
+            if len(batch) > 1:
+                raise  # each is given alone then
+            filed, messages = False, {}
         for delivery in batch:
             if delivery.sequence not in messages:
                 self._counters.refused += 1

@@ -89,8 +89,9 @@ class Receiver:
             return self._filing.trouble
         if self._member is None:
             return "the broker has not said yet for whom the token speaks"
-        connected = self._connection is not None and self._connection.is_connected
-        return None if connected else "NATS cannot be reached"
+        if self._connection is None or not self._connection.is_connected:
+            return "NATS cannot be reached"
+        return None if self._consumer is None else self._consumer.trouble
 
     async def run(self) -> None:
         """Receive until `stop`; never raises."""

@@ -36,6 +36,10 @@ class RunningConsumer(Protocol):
     def counters(self) -> ConsumerCounters:
         """What it has done since it began."""
 
+    @property
+    def trouble(self) -> str | None:
+        """What keeps messages from arriving; None where nothing does."""
+
     async def run(self) -> None:
         """Consume until stopped."""
 
@@ -55,6 +59,7 @@ class Consumers(Generic[Key, Kept]):
         self.running: dict[Key, Kept] = {}
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._ended = ConsumerCounters()  # of those that are gone
+        self._unseen: str | None = None  # why the last look failed
         self._nats = nats
         self._name = name
         self._check_seconds = check_seconds
@@ -99,14 +104,24 @@ class Consumers(Generic[Key, Kept]):
         """What all of them have done since the start."""
         return _sum(self._ended, *(consumer.counters for consumer in self.running.values()))
 
+    @property
+    def trouble(self) -> str | None:
+        """Say why some consumer gets nothing, or why nobody knows which should run; None where all is well."""
+        troubles = [consumer.trouble for consumer in self.running.values() if consumer.trouble is not None]
+        if self._unseen is not None or not troubles:
+            return self._unseen
+        return troubles[0] if len(troubles) == 1 else f"{troubles[0]} (and {len(troubles) - 1} more)"
+
     async def _keep_looking(self, connection: Client, look: Callable[[JetStreamContext], Awaitable[None]]) -> None:
         try:
             while not self._stop.is_set():
                 self._raise_what_ended()
                 try:
                     await look(connection.jetstream())
+                    self._unseen = None
                 except _PASSING as error:
-                    _log.warning("consumers_not_looked_after", of=self._name, error=f"{type(error).__name__}: {error}")
+                    self._unseen = f"{type(error).__name__}: {error}"
+                    _log.warning("consumers_not_looked_after", of=self._name, error=self._unseen)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), self._check_seconds)
         finally:

@@ -30,7 +30,6 @@ from delivery.dead_letters import REPLAYED_FOR, DeadLetters
 from delivery.message import Delivery, delivery_of
 from delivery.pulling import Pull
 from delivery.settings import BackoffSettings, ConsumerSettings, StreamSettings
-from postroom.errors import PostroomError
 from postroom.telling import tell
 
 __all__ = [
@@ -50,6 +49,7 @@ __all__ = [
 
 _log = structlog.get_logger(__name__)
 
+UNREADABLE: Final = "unreadable"
 MAX_DELIVER: Final = "max_deliver"
 ACK_TIMEOUT: Final = "ack_timeout"
 
@@ -193,6 +193,11 @@ class Consumer:
         await self._finish()
 
     @property
+    def trouble(self) -> str | None:
+        """Say what keeps messages from arriving, or from being handled; None where nothing does."""
+        return self._pull.trouble
+
+    @property
     def in_hand(self) -> int:
         """How many messages are waiting for a handler here, or being handled."""
         return len(self._held)
@@ -240,7 +245,10 @@ class Consumer:
         self._dispatch()
 
     async def _handle(self, batch: list[_Held]) -> None:
-        chosen = [held for held in batch if await self._is_for_handler(held)]
+        await self._give([held for held in batch if await self._is_for_handler(held)])
+
+    async def _give(self, chosen: list[_Held]) -> None:
+        """Have `chosen` handled; where that raises, each of them alone, so that one to blame takes none along."""
         error = "the handler said nothing about this message"
         try:
             if chosen:
@@ -248,15 +256,22 @@ class Consumer:
         except Exception as raised:  # noqa: BLE001 - whatever a handler raises is a Retry
             error = tell(raised)
             _log.exception("handler_raised", consumer=self._settings.durable, messages=len(chosen))
+            if len(chosen) > 1:
+                for held in chosen:
+                    if not held.settled:
+                        await self._give([held])
         for held in chosen:
             if not held.settled:
                 await self._settle_held(held, Retry(error))
 
     async def _is_for_handler(self, held: _Held) -> bool:
-        """Settle what no handler should see: a replay for another consumer, and what was delivered too often."""
+        """Settle what no handler should see: a replay for another, what nobody can read, what came too often."""
         delivery = held.delivery
         if delivery.headers.get(REPLAYED_FOR, self._settings.durable) != self._settings.durable:
             await self._settle_held(held, DONE)
+            return False
+        if (why := delivery.unreadable) is not None:
+            await self._settle_held(held, Dead(UNREADABLE, why))
             return False
         if not self._counts or delivery.attempt <= delivery.most_attempts(self._settings.max_deliver):
             return True
@@ -299,8 +314,8 @@ class Consumer:
             await self._dead_letters.publish(
                 delivery, reason=outcome.reason, error=outcome.error, consumer=self._settings.durable
             )
-        except PostroomError as error:
-            _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=str(error))
+        except Exception as error:  # noqa: BLE001 - a letter that cannot be made holds up its own message and no other
+            _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=tell(error))
             await self._later(held, None)
             return
         _log.warning("message_dead_lettered", **self._named(held), reason=outcome.reason, error=outcome.error)
@@ -322,11 +337,12 @@ class Consumer:
 
     async def _answer(self, held: _Held, text: bytes) -> bool:
         """Send the last ack for a message, and forget it; False where its consumer is gone."""
-        sent = await self._pull.answer(held.reply, text, held.epoch)
-        if self._held.get(held.delivery.sequence) is held:
-            del self._held[held.delivery.sequence]
-            self._pull.more()
-        return sent
+        try:
+            return await self._pull.answer(held.reply, text, held.epoch)
+        finally:
+            if self._held.get(held.delivery.sequence) is held:
+                del self._held[held.delivery.sequence]
+                self._pull.more()
 
     async def _remind(self) -> None:
         """Tell the server thrice per `ack_wait` what is still in hand, so that it is not delivered to another."""

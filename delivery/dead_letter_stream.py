@@ -22,6 +22,7 @@ from nats.js.errors import NotFoundError
 from delivery.dead_letters import REPLAY_OF, REPLAYED_FOR, DeadLetter, now
 from delivery.errors import NATS_ERRORS, consumer_gone, from_nats, letter_not_found, no_payload, no_streams
 from delivery.message import EPOCH, MESSAGE_ID
+from delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
 from delivery.streams import all_streams, covers
 from delivery.subjects import dead_letter_subject, stream_name
 
@@ -225,7 +226,8 @@ def replay_id(letter: DeadLetter) -> str:
 
 def _replay_headers(letter: DeadLetter, new_id: str) -> dict[str, str]:
     """Return a letter's own headers, and those that say what the replay is and whose."""
-    own = {name: text for name, text in letter.headers.items() if not name.startswith("Nats-") and name != EPOCH}
+    ours = {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
+    own = {name: text for name, text in letter.headers.items() if not name.startswith("Nats-") and name not in ours}
     first_id = letter.headers.get(REPLAY_OF) or letter.message_id
     said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
     return own | {name: text for name, text in said.items() if text}
@@ -245,5 +247,5 @@ async def count_letters(js: JetStreamContext) -> dict[str, int]:
 def _decode(data: bytes) -> DeadLetter | None:
     try:
         return msgspec.json.decode(data, type=DeadLetter)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

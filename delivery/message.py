@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from nats.aio.msg import Msg
 
+from delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.retry_policy import RetryPolicy, policy_of
 
 MESSAGE_ID: Final = "Nats-Msg-Id"
@@ -32,6 +33,15 @@ class Delivery(NamedTuple):
     last: bool  # a Retry would be one too many
     published_at: datetime
     retry_policy: RetryPolicy | None = None  # the sender's
+
+    @property
+    def unreadable(self) -> str | None:
+        """Say what of the message nobody could read; None where it can be handled."""
+        if UNREADABLE in self.headers:
+            return "its headers are not NATS headers in UTF-8: the letter has them in base64"
+        if UNREADABLE_SUBJECT in self.headers:
+            return "its subject is not UTF-8: the letter has it in base64"
+        return None
 
     def most_attempts(self, max_deliver: int) -> int:
         """Return how many attempts there are at a consumer that allows `max_deliver`."""
@@ -70,15 +80,20 @@ def delivery_of(message: Msg, max_deliver: int) -> Delivery:
 def message_id_of(headers: Mapping[str, str], data: bytes) -> str | None:
     """Return `Nats-Msg-Id` without the epoch of a redrive, else the broker's id in the body, else None.
 
+    None too where the headers are unreadable: nobody knows what they said.
+
     The epoch is cut off where a header says that there is one: the ids of other programs may look the same.
     """
     message_id = headers.get(MESSAGE_ID)
+    if UNREADABLE in headers:
+        return None
     if message_id:
         return message_id.removesuffix(f"/{headers[EPOCH]}") if EPOCH in headers else message_id
     try:
-        return _decode_body(data).broker_message_id or None
+        message_id = _decode_body(data).broker_message_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    return message_id if message_id and message_id.isprintable() else None
 
 
 def json_object(data: bytes) -> dict[str, Any]:

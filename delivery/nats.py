@@ -13,6 +13,7 @@ from nats.aio.client import Client
 
 from chassis.exits import Exit, Fatal
 from delivery.errors import from_nats, is_refusal
+from delivery.nats_client import NatsClient
 from delivery.settings import NatsSettings
 
 _log = structlog.get_logger(__name__)
@@ -31,7 +32,7 @@ async def connect(
     What happens to it goes to the log unless `logged` is False: a person at a terminal reads the exception.
     Raises `Fatal` (78) where a file that the settings name cannot be read.
     """
-    client = Client()
+    client = NatsClient()
     events = _Events(name, client, logged=logged)
     trust = _trust(settings)
     try:

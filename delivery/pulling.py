@@ -38,9 +38,11 @@ SILENCE_SECONDS: Final = 2.5 * HEARTBEAT_SECONDS  # after which nobody is there 
 TICK_SECONDS: Final = 0.5  # how often a lost connection is looked for
 STOP_SECONDS: Final = 2.0  # longest wait for what the server has sent before it heard of a stop
 RETRY_SECONDS: Final = 1.0  # pause after a look at the consumer that failed
+WATCH_SECONDS: Final = 30.0  # between two looks at whether what waits in the stream gets less
 _NANOSECONDS: Final = 1_000_000_000
 _BUFFER_MESSAGES: Final = 1_000_000  # held by the client; what was asked for is what limits it
 
+_FROM_A_STREAM: Final = "$JS.ACK."  # how the subject begins on which a stream's message is acknowledged
 _HEARTBEAT: Final = "100"
 _EXPIRED: Final = frozenset({"404", "408"})  # a request ended, and nothing is wrong
 
@@ -71,7 +73,10 @@ class Pull:
         self._heard = 0.0  # when it last said anything
         self._connects = -1  # reconnects of the connection when the consumer was last seen
         self._doubt = True
+        self._delivered = -1  # messages, when that was last watched
+        self._watched = 0.0
         self._stopped = False
+        self.trouble: str | None = None  # why nothing arrives
         self._wake = asyncio.Event()
         self._known = asyncio.Event()
 
@@ -87,6 +92,7 @@ class Pull:
                 raise Unavailable.of(503, "nats_closed", "the connection to NATS was closed; start again")
             if self.sure:
                 await self._ask(inbox)
+                await self._watch()
                 await self._pause(TICK_SECONDS)
             elif not await self._look():
                 await self._pause(RETRY_SECONDS)
@@ -131,7 +137,11 @@ class Pull:
             await self._known.wait()
         if epoch != self._epoch or self._connection.is_closed:
             return False
-        await self._connection.publish(reply, text)
+        try:
+            await self._connection.publish(reply, text)
+        except NATS_ERRORS as error:
+            _log.warning("ack_not_sent", consumer=self._settings.durable, error=str(error) or type(error).__name__)
+            return False
         return True
 
     async def _look(self) -> bool:
@@ -143,13 +153,34 @@ class Pull:
             epoch = await self._find()
         except PostroomError as error:
             _log.warning("consumer_out_of_sight", consumer=self._settings.durable, detail=str(error), code=error.code)
+            self.trouble = str(error)
             return False
         if self._epoch not in (None, epoch):
             _log.warning("consumer_was_made_anew", consumer=self._settings.durable, stream=self._settings.stream)
         self._epoch, self._connects, self._asked, self._heard = epoch, connects, 0, _now()
-        self._doubt = False
+        self._doubt, self.trouble, self._delivered, self._watched = False, None, -1, _now()
         self._known.set()
         return True
+
+    async def _watch(self) -> None:
+        """Notice where messages wait and none is delivered, whatever the reason, and begin asking anew."""
+        if _now() - self._watched < WATCH_SECONDS:
+            return
+        self._watched = _now()
+        try:
+            info = await self._js.consumer_info(self._settings.stream, self._settings.durable)
+        except (*NATS_ERRORS, NotFoundError):
+            return  # the silence of the consumer is noticed elsewhere
+        before, self._delivered = self._delivered, 0 if info.delivered is None else info.delivered.consumer_seq
+        if not info.num_pending or self._delivered != before:
+            self.trouble = None
+            return
+        self.trouble = (
+            f"{info.num_pending} messages wait in {self._settings.stream} for {self._settings.durable}, and none was "
+            f"delivered for {WATCH_SECONDS:g} s: {info.num_ack_pending} are in hand or wait for their next attempt"
+        )
+        _log.warning("consumer_stands_still", consumer=self._settings.durable, detail=self.trouble)
+        self._asked = 0
 
     async def _find(self) -> datetime:
         """Return when the consumer was made, which may be now; raises `PostroomError`."""
@@ -189,12 +220,14 @@ class Pull:
 
     async def _arrived(self, message: Msg) -> None:
         self._heard = _now()
-        status = (message.headers or {}).get("Status") if not message.reply.startswith("$JS.ACK.") else None
-        if status is not None:
-            self._told(status, message.headers or {})
-        elif self._epoch is not None:
+        if message.reply.startswith(_FROM_A_STREAM):
             self._asked = max(0, self._asked - 1)
-            self._receive(message, self._epoch)
+            if self._epoch is not None:
+                self._receive(message, self._epoch)
+        elif (status := (message.headers or {}).get("Status")) is not None:
+            self._told(status, message.headers or {})
+        else:
+            _log.warning("message_skipped", consumer=self._settings.durable, detail="it did not come from a stream")
 
     def _told(self, status: str, headers: dict[str, str]) -> None:
         """Take note of a request that ended unfilled, and of the reason."""

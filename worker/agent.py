@@ -42,7 +42,8 @@ class Services:
 
     def reasons(self) -> list[str]:
         """Return what keeps it from handling messages now."""
-        return [] if self.nats.is_connected else ["nats_unavailable"]
+        nats = [] if self.nats.is_connected else ["nats_unavailable"]
+        return [*nats, *(consumer.trouble for consumer in self.consumers if consumer.trouble is not None)]
 
     async def metrics(self) -> bytes:
         """Return the metrics as text."""

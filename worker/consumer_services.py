@@ -44,7 +44,8 @@ class Services:
     def reasons(self) -> list[str]:
         """Return what keeps it from consuming now."""
         nats = [] if self.nats.is_connected else ["nats_unavailable"]
-        return [*nats, *(["database_unavailable"] if self.inbox.waiting_for_postgres else [])]
+        postgres = ["database_unavailable"] if self.inbox.waiting_for_postgres else []
+        return [*nats, *postgres, *([self.consumer.trouble] if self.consumer.trouble is not None else [])]
 
     async def backlog(self) -> Backlog | None:
         """Return the consumer's part of QRY-051; None where Postgres can't tell."""

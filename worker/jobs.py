@@ -17,7 +17,7 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
-from chassis.postgres import UNREACHABLE, Pool
+from chassis.postgres import REFUSED, UNREACHABLE, Pool
 from delivery.consumers import Consumers
 from delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Retry, Settle
 from delivery.dead_letters import DeadLetters
@@ -52,9 +52,10 @@ class JobHandler:
         meanings = [_read(delivery) for delivery in batch]
         requests = [meaning.request for meaning in meanings if isinstance(meaning, Answering)]
         askers = await self._engine.find_askers(requests)
-        async with asyncio.TaskGroup() as tasks:
-            for delivery, meaning in zip(batch, meanings, strict=True):
-                tasks.create_task(self._handle(delivery, meaning, askers, settle))
+        steps = (self._handle(each, meaning, askers, settle) for each, meaning in zip(batch, meanings, strict=True))
+        for ended in await asyncio.gather(*steps, return_exceptions=True):
+            if ended is not None:  # after all have ended: one message takes no other along
+                raise ended
 
     async def is_done(self, delivery: Delivery) -> bool:
         """Fail the activity of a message that was delivered as often as it may be, so that its job does not wait.
@@ -110,6 +111,8 @@ class JobHandler:
                     await self._engine.answered(meaning.activity, meaning.name, meaning.guid, meaning.answer)
         except TryLater as later:
             return Retry(str(later), later.seconds)
+        except REFUSED as error:
+            return Dead("refused_by_postgres", f"Postgres takes no such message: {error}")
         except (asyncpg.PostgresError, *UNREACHABLE) as error:
             return Retry(f"{type(error).__name__}: {error}")
         return DONE
@@ -120,6 +123,8 @@ def _read(delivery: Delivery) -> Meaning | Dead:
         return read(delivery)
     except InvalidMessage as error:
         return Dead(error.code, str(error))
+    except (ArithmeticError, ValueError, RecursionError) as error:
+        return Dead("invalid_job_message", f"{delivery.message_id} cannot be read: {error}")
 
 
 class Jobs:
@@ -148,6 +153,11 @@ class Jobs:
     def running(self) -> Mapping[tuple[str, str], Consumer]:
         """What is consumed, by flow and mesh."""
         return self._consumers.running
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps messages from arriving; None where nothing does."""
+        return self._consumers.trouble
 
     async def _look(self, js: JetStreamContext) -> None:
         """Begin what is missing, bring back what waits for an activity, and ask again for what is overdue."""

@@ -45,7 +45,10 @@ class Services:
     def reasons(self) -> list[str]:
         """Return what keeps it from publishing now."""
         troubles = ((publisher.source.name, publisher.counters.trouble) for publisher in self.publishers)
-        return [f"{source} wait: {trouble}" for source, trouble in troubles if trouble is not None]
+        waiting = [f"{source} wait: {trouble}" for source, trouble in troubles if trouble is not None]
+        reading = {"webhooks": self.webhooks, "jobs": self.jobs}
+        held = {name: one.trouble for name, one in reading.items() if one is not None and one.trouble is not None}
+        return [*waiting, *(f"{name} stand still: {trouble}" for name, trouble in held.items())]
 
     async def backlogs(self) -> dict[str, Backlog]:
         """Ask QRY-050 of every source; none where Postgres can't tell."""

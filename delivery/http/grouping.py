@@ -1,7 +1,8 @@
 """Group commit: what many tasks want of a database at once becomes one statement.
 
 A statement takes everything that arrived while the one before it ran, so that under load a thousand messages cost a few
-statements, and a single message waits for nobody.
+statements, and a single message waits for nobody. Where a statement fails, each item is tried alone: one that the
+database refuses takes no other along.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Grouped(Generic[Item, Result]):
         try:
             results = await self._run([item for item, _ in group])
         except BaseException as error:
+            if isinstance(error, Exception) and len(group) > 1:
+                for each in group:
+                    await self._run_group([each])
+                return
             for _, done in group:
                 _fail(done, error)
             if not isinstance(error, Exception):

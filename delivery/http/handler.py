@@ -28,6 +28,8 @@ from typing import Final
 
 import structlog
 
+from chassis.postgres import REFUSED
+from chassis.words import clean
 from delivery.consuming import ACK_TIMEOUT, DONE, MAX_DELIVER, Dead, Outcome, Retry, Settle
 from delivery.http.answers import Judgement, State, judge
 from delivery.http.client import HandlerClient
@@ -76,7 +78,14 @@ class HttpHandler:
             self.counters.malformed += 1
             await settle(delivery, Dead(error.reason, str(error)))
         else:
-            await settle(delivery, await self._outcome(incoming))
+            await settle(delivery, await self._tried(incoming))
+
+    async def _tried(self, incoming: Incoming) -> Outcome:
+        try:
+            return await self._outcome(incoming)
+        except REFUSED as error:
+            self.counters.malformed += 1
+            return Dead("refused_by_postgres", f"Postgres takes no such message: {clean(str(error))}")
 
     async def _outcome(self, incoming: Incoming) -> Outcome:
         """Attempt the message when its turn has come, or learn that there is no need to."""

@@ -4,7 +4,8 @@ What makes a second delivery harmless is its row here, under (source context, me
 processed, the next attempt before that (spec delivery.md, "Resolved against the seed"). What keeps two attempts from
 being made at once is the lease on the row. Postgres' clock alone counts.
 
-A Postgres that is away is waited for, however long: no message is blamed for it, and none is lost.
+A Postgres that is away is waited for, however long: no message is blamed for it, and none is lost. Values that it will
+not have are another thing: asking again changes nothing, so what it raised (`REFUSED`) goes to whoever asked for them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from uuid import UUID, uuid4
 import asyncpg
 import structlog
 
-from chassis.postgres import UNREACHABLE, Connection, Pool, check_version, open_pool
+from chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, check_version, open_pool
 from chassis.sql import load_queries
 from delivery.http.answers import Judgement
 from delivery.http.grouping import Grouped
@@ -181,12 +182,17 @@ class InboxMessages:
         return [position in settled for position in range(1, len(ended) + 1)]
 
     async def _fetch(self, query: str, *values: Any) -> tuple[list[asyncpg.Record], float]:
-        """Run a query until Postgres has answered; return the rows, and when the try that succeeded began."""
+        """Run a query until Postgres has answered; return the rows, and when the try that succeeded began.
+
+        Raises what Postgres raises at values that it refuses.
+        """
         pause = _FIRST_PAUSE
         while True:
             started = asyncio.get_running_loop().time()
             try:
                 rows = await self._pool.fetch(query, *values)
+            except REFUSED:
+                raise
             except (*UNREACHABLE, asyncpg.PostgresError) as error:
                 _log.warning("postgres_waited_for", consumer=self._consumer, error=f"{type(error).__name__}: {error}")
                 self.waiting_for_postgres = True

@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
+import structlog
 from nats.aio.msg import Msg
+
+_log = structlog.get_logger(__name__)
 
 SUBJECT: Final = "$JS.EVENT.ADVISORY.API"
 
@@ -35,7 +38,12 @@ class Audit:
     async def hear(self, message: Msg) -> None:
         """Take in one note."""
         self.hears = True
-        words = _decode(message.data).subject.partition(".API.")[2].split(".")
+        try:
+            call = _decode(message.data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            _log.warning("advisory_unreadable", subject=message.subject)  # no server wrote that
+            return
+        words = call.subject.partition(".API.")[2].split(".")
         if tuple(words[:-1]) in _TAKING:
             self._streams.add(words[-1])
             self._noticed()

@@ -85,6 +85,11 @@ class WebhookConsumer:
         """What it has done since it began."""
         return self._consumer.counters
 
+    @property
+    def trouble(self) -> str | None:
+        """What keeps messages from arriving; None where nothing does."""
+        return self._consumer.trouble
+
     async def run(self) -> None:
         """Deliver until stopped; raises `Unavailable` where the connection to NATS was closed for good."""
         beside = [asyncio.create_task(task) for task in (self._handler.leases.run(), self._retention.run())]

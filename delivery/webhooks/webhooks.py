@@ -66,6 +66,11 @@ class Webhooks:
         """What all of them have done since the start."""
         return self._consumers.counters
 
+    @property
+    def trouble(self) -> str | None:
+        """What keeps messages from arriving; None where nothing does."""
+        return self._consumers.trouble
+
     async def _look(self, js: JetStreamContext) -> None:
         """Begin what is new, end what is gone, delete what was left."""
         wanted = {row["id"]: Webhook(**row) for row in await self._pool.fetch(QUERIES["list_webhooks"])}

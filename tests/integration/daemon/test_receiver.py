@@ -8,10 +8,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
 from inboxes import message, wire
 from nats.js import JetStreamContext
 from receiving import ids_in, publish, stream_of
-from waiting import until
+from waiting import until, until_so
 
 from broker_client.settings import BrokerClientSettings
 from daemon.receiver import Receiver
@@ -126,3 +127,28 @@ async def test_a_receiver_that_has_stopped_says_that_it_is_not_open(start: Start
     with pytest.raises(TryAgain) as refusal:
         running.receiver.opened()
     assert refusal.value.code == "inbox_unavailable"
+
+
+@pytest.mark.parametrize("seed", [None, 5], ids=["odd", "random"])
+async def test_whatever_arrives_is_filed_or_buried(
+    start: Start, js: JetStreamContext, mesh: str, nats_url: str, seed: int | None
+) -> None:
+    running = await start()
+    body = wire(message(1, mesh=mesh))[1]
+    numbers = [body.replace(b'"history_id":1', b'"history_id":%d' % number) for number in (2**63, 2**64, -1, 0)]
+    nested = body[:-1] + b',"meta":{"a":' + b"[" * 900 + b"]" * 900 + b"}}"
+    with quiet_logs():
+        async with byte_writer(nats_url) as raw:
+            subject = f"{mesh}.inbox.alice"
+            await raw.publish(subject, odd_messages() if seed is None else random_messages(200, seed=seed))
+            await raw.publish(subject, (HostileMessage(None, each) for each in [*numbers, nested]))
+        await publish(js, [message(number, mesh=mesh) for number in range(1, 21)])
+        await running.filed(20)
+
+        async def all_are_answered_for() -> bool:
+            (consumer,) = await js.consumers_info(f"{mesh}_INBOX".upper())
+            return not consumer.num_pending and not consumer.num_ack_pending
+
+        await until_so(all_are_answered_for)
+    assert running.receiver.trouble() is None
+    assert set(ids_in(running.state)) >= {f"id-{number}" for number in range(1, 21)}

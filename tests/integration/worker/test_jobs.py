@@ -16,6 +16,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
+from hostile import byte_writer, odd_messages, quiet_logs
 from jetstream import Context
 from waiting import until_so
 from workers import worker
@@ -23,8 +24,12 @@ from workers import worker
 from delivery.nats import connect
 from delivery.settings import NatsSettings
 from embedded.processes import tethered
-from ledger.database import migrate
+from ledger.database import migrate, open_jobs_pool
 from ledger.primitives import Start, start_job
+from postroom.flow import Context as FlowContext
+from postroom.flow import Flow
+from worker.job_settings import JobSettings
+from worker.jobs import Jobs
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUICK = {
@@ -223,3 +228,50 @@ async def _settled(office: Office) -> None:
     """Wait until nothing that was published waits for an ack."""
     await office.until_is("SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL", 0)
     await office.context.settled("jobs__slow")
+
+
+async def test_no_message_stops_a_flow_and_an_answer_that_postgres_refuses_is_buried(
+    office: Office, nats_url: str
+) -> None:
+    flow = Flow("asking")
+
+    @flow.activity(sends="queue:ask")
+    async def ask(_ctx: FlowContext, request: Any) -> Any:
+        return request
+
+    @ask.answered
+    async def _(_ctx: FlowContext, _answer: Any) -> None:
+        pass
+
+    pool = await open_jobs_pool(office.url, name="test", connections=6)
+    jobs = Jobs(pool, NatsSettings(url=nats_url), [flow], JobSettings(check_seconds=0.05))
+    running = asyncio.create_task(jobs.run())
+    context = office.context
+    try:
+        with quiet_logs():
+            await office.start("asking", "ask", {})
+            query = "SELECT id, payload::text FROM postroom.outbox_events WHERE event_type = 'activity_spawned'"
+            (spawned,) = await office.connection.fetch(query)
+            await context.publish([str(spawned[0])], spawned[1].encode(), f"{context.name}.event.activity_spawned.v1")
+            await office.until_is("SELECT count(*) FROM ledger.request", 1)
+            request = await office.connection.fetchval("SELECT id::text FROM ledger.request")
+            answers = [b'{"a":"\\u0000"}', b'{"a":' + b"9" * 200_000 + b"}", b'"a"']
+            ids = ["nul", "digits", "x" * 300]
+            async with byte_writer(nats_url) as raw:
+                await raw.publish(context.subject, odd_messages())
+                for message_id, answer in zip(ids, answers, strict=True):
+                    headers = {"Nats-Msg-Id": message_id, "X-Causation-Id": request}
+                    await context.js.publish(context.subject, answer, headers=headers)
+            await until_so(lambda: _buried(context, set(ids)))
+            assert jobs.trouble is None
+            headers = {"Nats-Msg-Id": "right", "X-Causation-Id": request}
+            await context.js.publish(context.subject, b'"it"', headers=headers)
+            await office.until_is("SELECT state FROM ledger.job", "completed")
+    finally:
+        await jobs.stop()
+        await running
+        await pool.close()
+
+
+async def _buried(context: Context, ids: set[str]) -> bool:
+    return ids <= {letter.message_id for letter in await context.letters()}

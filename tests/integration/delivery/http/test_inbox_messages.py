@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from typing import Any
 
 import asyncpg
 import pytest
+from handlers import CountingHandler
 from http_consumers import Inbox
 from jetstream import Context
 
+from chassis.postgres import REFUSED
+from delivery.consuming import Dead, Outcome
 from delivery.http.answers import Judgement, State
+from delivery.http.client import HandlerClient
+from delivery.http.handler import HttpHandler
 from delivery.http.inbox_messages import (
     Claim,
     Died,
@@ -21,6 +28,7 @@ from delivery.http.inbox_messages import (
     open_inbox_pool,
 )
 from delivery.http.requests import Incoming, read
+from delivery.http.settings import HandlerSettings
 from delivery.message import Delivery
 
 PROCESSED = Judgement(State.PROCESSED)
@@ -177,3 +185,40 @@ async def test_what_is_processed_cannot_be_changed(mine: InboxMessages, message:
     await mine.settle(await claimed(mine, message), PROCESSED)
     with pytest.raises(asyncpg.IntegrityConstraintViolationError, match="m-1 is processed or dead"):
         await inbox.execute("UPDATE postroom.inbox_messages SET attempts = 9 WHERE message_id = 'm-1'")
+
+
+@pytest.mark.parametrize("bad", ["a\0b", "x" * 256, "no spaces", "é", "\ud800"])
+async def test_what_postgres_refuses_is_not_asked_for_ever_and_takes_no_other_along(
+    mine: InboxMessages, context: Context, bad: str
+) -> None:
+    good = incoming(context, "good")
+    refused = good._replace(message_id=bad)
+    state, error = await asyncio.gather(mine.claim(good), mine.claim(refused), return_exceptions=True)
+    assert isinstance(state, Claim)
+    assert isinstance(error, REFUSED)
+    assert mine.waiting_for_postgres is False
+
+
+async def test_a_message_whose_values_postgres_refuses_is_buried(
+    mine: InboxMessages, context: Context, handler: CountingHandler
+) -> None:
+    client = HandlerClient(HandlerSettings(url=handler.url))
+    settled: list[Outcome] = []
+
+    async def settle(_: Delivery, outcome: Outcome) -> None:
+        settled.append(outcome)
+
+    class Careless(InboxMessages):
+        """Hands on a subject that nobody checked."""
+
+        async def claim(self, incoming: Incoming) -> Any:
+            return await super().claim(incoming._replace(source_context="Not\0One"))
+
+    careless = Careless(mine._pool, "mine", lease_seconds=30)
+    await HttpHandler(careless, client, max_deliver=3, calls_at_once=1).handle(
+        [incoming(context, "m-1").delivery], settle
+    )
+    await client.close()
+    (outcome,) = settled
+    assert isinstance(outcome, Dead)
+    assert (outcome.reason, handler.calls) == ("refused_by_postgres", [])

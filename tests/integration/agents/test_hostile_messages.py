@@ -1,0 +1,41 @@
+"""An agent and the messages that no client would write: each is stored or buried, and the rest go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import Counting, attempted, kept, place_orders, running_agent, settled
+from hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
+from jetstream import Context
+
+GOOD = [f"good-{number}" for number in range(20)]
+
+
+@pytest.fixture(params=[None, 4], ids=["odd", "random"])
+def messages(request: pytest.FixtureRequest) -> Iterator[Iterator[HostileMessage]]:
+    with quiet_logs():
+        yield odd_messages() if request.param is None else random_messages(200, seed=request.param)
+
+
+async def test_whatever_arrives_is_stored_or_buried(
+    context: Context, nats_url: str, tmp_path: Path, messages: Iterator[HostileMessage]
+):
+    async with running_agent(context, tmp_path, max_deliver=2) as running, byte_writer(nats_url) as raw:
+        await raw.publish(context.subject, messages)
+        await place_orders(context, GOOD)
+        await settled(context)
+        counters = running.consumers[0].counters
+        assert running.consumers[0].trouble is None
+    stored = {event.envelope.id for event in kept(tmp_path) if event.role in {"handled", "conflict", "refused"}}
+    assert set(GOOD) <= stored
+    last = max(letter.sequence for letter in await context.letters())
+    letters = Counter(letter.sequence for letter in await context.letters())
+    assert max(letters.values()) == 1 <= last
+    assert counters.dead_lettered == len(letters)
+    assert set(Counting.runs) >= set(GOOD)
+    assert attempted(tmp_path).keys() <= {letter.message_id for letter in await context.letters()}
+    async with running_agent(context, tmp_path) as again:  # its store can be read back
+        assert again.runtime.position == len(kept(tmp_path))
