@@ -25,8 +25,17 @@ PRAGMA wal_autocheckpoint = 0;          -- the writer checkpoints after it has a
 PRAGMA journal_size_limit = 8388608;    -- bytes the WAL file shrinks to when it starts anew
 PRAGMA cache_size = -16384;             -- KiB
 PRAGMA foreign_keys = ON;               -- no row without what it refers to
+PRAGMA secure_delete = FAST;            -- what is deleted is overwritten where that is no page more to write
 PRAGMA recursive_triggers = ON;         -- REPLACE is a DELETE, and fires its trigger
 PRAGMA temp_store = MEMORY;
+
+-- name: sync_later
+-- What is written next need not be on disk when it is answered: a later commit takes it along.
+PRAGMA synchronous = NORMAL;
+
+-- name: sync
+-- Every commit is on disk when it is answered.
+PRAGMA synchronous = FULL;
 
 -- name: read_pragmas
 -- How a reader behaves.

@@ -219,9 +219,9 @@ def prune(
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Empty the payloads of old done and aborted rows; the rows, their ids and outcomes stay for ever."""
+    """Drop the payloads of old done and aborted rows before their time; ids and outcomes stay for ever."""
     why = reason_or_ask(reason)
-    confirm("Empty the payloads of old done and aborted rows, for good?", yes=yes)
+    confirm("Drop the payloads of old done and aborted rows, for good?", yes=yes)
     result = with_daemon(socket, lambda client: client.prune(older_than, reason=why), timeout=600.0)
     json_line(result) if as_json else line(f"{result.pruned} payloads emptied")
 

@@ -63,6 +63,7 @@ def _outbox(outbox: Outbox, counts: OutboxCounts) -> Iterator[Metric]:
     age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
     yield _gauge("outbox_oldest_pending_seconds", "Age of the oldest pending row", age)
     yield _gauge("outbox_payload_bytes", "Payloads kept", counts.payload_bytes)
+    yield _gauge("outbox_waiting_bytes", "Bytes of the file that rows take which wait", counts.waiting_bytes)
     yield _gauge("outbox_used_bytes", "Bytes of the outbox file that hold something", counts.used_bytes)
     yield _gauge("outbox_file_bytes", "Size of the outbox file", counts.file_bytes)
     yield _gauge("outbox_wal_bytes", "Size of the write-ahead log", counts.wal_bytes)

@@ -91,6 +91,7 @@ class Postroomd:
             **receiving,
             "relay": self.relay.run(),
             "outbox": self.outbox.run_until_failure(),
+            "pruning": self.outbox.prune_by_age(),
             "connections": self.server.sweep(),
             "watchdog": answer_watchdog(self.outbox),
             "status": keep_status(self.outbox, self.relay),

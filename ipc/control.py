@@ -58,8 +58,9 @@ class Control:
             reasons.append(f"the relay makes no progress: {relay.reason}")
         if counts.wal_bytes > WAL_WARNING_BYTES:
             reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
-        if counts.used_bytes > FULL_WARNING * self._services.outbox_max_bytes:
-            reasons.append("the outbox is nearly full: relay, prune, or raise outbox.max_bytes")
+        if counts.waiting_bytes > FULL_WARNING * self._services.outbox_max_bytes:
+            advice = "wait for the relay, requeue or abort dead rows, or raise outbox.max_bytes"
+            reasons.append(f"the outbox is nearly full of what waits: {advice}")
         if (trouble := self._services.inbox.trouble()) is not None:
             reasons.append(f"nothing arrives in the inbox: {trouble}")
         return Health(

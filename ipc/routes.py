@@ -93,7 +93,7 @@ def routes(services: Services) -> list[Route]:
                body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
         _route("POST", "/v1/outbox/flush", outbox.bulk("flush"), OPERATOR, "flush many rows",
                body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
-        _route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "empty the payloads of old finished rows",
+        _route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "drop the payloads of old finished rows",
                body=PruneRequest, answers={200: PruneResult}, problems=_BODY),
 
         _route("POST", "/v1/relay/pause", relay.pause, OPERATOR, "stop relaying, wholly or to one destination",

@@ -3,7 +3,8 @@
 All sends of a group go through one INSERT that leaves out the ids that exist, so the usual case needs no look-up, and
 through one that writes their payloads: the numbers of the rows just written are consecutive. Where some were left out,
 one SELECT finds the rows that hold those ids, those that an earlier send of the same group just wrote among them: each
-send gets the answer that it would have got alone, in its turn.
+send gets the answer that it would have got alone, in its turn. Where an id may belong to a row that was moved, or not
+all may fit, the ids are looked up first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from itertools import chain
 from typing import Final, NamedTuple
 
 import msgspec
@@ -19,18 +19,16 @@ import msgspec
 from chassis.sql import load_queries
 from outbox.errors import outbox_full
 from outbox.lanes import lane_for
-from outbox.model import AcceptedRow, Caller
-from outbox.transaction import Transaction
+from outbox.model import AcceptedRow, Caller, Existing
+from outbox.settled import answers, find_moved
+from outbox.transaction import Transaction, room_of
 from postroom.errors import PostroomError
 from postroom.message import PreparedSend, Priority
-from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
 _ORDINARY_BYTES: Final = 8192  # of a payload: what a row counts as one for, so that no transaction floods the WAL
-_PLACES: Final = {"insert": "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", "insert_payloads": "(?, ?)"}
+_COLUMNS: Final = 11  # of a new row that `insert` writes
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-_INSERT_ROWS: Final = 1024  # most rows of a statement: a step of SQLite's, after which the loop may hold the lock again
-_INSERT_STEP: Final = 64  # more than this many rows go in multiples of it, so that few statements are kept prepared
 
 AcceptOutcome = list[AcceptedRow | PostroomError]
 
@@ -64,7 +62,7 @@ class Accept(NamedTuple):
 
 
 class _NewRow(NamedTuple):
-    """What `insert` writes, in its order, and the payload."""
+    """What `insert` writes, in its order, the payload, and the bytes of the file that both take."""
 
     row_id: str
     client_message_id: str
@@ -78,25 +76,10 @@ class _NewRow(NamedTuple):
     not_before: int | None
     payload_bytes: int
     payload: bytes
+    room: int
 
 
-class _Existing(NamedTuple):
-    """What `find` returns, in its order."""
-
-    seq: int
-    client_message_id: str
-    row_id: str
-    status: RowStatus
-    fingerprint: str  # hex
-    destination: str
-    enqueued_at: int
-    submitted_by: str
-    broker_message_id: str | None
-    history_id: int | None
-    last_error: str | None
-
-
-_decode_existing: Final = msgspec.json.Decoder(list[_Existing]).decode
+_decode_existing: Final = msgspec.json.Decoder(list[Existing]).decode
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -133,6 +116,7 @@ def _new_row(send: PreparedSend, row_id: str, now: int, submitted_by: str) -> _N
         not_before,
         len(send.payload),
         send.payload,
+        room_of(len(send.payload)),
     )
 
 
@@ -142,14 +126,18 @@ def to_milliseconds(moment: datetime) -> int:
 
 
 def _accept(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
-    if _size(rows) > transaction.headroom:
-        return _accept_what_fits(transaction, rows)
-    return _write(transaction, rows)
+    space = transaction.space
+    looked_up = (
+        _room(rows) > transaction.headroom
+        or space.next_seq is not None
+        or (space.moved and find_moved(transaction.db, [row.client_message_id for row in rows], transaction.salt))
+    )
+    return _accept_what_is_new(transaction, rows) if looked_up else _write(transaction, rows)
 
 
 def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
     """Insert the rows whose id is free, and answer from the rows that stand there now."""
-    inserted, last = _insert(transaction, "insert", [row[:-1] for row in rows])
+    inserted, last = transaction.insert(_QUERIES["insert"], [row[:_COLUMNS] for row in rows])
     if inserted == len(rows):
         _complete(transaction, rows, range(last - inserted + 1, last + 1))
         return [_inserted(row) for row in rows]
@@ -159,64 +147,53 @@ def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
     return [_answer(row, existing[row.client_message_id]) for row in rows]
 
 
-def _accept_what_fits(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
-    """Answer what exists, write what fits, refuse the rest (507); the size is measured before anything is refused."""
-    transaction.measure()
+def _accept_what_is_new(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
+    """Answer what exists, write what is new and fits, refuse the rest (507)."""
     known = set(_find(transaction, rows))
     headroom = transaction.headroom
-    fitting = []
+    new = []
     for row in rows:
-        if row.client_message_id not in known and row.payload_bytes <= headroom:
-            headroom -= row.payload_bytes
+        if row.client_message_id not in known and row.room <= headroom:
+            headroom -= row.room
             known.add(row.client_message_id)
-        fitting.append(row.client_message_id in known)
-    accepted = [row for row, fits in zip(rows, fitting, strict=True) if fits]
-    answers = iter(_write(transaction, accepted) if accepted else ())
-    return [next(answers) if fits else outbox_full(transaction.max_bytes) for fits in fitting]
+            new.append(row)
+    if new:
+        _write_numbered(transaction, new)
+    existing = _find(transaction, rows)
+    return [
+        _answer(row, existing[row.client_message_id])
+        if row.client_message_id in existing
+        else outbox_full(transaction.max_bytes)
+        for row in rows
+    ]
+
+
+def _write_numbered(transaction: Transaction, rows: Sequence[_NewRow]) -> None:
+    """Insert rows whose ids are free; the first gets the number that is next, which the table may not know."""
+    _, first = transaction.insert(_QUERIES["insert_numbered"], [(transaction.next_seq, *rows[0][:_COLUMNS])])
+    transaction.next_seq = None
+    transaction.insert(_QUERIES["insert"], [row[:_COLUMNS] for row in rows[1:]])
+    _complete(transaction, rows, range(first, first + len(rows)))
 
 
 def _complete(transaction: Transaction, written: Sequence[_NewRow], seqs: Sequence[int]) -> None:
     """Write the payloads of new rows, which have these numbers, and count them."""
     if written:
-        _insert(transaction, "insert_payloads", [(seq, row.payload) for seq, row in zip(seqs, written, strict=True)])
-    transaction.moved(None, "pending", len(written))
-    transaction.payload_grew(_size(written))
+        payloads = [(seq, row.payload) for seq, row in zip(seqs, written, strict=True)]
+        transaction.insert(_QUERIES["insert_payloads"], payloads)
+        transaction.added(len(written), sum(row.payload_bytes for row in written), _room(written))
 
 
-def _insert(transaction: Transaction, query: str, rows: Sequence[tuple[object, ...]]) -> tuple[int, int]:
-    """Insert rows, many in a statement; returns how many were inserted, and the number of the last."""
-    inserted = last = 0
-    while rows:
-        count = _insert_rows(len(rows))
-        values = list(chain.from_iterable(rows[:count]))
-        cursor = transaction.db.execute(_insert_statement(query, count), values)
-        inserted += cursor.rowcount
-        last = cursor.lastrowid or 0
-        rows = rows[count:]
-    return inserted, last
+def _find(transaction: Transaction, rows: Sequence[_NewRow]) -> dict[str, Existing]:
+    ids = [row.client_message_id for row in rows]
+    found = _decode_existing(transaction.value(_QUERIES["find"], (_encode(ids).decode(),)))
+    if transaction.space.moved and (moved := find_moved(transaction.db, ids, transaction.salt)):
+        found += answers(transaction.db, list(moved.values()))
+    return {existing.client_message_id: existing for existing in found}
 
 
-def _insert_rows(left: int) -> int:
-    """Return how many of the rows that are left the next statement takes."""
-    return min(left - left % _INSERT_STEP, _INSERT_ROWS) if left > _INSERT_STEP else left
-
-
-@lru_cache(maxsize=2 * (_INSERT_STEP + _INSERT_ROWS // _INSERT_STEP))
-def _insert_statement(query: str, rows: int) -> str:
-    """Return the query with its group of values repeated: one step of SQLite for all of them."""
-    return _QUERIES[query].replace(_PLACES[query], ", ".join([_PLACES[query]] * rows))
-
-
-def _find(transaction: Transaction, rows: Sequence[_NewRow]) -> dict[str, _Existing]:
-    ids = _encode([row.client_message_id for row in rows]).decode()
-    return {
-        existing.client_message_id: existing
-        for existing in _decode_existing(transaction.value(_QUERIES["find"], (ids,)))
-    }
-
-
-def _size(rows: Sequence[_NewRow]) -> int:
-    return sum(row.payload_bytes for row in rows)
+def _room(rows: Sequence[_NewRow]) -> int:
+    return sum(row.room for row in rows)
 
 
 def _inserted(row: _NewRow) -> AcceptedRow:
@@ -231,7 +208,7 @@ def _uid(submitted_by: str) -> int:
     return int(submitted_by.partition(":")[0])
 
 
-def _answer(row: _NewRow, existing: _Existing) -> AcceptedRow:
+def _answer(row: _NewRow, existing: Existing) -> AcceptedRow:
     if existing.row_id == row.row_id:
         return _inserted(row)
     return AcceptedRow(

@@ -34,8 +34,12 @@ def stopped() -> TryAgain:
 
 
 def outbox_full(max_bytes: int) -> TryAgain:
-    """Answer a new message at 95 % of `max_bytes`."""
-    detail = f"the outbox has reached 95 % of outbox.max_bytes ({max_bytes}): wait for the relay, or prune, or raise it"
+    """Answer a new message once what waits has reached 95 % of `max_bytes`."""
+    detail = (
+        f"what waits in the outbox (pending, inflight and dead rows) has reached 95 % of outbox.max_bytes "
+        f"({max_bytes}): wait for the relay, requeue or abort dead rows (`postroom outbox list --status dead`), "
+        "or raise it"
+    )
     return TryAgain.of(507, "outbox_full", detail, retryable=True)
 
 

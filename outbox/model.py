@@ -42,6 +42,22 @@ class AcceptedRow(NamedTuple):
     last_error: str | None = None
 
 
+class Existing(NamedTuple):
+    """The row that holds an id, as the queries return it that a repeated send is answered from."""
+
+    seq: int
+    client_message_id: str
+    row_id: str
+    status: RowStatus
+    fingerprint: str  # hex
+    destination: str
+    enqueued_at: int
+    submitted_by: str
+    broker_message_id: str | None
+    history_id: int | None
+    last_error: str | None
+
+
 class ClaimedRow(NamedTuple):
     """A row that the relay holds: `inflight` until it is settled, or until the next start."""
 
@@ -102,7 +118,8 @@ class OutboxCounts(NamedTuple):
 
     rows: dict[RowStatus, int]
     payload_bytes: int
-    used_bytes: int  # of the file that hold something: what max_bytes limits; the file itself never shrinks
+    waiting_bytes: int  # of the file that pending, inflight and dead rows take: what max_bytes limits
+    used_bytes: int  # of the file that hold something; the file itself never shrinks
     file_bytes: int
     wal_bytes: int
     oldest_pending_at: int | None  # ms since the epoch

@@ -14,7 +14,8 @@ from outbox.errors import id_taken, payload_pruned, reason_missing, row_not_foun
 from outbox.lanes import HELD, lane_for
 from outbox.model import Caller
 from outbox.relaying import WalkedPast
-from outbox.transaction import Transaction
+from outbox.settled import find_moved, find_row, unpack
+from outbox.transaction import Transaction, room_of
 from postroom.message import PreparedSend, Priority
 from postroom.operations import Verb as Verb  # noqa: PLC0414 - one of this module's words too
 from postroom.sends import RowStatus
@@ -34,8 +35,9 @@ class _Row(NamedTuple):
     not_before: int | None
     priority: Priority
     payload_bytes: int
-    payload_pruned_at: int | None
+    room: int
     unanswered_at: int | None
+    pruned: int
 
 
 class Order(NamedTuple):
@@ -68,12 +70,14 @@ class Requeue(NamedTuple):
     def run(self, transaction: Transaction) -> str:
         """Requeue; returns the successor's id."""
         row = _get(transaction, self.row_id)
-        if row.payload_pruned_at is not None and self.patch is None:
+        if row.pruned and self.patch is None:
             raise payload_pruned(row.id, row.status)
         _require(row, "requeue")
         forced = _require_outcome(row, "requeue", self.order)
         client_message_id = self.new_client_message_id or transaction.new_id()
-        if transaction.value(_QUERIES["is_taken"], (client_message_id,)):
+        if transaction.value(_QUERIES["is_taken"], (client_message_id,)) or find_moved(
+            transaction.db, [client_message_id], transaction.salt
+        ):
             raise id_taken(client_message_id)
         successor = transaction.new_id()
         _abort(transaction, row, successor)
@@ -90,8 +94,9 @@ class Requeue(NamedTuple):
         if patch is not None and patch.not_before is not None:
             not_before = to_milliseconds(patch.not_before)
         due = max(now, not_before or now)
-        values = {
+        values: dict[str, object] = {
             "seq": row.seq,
+            "number": transaction.next_seq,
             "id": successor,
             "client_message_id": client_message_id,
             "now": now,
@@ -109,8 +114,9 @@ class Requeue(NamedTuple):
         query = "succeed_patched" if patch else "succeed"
         transaction.execute(_QUERIES[query], values)
         transaction.execute(_QUERIES[f"{query}_payload"], values)
-        transaction.moved(None, "pending", 1)
-        transaction.payload_grew(len(patch.payload) if patch else row.payload_bytes)
+        transaction.next_seq = None
+        size = len(patch.payload) if patch else row.payload_bytes
+        transaction.added(1, size, room_of(size))
 
 
 class Abort(NamedTuple):
@@ -184,28 +190,6 @@ class Flush(NamedTuple):
         return row.id
 
 
-class Prune(NamedTuple):
-    """Empty the payloads of the settled rows among the next `scan` rows after `after`."""
-
-    settled_before: int  # ms since the epoch
-    after: int
-    scan: int
-
-    @property
-    def rows(self) -> int:
-        """How many rows it may write."""
-        return self.scan
-
-    def run(self, transaction: Transaction) -> tuple[int, int | None]:
-        """Prune; returns how many rows were pruned, and after which to go on (None at the end)."""
-        parameters = {"after": self.after, "scan": self.scan, "before": self.settled_before}
-        seqs, size = transaction.db.execute(_QUERIES["prunable"], parameters).fetchone()
-        pruned = transaction.execute(_QUERIES["prune"], {"seqs": seqs, "now": transaction.now})
-        transaction.execute(_QUERIES["prune_payloads"], {"seqs": seqs})
-        transaction.payload_grew(-size)
-        return pruned, transaction.value(_QUERIES["walked"], parameters)
-
-
 class Log(NamedTuple):
     """Write a line of the operator log that concerns no single row."""
 
@@ -252,10 +236,11 @@ def verbs(walked: WalkedPast) -> dict[Verb, Build]:
 
 
 def _get(transaction: Transaction, row_id: str) -> _Row:
-    found = transaction.db.execute(_QUERIES["get"], (row_id,)).fetchone()
-    if found is None:
+    seq = find_row(transaction.db, row_id)
+    if seq is None:
         raise row_not_found(row_id)
-    return _Row(*found)
+    row = _Row(*transaction.db.execute(_QUERIES["get"], (seq,)).fetchone())
+    return row._replace(id=unpack(row.id), client_message_id=unpack(row.client_message_id))
 
 
 _STATES: Final[dict[Verb, frozenset[RowStatus]]] = {
@@ -304,7 +289,7 @@ def _require_outcome(row: _Row, verb: Verb, order: Order) -> str:
 
 def _abort(transaction: Transaction, row: _Row, successor: str | None) -> None:
     transaction.execute(_QUERIES["abort"], {"seq": row.seq, "now": transaction.now, "successor": successor})
-    transaction.moved(row.status, "aborted", 1)
+    transaction.changed(row.status, "aborted", 1, row.room)
 
 
 def _move(transaction: Transaction, row: _Row, lane: int, next_attempt_at: int) -> None:

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Self
 
+import structlog
+
 from chassis.exits import Exit, Fatal
 from chassis.sqlite import open_reader
 from chassis.sqlite_file import OwnedFile
@@ -26,11 +28,12 @@ from outbox.model import (
     Verdict,
 )
 from outbox.opening import open_file
-from outbox.operating import Abort, Control, Log, Order, Prune, Requeue, Verb, verbs
+from outbox.operating import Abort, Control, Log, Order, Requeue, Verb, verbs
 from outbox.outcomes import LookUp, Outcomes
 from outbox.reading import Reader
 from outbox.relaying import Claim, ClaimResult, Expire, Reclaim, Settle, WalkedPast
 from outbox.settings import OutboxSettings
+from outbox.settled import Prune
 from outbox.transact import Transactor
 from outbox.watchers import Watchers
 from outbox.writer import Writer
@@ -39,12 +42,16 @@ from postroom.ids import new_id
 from postroom.message import PreparedSend, check_client_message_id
 from postroom.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 
+_log = structlog.get_logger(__name__)
+
 NAME: Final = "outbox"  # of its files
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
 PAGE_ROWS: Final = 100
 CLAIM_AT_ONCE: Final = 100  # rows that one transaction of a claim takes: 2 ms for which everybody waits
-_CHUNK: Final = 500  # rows that one transaction of a long job may touch
+_CHUNK: Final = 200  # rows that one transaction of a long job may touch
+_DAY_MS: Final = 86_400_000
+_PRUNE_EVERY: Final = 600.0  # seconds
 _EXPIRY_CHUNK: Final = 200  # of each lane
 
 
@@ -109,7 +116,7 @@ class Outbox:
             undo.callback(file.end, clean=False)
             connection = await open_file(file)
             undo.push_async_callback(connection.close)
-            await connection.run(transactor.measure)
+            await connection.run(transactor.start)
             writer = Writer(connection, file.path, transactor, settings)
             undo.push_async_callback(writer.close)
             await _reclaim(writer)
@@ -339,19 +346,33 @@ class Outbox:
         return await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
 
     async def prune(self, settled_before_ms: int, *, caller: Caller, reason: str) -> int:
-        """Empty the payloads of done and aborted rows that settled before the moment; returns how many.
+        """Drop the payloads of done and aborted rows that settled before the moment; returns how many.
 
         Rows, ids, fingerprints and outcomes stay for ever.
         """
         order = Order(caller, reason).checked()
+        total = await self._prune(settled_before_ms)
+        await self._writer.submit(
+            Log("prune", order, f"{total} payloads of rows settled before {settled_before_ms} ms")
+        )
+        return total
+
+    async def prune_by_age(self) -> None:
+        """Return never; drop the payloads of done and aborted rows once they are older than `keep_payloads`."""
+        while True:
+            try:
+                await self._prune(self._clock() - int(self._settings.keep_payloads * _DAY_MS))
+            except PostroomError as error:
+                _log.warning("not_pruned", error=str(error), advice="it is tried again")
+            await asyncio.sleep(_PRUNE_EVERY)
+
+    async def _prune(self, settled_before_ms: int) -> int:
+        """Prune in slices, so that nobody waits for long."""
         total = 0
         after: int | None = 0
         while after is not None:
             pruned, after = await self._writer.submit(Prune(settled_before_ms, after, _CHUNK))
             total += pruned
-        await self._writer.submit(
-            Log("prune", order, f"{total} payloads of rows settled before {settled_before_ms} ms")
-        )
         return total
 
     # Watching

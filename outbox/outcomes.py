@@ -89,6 +89,7 @@ class _Learn(NamedTuple):
         absent = _encode([(row.row_id, row.unanswered_at) for row, one in answers if one is None]).decode()
         for status in _UNANSWERED:
             values = {"found": found, "status": status, "now": transaction.now}
-            transaction.moved(status, "done", transaction.execute(_QUERIES["accepted"], values))
+            room = transaction.value(_QUERIES["room"], values)
+            transaction.changed(status, "done", transaction.execute(_QUERIES["accepted"], values), room)
         transaction.execute(_QUERIES["not_accepted"], {"absent": absent})
         return _decode_ids(transaction.value(_QUERIES["done_of"], {"found": found}))

@@ -17,6 +17,7 @@ from chassis.sqlite import Connection, in_snapshot
 from outbox.errors import row_not_found
 from outbox.model import ClaimedRow, OutboxCounts, RelayControl, RowFilter, Unanswered, to_datetime
 from outbox.relaying import read_claimed
+from outbox.settled import find_moved, find_row, find_rows, read_salt, unpack
 from postroom.errors import InvalidMessage
 from postroom.message import Priority
 from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
@@ -61,9 +62,12 @@ class StoredRow(NamedTuple):
         values: dict[str, Any] = self._asdict()
         for name in _TIMES:
             values[name] = to_datetime(values[name])
+        for name in _IDS:
+            values[name] = values[name] and unpack(values[name])
         return OutboxRow(**{**values, "held": bool(self.held), "duplicate": bool(self.duplicate)})
 
 
+_IDS: Final = ("id", "client_message_id", "broker_message_id", "superseded_by")
 _TIMES: Final = (
     "enqueued_at",
     "next_attempt_at",
@@ -118,16 +122,18 @@ class Reader:
 
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send."""
-        return await self._connection.run(lambda db: _row(db, "row_by_client_message_id", client_message_id))
+        return await self._connection.run(partial(_find, client_message_id))
 
     async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
         """Return the rows of these sends, in any order."""
-        ids = _encode(list(client_message_ids)).decode()
+        ids = list(client_message_ids)
 
         def read(db: sqlite3.Connection) -> list[OutboxRow]:
-            return [row.view() for row in _decode_rows(_value(db, "rows_by_client_message_id", (ids,)))]
+            moved = list(find_moved(db, ids, read_salt(db)).values())
+            parameters = (_encode(ids).decode(), _encode(moved).decode())
+            return [row.view() for row in _decode_rows(_value(db, "rows_by_client_message_id", parameters))]
 
-        return await self._connection.run(read)
+        return await self._connection.run(lambda db: in_snapshot(db, lambda: read(db)))
 
     async def settled_of(self, row_ids: Sequence[str]) -> list[str]:
         """Return those of the rows that are done, dead or aborted."""
@@ -136,10 +142,7 @@ class Reader:
 
     async def row(self, row_id: str) -> OutboxRow:
         """Return a row by its id, else by its client_message_id; raises `NotFound`."""
-        row = await self._connection.run(lambda db: _row(db, "row", row_id))
-        if row is None:
-            raise row_not_found(row_id)
-        return row
+        return await self._connection.run(lambda db: in_snapshot(db, lambda: _row(db, row_id)))
 
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row with its requeue chain and what operators did to any of it; raises `NotFound`."""
@@ -192,7 +195,8 @@ class Reader:
         tally, used_bytes, oldest = await self._connection.run(_counts)
         return OutboxCounts(
             rows=dict(zip(("pending", "inflight", "done", "dead", "aborted"), tally, strict=False)),
-            payload_bytes=tally[-1],
+            payload_bytes=tally[5],
+            waiting_bytes=tally[6],
             used_bytes=used_bytes,
             file_bytes=self._path.stat().st_size,
             wal_bytes=_size(Path(f"{self._path}-wal")),
@@ -219,7 +223,8 @@ class _Walk(NamedTuple):
         return in_snapshot(db, lambda: self._step(db))
 
     def _step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
-        candidates = _value(db, self._walk(), self._parameters())
+        named = _encode(sorted(find_rows(db, self.filter.ids or []))).decode()
+        candidates = _value(db, self._walk(), {**self._parameters(), "named": named})
         seqs = _decode_seqs(candidates)
         found = _decode_page(_value(db, "page", {**self._parameters(), "seqs": candidates}))
         rows = [row.view() for _, row in found]
@@ -232,7 +237,7 @@ class _Walk(NamedTuple):
             return "walk_ids"
         if self.filter.status == "pending":
             return "walk_pending"
-        if self.filter.status in ("inflight", "dead", "aborted"):
+        if self.filter.status in ("inflight", "dead"):
             return "walk_status"
         return "walk_all"
 
@@ -244,7 +249,6 @@ class _Walk(NamedTuple):
             "until": self.until,
             "limit": self.limit,
             "scan": _SCAN,
-            "ids": _encode(wanted.ids or []).decode(),
             "status": wanted.status,
             "destination": wanted.destination,
             "held": wanted.held,
@@ -257,19 +261,47 @@ def _value(db: sqlite3.Connection, query: str, parameters: Any) -> Any:
     return db.execute(_QUERIES[query], parameters).fetchone()[0]
 
 
-def _row(db: sqlite3.Connection, query: str, key: str) -> OutboxRow | None:
-    found = db.execute(_QUERIES[query], (key,)).fetchone()
-    return None if found is None else _decode_row(found[0]).view()
+def _find(client_message_id: str, db: sqlite3.Connection) -> OutboxRow | None:
+    def find() -> OutboxRow | None:
+        found = db.execute(_QUERIES["seq_of_client_message_id"], (client_message_id,)).fetchone()
+        moved = {} if found else find_moved(db, [client_message_id], read_salt(db))
+        seq = found[0] if found else moved.get(client_message_id)
+        return None if seq is None else _stored(db, seq)
+
+    return in_snapshot(db, find)
+
+
+def _row(db: sqlite3.Connection, row_id: str) -> OutboxRow:
+    seq = find_row(db, row_id)
+    if seq is None:
+        raise row_not_found(row_id)
+    return _stored(db, seq)
+
+
+def _stored(db: sqlite3.Connection, seq: int) -> OutboxRow:
+    return _decode_row(_value(db, "row", (seq,))).view()
 
 
 def _inspect(db: sqlite3.Connection, row_id: str) -> RowChain:
-    row = _row(db, "row", row_id)
-    if row is None:
-        raise row_not_found(row_id)
-    chain = [stored.view() for stored in _decode_rows(_value(db, "chain", {"id": row.id}))]
+    row = _row(db, row_id)
+    chain = [row]
+    while (before := _predecessor(db, chain[0])) is not None:
+        chain.insert(0, before)
+    while (after := _successor(db, chain[-1])) is not None:
+        chain.append(after)
     ids = _encode([link.id for link in chain]).decode()
     log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
     return RowChain(row=row, chain=chain, log=log)
+
+
+def _predecessor(db: sqlite3.Connection, row: OutboxRow) -> OutboxRow | None:
+    found = db.execute(_QUERIES["predecessor"], {"id": row.id, "seq": find_row(db, row.id)}).fetchone()
+    return None if found is None else _stored(db, found[0])
+
+
+def _successor(db: sqlite3.Connection, row: OutboxRow) -> OutboxRow | None:
+    seq = None if row.superseded_by is None else find_row(db, row.superseded_by)
+    return None if seq is None else _stored(db, seq)
 
 
 def _counts(db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None]:

@@ -25,6 +25,8 @@ from chassis.sqlite_file import OwnedFile, move, set_aside, sync
 from outbox.errors import recovery_failed
 from outbox.migrate import migrate
 from outbox.outbox import NAME, now_ms
+from outbox.settled import QUERIES as SETTLED
+from outbox.settled import find_moved, key_of, number_of, read_salt, text_of
 from postroom.ids import new_id
 from postroom.message import Envelope
 
@@ -112,6 +114,7 @@ def _copy(
     new.execute(CONNECTION["begin"])
     most = damaged.stat().st_size // _ROW_BYTES
     rows = sum(_keep(new, row) for row in _read(old, "rows", _last(old, ("last_seq", "last_seq_in_index"), most)))
+    rows += _keep_moved(old, new, most)
     buried = sum(_bury(new, client_message_id, now, new_id) for client_message_id in _ids(old))
     last_line = _last(old, ("last_log_line",), 0)
     lines = 0
@@ -151,15 +154,27 @@ def _stretch(old: sqlite3.Connection, query: str, first: int, last: int) -> Iter
 
 def _keep(new: sqlite3.Connection, row: tuple[Any, ...]) -> bool:
     """Write a row that was read, unless it is garbage: the new file's own rules and the payload's form tell."""
-    *_, pruned_at, _, payload = row
+    *_, payload = row
     try:
-        if pruned_at is None:
+        if payload:  # a row that was buried has none
             msgspec.json.decode(payload, type=Envelope)
         new.execute(_QUERIES["keep"], row[:-1])
         new.execute(_QUERIES["keep_payload"], (payload,))
     except (msgspec.MsgspecError, sqlite3.IntegrityError, TypeError):
         return False
     return True
+
+
+def _keep_moved(old: sqlite3.Connection, new: sqlite3.Connection, most: int) -> int:
+    """Write the moved rows, each with the key by which its id is found; returns how many it were."""
+    salt = read_salt(new)
+    kept = 0
+    for destination, priority, submitted_by, last_error, *row in _read(old, "moved", _last(old, ("last_moved",), most)):
+        common = number_of(new, (destination, priority, submitted_by, last_error))
+        new.execute(SETTLED["move"], (*row[:4], common, *row[4:]))
+        new.execute(SETTLED["key"], (key_of(text_of(row[2]), salt), row[0]))
+        kept += 1
+    return kept
 
 
 def _ids(old: sqlite3.Connection) -> Iterator[str]:
@@ -175,6 +190,8 @@ def _ids(old: sqlite3.Connection) -> Iterator[str]:
 def _bury(new: sqlite3.Connection, client_message_id: str, now: int, new_id: Callable[[], str]) -> bool:
     """Keep an id used whose row is lost; says whether it was."""
     if new.execute(_QUERIES["is_kept"], (client_message_id,)).fetchone()[0]:
+        return False
+    if find_moved(new, [client_message_id], read_salt(new)):
         return False
     new.execute(_QUERIES["bury"], {"id": new_id(), "client_message_id": client_message_id, "now": now})
     new.execute(_QUERIES["keep_payload"], (b"",))

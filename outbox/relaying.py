@@ -105,7 +105,7 @@ class Claim(NamedTuple):
         chosen, size, more = self._choose(transaction)
         if chosen:
             taken = transaction.execute(_QUERIES["take"], (_encode(chosen).decode(),))
-            transaction.moved("pending", "inflight", taken)
+            transaction.changed("pending", "inflight", taken)
         return ClaimResult(chosen, size, more or woken == self.limit, transaction.value(_QUERIES["next_due"]))
 
     def _choose(self, transaction: Transaction) -> tuple[list[int], int, bool]:
@@ -186,8 +186,9 @@ class Settle(NamedTuple):
 
     def _apply(self, transaction: Transaction, verdict: Verdict, query: str, rows: Sequence[object]) -> int:
         parameters = {"now": transaction.now, "settlements": _encode(rows).decode()}
+        room = transaction.value(_QUERIES["room"], parameters) if verdict is Verdict.DONE else 0
         changed = transaction.execute(_QUERIES[query], parameters)
-        transaction.moved("inflight", verdict.value, changed)
+        transaction.changed("inflight", verdict.value, changed, room)
         return changed
 
 
@@ -219,7 +220,7 @@ class Expire(NamedTuple):
                 onward[lane] = last
         last_error = "expired: the broker did not accept the message within max_age"
         changed = transaction.execute(_QUERIES["expire"], {"ids": _encode(ids).decode(), "last_error": last_error})
-        transaction.moved("pending", "dead", changed)
+        transaction.changed("pending", "dead", changed)
         return ids, onward
 
 
@@ -231,7 +232,7 @@ class Reclaim(NamedTuple):
     def run(self, transaction: Transaction) -> int:
         """Reclaim; returns how many rows there were."""
         changed = transaction.execute(_QUERIES["reclaim"], {"now": transaction.now})
-        transaction.moved("inflight", "pending", changed)
+        transaction.changed("inflight", "pending", changed)
         return changed
 
 

@@ -14,10 +14,20 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         int,
         msgspec.Meta(
             ge=1024 * 1024,
-            description="Size that the outbox file may reach, in bytes: a warning at 80 %, new messages are refused "
-            "(507) at 95 %.",
+            description="Room for what waits (pending, inflight and dead rows), in bytes of the file: a warning at "
+            "80 %, new messages are refused (507) at 95 %. Done and aborted rows never count: when all rows together "
+            "need more than 90 %, the payloads of the oldest of those go.",
         ),
     ] = 2 * 1024 * 1024 * 1024
+    keep_payloads: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0,
+            le=36_500,
+            description="How long the payloads of done and aborted rows are kept while there is room, in days. Of each "
+            "such row some 140 bytes stay for ever (id, fingerprint, outcome), beside `max_bytes`.",
+        ),
+    ] = 7
     max_group_rows: Annotated[
         int,
         msgspec.Meta(

@@ -18,10 +18,15 @@ from chassis.sqlite import QUERIES, is_broken
 from outbox.accepting import Accept, accept_group
 from outbox.errors import from_sqlite
 from outbox.relaying import WalkedPast, hasten
-from outbox.transaction import Operation, Transaction
+from outbox.settled import Prune, following, last_id, read_salt
+from outbox.transaction import Operation, Space, Transaction, read_space
 from postroom.errors import PostroomError
 
 _SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it
+_SHORT_AT: Final = 0.9  # of max_bytes: from here on payloads of settled rows go before their time
+_ENOUGH_AT: Final = 0.8  # of max_bytes: until this much is left
+_PRUNED_AT_ONCE: Final = 200  # rows: some 2 ms for which everybody waits
+_EVER: Final = 2**62  # ms since the epoch
 
 Outcome = Any  # what the operation returns, or the exception it raises
 
@@ -41,9 +46,38 @@ class Transactor:
         self._max_bytes = max_bytes
         self._walked = walked
         self._latest = sys.maxsize  # the last time that was seen; before a start the clock may have been anywhere
-        self.used_bytes = 0  # of the file, after the last transaction
+        self._salt = b""
+        self._last_id = ""  # of a row
+        self._short = False
+        self.space = Space(0, 0, 0)  # what of the file is used, after the last transaction
         self.last_bytes = 0  # about what the last transaction added to the WAL
         self.logged_bytes = 0  # about what the WAL holds that a checkpoint has not moved
+
+    def start(self, db: sqlite3.Connection) -> None:
+        """Read what it needs to know of the file; comes before everything else."""
+        self._salt = read_salt(db)
+        self._last_id = last_id(db)
+        self.space = read_space(db)
+
+    @property
+    def short(self) -> bool:
+        """Whether there is too little room, and something that need not be kept."""
+        used, most = self.space.waiting + self.space.kept, self._max_bytes
+        self._short = self.space.kept > 0 and used > most * (_ENOUGH_AT if self._short else _SHORT_AT)
+        return self._short
+
+    def prune(self, db: sqlite3.Connection) -> int:
+        """Move the oldest settled rows and drop their payloads; returns the room that is free for it.
+
+        It is not synced: after a power cut it is done again.
+        """
+        before = self.space.kept
+        db.execute(QUERIES["sync_later"])
+        try:
+            self._transact(db, [Prune(_EVER, 0, _PRUNED_AT_ONCE)])
+        finally:
+            db.execute(QUERIES["sync"])
+        return before - self.space.kept
 
     def run(self, group: Sequence[Operation[Any]], db: sqlite3.Connection) -> list[Outcome]:
         """Run `group` in one transaction and return an outcome per operation; raises `WriteFailed`."""
@@ -73,7 +107,12 @@ class Transactor:
         try:
             db.execute(QUERIES["begin"])
             transaction = Transaction(
-                db, now=self._clock(), new_id=self._new_id, used_bytes=self.used_bytes, max_bytes=self._max_bytes
+                db,
+                now=self._clock(),
+                new_id=self._next_id,
+                space=self.space,
+                salt=self._salt,
+                max_bytes=self._max_bytes,
             )
             if transaction.now < self._latest - _SET_BACK:
                 hasten(transaction, self._walked)
@@ -86,7 +125,7 @@ class Transactor:
                 raise WriteFailed(str(error)) from error
             raise
         self._latest = transaction.now
-        self.used_bytes = transaction.used_bytes
+        self.space = transaction.space
         self.last_bytes = transaction.logged_bytes
         self.logged_bytes += transaction.logged_bytes
         return outcomes
@@ -102,12 +141,13 @@ class Transactor:
         if restart:
             db.execute(QUERIES["wait"])
         self.logged_bytes = 0
-        self.measure(db)
         return frames, moved
 
-    def measure(self, db: sqlite3.Connection) -> None:
-        """Ask the file how many of its bytes hold something; between two checkpoints that is estimated."""
-        (self.used_bytes,) = db.execute(QUERIES["used_bytes"]).fetchone()
+    def _next_id(self) -> str:
+        """Mint an id that is greater than every row's, also where the clock was set back before this start."""
+        fresh = self._new_id()
+        self._last_id = fresh if fresh > self._last_id else following(self._last_id)
+        return self._last_id
 
     def _undo(self, db: sqlite3.Connection) -> None:
         self._walked.forget()  # rows that a claim walked past or took may be back

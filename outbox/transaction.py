@@ -2,42 +2,82 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from chassis.sql import load_queries
-from chassis.sqlite import QUERIES
 from postroom.sends import RowStatus
 
-_COUNT: Final = load_queries("outbox", "sql/count.sql")["count"]
+_QUERIES: Final = load_queries("outbox", "sql/count.sql")
 FULL_AT: Final = 0.95  # of max_bytes: new messages are refused
 _MOVED_BYTES: Final = 256  # rows that change their state lie side by side, 16 to a page
 _COMMIT_BYTES: Final = 7 * 4096  # a page in each table, one in each index, the counters
+_INSERT_ROWS: Final = 1024  # most rows of a statement: a step of SQLite's, after which the loop may hold the lock again
+_INSERT_STEP: Final = 64  # more than this many rows go in multiples of it, so that few statements are kept prepared
+_LARGEST_CELL: Final = 4061  # bytes of a payload that lies whole in its page
+_ROW_BYTES: Final = 320  # of a row without its payload, with its entries in the indexes
+_PLACES: Final = re.compile(r"\((\?, )*\?\)")
 T_co = TypeVar("T_co", covariant=True)
+
+
+class Space(NamedTuple):
+    """What of the file is used by what, in bytes as `room_of` counts them, and what numbers go on from."""
+
+    waiting: int  # pending, inflight and dead rows: what max_bytes limits
+    kept: int  # done and aborted rows that still have their payload
+    moved: int  # rows that were moved to `outbox_settled`
+    next_seq: int | None = None  # of the next row, where the newest one was moved
+
+
+def read_space(db: sqlite3.Connection) -> Space:
+    """Return what of the file is used."""
+    waiting, kept, moved, newest, newest_moved = db.execute(_QUERIES["space"]).fetchone()
+    return Space(waiting, kept, moved, newest_moved + 1 if newest_moved > newest else None)
 
 
 class Transaction:
     """What an operation runs in. `now` is one moment for all of it, in ms since the epoch."""
 
-    __slots__ = ("_changes", "db", "logged_bytes", "max_bytes", "new_id", "now", "used_bytes")
+    __slots__ = ("_changes", "_space", "db", "logged_bytes", "max_bytes", "new_id", "next_seq", "now", "salt")
 
     def __init__(
-        self, db: sqlite3.Connection, *, now: int, new_id: Callable[[], str], used_bytes: int, max_bytes: int
+        self,
+        db: sqlite3.Connection,
+        *,
+        now: int,
+        new_id: Callable[[], str],
+        space: Space,
+        salt: bytes,
+        max_bytes: int,
     ) -> None:
         self.db = db
         self.now = now
         self.new_id = new_id
-        self.used_bytes = used_bytes  # of the file: an estimate that `measure` corrects
+        self.salt = salt  # of the keys of moved rows (outbox/settled.py)
+        self.next_seq = space.next_seq
         self.logged_bytes = _COMMIT_BYTES  # about what the transaction adds to the WAL
         self.max_bytes = max_bytes
+        self._space = space
         self._changes: Counter[str] = Counter()
 
     @property
     def headroom(self) -> int:
-        """How many bytes of new payload the transaction may still write."""
-        return int(self.max_bytes * FULL_AT) - self.used_bytes
+        """How much room new rows may still take: what is done never counts, since it makes room for them."""
+        return int(self.max_bytes * FULL_AT) - self.space.waiting
+
+    @property
+    def space(self) -> Space:
+        """What of the file is used now."""
+        waiting, kept, moved, _ = self._space
+        changes = self._changes
+        return Space(
+            waiting + changes["waiting_room"], kept + changes["kept_room"], moved + changes["moved"], self.next_seq
+        )
 
     def execute(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> int:
         """Run a writing statement; returns how many rows it changed."""
@@ -47,28 +87,68 @@ class Transaction:
         """Return the only column of the only row: a set of rows comes as one JSON text, one step for all of them."""
         return self.db.execute(query, parameters).fetchone()[0]
 
-    def measure(self) -> None:
-        """Replace the running estimate of the used bytes by what the file says."""
-        self.used_bytes = self.value(QUERIES["used_bytes"])
+    def insert(self, query: str, rows: Sequence[tuple[object, ...]]) -> tuple[int, int]:
+        """Insert rows by a query for one, many in a statement; returns how many, and the last rowid."""
+        inserted = last = 0
+        while rows:
+            count = min(len(rows) - len(rows) % _INSERT_STEP, _INSERT_ROWS) if len(rows) > _INSERT_STEP else len(rows)
+            cursor = self.db.execute(_repeated(query, count), list(chain.from_iterable(rows[:count])))
+            inserted += cursor.rowcount
+            last = cursor.lastrowid or 0
+            rows = rows[count:]
+        return inserted, last
 
-    def moved(self, before: RowStatus | None, after: RowStatus, rows: int) -> None:
-        """Count `rows` that went from one state to another; None for new ones."""
-        if before is not None:
-            self._changes[before] -= rows
-            self.logged_bytes += rows * _MOVED_BYTES
+    def added(self, rows: int, payload_bytes: int, room: int) -> None:
+        """Count new rows, which are pending."""
+        self._changes["pending"] += rows
+        self._changes["payload_bytes"] += payload_bytes
+        self._changes["waiting_room"] += room
+        self.logged_bytes += payload_bytes
+
+    def changed(self, before: RowStatus, after: RowStatus, rows: int, settled_room: int = 0) -> None:
+        """Count `rows` that went from one state to another; `settled_room` is theirs where they wait no more."""
+        self._changes[before] -= rows
         self._changes[after] += rows
+        self._changes["waiting_room"] -= settled_room
+        self._changes["kept_room"] += settled_room
+        self.logged_bytes += rows * _MOVED_BYTES
 
-    def payload_grew(self, size: int) -> None:
-        """Count bytes of payload, negative for pruned ones."""
-        self._changes["payload_bytes"] += size
-        self.used_bytes += max(size, 0)
-        self.logged_bytes += max(size, 0)
+    def moved(self, rows: int, payload_bytes: int, room: int) -> None:
+        """Count settled rows that were moved to `outbox_settled`."""
+        self._changes["moved"] += rows
+        self._changes["payload_bytes"] -= payload_bytes
+        self._changes["kept_room"] -= room
+        self.logged_bytes += 2 * rows * _MOVED_BYTES
 
     def write_counters(self) -> None:
         """Add what was counted to the kept counters, in one statement."""
         if any(self._changes.values()):
-            names = ("pending", "inflight", "done", "dead", "aborted", "payload_bytes")
-            self.db.execute(_COUNT, {name: self._changes[name] for name in names})
+            self.db.execute(_QUERIES["count"], {name: self._changes[name] for name in _COUNTERS})
+
+
+_COUNTERS: Final = (
+    *("pending", "inflight", "done", "dead", "aborted"),
+    *("payload_bytes", "moved", "waiting_room", "kept_room"),
+)
+
+
+@lru_cache(maxsize=4096)
+def room_of(payload_bytes: int) -> int:
+    """Return the bytes of the file that a row takes with its payload: the column `room` of schema.sql, and why.
+
+    In a page of 4096 bytes a payload takes its share of the 4088 that cells may have. One of more than 4061 bytes
+    leaves a rest of 489 to 4061 there, and further pages take 4092 of it each.
+    """
+    if payload_bytes <= _LARGEST_CELL:
+        return _ROW_BYTES + 4096 // (4088 // (payload_bytes + 10))
+    rest = (payload_bytes - 489) % 4092
+    return _ROW_BYTES + (payload_bytes + 30) // 4092 * 4096 + 4096 // (4088 // (499 + (rest if rest <= 3572 else 0)))  # noqa: PLR2004 - the docstring
+
+
+@lru_cache(maxsize=4 * (_INSERT_STEP + _INSERT_ROWS // _INSERT_STEP))
+def _repeated(query: str, rows: int) -> str:
+    """Return the query with its group of values repeated: one step of SQLite for all of them."""
+    return _PLACES.sub(lambda places: ", ".join([places[0]] * rows), query)
 
 
 class Operation(Protocol[T_co]):

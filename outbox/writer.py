@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import structlog
 
 from chassis.exits import Fatal
-from chassis.sqlite import QUERIES, Connection, is_broken
+from chassis.sqlite import QUERIES, Connection, is_broken, is_full
 from outbox.errors import outcome_unknown, stopped, write_failed
 from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
@@ -37,6 +37,8 @@ WAL_LIMIT: Final = 64 * 1024 * 1024  # bytes; spec send.md, "Accepting"
 WARN_AT: Final = 0.8  # of max_bytes
 _RESTART_AT: Final = WAL_LIMIT // 4  # bytes; beyond it the readers are waited for
 _GROUPS_A_CHECKPOINT: Final = 4  # of large groups: after each one it would cost as much as the group
+_PRUNE_SECONDS: Final = 0.02  # that slices of a prune may take between two groups
+_PRUNE_AGAIN_SECONDS: Final = 5.0  # after one that could not be
 _STALLED_AFTER: Final = 30.0  # seconds that one transaction may take before the writer counts as stuck
 
 _log = structlog.get_logger(__name__)
@@ -62,6 +64,7 @@ class Writer:
         self._closed = False
         self.clean = False  # after `close`: whether everything lies in the file itself
         self._warned = False
+        self._prune_after = 0.0  # by the monotonic clock
         self._busy_since: float | None = None
         self._wal = Path(f"{path}-wal")
         self.failed = asyncio.Event()
@@ -69,11 +72,6 @@ class Writer:
         self.transactions = 0  # committed
         self.operations = 0  # answered
         self._task = asyncio.create_task(self._run(), name="outbox writer")
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the file that hold something."""
-        return self._transactor.used_bytes
 
     @property
     def wal_bytes(self) -> int:
@@ -123,9 +121,11 @@ class Writer:
     def _drain(self, db: sqlite3.Connection) -> None:
         """Commit group after group until none waits, or one fails; each is answered by the loop, in order."""
         going = True
-        while going and self._waiting:
+        while going and (self._waiting or (self._may_prune() and not self._stopping)):
             self._busy_since = time.monotonic()
-            going = self._commit(self._gather(), db) and self._checkpoint(db)
+            before = self._transactor.space.waiting
+            going = not self._waiting or self._commit(self._gather(), db)
+            going = going and self._prune(db, self._transactor.space.waiting - before) and self._checkpoint(db)
             self._busy_since = None
 
     def _gather(self) -> list[_Waiting]:
@@ -144,6 +144,29 @@ class Writer:
             self._loop.call_soon_threadsafe(self._fail, group, error)
             return False
         self._loop.call_soon_threadsafe(self._answer, group, outcomes)
+        return True
+
+    def _may_prune(self) -> bool:
+        return self._transactor.short and time.monotonic() >= self._prune_after
+
+    def _prune(self, db: sqlite3.Connection, added: int) -> bool:
+        """Where room is short, make twice the room that was added, in slices; False where the file can be used no more.
+
+        Whoever waits meanwhile waits for a slice, or for as many as take `_PRUNE_SECONDS`.
+        """
+        made, until = 0, time.monotonic() + _PRUNE_SECONDS
+        while self._may_prune() and (not made or (made < 2 * added and time.monotonic() < until)):
+            try:
+                freed = self._transactor.prune(db)
+            except Exception as error:  # noqa: BLE001 - what it was decides whether the file is used on
+                if not is_full(error):
+                    self._loop.call_soon_threadsafe(self._fail, [], error)
+                    return False
+                _log.warning("not_pruned", error=str(error), advice="free some space on the disk of the outbox")
+                freed = 0
+            if not freed:
+                self._prune_after = time.monotonic() + _PRUNE_AGAIN_SECONDS
+            made += freed
         return True
 
     def _checkpoint(self, db: sqlite3.Connection) -> bool:
@@ -180,12 +203,15 @@ class Writer:
         self._watch_size()
 
     def _watch_size(self) -> None:
-        """Warn once when the file passes 80 % of its limit, and again only after it was below."""
-        used, limit = self._transactor.used_bytes, self._settings.max_bytes
+        """Warn once when what waits passes 80 % of its limit, and again only after it was below."""
+        used, limit = self._transactor.space.waiting, self._settings.max_bytes
         beyond = used > limit * WARN_AT
         if beyond and not self._warned:
             _log.warning(
-                "outbox_filling_up", used_bytes=used, max_bytes=limit, advice="drain, prune, or raise the limit"
+                "outbox_filling_up",
+                waiting_bytes=used,
+                max_bytes=limit,
+                advice="drain, requeue or abort dead rows, or raise the limit",
             )
         self._warned = beyond
 

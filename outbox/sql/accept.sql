@@ -5,6 +5,12 @@ INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, nex
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (client_message_id) DO NOTHING;
 
+-- name: insert_numbered
+-- The same with the number of the row, NULL for the one after the newest.
+INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
+                    destination, submitted_by, not_before, payload_bytes)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+
 -- name: insert_payloads
 -- Write the payloads of rows just written; repeated likewise.
 INSERT INTO outbox_payload (seq, payload)

@@ -1,12 +1,14 @@
 -- name: get
--- One row by its id, else by its client_message_id.
-SELECT seq, id, client_message_id, status, held, next_attempt_at, not_before, priority, payload_bytes,
-       payload_pruned_at, unanswered_at
-FROM outbox
-WHERE seq = coalesce((SELECT seq FROM outbox WHERE id = ?1), (SELECT seq FROM outbox WHERE client_message_id = ?1));
+-- One row, moved or not.
+SELECT seq, id, client_message_id, status, held, next_attempt_at, not_before, priority, payload_bytes, room,
+       unanswered_at, 0
+FROM outbox WHERE seq = ?1
+UNION ALL
+SELECT seq, json_extract(stored, '$[0]'), json_extract(stored, '$[1]'), status, 0, 0, NULL, 'next', 0, 0, NULL, 1
+FROM outbox_settled_row WHERE seq = ?1;
 
 -- name: is_taken
--- Whether a client_message_id was ever used.
+-- Whether a row that was not moved has a client_message_id.
 SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
 
 -- name: abort
@@ -14,6 +16,12 @@ SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
 UPDATE outbox
 SET status = 'aborted', lane = NULL, aborted_at = :now, aborted_by = 'operator', superseded_by = :successor
 WHERE seq = :seq;
+
+-- name: room
+-- What those rows take that `accepted` changes.
+SELECT coalesce(sum(room), 0)
+FROM json_each(:found) AS found CROSS JOIN outbox ON outbox.id = json_extract(found.value, '$[0]')
+WHERE outbox.unanswered_at = json_extract(found.value, '$[1]') AND outbox.status = :status;
 
 -- name: accepted
 -- The broker has these rows after all: [[id, unanswered_at, broker_message_id, history_id], …]. A row that has been posted
@@ -40,9 +48,9 @@ WHERE outbox.id = absent.id AND outbox.unanswered_at = absent.unanswered_at AND 
 
 -- name: succeed
 -- Write the successor of a row; its payload follows.
-INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
+INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
                     destination, submitted_by, not_before, payload_bytes)
-SELECT :id, :client_message_id, request_fingerprint, :now, :next_attempt_at, :lane, priority, destination,
+SELECT :number, :id, :client_message_id, request_fingerprint, :now, :next_attempt_at, :lane, priority, destination,
        submitted_by, not_before, payload_bytes
 FROM outbox WHERE seq = :seq;
 
@@ -53,9 +61,9 @@ SELECT last_insert_rowid(), payload FROM outbox_payload WHERE seq = :seq;
 
 -- name: succeed_patched
 -- Write the successor of a row that an operator patched; its payload follows.
-INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
+INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, lane, priority,
                     destination, submitted_by, not_before, payload_bytes)
-SELECT :id, :client_message_id, :fingerprint, :now, :next_attempt_at, :lane, :priority, :destination,
+SELECT :number, :id, :client_message_id, :fingerprint, :now, :next_attempt_at, :lane, :priority, :destination,
        submitted_by, :not_before, length(:payload)
 FROM outbox WHERE seq = :seq;
 
@@ -71,27 +79,6 @@ UPDATE outbox SET lane = :lane, next_attempt_at = :next_attempt_at WHERE seq = :
 -- Note what an operator did.
 INSERT INTO operator_log (at, verb, actor, reason, row_id, detail)
 VALUES (:at, :verb, :actor, :reason, :row_id, :detail);
-
--- name: prunable
--- Settled rows after `after` that still have their payload, oldest first; looks at no more than `scan` rows.
-SELECT json_group_array(seq), coalesce(sum(payload_bytes), 0)
-FROM (SELECT seq, status, delivered_at, aborted_at, payload_pruned_at, payload_bytes
-      FROM outbox WHERE seq > :after ORDER BY seq LIMIT :scan)
-WHERE status IN ('done', 'aborted') AND payload_pruned_at IS NULL AND coalesce(delivered_at, aborted_at) < :before;
-
--- name: walked
--- The last row of the next `scan` rows after `after`.
-SELECT max(seq) FROM (SELECT seq FROM outbox WHERE seq > :after ORDER BY seq LIMIT :scan);
-
--- name: prune
--- Note that the payloads of these rows are gone; the rows stay.
-UPDATE outbox SET payload_bytes = 0, payload_pruned_at = :now
-WHERE seq IN (SELECT value FROM json_each(:seqs));
-
--- name: prune_payloads
--- Empty the payloads of these rows.
-UPDATE outbox_payload SET payload = x''
-WHERE seq IN (SELECT value FROM json_each(:seqs));
 
 -- name: set_control
 -- Keep what an operator told the relay about a destination.

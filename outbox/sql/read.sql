@@ -1,20 +1,22 @@
--- name: row_by_client_message_id
--- One row by its client_message_id.
-SELECT stored FROM outbox_row WHERE client_message_id = ?1;
+-- name: seq_of_client_message_id
+-- The row of a send that was not moved.
+SELECT seq FROM outbox WHERE client_message_id = ?1;
 
 -- name: rows_by_client_message_id
--- The rows with these client_message_ids.
-SELECT json_group_array(json(stored)) FROM outbox_row WHERE client_message_id IN (SELECT value FROM json_each(?1));
+-- The rows with these client_message_ids, and the moved rows of these numbers.
+SELECT json_group_array(json(stored))
+FROM (SELECT stored FROM outbox_row WHERE client_message_id IN (SELECT value FROM json_each(?1))
+      UNION ALL
+      SELECT stored FROM outbox_settled_row WHERE seq IN (SELECT value FROM json_each(?2)));
 
 -- name: settled_of
--- Those of these rows that are done, dead or aborted.
-SELECT json_group_array(id) FROM outbox
-WHERE id IN (SELECT value FROM json_each(?1)) AND status IN ('done', 'dead', 'aborted');
+-- Those of these rows that wait no more: they are done, dead or aborted, moved or not.
+SELECT json_group_array(value) FROM json_each(?1)
+WHERE NOT EXISTS (SELECT 1 FROM outbox WHERE id = value AND status IN ('pending', 'inflight'));
 
 -- name: row
--- One row by its id, else by its client_message_id.
-SELECT stored FROM outbox_row
-WHERE seq = coalesce((SELECT seq FROM outbox WHERE id = ?1), (SELECT seq FROM outbox WHERE client_message_id = ?1));
+-- One row.
+SELECT stored FROM outbox_row WHERE seq = ?1 UNION ALL SELECT stored FROM outbox_settled_row WHERE seq = ?1;
 
 -- name: unanswered
 -- Those of these rows whose outcome is unknown, as the broker is asked for them.
@@ -23,14 +25,9 @@ FROM outbox
 WHERE id IN (SELECT value FROM json_each(?1)) AND status IN ('pending', 'dead') AND unanswered_at IS NOT NULL
 ORDER BY seq;
 
--- name: chain
--- A row with all its predecessors and successors, oldest first.
-WITH RECURSIVE
-    back (id) AS (SELECT :id UNION SELECT outbox.id FROM back JOIN outbox ON outbox.superseded_by = back.id),
-    forth (id) AS (SELECT :id UNION SELECT outbox.superseded_by FROM forth JOIN outbox ON outbox.id = forth.id
-                   WHERE outbox.superseded_by IS NOT NULL)
-SELECT json_group_array(json(stored))
-FROM (SELECT stored FROM outbox_row WHERE id IN (SELECT id FROM back UNION SELECT id FROM forth) ORDER BY seq);
+-- name: predecessor
+-- The row that this one superseded.
+SELECT seq FROM outbox WHERE superseded_by = :id UNION ALL SELECT seq FROM outbox_settled WHERE superseded_by = :seq;
 
 -- name: log
 -- What operators did to these rows, oldest first.
@@ -39,7 +36,12 @@ FROM (SELECT * FROM operator_log WHERE row_id IN (SELECT value FROM json_each(?1
 
 -- name: walk_all
 -- The next rows in age order: candidates for a page.
-SELECT json_group_array(seq) FROM (SELECT seq FROM outbox WHERE seq > :after AND seq <= :until ORDER BY seq LIMIT :scan);
+SELECT json_group_array(seq) FROM (
+    SELECT seq FROM (
+        SELECT * FROM (SELECT seq FROM outbox WHERE seq > :after AND seq <= :until ORDER BY seq LIMIT :scan) UNION ALL
+        SELECT * FROM (SELECT seq FROM outbox_settled WHERE seq > :after AND seq <= :until ORDER BY seq LIMIT :scan)
+    ) ORDER BY seq LIMIT :scan
+);
 
 -- name: walk_pending
 -- The next pending rows in age order: candidates for a page. Each lane is in age order; the lanes are merged.
@@ -54,23 +56,21 @@ SELECT json_group_array(seq) FROM (
 );
 
 -- name: walk_status
--- The next rows that are inflight, dead or aborted, in age order: candidates for a page.
+-- The next rows that are inflight or dead, in age order: candidates for a page.
 SELECT json_group_array(seq)
 FROM (SELECT seq FROM outbox
-      WHERE status = :status AND status IN ('inflight', 'dead', 'aborted') AND seq > :after AND seq <= :until ORDER BY seq LIMIT :scan);
+      WHERE status = :status AND status IN ('inflight', 'done', 'dead', 'aborted') AND seq > :after AND seq <= :until
+      ORDER BY seq LIMIT :scan);
 
 -- name: walk_ids
--- The next rows with one of these ids or client_message_ids, in age order: candidates for a page.
+-- Those of the rows that the filter names, in age order: candidates for a page.
 SELECT json_group_array(seq)
-FROM (SELECT seq FROM (
-          SELECT seq FROM outbox WHERE id IN (SELECT value FROM json_each(:ids))
-          UNION
-          SELECT seq FROM outbox WHERE client_message_id IN (SELECT value FROM json_each(:ids))
-      ) WHERE seq > :after AND seq <= :until ORDER BY seq LIMIT :scan);
+FROM (SELECT DISTINCT value AS seq FROM json_each(:named) WHERE value > :after AND value <= :until
+      ORDER BY seq LIMIT :scan);
 
 -- name: last_seq
 -- The youngest row there is: where a job ends that writes rows itself.
-SELECT coalesce(max(seq), 0) FROM outbox;
+SELECT max(coalesce((SELECT max(seq) FROM outbox), 0), coalesce((SELECT max(seq) FROM outbox_settled), 0));
 
 -- name: page
 -- Those of the candidates that match every part of the filter that is set, as a JSON array of [seq, row].
@@ -82,11 +82,19 @@ FROM (SELECT seq, stored FROM outbox_row
         AND (:held IS NULL OR held = :held)
         AND (:code IS NULL OR last_error = :code OR substr(last_error, 1, length(:code) + 1) = :code || ':')
         AND (:enqueued_before IS NULL OR enqueued_at < :enqueued_before)
+      UNION ALL
+      SELECT seq, stored FROM outbox_settled_row
+      WHERE seq IN (SELECT value FROM json_each(:seqs))
+        AND (:status IS NULL OR status = :status)
+        AND (:destination IS NULL OR destination = :destination)
+        AND (:held IS NULL OR held = :held)
+        AND (:code IS NULL OR last_error = :code OR substr(last_error, 1, length(:code) + 1) = :code || ':')
+        AND (:enqueued_before IS NULL OR enqueued_at < :enqueued_before)
       ORDER BY seq LIMIT :limit);
 
 -- name: tally
 -- The kept counters.
-SELECT pending, inflight, done, dead, aborted, payload_bytes FROM tally;
+SELECT pending, inflight, done, dead, aborted, payload_bytes, waiting_room FROM tally;
 
 -- name: oldest_pending
 -- When the oldest pending row was enqueued: the oldest of each lane.

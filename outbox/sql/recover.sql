@@ -16,7 +16,7 @@ SELECT max(seq) FROM outbox INDEXED BY sqlite_autoindex_outbox_2;
 -- The rows of a stretch of the damaged file, each with its payload.
 SELECT seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status, lane, priority,
        destination, submitted_by, not_before, last_error, delivered_at, broker_message_id, history_id, duplicate,
-       unanswered_at, aborted_at, aborted_by, superseded_by, payload_pruned_at, length(payload), payload
+       unanswered_at, aborted_at, aborted_by, superseded_by, length(payload), payload
 FROM outbox JOIN outbox_payload USING (seq) WHERE seq BETWEEN ? AND ?;
 
 -- name: ids
@@ -31,9 +31,8 @@ SELECT client_message_id FROM outbox INDEXED BY sqlite_autoindex_outbox_2 ORDER 
 -- Write a row into the new file.
 INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status,
                     lane, priority, destination, submitted_by, not_before, last_error, delivered_at, broker_message_id,
-                    history_id, duplicate, unanswered_at, aborted_at, aborted_by, superseded_by, payload_pruned_at,
-                    payload_bytes)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+                    history_id, duplicate, unanswered_at, aborted_at, aborted_by, superseded_by, payload_bytes)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: keep_payload
 -- Write the payload of the row just written into the new file.
@@ -46,9 +45,9 @@ SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
 -- name: bury
 -- An id whose row cannot be read stays used: an aborted row without its message, of nobody's.
 INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, status, priority,
-                    destination, submitted_by, last_error, aborted_at, aborted_by, payload_pruned_at, payload_bytes)
+                    destination, submitted_by, last_error, aborted_at, aborted_by, payload_bytes)
 VALUES (:id, :client_message_id, zeroblob(32), :now, :now, 'aborted', 'next', '', '-1:-1', 'unreadable: the row was damaged',
-        :now, 'auto', :now, 0);
+        :now, 'auto', 0);
 
 -- name: log_lines
 -- A stretch of the damaged file's operator log.
@@ -70,12 +69,26 @@ SELECT destination, paused, rate_per_second FROM relay_control;
 -- Write it into the new file.
 INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?);
 
+-- name: moved
+-- The moved rows of a stretch of the damaged file.
+SELECT destination, priority, submitted_by, last_error, seq, id, client_message_id, request_fingerprint, attempts,
+       enqueued_at, settled_after, pruned_after, not_before, broker_message_id, history_id, duplicate, unanswered_at,
+       aborted_by, superseded_by
+FROM outbox_settled JOIN outbox_common ON number = common WHERE seq BETWEEN ? AND ?;
+
+-- name: last_moved
+-- The largest seq of a moved row.
+SELECT max(seq) FROM outbox_settled;
+
 -- name: recount
 -- Count the rows of the new file, once.
-UPDATE tally SET
-    pending       = (SELECT count(*) FROM outbox WHERE status = 'pending'),
-    inflight      = (SELECT count(*) FROM outbox WHERE status = 'inflight'),
-    done          = (SELECT count(*) FROM outbox WHERE status = 'done'),
-    dead          = (SELECT count(*) FROM outbox WHERE status = 'dead'),
-    aborted       = (SELECT count(*) FROM outbox WHERE status = 'aborted'),
-    payload_bytes = (SELECT coalesce(sum(payload_bytes), 0) FROM outbox);
+UPDATE tally SET (pending, inflight, done, dead, aborted) = (
+    SELECT count(*) FILTER (WHERE status = 'pending'), count(*) FILTER (WHERE status = 'inflight'),
+           count(*) FILTER (WHERE status = 'done'), count(*) FILTER (WHERE status = 'dead'),
+           count(*) FILTER (WHERE status = 'aborted')
+    FROM (SELECT status FROM outbox UNION ALL SELECT iif(aborted_by IS NULL, 'done', 'aborted') FROM outbox_settled)
+), (payload_bytes, waiting_room, kept_room) = (
+    SELECT coalesce(sum(payload_bytes), 0), coalesce(sum(room) FILTER (WHERE status NOT IN ('done', 'aborted')), 0),
+           coalesce(sum(room) FILTER (WHERE status IN ('done', 'aborted')), 0)
+    FROM outbox
+), moved = (SELECT count(*) FROM outbox_settled);

@@ -60,6 +60,11 @@ FROM json_each(?1) AS chosen
 CROSS JOIN outbox ON outbox.seq = chosen.value
 CROSS JOIN outbox_payload ON outbox_payload.seq = chosen.value;
 
+-- name: room
+-- What those of the rows take that are settled now: [[id, …], …].
+SELECT coalesce(sum(room), 0) FROM outbox
+WHERE id IN (SELECT json_extract(value, '$[0]') FROM json_each(:settlements)) AND status = 'inflight';
+
 -- name: settle_done
 -- The broker has them: [[id, broker_message_id, history_id, 1 where it had them before], …].
 UPDATE outbox

@@ -32,11 +32,10 @@ _NO_LIMIT: Final = {"POSTROOM_BROKER_LIMITER_PER_MESH": 10**9, "POSTROOM_BROKER_
 
 @asynccontextmanager
 async def mailroom(
-    run: Run, *, database_url: str | None = None, redis_url: str | None = None, brokers: int = 1
+    run: Run, *, database_url: str | None = None, redis_url: str | None = None
 ) -> AsyncIterator[Mailroom]:
     """Run a mail room, on the campaign's servers unless the goal has its own, with a limiter that lets all pass."""
-    database_url = database_url or await run.servers.database()
-    room = Mailroom(run.place(), database_url, redis_url or run.servers.redis_url, brokers=brokers)
+    room = Mailroom(run.place(), database_url or await run.servers.database(), redis_url or run.servers.redis_url)
     for broker in room.brokers:
         broker.settle(_NO_LIMIT)
     try:
@@ -47,12 +46,9 @@ async def mailroom(
 
 
 @asynccontextmanager
-async def writing(run: Run, room: Mailroom, *, rest: float = 0.0) -> AsyncIterator[Writers]:
-    """Let programs send for the length of the block, each with a rest of so many seconds after every answer.
-
-    A daemon that ends by itself meanwhile is a miss.
-    """
-    writers = Writers(room.socket, random.Random(run.seed), rest=rest)
+async def writing(run: Run, room: Mailroom) -> AsyncIterator[Writers]:
+    """Let programs send for the length of the block; a daemon that ends by itself meanwhile is a miss."""
+    writers = Writers(room.socket, random.Random(run.seed))
     try:
         async with asyncio.TaskGroup() as group:
             senders = [group.create_task(writers.write()) for _ in range(_WRITERS)]

@@ -109,5 +109,5 @@ def opened(database: Path) -> Iterator[sqlite3.Connection]:
 def counted(database: Path) -> dict[str, int]:
     """Count the rows by status, the slow way."""
     with opened(database) as db:
-        found = dict(db.execute("SELECT status, count(*) FROM outbox GROUP BY status"))
+        found = dict(db.execute("SELECT status, count(*) FROM outbox_whole GROUP BY status"))
     return {status: found.get(status, 0) for status in ("pending", "inflight", "done", "dead", "aborted")}

@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from outboxes import WHY, opened, row_in
+from outboxes import WHY, opened, row_in, send
 
 from outbox import Outbox
 from outbox.model import TRANSITIONS
@@ -99,13 +99,21 @@ async def test_a_payload_is_frozen_until_it_is_pruned(outbox: Outbox, database: 
         db.execute(f"UPDATE outbox_payload SET {change}")  # noqa: S608 - a change of this test
 
 
-async def test_a_pruned_payload_never_comes_back(outbox: Outbox, database: Path) -> None:
-    await row_in(outbox, "done")
+@pytest.mark.parametrize("status", ["pending", "inflight", "dead"])
+async def test_what_waits_is_not_pruned_even_by_hand(outbox: Outbox, database: Path, status: str) -> None:
+    await row_in(outbox, "done", "old")
     assert await outbox.prune(2**62, **WHY) == 1
+    row_id = await row_in(outbox, status)
     with opened(database) as db:
-        for change in ("outbox_payload SET payload = 'x'", "outbox SET payload_bytes = 1"):
-            with pytest.raises(sqlite3.IntegrityError, match="only changes by being pruned"):
-                db.execute(f"UPDATE {change}")
+        (seq,) = db.execute("SELECT seq FROM outbox WHERE id = ?", (row_id,)).fetchone()
+        db.execute(
+            "INSERT INTO outbox_settled (seq, id, client_message_id, request_fingerprint, common, attempts, "
+            "enqueued_at, settled_after, pruned_after, broker_message_id) SELECT ?, id, client_message_id, ?, common, "
+            "attempts, enqueued_at, settled_after, pruned_after, broker_message_id FROM outbox_settled",
+            (seq, send().fingerprint),
+        )
+        with pytest.raises(sqlite3.IntegrityError, match="never deleted"):
+            db.execute("DELETE FROM outbox")
 
 
 async def test_no_row_is_written_without_its_payload(outbox: Outbox) -> None:

@@ -1,0 +1,232 @@
+"""What is kept of a settled row whose payload is gone: some 140 bytes, by which its id stays used (seed §4.1).
+
+`Prune` moves rows there, oldest first. The pages that a row and its payload leave are free for new ones, whatever their
+size; emptied in their place, small payloads would free nothing.
+
+ULIDs and UUIDs are packed. A client_message_id is found by its key: five of its characters, so that ids that follow one
+another lie together, and a hash of all of it. A row's own id needs no index: such ids grow from row to row
+(`Transactor` sees to it over restarts), so they are searched for by halves.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from base64 import b32hexencode
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+
+from chassis.sql import load_queries
+from outbox.model import Existing
+from outbox.transaction import Transaction
+
+QUERIES: Final = load_queries("outbox", "sql/settled.sql")
+_ULID: Final = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}").fullmatch
+_UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
+_ULID_LENGTH: Final = 26  # characters of 5 bits, the first two of which are nothing
+_ULID_BYTES: Final = 16
+_UUID_LENGTH: Final = 36
+_UUID_TAG: Final = b"-"  # makes 17 bytes of a UUID
+_PACKED: Final = "#"  # begins a packed id in the views: no id has it
+_FROM_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHJKMNPQRSTVWXYZ", b"abcdefghijklmnopqrstuv")
+_TO_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUV", b"ABCDEFGHJKMNPQRSTVWXYZ")
+
+_decode_existing: Final = msgspec.json.Decoder(list[Existing]).decode
+_decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class _Prunable(NamedTuple):
+    """What `prunable` returns, in its order."""
+
+    seq: int
+    id: str
+    client_message_id: str
+    fingerprint: str  # hex
+    destination: str
+    priority: str
+    submitted_by: str
+    code: str | None  # of the last error, where it is aborted
+    attempts: int
+    enqueued_at: int
+    settled_at: int
+    not_before: int | None
+    broker_message_id: str | None
+    history_id: int | None
+    duplicate: int | None
+    unanswered_at: int | None
+    aborted_by: str | None
+    superseded_by: str | None
+    room: int
+    payload_bytes: int
+
+
+_decode_prunable: Final = msgspec.json.Decoder(list[_Prunable]).decode
+
+
+class Prune(NamedTuple):
+    """Drop the payloads of the done and aborted rows among the next `rows` of them after `after`, and move the rows.
+
+    Only what settled before `settled_before` (ms since the epoch) goes.
+    """
+
+    settled_before: int
+    after: int
+    rows: int
+
+    def run(self, transaction: Transaction) -> tuple[int, int | None]:
+        """Prune; returns how many rows were pruned, and after which to go on (None at the end)."""
+        parameters = {"after": self.after, "scan": self.rows, "before": self.settled_before}
+        found, last = transaction.db.execute(QUERIES["prunable"], parameters).fetchone()
+        if rows := _decode_prunable(found):
+            _move(transaction, rows)
+        return len(rows), last
+
+
+def _move(transaction: Transaction, rows: Sequence[_Prunable]) -> None:
+    common = {shared: number_of(transaction.db, shared) for shared in {_shared(row) for row in rows}}
+    kept = [_kept(transaction, row, common[_shared(row)]) for row in rows]
+    transaction.insert(QUERIES["move"], kept)
+    keys = [(key_of(row.client_message_id, transaction.salt), row.seq) for row in rows]
+    transaction.insert(QUERIES["key"], sorted(keys))
+    seqs = (_encode([row.seq for row in rows]).decode(),)
+    transaction.execute(QUERIES["leave"], seqs)
+    transaction.execute(QUERIES["leave_payloads"], seqs)
+    transaction.moved(len(rows), sum(row.payload_bytes for row in rows), sum(row.room for row in rows))
+    newest, newest_moved = transaction.db.execute(QUERIES["newest"]).fetchone()
+    transaction.next_seq = newest_moved + 1 if newest_moved > newest else None
+
+
+def _shared(row: _Prunable) -> tuple[str, str, str, str]:
+    return row.destination, row.priority, row.submitted_by, row.code or ""
+
+
+def number_of(db: sqlite3.Connection, shared: tuple[str, str, str, str]) -> int:
+    """Return the number of what rows share: destination, priority, submitted_by and the code of their error."""
+    found = db.execute(QUERIES["common"], shared).fetchone()
+    if found is None:
+        found = db.execute(QUERIES["share"], shared).fetchone()
+    return int(found[0])
+
+
+def _kept(transaction: Transaction, row: _Prunable, common: int) -> tuple[object, ...]:
+    """Return what `move` writes, in its order."""
+    successor = None if row.superseded_by is None else find_row(transaction.db, row.superseded_by)
+    return (
+        row.seq,
+        _pack(row.id),
+        _pack(row.client_message_id),
+        bytes.fromhex(row.fingerprint),
+        common,
+        row.attempts,
+        row.enqueued_at,
+        row.settled_at - row.enqueued_at,
+        transaction.now - row.settled_at,
+        row.not_before,
+        None if row.broker_message_id is None else _pack(row.broker_message_id),
+        row.history_id,
+        row.duplicate,
+        row.unanswered_at,
+        row.aborted_by,
+        successor,
+    )
+
+
+def read_salt(db: sqlite3.Connection) -> bytes:
+    """Return what the keys of the file are made with."""
+    salt: bytes = db.execute(QUERIES["salt"]).fetchone()[0]
+    return salt
+
+
+def last_id(db: sqlite3.Connection) -> str:
+    """Return the id of the newest row, "" where there is none."""
+    found = db.execute(QUERIES["last_id"]).fetchone()
+    return "" if found is None else text_of(found[0])
+
+
+def following(row_id: str) -> str:
+    """Return an id right after this one."""
+    packed = _pack(row_id)
+    if isinstance(packed, str):
+        return f"{packed}0"
+    return text_of((int.from_bytes(packed, "big") + 1).to_bytes(_ULID_BYTES, "big"))
+
+
+def key_of(client_message_id: str, salt: bytes) -> int:
+    """Return the key of an id: 40 bits that change little from one id to the next, and 24 of a hash.
+
+    In a ULID the characters 5 to 9 are its time, of 32 ms to 12 days; a number at the end of an id changes in its last
+    three.
+    """
+    near = client_message_id[4:9] if len(client_message_id) == _ULID_LENGTH else client_message_id[-8:-3]
+    return int.from_bytes(near.encode() + sha256(salt + client_message_id.encode()).digest()[:3], "big")
+
+
+def find_moved(db: sqlite3.Connection, client_message_ids: Sequence[str], salt: bytes) -> dict[str, int]:
+    """Return the `seq` of each moved row that has one of these ids, by its id."""
+    keys = _encode([key_of(each, salt) for each in client_message_ids]).decode()
+    candidates = db.execute(QUERIES["candidates"], (keys,)).fetchall()
+    wanted = set(client_message_ids) if candidates else ()
+    return {text: seq for seq, packed in candidates if (text := text_of(packed)) in wanted}
+
+
+def answers(db: sqlite3.Connection, seqs: Sequence[int]) -> list[Existing]:
+    """Return what a send under the id of one of these moved rows is told."""
+    (found,) = db.execute(QUERIES["answers"], (_encode(seqs).decode(),)).fetchone()
+    return [
+        row._replace(
+            client_message_id=unpack(row.client_message_id),
+            row_id=unpack(row.row_id),
+            broker_message_id=row.broker_message_id and unpack(row.broker_message_id),
+        )
+        for row in _decode_existing(found)
+    ]
+
+
+def find_row(db: sqlite3.Connection, name: str) -> int | None:
+    """Return the `seq` of the row with this id, else with this client_message_id, moved or not; None without one."""
+    for query, value in (("row_with_id", name), ("moved_with_id", _pack(name)), ("row_with_client_id", name)):
+        if (found := db.execute(QUERIES[query], {"id": value}).fetchone()) is not None:
+            return int(found[0])
+    return find_moved(db, [name], read_salt(db)).get(name)
+
+
+def find_rows(db: sqlite3.Connection, names: Sequence[str]) -> set[int]:
+    """Return the `seq` of every row that has one of these as its id or its client_message_id, moved or not."""
+    if not names:
+        return set()
+    (found,) = db.execute(QUERIES["rows_named"], (_encode(names).decode(),)).fetchone()
+    moved = (db.execute(QUERIES["moved_with_id"], {"id": _pack(name)}).fetchone() for name in names)
+    return {
+        *_decode_seqs(found),
+        *(seq for (seq,) in filter(None, moved)),
+        *find_moved(db, names, read_salt(db)).values(),
+    }
+
+
+def _pack(text: str) -> str | bytes:
+    """Return an id as it is kept: ULIDs and UUIDs as bytes."""
+    if len(text) == _ULID_LENGTH and _ULID(text):
+        return int(text.encode().translate(_FROM_CROCKFORD), 32).to_bytes(_ULID_BYTES, "big")
+    if len(text) == _UUID_LENGTH and _UUID(text):
+        return bytes.fromhex(text.replace("-", "")) + _UUID_TAG
+    return text
+
+
+def text_of(kept: str | bytes) -> str:
+    """Return the id that `_pack` made this of."""
+    if isinstance(kept, str):
+        return kept
+    if len(kept) > _ULID_BYTES:
+        return str(UUID(bytes=kept[:_ULID_BYTES]))
+    padded = (int.from_bytes(kept, "big") << 30).to_bytes(20, "big")  # 26 characters of 5 bits, and 6 more
+    return b32hexencode(padded)[:_ULID_LENGTH].translate(_TO_CROCKFORD).decode()
+
+
+def unpack(shown: str) -> str:
+    """Return the id that a view shows so, packed or not."""
+    return text_of(bytes.fromhex(shown[1:])) if shown.startswith(_PACKED) else shown
