@@ -90,7 +90,9 @@ class AcceptStore:
             rows = await connection.fetch(QUERIES["find_accepted"], mesh_id, list(client_message_ids))
         return {row[0]: Taken(*row[1:]) for row in rows}
 
-    async def write(self, sender: Member, candidates: Sequence[Candidate], wanted: Wanted) -> list[Written]:
+    async def write(
+        self, sender: Member, candidates: Sequence[Candidate], wanted: Wanted = lambda: True
+    ) -> list[Written]:
         """Commit what can be accepted of `candidates`, whose ids are distinct; one transaction, all of it or nothing.
 
         Raises `Unwanted` and `TokenRevoked`; after whatever else Postgres and the connection raise, the outcome is
