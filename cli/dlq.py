@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
 
 import typer
 
 from chassis.exits import Exit, Fatal
-from cli.jetstream import Credentials, NatsUrl, with_jetstream
-from cli.noun import DryRun, Json, Mesh, Yes, noun
+from cli.jetstream import Credentials, NatsUrl, reached
+from cli.noun import Database, DryRun, Json, Mesh, Yes, noun
 from cli.output import ago, confirm, fields, json_line, line, listing, note, reason_or_ask, table
 from cli.quantities import duration
 from cli.selection import chosen_ids
 
 if TYPE_CHECKING:
-    from delivery.dead_letter_stream import DeadLetterStream, LetterFilter, StoredLetter
+    from delivery.dead_letters.operations import LetterFilter, LetterOperations, StoredLetter
 
-    Act: TypeAlias = Callable[[DeadLetterStream, StoredLetter, str], Awaitable[dict[str, Any]]]
+    Act: TypeAlias = Callable[[LetterOperations, StoredLetter, str], Awaitable[dict[str, Any]]]
 
 app = noun("See, replay and drop messages that could not be handled.")
 
@@ -38,12 +40,21 @@ OlderThan = Annotated[
 ]
 Why = Annotated[
     str | None,
-    typer.Option("--reason", help="Why; kept beside the dead letters. Asked for on a terminal.", metavar="TEXT"),
+    typer.Option("--reason", help="Why; kept in `log`. Asked for on a terminal.", metavar="TEXT"),
 ]
 
 _COLUMNS: Final = ("ID", "MESSAGE ID", "SUBJECT", "REASON", "TRIES", "AGE", "CONSUMER", "LAST ERROR")
 _DONE: Final = {"replay": "replayed", "drop": "dropped"}
 _NOTE_COLUMNS: Final = ("AT", "DONE", "BY", "MESSAGE ID", "AS", "REASON", "WHY")
+
+
+class _Reach(NamedTuple):
+    """Which letters are meant, and where they are."""
+
+    mesh: str | None
+    database: str | None
+    nats_url: str | None
+    credentials: Path | None
 
 
 @app.command("list")
@@ -54,18 +65,24 @@ def list_(
     consumer: Consumer = None,
     older_than: OlderThan = None,
     mesh: Mesh = None,
+    database: Database = None,
     nats_url: NatsUrl = None,
     credentials: Credentials = None,
     as_json: Json = False,
 ) -> None:
     """List dead letters, oldest first; never their payloads."""
     wanted = _filter(None, subject, code, consumer, older_than)
-    found = _with_letters(mesh, nats_url, credentials, lambda letters: letters.find(wanted))
-    if as_json:
-        for stored in found:
-            json_line(_members(stored, whole=False))
-    else:
-        table(_COLUMNS, map(_cells, found)) if found else line("no dead letters")
+
+    def show(found: list[StoredLetter], *, complete: bool) -> None:
+        if as_json:
+            for stored in found:
+                json_line(_members(stored, whole=False))
+        elif found:
+            table(_COLUMNS, map(_cells, found))
+        elif complete:
+            line("no dead letters")
+
+    _look(_Reach(mesh, database, nats_url, credentials), wanted, show)
 
 
 @app.command()
@@ -73,6 +90,7 @@ def inspect(
     *,
     ids: Ids = None,
     mesh: Mesh = None,
+    database: Database = None,
     nats_url: NatsUrl = None,
     credentials: Credentials = None,
     as_json: Json = False,
@@ -82,15 +100,19 @@ def inspect(
     if not chosen:
         raise Fatal(Exit.USAGE, "name a dead letter by its id or message id (`postroom dlq list` shows them)")
     wanted = _filter(chosen, None, None, None, None)
-    for stored in _with_letters(mesh, nats_url, credentials, lambda letters: letters.find(wanted)):
-        json_line(_members(stored, whole=True)) if as_json else fields(_members(stored, whole=True).items())
+
+    def show(found: list[StoredLetter], **_: bool) -> None:
+        for stored in found:
+            json_line(_members(stored, whole=True)) if as_json else fields(_members(stored, whole=True).items())
+
+    _look(_Reach(mesh, database, nats_url, credentials), wanted, show, payloads=True)
 
 
-async def _replayed(letters: DeadLetterStream, stored: StoredLetter, why: str) -> dict[str, Any]:
+async def _replayed(letters: LetterOperations, stored: StoredLetter, why: str) -> dict[str, Any]:
     return {"new_message_id": await letters.replay(stored, why=why)}
 
 
-async def _dropped(letters: DeadLetterStream, stored: StoredLetter, why: str) -> dict[str, Any]:
+async def _dropped(letters: LetterOperations, stored: StoredLetter, why: str) -> dict[str, Any]:
     await letters.drop(stored, why=why)
     return {}
 
@@ -111,6 +133,7 @@ def _settling(verb: str, act: Act, help_text: str) -> None:
         dry_run: DryRun = False,
         yes: Yes = False,
         mesh: Mesh = None,
+        database: Database = None,
         nats_url: NatsUrl = None,
         credentials: Credentials = None,
         as_json: Json = False,
@@ -124,24 +147,31 @@ def _settling(verb: str, act: Act, help_text: str) -> None:
             dry_run=dry_run,
             yes=yes,
             as_json=as_json,
-            reach=(mesh, nats_url, credentials),
+            reach=_Reach(mesh, database, nats_url, credentials),
         )
 
 
 _settling(
     "replay",
     _replayed,
-    "Send messages again, each under a fresh id, to the consumer that buried them; their dead letters go.",
+    "Send messages again, each under a fresh id, to the consumer that buried them; their letters are settled.",
 )
-_settling("drop", _dropped, "Remove dead letters for good; a note of each is kept, its payload is not.")
+_settling("drop", _dropped, "Settle dead letters that nobody will handle; a note of each is kept, its payload is not.")
 
 
 @app.command()
-def log(*, mesh: Mesh = None, nats_url: NatsUrl = None, credentials: Credentials = None, as_json: Json = False) -> None:
+def log(
+    *,
+    mesh: Mesh = None,
+    database: Database = None,
+    nats_url: NatsUrl = None,
+    credentials: Credentials = None,
+    as_json: Json = False,
+) -> None:
     """Show what operators replayed and dropped, and why."""
-    notes = _with_letters(mesh, nats_url, credentials, lambda letters: letters.notes())
+    reach = _Reach(mesh, database, nats_url, credentials)
     listing(
-        notes,
+        _with_letters(reach, lambda letters: letters.notes(), []),
         _NOTE_COLUMNS,
         lambda note: (note.at, note.act, note.actor, note.message_id, note.new_message_id, note.reason, note.why),
         as_json=as_json,
@@ -157,17 +187,18 @@ def _settle(
     dry_run: bool,
     yes: bool,
     as_json: bool,
-    reach: tuple[str | None, str | None, Path | None],
+    reach: _Reach,
 ) -> None:
     """Do `act` to every letter that is meant, after a question; exit code 1 where it failed for some."""
     from postroom import PostroomError  # noqa: PLC0415
 
     why = "" if dry_run else reason_or_ask(reason)
-    found = _with_letters(*reach, lambda letters: letters.find(wanted))
+    unreachable: list[PostroomError] | None = [] if verb == "drop" else None  # a row is dropped without NATS
+    found = _with_letters(reach, lambda letters: letters.find(wanted), unreachable)
     if not dry_run and found:
         confirm(f"{verb.capitalize()} {len(found)} dead letters?", yes=yes)
 
-    async def work(letters: DeadLetterStream) -> int:
+    async def work(letters: LetterOperations) -> int:
         failed = 0
         for stored in found:
             members = _members(stored, whole=False)
@@ -181,21 +212,56 @@ def _settle(
                 json_line({**members, "done": not dry_run})
         return failed
 
-    failed = _with_letters(*reach, work) if found else 0
+    failed = _with_letters(reach, work, unreachable) if found else 0
     if not as_json:
         line(f"{len(found) - failed} {'would be ' if dry_run else ''}{_DONE[verb]}, {failed} failed")
     if failed:
         raise SystemExit(Exit.FAILED)
+    if unreachable and wanted.ids is None:
+        raise unreachable[0]
+
+
+def _look(reach: _Reach, wanted: LetterFilter, show: Callable[..., None], *, payloads: bool = False) -> None:
+    """Show the letters that are meant; without NATS those of the record, and then raise what NATS failed with."""
+    from postroom import PostroomError  # noqa: PLC0415
+
+    unreachable: list[PostroomError] = []
+    found = _with_letters(reach, lambda letters: letters.find(wanted, payloads=payloads), unreachable)
+    if reach.database is None:
+        note("only what the stream holds: set POSTROOM_DATABASE_URL, or --database, to read the record of dead letters")
+    show(found, complete=not unreachable)
+    for error in unreachable:
+        raise error
 
 
 def _with_letters(
-    mesh: str | None, url: str | None, credentials: Path | None, work: Callable[[DeadLetterStream], Awaitable[Any]]
+    reach: _Reach, work: Callable[[LetterOperations], Awaitable[Any]], unreachable: list[Any] | None = None
 ) -> Any:
-    from delivery.dead_letter_stream import DeadLetterStream  # noqa: PLC0415
+    """Return what `work` returns; with a list for it, a NATS that cannot be reached is noted there and not raised."""
+    from chassis.postgres import check_version, connected  # noqa: PLC0415
+    from delivery.database import ROOM  # noqa: PLC0415
+    from delivery.dead_letters.operations import LetterOperations  # noqa: PLC0415
+    from postroom import PostroomError  # noqa: PLC0415
 
+    mesh, database, nats_url, credentials = reach
     if mesh is None:
         raise Fatal(Exit.USAGE, "say which mesh with --mesh, or set POSTROOM_MESH")
-    return with_jetstream(url, credentials, lambda js: work(DeadLetterStream(js, mesh, actor=getpass.getuser())))
+
+    async def run() -> Any:
+        async with AsyncExitStack() as stack:
+            connection = js = None
+            if database is not None:
+                connection = await stack.enter_async_context(connected(database))
+                await check_version(connection, ROOM, migrate_with="postroom broker migrate")
+            try:
+                js = await stack.enter_async_context(reached(nats_url, credentials))
+            except PostroomError as error:
+                if connection is None or unreachable is None:
+                    raise
+                unreachable.append(error)
+            return await work(LetterOperations(connection, js, mesh, actor=getpass.getuser()))
+
+    return asyncio.run(run())
 
 
 def _chosen(ids: list[str] | None, *, everything: bool, **filters: Any) -> LetterFilter:
@@ -215,7 +281,7 @@ def _filter(
     consumer: str | None,
     older_than: float | None,
 ) -> LetterFilter:
-    from delivery.dead_letter_stream import LetterFilter  # noqa: PLC0415
+    from delivery.dead_letters.operations import LetterFilter  # noqa: PLC0415
 
     return LetterFilter(
         ids=None if ids is None else frozenset(ids),
@@ -240,7 +306,7 @@ def _members(stored: StoredLetter, *, whole: bool) -> dict[str, Any]:
 def _cells(stored: StoredLetter) -> tuple[Any, ...]:
     letter = stored.letter
     if letter is None:
-        return (stored.id, None, None, "(no dead letter of ours)", None, None, None, None)
+        return (stored.id, None, None, "(not a dead letter)", None, None, None, None)
     return (
         stored.id,
         letter.message_id,

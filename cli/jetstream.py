@@ -1,12 +1,12 @@
-"""How a verb reaches JetStream: it hands over a coroutine function, and gets its result back."""
+"""How a verb reaches JetStream."""
 
 from __future__ import annotations
 
-import asyncio
 import getpass
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -14,8 +14,6 @@ from chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
-
-T = TypeVar("T")
 
 PATIENCE: Final = 5.0  # seconds that a person waits for NATS
 
@@ -34,20 +32,17 @@ Credentials = Annotated[
 ]
 
 
-def with_jetstream(url: str | None, credentials: Path | None, work: Callable[[JetStreamContext], Awaitable[T]]) -> T:
-    """Run `work` with a context of JetStream at `url` and return what it returns."""
+@asynccontextmanager
+async def reached(url: str | None, credentials: Path | None) -> AsyncIterator[JetStreamContext]:
+    """Lend a context of JetStream at `url`; raises `Unavailable` or `NotPermitted` where a person waited in vain."""
     from delivery.nats import connect  # noqa: PLC0415
     from delivery.settings import NatsSettings  # noqa: PLC0415
 
     if url is None:
         raise Fatal(Exit.USAGE, "say where NATS is: set POSTROOM_NATS_URL, or --nats-url")
     settings = NatsSettings(url=url, credentials_file=credentials)
-
-    async def run() -> T:
-        connection = await connect(settings, name=f"postroom of {getpass.getuser()}", patience=PATIENCE, logged=False)
-        try:
-            return await work(connection.jetstream())
-        finally:
-            await connection.close()
-
-    return asyncio.run(run())
+    connection = await connect(settings, name=f"postroom of {getpass.getuser()}", patience=PATIENCE, logged=False)
+    try:
+        yield connection.jetstream()
+    finally:
+        await connection.close()

@@ -14,7 +14,7 @@ import typer
 
 from chassis.exits import Exit, Fatal
 from cli.job_rows import COLUMNS, STEPS, cells, described, drawn, folded, step_cells, step_name, told
-from cli.noun import Json, Mesh, Reason, Yes, noun
+from cli.noun import Database, Json, Mesh, Reason, Yes, noun
 from cli.output import confirm, fields, json_line, line, note, reason_or_ask, table
 from cli.selection import chosen_ids
 
@@ -35,15 +35,6 @@ def _uuid(text: str) -> UUID:
 
 app = noun("Start jobs, see what became of them, end them or let them go on.")
 
-Database = Annotated[
-    str | None,
-    typer.Option(
-        "--database",
-        envvar="POSTROOM_DATABASE_URL",
-        help="The Postgres with the jobs; one with a password belongs in the environment.",
-        metavar="URL",
-    ),
-]
 JobId = Annotated[
     UUID, typer.Argument(parser=_uuid, metavar="JOB", help="The job's id (`postroom jobs list` shows them).")
 ]

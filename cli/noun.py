@@ -42,6 +42,15 @@ Config = Annotated[
         readable=False,  # reading it says better what is wrong
     ),
 ]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        envvar="POSTROOM_DATABASE_URL",
+        help="The Postgres that holds them; an address with a password belongs in the environment.",
+        metavar="URL",
+    ),
+]
 Url = Annotated[
     str | None, typer.Option("--url", envvar="POSTROOM_BROKER_URL", help="The broker's address.", metavar="URL")
 ]

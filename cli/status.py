@@ -113,15 +113,17 @@ async def _jobs(stack: Stack) -> dict[str, Any]:
 
 
 async def _dead_letters(stack: Stack) -> dict[str, Any]:
-    """Ask JetStream for the dead letters of each stream of them."""
-    from delivery.dead_letter_stream import count_letters  # noqa: PLC0415
+    """Ask the record, and JetStream for those of agents, how many dead letters each mesh has."""
+    from chassis.postgres import connected  # noqa: PLC0415
+    from delivery.dead_letters.operations import count_letters  # noqa: PLC0415
     from delivery.nats import connect  # noqa: PLC0415
     from delivery.settings import NatsSettings  # noqa: PLC0415
 
     settings = NatsSettings(url=stack.nats.url)
     connection = await connect(settings, name="postroom status", patience=_ANSWER_SECONDS, logged=False)
     try:
-        letters = await count_letters(connection.jetstream())
+        async with connected(stack.postgres.url) as record:
+            letters = await count_letters(record, connection.jetstream())
     finally:
         await connection.close()
     return {"backlog": {f"dead in {stream}": count for stream, count in letters.items()}}

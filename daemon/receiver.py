@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from broker_client.settings import BrokerClientSettings
 from daemon.filing import Filing, FilingCounters, refill
 from delivery.consuming import Consumer
-from delivery.dead_letters import DeadLetters
+from delivery.dead_letters import StreamLetters
 from delivery.nats import connect
 from delivery.settings import ConsumerSettings, NatsSettings
 from delivery.subjects import inbox_subject, stream_name
@@ -151,7 +151,7 @@ class Receiver:
         try:
             js = self._connection.jetstream()
             settings = consumer_settings(self._mesh, member, inbox.id)
-            self._consumer = Consumer(js, settings, self._filing, DeadLetters(js, self._mesh))
+            self._consumer = Consumer(js, settings, self._filing, StreamLetters(js, self._mesh))
             try:
                 await self._consumer.run()
             finally:  # also where another part of the inbox failed: what is in hand goes back to the stream

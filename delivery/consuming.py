@@ -26,7 +26,8 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
-from delivery.dead_letters import REPLAYED_FOR, DeadLetters
+from delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
+from delivery.dead_letters.letter import REPLAYED_FOR
 from delivery.message import Delivery, delivery_of
 from delivery.pulling import Pull
 from delivery.settings import BackoffSettings, ConsumerSettings, StreamSettings
@@ -308,11 +309,18 @@ class Consumer:
                 await self._bury(held, outcome)
 
     async def _bury(self, held: _Held, outcome: Dead) -> None:
-        """Publish the dead letter and only then ack; without a place for dead letters the message comes again."""
+        """Keep the dead letter and only then ack; without a place for dead letters the message comes again.
+
+        A dead letter that cannot be handled is its own letter: one of it would come here again, and again.
+        """
         delivery = held.delivery if outcome.attempts is None else held.delivery._replace(attempt=outcome.attempts)
+        if is_dead_letter(delivery):
+            _log.warning("dead_letter_not_handled", **self._named(held), reason=outcome.reason, error=outcome.error)
+            await self._answer(held, _ACK)
+            return
         try:
-            await self._dead_letters.publish(
-                delivery, reason=outcome.reason, error=outcome.error, consumer=self._settings.durable
+            await self._dead_letters.keep(
+                letter_of(delivery, reason=outcome.reason, error=outcome.error, consumer=self._settings.durable)
             )
         except Exception as error:  # noqa: BLE001 - a letter that cannot be made holds up its own message and no other
             _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=tell(error))

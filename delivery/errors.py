@@ -104,7 +104,36 @@ def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
     return Conflict.of(409, "consumer_gone", detail)
 
 
+def letter_elsewhere(letter: str, consumer: str) -> Conflict:
+    """Refuse to settle a letter that is a row of another database: there it would stay as it is."""
+    detail = (
+        f"the dead letter {letter} is kept in another database, that of its consumer {consumer}: set "
+        "POSTROOM_DATABASE_URL to that one"
+    )
+    return Conflict.of(409, "letter_elsewhere", detail)
+
+
+def letter_not_kept(letter: str, error: Exception) -> Unavailable:
+    """Say that Postgres has not taken a dead letter."""
+    detail = f"keeping the dead letter of {letter}: Postgres has not taken it ({type(error).__name__}: {error})"
+    return Unavailable.of(503, "letter_not_kept", detail, retryable=True)
+
+
+def no_letter_record() -> InvalidMessage:
+    """Say that what is done to dead letters has to be written down, and where."""
+    detail = "what is done to dead letters is recorded in Postgres: set POSTROOM_DATABASE_URL to that of the consumers"
+    return InvalidMessage.of(400, "database_not_named", detail)
+
+
+def no_nats(doing: str) -> Unavailable:
+    """Say that something needs NATS, which cannot be reached."""
+    return Unavailable.of(503, "nats_unavailable", f"{doing}: NATS cannot be reached", retryable=True)
+
+
 def no_payload(letter: str) -> Conflict:
     """Refuse to replay what holds no message."""
-    detail = f"cannot replay {letter}: it holds no payload, so another program wrote it; look at it, or drop it"
+    detail = (
+        f"cannot replay {letter}: it holds no payload, since another program wrote it, or NATS takes no letter so "
+        "large; look at it, or drop it"
+    )
     return Conflict.of(409, "nothing_to_replay", detail)

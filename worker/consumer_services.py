@@ -15,7 +15,7 @@ from chassis.exits import Exit, Fatal
 from chassis.postgres import UNREACHABLE, Pool
 from chassis.systemd import notify
 from delivery.consuming import Consumer
-from delivery.dead_letters import DeadLetters
+from delivery.dead_letters import RecordedLetters
 from delivery.http.client import HandlerClient
 from delivery.http.handler import LEASE_SHARE, HttpHandler
 from delivery.http.inbox_messages import Backlog, InboxMessages, get_inbox_backlog, open_inbox_pool
@@ -85,7 +85,7 @@ async def open_services(config: ConsumerConfig) -> AsyncIterator[Services]:
         js = nats.jetstream()
         # The calls are limited, not the batches: one slow call holds up nothing but its own place.
         unlimited = msgspec.structs.replace(settings, batches_at_once=settings.max_ack_pending)
-        consumer = Consumer(js, unlimited, handler, DeadLetters(js, config.context), stream=config.stream)
+        consumer = Consumer(js, unlimited, handler, RecordedLetters(pool, config.context), stream=config.stream)
         retention = InboxRetention(pool, js, stream=settings.stream, durable=settings.durable, settings=config.inbox)
         yield Services(
             config=config,

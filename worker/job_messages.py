@@ -14,7 +14,7 @@ from uuid import UUID
 import msgspec
 
 from delivery.consuming import Delivery
-from delivery.dead_letters import REPLAY_OF
+from delivery.dead_letters.letter import REPLAY_OF
 from delivery.subjects import EventSubject, parse_subject
 from ledger.primitives import Answer
 from postroom.errors import InvalidMessage

@@ -20,7 +20,7 @@ from nats.js.errors import NotFoundError
 from chassis.postgres import REFUSED, UNREACHABLE, Pool
 from delivery.consumers import Consumers
 from delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Retry, Settle
-from delivery.dead_letters import DeadLetters
+from delivery.dead_letters import RecordedLetters
 from delivery.settings import ConsumerSettings, NatsSettings
 from delivery.subjects import event_subject
 from ledger.engine import Engine, Place, TryLater, find_places
@@ -174,7 +174,7 @@ class Jobs:
         except NotFoundError:
             return  # nobody has declared it yet: the next look will find it
         handler = JobHandler(self.engines[place.flow], self._slots)
-        consumer = Consumer(js, self._consumer(stream, place), handler, DeadLetters(js, place.mesh))
+        consumer = Consumer(js, self._consumer(stream, place), handler, RecordedLetters(self._pool, place.mesh))
         self._consumers.begin((place.flow, place.mesh), consumer)
         _log.info("flow_begun", flow=place.flow, mesh=place.mesh, stream=stream)
 

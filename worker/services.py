@@ -16,7 +16,7 @@ from chassis.systemd import notify
 from delivery.database import open_database
 from delivery.http.addresses import Guard
 from delivery.http.inbox_messages import open_inbox_pool
-from delivery.publishing import DELIVERIES, EVENTS, Backlog, Publisher, Record, sources_of
+from delivery.publishing import DELIVERIES, EVENTS, LETTERS, Backlog, Publisher, Record, sources_of
 from delivery.webhooks.settings import networks_of
 from delivery.webhooks.webhooks import Webhooks
 from ledger.database import open_jobs_pool
@@ -26,7 +26,7 @@ from worker.jobs import Jobs
 from worker.metrics import expose
 from worker.upkeep import Upkeep
 
-_CONNECTIONS: Final = 6  # one for each publisher, two for the upkeep, and some for who asks
+_CONNECTIONS: Final = 7  # one for each publisher, two for the upkeep, and some for who asks
 _WEBHOOK_CONNECTIONS: Final = 3
 _LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
 
@@ -77,7 +77,7 @@ async def open_services(config: WorkerConfig) -> AsyncIterator[Services]:
         sources = await sources_of(pool)
         record = Record(pool, sources, config.record)
         upkeep = Upkeep(pool, record, config, has_broker=DELIVERIES in sources)
-        settings = {EVENTS.name: config.events, DELIVERIES.name: config.deliveries}
+        settings = {EVENTS.name: config.events, DELIVERIES.name: config.deliveries, LETTERS.name: config.events}
         publishers = [
             Publisher(
                 pool,

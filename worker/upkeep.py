@@ -6,6 +6,7 @@ The upkeep has a connection of its own, on which it hears what others take out o
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -14,11 +15,11 @@ import structlog
 
 from chassis.exits import Exit, Fatal
 from chassis.postgres import UNREACHABLE, Pool
-from delivery.publishing import DELIVERIES, Record, WorkQueues
+from delivery.publishing import DELIVERIES, LETTERS, Record, WorkQueues
 from delivery.publishing.audit import Audit
 from delivery.publishing.link import Link
-from delivery.settings import StreamsConfig
-from delivery.streams import Reconciled, default_streams, ensure_stream, reconcile
+from delivery.settings import StreamsConfig, StreamSettings
+from delivery.streams import Reconciled, dead_letter_stream, default_streams, ensure_stream, reconcile
 from postroom.errors import Conflict, PostroomError
 from worker.config import WorkerConfig
 from worker.once import OnceRetention
@@ -99,18 +100,22 @@ class Upkeep:
             done = await reconcile(link.js, StreamsConfig(streams=self._config.streams))
         except Conflict as error:
             raise Fatal(Exit.CONFIG, error.problem.detail) from error
-        if self._config.declare_streams and self._has_broker:
+        if self._config.declare_streams:
             await link.streams.refresh(link.js)
-            for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"]):
-                done += await self._declare_defaults(link, row["slug"])
+            for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"]) if self._has_broker else ():
+                done += await self._declare_missing(
+                    link, default_streams(row["slug"], max_bytes=self._config.events_max_bytes)
+                )
+            for row in await self._pool.fetch(LETTERS.queries["list_contexts"]):
+                done += await self._declare_missing(link, [dead_letter_stream(row["context"])])
         for name, action, changes in done:
             if action != "unchanged":
                 _log.info(f"stream_{action}", stream=name, changes=list(changes))
 
-    async def _declare_defaults(self, link: Link, mesh: str) -> list[Reconciled]:
-        """Create the default streams of a mesh whose subjects no stream takes yet; existing ones stay as they are."""
+    async def _declare_missing(self, link: Link, streams: Sequence[StreamSettings]) -> list[Reconciled]:
+        """Create those streams whose subjects no stream takes yet; existing ones stay as they are."""
         return [
             await ensure_stream(link.js, stream)
-            for stream in default_streams(mesh, max_bytes=self._config.events_max_bytes)
+            for stream in streams
             if link.streams.of(stream.subjects[0].replace(">", "any")) is None
         ]

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from chassis.exits import Exit, Fatal
+from chassis.postgres import connected
 from cli.demo.programs import CONSUMER
 from cli.demo.receiver import POISON
 from cli.demo.reckoning import ANSWER, TOPIC, Handled
 from cli.demo.scene import Scene
 from cli.stack.layout import MESH
-from delivery.dead_letter_stream import DeadLetterStream, LetterFilter, StoredLetter
+from delivery.dead_letters.operations import LetterFilter, LetterOperations, StoredLetter
 from delivery.nats import connect
 from delivery.settings import NatsSettings
 
@@ -66,7 +67,7 @@ class Delivering:
         letters: list[StoredLetter] = []
 
         def dead() -> bool:
-            letters[:] = self._with_letters(lambda stream: stream.find(LetterFilter(consumer=CONSUMER)))
+            letters[:] = self._with_letters(lambda each: each.find(LetterFilter(consumer=CONSUMER)))
             return bool(letters)
 
         self._scene.wait(dead, "for the dead letter")
@@ -75,7 +76,7 @@ class Delivering:
             raise Fatal(Exit.FAILED, f"the dead letter {stored.id} cannot be read")
         self._stage.say(f"dead: {stored.letter.reason}, {stored.letter.last_error}", "red")
         self._receiver.repair()
-        self._with_letters(lambda stream: stream.replay(stored, why="the handler was repaired"))
+        self._with_letters(lambda each: each.replay(stored, why="the handler was repaired"))
         self._scene.wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
         self._stage.say("replayed under a fresh message id, and handled", "green")
 
@@ -90,11 +91,12 @@ class Delivering:
     def _effects_of_buried(self) -> int:
         return sum(effect.client_message_id == self._told.buried for effect in self._receiver.effects_of(TOPIC))
 
-    def _with_letters(self, work: Callable[[DeadLetterStream], Awaitable[T]]) -> T:
+    def _with_letters(self, work: Callable[[LetterOperations], Awaitable[T]]) -> T:
         async def run() -> T:
             nats = await connect(NatsSettings(url=self._scene.stack.nats.url), name="postroom demo", patience=_PATIENCE)
             try:
-                return await work(DeadLetterStream(nats.jetstream(), MESH, actor="demo"))
+                async with connected(self._scene.stack.postgres.url) as connection:
+                    return await work(LetterOperations(connection, nats.jetstream(), MESH, actor="demo"))
             finally:
                 await nats.close()
 

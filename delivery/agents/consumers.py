@@ -12,7 +12,6 @@ from nats.js.errors import NotFoundError
 
 from delivery.agents.runtime import AgentRuntime
 from delivery.consuming import Consumer
-from delivery.dead_letters import DeadLetters
 from delivery.errors import from_nats
 from delivery.settings import ConsumerSettings
 from delivery.streams import ensure_consumer
@@ -32,12 +31,11 @@ async def open_consumers(
     Raises `NotFound` where no stream keeps a subject, `Conflict` where a durable of that name does something else,
     `Unavailable` without JetStream.
     """
-    dead_letters = DeadLetters(js, runtime.tenant)
     consumers = []
     for stream, wanted in (await _by_stream(js, subjects)).items():
         consumer = msgspec.structs.replace(settings, stream=stream, filter_subjects=wanted)
         await ensure_consumer(js, consumer)
-        consumers.append(Consumer(js, consumer, runtime, dead_letters, rng=rng))
+        consumers.append(Consumer(js, consumer, runtime, runtime.letters, rng=rng))
     return consumers
 
 

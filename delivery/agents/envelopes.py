@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from delivery.dead_letters import REPLAY_OF
+from delivery.dead_letters.letter import REPLAY_OF
 from delivery.message import Delivery
 from delivery.publishing.source import identifying
 from delivery.subjects import CommandSubject, EventSubject, Subject, parse_subject

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
+import msgspec
 import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -25,9 +26,11 @@ from delivery.agents.settings import AgentSettings
 from delivery.agents.store import Mark, Outgoing, Store
 from delivery.agents.turns import Turns
 from delivery.agents.writing import durably
+from delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
 from delivery.errors import from_nats
 from delivery.nats import end_if_cancelled
 from delivery.publishing.displaced import message_id_at
+from delivery.publishing.source import identifying
 from delivery.publishing.streams import StreamPicture, Streams
 from postroom.errors import PostroomError
 
@@ -52,9 +55,17 @@ def message_of(position: int, cause: int, draft: Draft) -> Message:
     return Message(position, cause, 0, draft.subject, headers_of(draft.envelope), draft.payload)
 
 
-def stored_message(outgoing: Outgoing) -> Message:
-    """Return the same message, read back from the store; what was lost has a fresh message id."""
-    position, epoch, text = outgoing
+def stored_message(outgoing: Outgoing, most_bytes: int) -> Message:
+    """Return the same message, or a dead letter, read back from the store; what was lost has a fresh message id.
+
+    A letter of more than `most_bytes`, which is larger than NATS takes, goes out without its payload.
+    """
+    position, epoch, text, subject = outgoing
+    if subject is not None:
+        letter = msgspec.json.decode(text, type=DeadLetter)
+        headers = {**identifying(letter_id(letter), epoch), EVENT_TYPE_HEADER: EVENT_TYPE}
+        body = text if len(text) <= most_bytes else msgspec.json.encode(letter.shortened())
+        return Message(position, position, epoch, subject, headers, body)
     record = decode_record(text)
     headers = headers_of(record.envelope, epoch)
     return Message(position, record.cause or 0, epoch, record.subject, headers, payload_of(text))
@@ -84,6 +95,11 @@ class Publisher:
         self._clock = clock
         self._streams = Streams()
         self._known = False  # whether the picture of the streams is good
+
+    def read(self, stored: Sequence[Outgoing]) -> list[Message]:
+        """Return what is stored as it goes out."""
+        most_bytes = self._js._nc.max_payload - HEADER_BYTES  # noqa: SLF001 - a context hides its connection
+        return [stored_message(outgoing, most_bytes) for outgoing in stored]
 
     async def rounds(self, messages: Sequence[Message]) -> AsyncIterator[set[int]]:
         """Publish until JetStream has everything; after each round yield the causes of what it has not."""

@@ -30,23 +30,25 @@ SELECT entity.id, entity.version FROM json_each(?) AS wanted JOIN entity ON enti
 
 -- name: unpublished_of
 -- What the messages at these positions caused that is not marked published.
-SELECT outgoing.position, outgoing.epoch, CAST(event.record AS BLOB)
+SELECT outgoing.position, outgoing.epoch, CAST(event.record AS BLOB), NULL
 FROM json_each(?) AS wanted
 JOIN outgoing ON outgoing.cause = wanted.value AND outgoing.published_at IS NULL
 JOIN event ON event.position = outgoing.position
 ORDER BY outgoing.position;
 
 -- name: unpublished
--- Everything that is not marked published, oldest first.
-SELECT outgoing.position, outgoing.epoch, CAST(event.record AS BLOB)
-FROM outgoing JOIN event ON event.position = outgoing.position
+-- Everything that is not marked published, oldest first; of a letter also its subject.
+SELECT outgoing.position, outgoing.epoch, coalesce(CAST(event.record AS BLOB), letter.record), letter.subject
+FROM outgoing LEFT JOIN event ON event.position = outgoing.position
+LEFT JOIN letter ON letter.position = outgoing.position
 WHERE outgoing.published_at IS NULL ORDER BY outgoing.position;
 
 -- name: lost
--- What was lost and is not published again yet, after a position, oldest first.
-SELECT outgoing.position, outgoing.epoch, CAST(event.record AS BLOB)
-FROM outgoing JOIN event ON event.position = outgoing.position
-WHERE outgoing.published_at IS NULL AND outgoing.epoch > 0 AND outgoing.position > ?
+-- What was lost and is not published again yet, and letters that never were published, after a position, oldest first.
+SELECT outgoing.position, outgoing.epoch, coalesce(CAST(event.record AS BLOB), letter.record), letter.subject
+FROM outgoing LEFT JOIN event ON event.position = outgoing.position
+LEFT JOIN letter ON letter.position = outgoing.position
+WHERE outgoing.published_at IS NULL AND (outgoing.epoch > 0 OR outgoing.position < 0) AND outgoing.position > ?
 ORDER BY outgoing.position LIMIT ?;
 
 -- name: append
@@ -95,14 +97,15 @@ WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence <
 
 -- name: newest_at
 -- What is noted at this number of this stream, or at the next one before it.
-SELECT event.idempotency_key, outgoing.epoch, outgoing.stream_sequence
-FROM outgoing JOIN event ON event.position = outgoing.position
+SELECT coalesce(event.idempotency_key, letter.letter_id), outgoing.epoch, outgoing.stream_sequence
+FROM outgoing LEFT JOIN event ON event.position = outgoing.position
+LEFT JOIN letter ON letter.position = outgoing.position
 WHERE outgoing.stream = ? AND outgoing.stream_created_at = ? AND outgoing.stream_sequence <= ?
 ORDER BY outgoing.stream_sequence DESC LIMIT 1;
 
 -- name: find_since
--- What was published from a time on, wherever it is noted.
-SELECT position FROM outgoing WHERE published_at >= ?;
+-- The messages that were published from a time on, wherever they are noted.
+SELECT position FROM outgoing WHERE published_at >= ? AND position > 0;
 
 -- name: requeue
 -- These messages are lost: they are unpublished again, under the next epoch.
@@ -119,8 +122,23 @@ WHERE position IN (SELECT value FROM json_each(?));
 -- Forget, of the oldest published messages (so many), those that were published before a moment. Only what was published
 -- a second time since stands in its way.
 DELETE FROM outgoing WHERE position IN (
-  SELECT position FROM outgoing WHERE published_at IS NOT NULL ORDER BY position LIMIT :most
+  SELECT position FROM outgoing WHERE position > 0 AND published_at IS NOT NULL ORDER BY position LIMIT :most
 ) AND published_at < :before;
+
+-- name: prune_letters
+-- Forget the dead letters that were published before a moment.
+DELETE FROM outgoing WHERE position < 0 AND published_at < ?;
+
+-- name: keep_letter
+-- One more dead letter, unless it is known: its id, its subject, the letter.
+INSERT INTO letter (position, letter_id, subject, record)
+SELECT coalesce(min(position), 0) - 1, ?, ?, ? FROM letter WHERE TRUE ON CONFLICT (letter_id) DO NOTHING;
+
+-- name: find_letter
+-- A dead letter that is not marked published, by its id.
+SELECT letter.position, outgoing.epoch, letter.record, letter.subject
+FROM letter JOIN outgoing ON outgoing.position = letter.position
+WHERE letter.letter_id = ? AND outgoing.published_at IS NULL;
 
 -- name: attempts
 -- The failed attempts at these messages: how many of each, and why the last one failed.

@@ -33,7 +33,7 @@ import structlog
 
 from delivery.agents.clock import to_microseconds
 from delivery.agents.counters import AgentCounters
-from delivery.agents.publishing import Publisher, stored_message
+from delivery.agents.publishing import Publisher
 from delivery.agents.settings import AgentSettings
 from delivery.agents.store import Search, Store
 from delivery.agents.turns import Turns
@@ -48,6 +48,7 @@ _log = structlog.get_logger(__name__)
 
 _MILLISECOND: Final = timedelta(milliseconds=1)
 _PAGE: Final = 1000  # messages published again at once
+_BEFORE_ALL: Final = -(2**63)  # no position is lower; those of dead letters are negative
 
 
 class Record:
@@ -141,13 +142,13 @@ class Record:
 
     async def _republish(self) -> None:
         """Publish what was lost; what JetStream does not take now is tried again after the next comparison."""
-        after = 0
+        after = _BEFORE_ALL
         while True:
             async with self._turns.turn():
                 page = await self._store.lost(after, _PAGE)
             if not page:
                 return
-            await self._publisher.publish([stored_message(outgoing) for outgoing in page])
+            await self._publisher.publish(self._publisher.read(page))
             after = page[-1].position
 
     async def _prune(self) -> None:

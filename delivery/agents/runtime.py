@@ -31,7 +31,8 @@ from delivery.agents.deciding import Deciding, Decision
 from delivery.agents.emitting import Emitter
 from delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
 from delivery.agents.group import Group, Job, dead
-from delivery.agents.publishing import HEADER_BYTES, Message, Publisher, stored_message
+from delivery.agents.letters import AgentLetters
+from delivery.agents.publishing import HEADER_BYTES, Message, Publisher
 from delivery.agents.rebuilding import Differs, empty, rebuild
 from delivery.agents.record import Record
 from delivery.agents.settings import AgentSettings
@@ -81,6 +82,7 @@ class AgentRuntime:
         self._clock = clock
         self._publisher = Publisher(js, store, turns, settings, counters=self.counters, clock=clock)
         self.record = Record(self._publisher, store, turns, settings, counters=self.counters, clock=clock)
+        self.letters = AgentLetters(self._publisher, store, turns, agent.tenant)
         self._memory = empty(agent)
         emitter = Emitter(self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
@@ -182,7 +184,7 @@ class AgentRuntime:
 
     async def _recover(self) -> None:
         async with self._turns.turn():
-            messages = [stored_message(outgoing) for outgoing in await self._store.unpublished()]
+            messages = self._publisher.read(await self._store.unpublished())
         async for _ in self._publisher.rounds(messages):
             pass
 
@@ -321,7 +323,7 @@ class AgentRuntime:
     async def _unpublished_of(self, positions: Sequence[int]) -> list[Message]:
         if not positions:
             return []
-        return [stored_message(outgoing) for outgoing in await self._store.unpublished_of(positions)]
+        return self._publisher.read(await self._store.unpublished_of(positions))
 
     def _key(self, delivery: Delivery) -> Key:
         scope = scope_of(delivery, self._own)

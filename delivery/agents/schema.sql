@@ -6,7 +6,8 @@
 --     are read out of it, so that nothing can stand beside it and say something else.
 --   * A message that came in is one event (role handled, conflict or refused), found by its idempotency key. What goes
 --     out because of it follows in the same transaction: what the agent emitted, and what the runtime reported.
---   * `outgoing` is what becomes of an event that goes out: where JetStream has it, until it is lost and goes out again.
+--   * `outgoing` is what becomes of an event or a dead letter that goes out: where JetStream has it, until it is lost and
+--     goes out again.
 
 CREATE TABLE event (
     position     INTEGER PRIMARY KEY,                    -- 1, 2, 3, … without a gap
@@ -69,6 +70,24 @@ WHEN NEW.position <> OLD.position OR NEW.cause <> OLD.cause
      OR (OLD.published_at IS NOT NULL AND coalesce(NEW.published_at <> OLD.published_at, FALSE))
 BEGIN SELECT RAISE(ABORT, 'a published event stays published until it is lost, and then begins another epoch'); END;
 
+-- What the agent could not handle, whole: a letter is here before its message is acknowledged, and goes out as events do.
+-- Its position is negative: -1, -2, …, so that it never is an event's.
+CREATE TABLE letter (
+    position  INTEGER PRIMARY KEY CHECK (position < 0),
+    letter_id TEXT    NOT NULL UNIQUE,                   -- of the message and the consumer: one death, one letter
+    subject   TEXT    NOT NULL,
+    record    BLOB    NOT NULL                           -- JSON
+);
+
+CREATE TRIGGER letter_stays AFTER UPDATE ON letter
+BEGIN SELECT RAISE(ABORT, 'a dead letter stays as it is'); END;
+
+CREATE TRIGGER letter_goes_out AFTER INSERT ON letter
+BEGIN INSERT INTO outgoing (position, cause) VALUES (NEW.position, NEW.position); END;
+
+CREATE TRIGGER letter_goes AFTER DELETE ON outgoing WHEN OLD.position < 0
+BEGIN DELETE FROM letter WHERE position = OLD.position; END;
+
 -- Whose store this is, and the position of its state: the last event's, written in that event's transaction.
 CREATE TABLE state (
     only          INTEGER PRIMARY KEY CHECK (only = 1),
@@ -120,4 +139,4 @@ WHEN NEW.message_id <> OLD.message_id OR NEW.attempts <= OLD.attempts
 BEGIN SELECT RAISE(ABORT, 'attempts only grow'); END;
 
 PRAGMA application_id = 1347633477;  -- "PSAE"
-PRAGMA user_version = 2;
+PRAGMA user_version = 3;

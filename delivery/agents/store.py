@@ -63,11 +63,12 @@ class Event(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """A stored message that is not marked published."""
+    """A stored message, or a dead letter, that is not marked published."""
 
     position: int
     epoch: int  # how often it was lost
     record: bytes
+    subject: str | None  # of a letter; a message's is in its record
 
 
 class Mark(NamedTuple):
@@ -211,6 +212,11 @@ class Store:
         self._logged += _EVENT_BYTES * len(marks)
         return await self._write(partial(_mark_published, [mark._asdict() for mark in marks]))
 
+    async def keep_letter(self, letter_id: str, subject: str, record: bytes) -> Outgoing | None:
+        """Commit a dead letter, unless it is known; return it where it is not marked published."""
+        self._logged += len(record) + _EVENT_BYTES
+        return await self._write(partial(_keep_letter, (letter_id, subject, record)))
+
     async def requeue_lost(self, search: Search) -> int:
         """Make unpublished what a stream has lost; return how many messages that are."""
         found = await self._connection.run(partial(_find_lost, search))
@@ -235,12 +241,11 @@ class Store:
         return await self._connection.run(lambda db: [row[0] for row in db.execute(_QUERIES["find_since"], (since,))])
 
     async def prune(self, before: int, most: int) -> int:
-        """Forget where up to `most` messages went that were published before a time (ms since the epoch).
+        """Forget where up to `most` messages went that were published before a time (ms since the epoch), and letters.
 
-        Return how many; their events stay.
+        Return how many messages; their events stay.
         """
-        values = {"before": before, "most": most}
-        pruned = await self._write(lambda db: db.execute(_QUERIES["prune"], values).rowcount)
+        pruned = await self._write(partial(_prune, before, most))
         self._logged += _EVENT_BYTES * pruned
         return pruned
 
@@ -321,6 +326,17 @@ def _append(changes: Changes, db: sqlite3.Connection) -> None:
 def _mark_published(marks: Sequence[dict[str, Any]], db: sqlite3.Connection) -> int:
     db.executemany(_QUERIES["mark_published"], marks)
     return db.executemany(_QUERIES["requeue_displaced"], marks).rowcount
+
+
+def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Outgoing | None:
+    db.execute(_QUERIES["keep_letter"], letter)
+    row = db.execute(_QUERIES["find_letter"], letter[:1]).fetchone()
+    return row and Outgoing(*row)
+
+
+def _prune(before: int, most: int, db: sqlite3.Connection) -> int:
+    db.execute(_QUERIES["prune_letters"], (before,))
+    return db.execute(_QUERIES["prune"], {"before": before, "most": most}).rowcount
 
 
 def _find_lost(search: Search, db: sqlite3.Connection) -> tuple[list[int], list[int]]:

@@ -140,7 +140,7 @@ class Publisher:
         return len(placed) + len(failed)
 
     async def _publish(self, link: Link, batch: Sequence[Outgoing]) -> tuple[list[tuple[Outgoing, Place]], _Failures]:
-        ready, refused = _split(batch, link.refusal)
+        ready, refused = _split([_fitting(message, link.refusal) for message in batch], link.refusal)
         placed: list[tuple[Outgoing, Place]] = []
         failed: _Failures = refused
         for message, result in zip(ready, await link.publish(ready), strict=True):
@@ -203,6 +203,13 @@ async def _swallowed(link: Link, placed: Sequence[tuple[Outgoing, Place]]) -> li
     known = [(message.key, place) for message, place in placed if place.duplicate]
     holes = {name: await read_holes(link, name) for name in {place.stream for _, place in known}}
     return [key for key, place in known if not holes[place.stream].holds(place.sequence)]
+
+
+def _fitting(message: Outgoing, refusal: Callable[[Outgoing], str | None]) -> Outgoing:
+    """Return the message, or its shorter form where that is all that may be sent of it."""
+    if message.shorter is None or refusal(message) is None:
+        return message
+    return message._replace(body=message.shorter)
 
 
 def _split(batch: Sequence[Outgoing], refusal: Callable[[Outgoing], str | None]) -> tuple[list[Outgoing], _Failures]:

@@ -1,4 +1,4 @@
-"""The two tables that are published, events and deliveries, as one kind of thing to the publisher and the record.
+"""The tables that are published, events, deliveries and dead letters, as one kind of thing to publisher and record.
 
 Their queries have the same names, parameters and results; what differs is how a row becomes a message.
 """
@@ -15,6 +15,7 @@ import msgspec
 
 from chassis.postgres import Connection, Pool
 from chassis.sql import Queries, load_queries
+from delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, RECORDED, DeadLetter
 from delivery.history import history_message
 from delivery.message import EPOCH, MESSAGE_ID
 
@@ -31,6 +32,7 @@ class Outgoing(NamedTuple):
     subject: str
     body: bytes
     headers: dict[str, str]
+    shorter: bytes | None = None  # the body where the server takes no message so large
 
 
 class Place(NamedTuple):
@@ -148,15 +150,23 @@ def _delivery(row: asyncpg.Record) -> Outgoing:
     return _outgoing(row, key, _encode(history_message(row)), headers)
 
 
+def _letter(row: asyncpg.Record) -> Outgoing:
+    letter = msgspec.json.decode(row["letter"], type=DeadLetter)
+    headers = {**identifying(row["letter_id"], row["epoch"]), EVENT_TYPE_HEADER: EVENT_TYPE, RECORDED: "postgres"}
+    outgoing = _outgoing(row, str(row["aggregate"]), _encode(letter.with_data(row["payload"])), headers)
+    return outgoing._replace(shorter=_encode(letter.shortened()))
+
+
 def _outgoing(row: asyncpg.Record, key: str, body: bytes, headers: dict[str, str]) -> Outgoing:
     return Outgoing(key, row["aggregate"], row["place"], row["publish_attempts"], row["subject"], body, headers)
 
 
 EVENTS: Final = Source("events", load_queries(__package__, "events.sql"), "", _event)
 DELIVERIES: Final = Source("deliveries", load_queries(__package__, "deliveries.sql"), 0, _delivery)
+LETTERS: Final = Source("letters", load_queries(__package__, "letters.sql"), 0, _letter)
 
 
 async def sources_of(database: Connection | Pool) -> Sequence[Source]:
     """Return what there is to publish in a database: deliveries only where it is a broker's."""
     has_broker = await database.fetchval(DELIVERIES.queries["has_broker"])
-    return (EVENTS, DELIVERIES) if has_broker else (EVENTS,)
+    return (EVENTS, DELIVERIES, LETTERS) if has_broker else (EVENTS, LETTERS)

@@ -15,7 +15,7 @@ from nats.js import JetStreamContext
 
 from chassis.postgres import Pool
 from delivery.consuming import DONE, Consumer, ConsumerCounters, Delivery, Settle
-from delivery.dead_letters import DeadLetters
+from delivery.dead_letters import RecordedLetters
 from delivery.http.addresses import Guard
 from delivery.http.client import HandlerClient
 from delivery.http.handler import LEASE_SHARE, HttpHandler
@@ -76,7 +76,7 @@ class WebhookConsumer:
             js,
             _consumer_settings(webhook, stream, settings),
             SinceRegistered(self._handler, webhook.created_at),
-            DeadLetters(js, webhook.mesh),
+            RecordedLetters(pool, webhook.mesh),
         )
         self._retention = InboxRetention(pool, js, stream=stream, durable=webhook.durable, settings=settings.inbox)
 

@@ -112,6 +112,7 @@ async def run(order: dict[str, Any]) -> None:
     store: Any = runtime._store
     store.append = crash.wrap("commit", store.append)
     store.mark_published = crash.wrap("mark", store.mark_published)
+    store.keep_letter = crash.wrap("keep", store.keep_letter)
     wanted = ConsumerSettings(
         stream="any", durable="counting_consumer", max_deliver=5, ack_wait_seconds=ACK_WAIT, backoff=QUICK
     )

@@ -1,7 +1,7 @@
 """A consumer as a process that is killed (-9) at one step: `python crashing_consumer.py FILE STEP COUNT`.
 
-The program's own services run, with one collaborator wrapped. STEP is `before_` or `after_` one of claim, call, settle
-and ack; COUNT says at which time that it comes by. STEP `never` runs on.
+The program's own services run, with one collaborator wrapped. STEP is `before_` or `after_` one of claim, call, settle,
+keep (a dead letter) and ack; COUNT says at which time that it comes by. STEP `never` runs on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from worker import consumer
 from worker.consumer_config import load_config
 
 STEPS = ("claim", "call", "settle", "ack")
+LETTER_STEPS = ("keep", "ack")
 
 
 def dying(step: str, count: int, when: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -46,6 +47,8 @@ async def main(file: Path, when: str, count: int) -> None:
         inbox.claim = dying("claim", count, when, inbox.claim)  # type: ignore[method-assign]
         inbox.settle = dying("settle", count, when, inbox.settle)  # type: ignore[method-assign]
         handler._client.call = dying("call", count, when, handler._client.call)  # type: ignore[method-assign]
+        letters: Any = services.consumer._dead_letters
+        letters.keep = dying("keep", count, when, letters.keep)
         pull = services.consumer._pull
         pull.answer = dying("ack", count, when, pull.answer)  # type: ignore[method-assign]
         await asyncio.gather(services.consumer.run(), handler.leases.run())

@@ -15,8 +15,10 @@ from nats.aio.client import Client
 from nats.js.api import ConsumerInfo, RawStreamMsg
 from nats.js.errors import NotFoundError
 
+from chassis.postgres import connected
 from delivery.consuming import DONE, Consumer, Delivery, Outcome, Settle
-from delivery.dead_letters import DeadLetter, DeadLetters
+from delivery.dead_letters import DeadLetter, DeadLetters, StreamLetters
+from delivery.dead_letters.operations import LetterFilter, LetterOperations
 from delivery.publishing.source import identifying
 from delivery.settings import BackoffSettings, ConsumerSettings
 from delivery.streams import default_streams, ensure_stream
@@ -78,6 +80,7 @@ class Context:
         self.dlq = f"{self.name}_DLQ".upper()
         self.subject = f"{self.name}.event.order_placed.v1"
         self.streams = default_streams(self.name, max_bytes=None)
+        self.record: str | None = None  # the URL of the database that its dead letters are kept in
 
     async def declare(self) -> None:
         for stream in self.streams:
@@ -106,7 +109,7 @@ class Context:
             self.js,
             self.settings(**changes),
             handler,
-            dead_letters or DeadLetters(self.js, self.name),
+            dead_letters or StreamLetters(self.js, self.name),
             stream=self.streams[0],
             rng=random.Random(7),
         )
@@ -147,6 +150,13 @@ class Context:
         return found
 
     async def letters(self) -> list[DeadLetter]:
+        """Return the dead letters that the record has, or the stream where there is no record."""
+        if self.record is not None:
+            async with connected(self.record) as connection:
+                found = await LetterOperations(connection, None, self.name, actor="").find(
+                    LetterFilter(), payloads=True
+                )
+            return [stored.letter for stored in found if stored.letter is not None]
         return [msgspec.json.decode(message.data or b"", type=DeadLetter) for message in await self.stored(self.dlq)]
 
 

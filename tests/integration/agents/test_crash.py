@@ -106,6 +106,17 @@ async def test_after_a_crash_a_message_goes_on_from_the_step_that_was_not_done(
     assert sorted((await emitted(context)).values()) == [1, 1]
 
 
+async def test_killed_at_every_step_of_burying_each_message_has_one_letter(context: Context, run: Run):
+    points = [f"{when} {what}" for what in ("keep", "publish", "mark", "ack") for when in ("before", "after")]
+    poison = [f"poison-{number}" for number in range(len(points))]
+    for message_id, point in zip(poison, points, strict=True):
+        headers = {"Nats-Msg-Id": message_id}
+        await context.js.publish(context.subject, b'{"total":2,"poison":true}', headers=headers)
+        assert await run(point, 1) == -signal.SIGKILL, point
+    assert await run("none", 0) == 0
+    assert sorted(letter.message_id or "" for letter in await context.letters()) == poison
+
+
 async def test_kills_use_up_no_attempts_of_messages_that_were_only_in_hand(context: Context, run: Run, tmp_path: Path):
     orders = [f"order-{index}" for index in range(ORDERS_PER_RUN)]
     await place_orders(context, orders)

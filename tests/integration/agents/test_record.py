@@ -99,6 +99,40 @@ async def test_what_was_lost_while_the_agent_was_away_is_published_at_its_start(
         await all_there(context, tmp_path, "/1")
 
 
+async def test_the_letters_that_a_stream_lost_are_published_again(context: Context, tmp_path: Path):
+    for message_id in ("bad-1", "bad-2"):
+        headers = {"Nats-Msg-Id": message_id}
+        await context.js.publish(context.subject, b'{"total":2,"poison":true}', headers=headers)
+
+    async def letters() -> list[str]:
+        return sorted((message.headers or {})["Nats-Msg-Id"] for message in await context.stored(context.dlq))
+
+    async def again() -> bool:
+        return await letters() == [f"dead:counting_consumer:bad-{number}/1" for number in (1, 2)]
+
+    async with running_agent(context, tmp_path, settings=RECORD, max_deliver=1):
+        await settled(context)
+        assert await letters() == [f"dead:counting_consumer:bad-{number}" for number in (1, 2)]
+        await context.js.delete_stream(context.dlq)
+        await ensure_stream(context.js, next(stream for stream in context.streams if stream.name == context.dlq))
+        await until(again, "the letters are back")
+    async with running_agent(context, tmp_path, settings=msgspec.structs.replace(RECORD, keep_days=1e-9)):
+        await until(lambda: forgotten(tmp_path), "letters of long ago are forgotten")
+
+
+async def test_a_letter_is_published_when_its_stream_is_there_again(context: Context, tmp_path: Path):
+    await context.js.delete_stream(context.dlq)
+    await context.js.publish(context.subject, b'{"poison":true}', headers={"Nats-Msg-Id": "bad"})
+    async with running_agent(context, tmp_path, settings=RECORD, max_deliver=1):
+        await settled(context)  # the message is not held up by it
+        await ensure_stream(context.js, next(stream for stream in context.streams if stream.name == context.dlq))
+
+        async def there() -> bool:
+            return [letter.message_id for letter in await context.letters()] == ["bad"]
+
+        await until(there, "the letter is published")
+
+
 async def test_what_is_older_than_the_horizon_stays_lost(context: Context, tmp_path: Path):
     settings = msgspec.structs.replace(RECORD, horizon_days=1e-9)
     await place_orders(context, ORDERS)

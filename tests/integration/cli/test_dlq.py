@@ -1,17 +1,27 @@
-"""`postroom dlq`: an operator sees, replays and drops what could not be handled, against a real JetStream."""
+"""`postroom dlq`: an operator sees, replays and drops what could not be handled, on a real JetStream and Postgres.
+
+Each test runs on letters that the record has, as consumers keep them, and on letters that only the stream has, as those
+of agents and of daemons.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+import asyncpg
+import msgspec
 import pytest
+from databases import migrated_database
 from jetstream import DURABLE, Context, Script
 from terminal import Terminal
 
 from delivery.consuming import DONE, Dead
-from delivery.dead_letter_stream import count_letters
+from delivery.database import migrate
+from delivery.dead_letters import DeadLetter, RecordedLetters
+from delivery.dead_letters.operations import count_letters
 from delivery.nats import connect
 from delivery.settings import NatsSettings
+from embedded import EmbeddedPostgres
 
 POISON = Dead("unprocessable", "the total is negative")
 
@@ -19,10 +29,12 @@ POISON = Dead("unprocessable", "the total is negative")
 class Station:
     """A context with a user at a terminal; each piece of work has a connection of its own."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, database: str, *, recorded: bool) -> None:
         self.url = url
+        self.database = database
+        self.recorded = recorded
         self.name = self.work(self._declare)
-        self.user = Terminal(POSTROOM_NATS_URL=url, POSTROOM_MESH=self.name)
+        self.user = Terminal(POSTROOM_NATS_URL=url, POSTROOM_DATABASE_URL=database, POSTROOM_MESH=self.name)
 
     def work(self, work: Callable[[Context], Awaitable[Any]]) -> Any:
         async def run() -> Any:
@@ -40,8 +52,11 @@ class Station:
 
         async def work(context: Context) -> None:
             await context.publish(ids, b'{"total":-1}', subject)
-            async with context.consuming(Script(lambda _: Dead(reason, "the total is negative"))):
-                await context.settled()
+            async with open_pool(self.database) as pool:
+                letters = RecordedLetters(pool, self.name) if self.recorded else None
+                script = Script(lambda _: Dead(reason, "the total is negative"))
+                async with context.consuming(script, dead_letters=letters):
+                    await context.settled()
 
         self.work(work)
 
@@ -65,9 +80,19 @@ class Station:
         return context.name
 
 
-@pytest.fixture
-def station(nats_url: str) -> Iterator[Station]:
-    station = Station(nats_url)
+def open_pool(database: str) -> Any:
+    return asyncpg.create_pool(database, min_size=1, max_size=2)
+
+
+@pytest.fixture(scope="module")
+def record(postgres_server: EmbeddedPostgres) -> str:
+    """One migrated database for all these tests; each has a context of its own in it."""
+    return migrated_database(postgres_server, "letters", migrate)
+
+
+@pytest.fixture(params=["recorded", "streamed"])
+def station(nats_url: str, record: str, request: pytest.FixtureRequest) -> Iterator[Station]:
+    station = Station(nats_url, record, recorded=request.param == "recorded")
     yield station
     station.work(Context.remove)
 
@@ -255,10 +280,98 @@ def test_what_another_program_wrote_can_be_seen_and_dropped_but_not_replayed(sta
 
     station.work(write)
     assert [letter.get("message_id") for letter in station.letters()] == [None, "z"]
-    refused = station.user.run("dlq", "replay", "1", "z", "--yes", "--reason", "x")
+    first = station.letters()[0]["id"]
+    refused = station.user.run("dlq", "replay", first, "z", "--yes", "--reason", "x")
     assert refused.code == 1
     assert refused.err.count("holds no payload") == 2
-    assert station.user.run("dlq", "drop", "1", "z", "--yes", "--reason", "x").code == 0
+    assert station.user.run("dlq", "drop", first, "z", "--yes", "--reason", "x").code == 0
+    assert station.letters() == []
+    notes = station.user.run("dlq", "log", "--json").json
+    assert [(note.get("message_id"), note["reason"]) for note in notes] == [
+        (None, "not_a_dead_letter"),
+        ("z", "poison"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"reason":' + b'{"a":' * 100_000, b'{"message_id":7}', b"\xff", b""]
+)
+def test_whatever_lies_in_the_stream_of_letters_is_listed_and_can_be_dropped(station: Station, body: bytes) -> None:
+    station.bury("a")
+    station.work(lambda context: context.js.publish(f"{context.name}.dlq.x.v1", body, headers={"Nats-Msg-Id": "\x01"}))
+    assert "not a dead letter" in station.user.run("dlq", "list").out
+    letter, stranger = station.letters()
+    assert letter["message_id"] == "a"
+    assert station.user.run("dlq", "inspect", stranger["id"]).code == 0
+    assert station.user.run("dlq", "drop", "--all", "--yes", "--reason", "x").out == "2 dropped, 0 failed\n"
+    assert station.letters() == []
+
+
+@pytest.mark.parametrize("station", ["streamed"], indirect=True)
+def test_what_was_settled_stays_so_though_its_stream_is_filled_again(station: Station) -> None:
+    """As an agent does, which hears nothing of what operators do, after its stream was lost."""
+    station.bury("a", "b")
+    station.user.run("dlq", "replay", "a", "--yes", "--reason", "mended")
+    station.user.run("dlq", "drop", "b", "--yes", "--reason", "a test order")
+
+    async def fill_again(context: Context) -> None:
+        letters = await context.stored(context.dlq)
+        for letter in letters:
+            headers = {**(letter.headers or {}), "Postroom-Epoch": "1"}
+            headers["Nats-Msg-Id"] += "/1"
+            await context.js.publish(letter.subject or "", letter.data or b"", headers=headers)
+
+    station.work(fill_again)
+    assert station.letters() == []
+    assert len(station.user.run("dlq", "log", "--json").json) == 2
+
+
+def test_a_letter_that_is_kept_in_another_database_is_settled_there(station: Station) -> None:
+    async def write(context: Context) -> None:
+        headers = {"Nats-Msg-Id": "dead:billing:m", "Postroom-Recorded": "postgres"}
+        letter = DeadLetter(
+            message_id="m", original_subject="x", reason="poison", attempts=1, consumer="billing", payload=""
+        )
+        await context.js.publish(f"{context.name}.dlq.x.v1", msgspec.json.encode(letter), headers=headers)
+
+    station.work(write)
+    for verb in ("drop", "replay"):
+        outcome = station.user.run("dlq", verb, "m", "--yes", "--reason", "x")
+        assert outcome.code == 1
+        assert "POSTROOM_DATABASE_URL" in outcome.err
+        assert "billing" in outcome.err
+    assert len(station.letters()) == 1
+
+
+def test_without_a_database_the_stream_is_shown_and_nothing_is_settled(station: Station) -> None:
+    station.bury("a")
+    user = Terminal(POSTROOM_NATS_URL=station.url, POSTROOM_MESH=station.name)
+    shown = user.run("dlq", "list", "--json")
+    assert [letter["message_id"] for letter in shown.json] == ([] if station.recorded else ["a"])
+    assert "POSTROOM_DATABASE_URL" in shown.err
+    assert "POSTROOM_DATABASE_URL" in user.run("dlq", "log").sentence()
+    for verb in ("drop", "replay") if not station.recorded else ():
+        assert "POSTROOM_DATABASE_URL" in user.run("dlq", verb, "a", "--yes", "--reason", "x").err
+    assert len(station.letters()) == 1
+
+
+@pytest.mark.parametrize("station", ["recorded"], indirect=True)
+def test_without_nats_what_the_record_has_is_shown_and_can_be_dropped(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    station.bury("a", "b")
+    monkeypatch.setattr("cli.jetstream.PATIENCE", 0.2)
+    nowhere = ["--nats-url", "nats://127.0.0.1:1"]
+    shown = station.user.run("dlq", "list", "--json", *nowhere)
+    assert [letter["message_id"] for letter in shown.json] == ["a", "b"]
+    assert shown.code == 69
+    assert "JetStream does not answer" in shown.err
+    assert station.user.run("dlq", "drop", "a", "--yes", "--reason", "x", *nowhere).code == 0
+    for arguments in (["replay", "b"], ["drop", "unknown"], ["inspect", "unknown"]):
+        options = [] if arguments[0] == "inspect" else ["--yes", "--reason", "x"]
+        assert station.user.run("dlq", *arguments, *options, *nowhere).code == 69, arguments
+    assert [letter["message_id"] for letter in station.letters()] == ["b"]
+    assert station.user.run("dlq", "drop", "--all", "--yes", "--reason", "x", *nowhere).code == 69  # there may be more
     assert station.letters() == []
 
 
@@ -293,6 +406,7 @@ def test_what_is_counted_for_the_status_are_letters_and_no_notes(station: Statio
     station.user.run("dlq", "drop", "a", "--reason", "a test", "--yes")
 
     async def count(context: Context) -> int:
-        return (await count_letters(context.js))[context.dlq]
+        async with open_pool(station.database) as pool, pool.acquire() as connection:
+            return (await count_letters(connection, context.js))[context.dlq]
 
     assert station.work(count) == 2

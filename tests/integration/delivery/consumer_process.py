@@ -19,7 +19,7 @@ from random import Random
 from jetstream import DURABLE, QUICK
 
 from delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Settle
-from delivery.dead_letters import DeadLetters
+from delivery.dead_letters import DeadLetter, StreamLetters
 from delivery.nats import connect
 from delivery.settings import ConsumerSettings, NatsSettings
 from delivery.streams import stream_name
@@ -67,15 +67,15 @@ async def main(url: str, context: str, point: str, victim: str, effects: str) ->
     settings = ConsumerSettings(
         stream=stream_name(context, "events"), durable=DURABLE, ack_wait_seconds=0.5, batch=5, backoff=QUICK
     )
-    letters = DeadLetters(js, context)
+    letters = StreamLetters(js, context)
     consumer = Consumer(js, settings, Effects(Path(effects), point, victim), letters, rng=Random(1))
-    publish, answer = letters.publish, consumer._answer
+    keep, answer = letters.keep, consumer._answer
 
-    async def publish_and_die(delivery: Delivery, **options: str) -> None:
-        first = delivery.message_id == victim and delivery.attempt == 1
+    async def keep_and_die(letter: DeadLetter) -> None:
+        first = letter.message_id == victim and letter.attempts == 1
         if first and point == "before letter":
             die()
-        await publish(delivery, **options)
+        await keep(letter)
         if first and point == "after letter":
             die()
 
@@ -89,7 +89,7 @@ async def main(url: str, context: str, point: str, victim: str, effects: str) ->
             die()
         return sent
 
-    letters.publish = publish_and_die  # type: ignore[method-assign]
+    letters.keep = keep_and_die  # type: ignore[method-assign]
     consumer._answer = answer_and_die  # type: ignore[method-assign]
     await consumer.run()
 

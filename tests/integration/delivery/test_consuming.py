@@ -7,7 +7,7 @@ import pytest
 from jetstream import Context, Script, running, until
 
 from delivery.consuming import DONE, Dead, Delivery, Done, Retry
-from delivery.dead_letters import DeadLetters
+from delivery.dead_letters import DeadLetter, StreamLetters
 from delivery.pulling import Pull
 from delivery.settings import BackoffSettings, StreamSettings
 
@@ -238,14 +238,34 @@ async def test_without_a_place_for_dead_letters_the_message_comes_again(context:
     assert len(await context.letters()) == 1
 
 
-async def test_a_message_too_large_for_a_dead_letter_is_kept_and_comes_again(context: Context):
+async def test_a_message_too_large_for_a_dead_letter_has_one_without_its_payload(context: Context):
     bytes_that_grow = b"\xff" * (context.connection.max_payload - 1000)
     await context.publish(["a"], bytes_that_grow)
-    script = Script(lambda _: POISON)
-    async with context.consuming(script, max_deliver=1) as consumer:
-        await until(lambda: _is(lambda: consumer.counters.retried >= 1), "it comes again")
-    assert consumer.counters.dead_lettered == 0
-    assert len(await context.stored(context.events)) == 1
+    async with context.consuming(Script(lambda _: POISON)):
+        await context.settled()
+    (letter,) = await context.letters()
+    assert (letter.message_id, letter.has_payload, letter.payload_omitted) == ("a", False, True)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+async def test_a_dead_letter_that_cannot_be_handled_has_no_letter_of_its_own(context: Context, *, copied: bool):
+    """Seen before: one became seventeen in six seconds, each around the one before."""
+    await context.publish(["a"])
+    async with context.consuming(Script(lambda _: POISON)):
+        await context.settled()
+    stream, headers = context.dlq, {"Nats-Msg-Id": "raw"}
+    if copied:
+        stream, headers = context.events, {"Nats-Msg-Id": "raw", "Postroom-Event-Type": "MessageDeadLettered"}
+        await context.publish([], b"")
+    await context.js.publish(context.subject if copied else f"{context.name}.dlq.x.v1", b"{}", headers=headers)
+    before = len(await context.stored(context.dlq))
+    script = Script(lambda delivery: POISON if delivery.message_id == "raw" else NOT_NOW)
+    async with context.consuming(script, durable="reader", stream=stream, max_deliver=2) as reader:
+        await context.settled("reader", stream)
+    assert (
+        len(await context.stored(context.dlq)) == before + copied
+    )  # of the message beside the copy, in its own stream
+    assert reader.counters.dead_lettered == copied
 
 
 async def test_two_consumers_of_one_name_share_the_work(context: Context):
@@ -348,11 +368,11 @@ async def test_a_thousand_poison_messages_among_ten_thousand_are_all_dead_letter
 async def test_a_dead_letter_that_was_published_before_a_crash_is_not_published_again(context: Context):
     await context.publish(["a"])
 
-    class Crashing(DeadLetters):
+    class Crashing(StreamLetters):
         """Publishes for real, and then is gone."""
 
-        async def publish(self, *arguments, **options):
-            await super().publish(*arguments, **options)
+        async def keep(self, letter: DeadLetter) -> None:
+            await super().keep(letter)
             raise asyncio.CancelledError
 
     consumer = context.consumer(

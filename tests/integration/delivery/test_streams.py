@@ -10,7 +10,7 @@ from nats.js.api import RetentionPolicy
 from chassis.config import load
 from chassis.exits import Fatal
 from delivery.consuming import Consumer, Dead
-from delivery.dead_letters import DeadLetters
+from delivery.dead_letters import StreamLetters
 from delivery.nats import connect
 from delivery.settings import DAY, ConsumerSettings, NatsSettings, StreamsConfig, StreamSettings
 from delivery.streams import default_streams, ensure_consumer, ensure_stream, reconcile
@@ -176,7 +176,7 @@ async def test_an_example_runs(own_server: EmbeddedNats, example: str, context_n
     assert {each.action for each in await reconcile(context.js, config)} == {"unchanged"}
     await context.publish(["a"], subject=subject)
     script = Script(lambda _: Dead("unprocessable", "no"))
-    running_consumer = Consumer(context.js, consumer, script, DeadLetters(context.js, context_name))
+    running_consumer = Consumer(context.js, consumer, script, StreamLetters(context.js, context_name))
     async with running(running_consumer):
         await script.saw(1)
         await context.settled(durable, consumer.stream)

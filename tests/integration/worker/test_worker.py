@@ -264,7 +264,11 @@ async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_ha
         await until_so(lambda: holds(js, "DEMO_INBOX", 100))
 
         said = await cli("worker", "redrive", "--since", "2000-01-01", "--dry-run", **settings)
-        assert said == "events: 50 would be published again\ndeliveries: 100 would be published again\n"
+        assert said.splitlines() == [
+            "events: 50 would be published again",
+            "deliveries: 100 would be published again",
+            "letters: 0 would be published again",
+        ]
         await cli("worker", "redrive", "--since", "2000-01-01", "--stream", "DEMO_EVENTS", "--yes", **settings)
         await until_so(lambda: holds(js, "DEMO_EVENTS", 100))
         await asyncio.wait_for(accepting.published(), 30)
@@ -272,6 +276,7 @@ async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_ha
         assert backlog == [
             {"source": "events", "count": 0, "oldest_at": None, "failing": 0},
             {"source": "deliveries", "count": 0, "oldest_at": None, "failing": 0},
+            {"source": "letters", "count": 0, "oldest_at": None, "failing": 0},
         ]
         await client.close()
 
@@ -309,7 +314,7 @@ async def test_it_tells_the_service_manager_that_it_is_ready_what_waits_that_it_
             process.terminate()
             stopping = await loop.sock_recv(manager, 4096)
             assert await asyncio.to_thread(process.wait, 30) == 0
-    assert heard == {b"READY=1", b"STATUS=0 events wait, 0 deliveries wait", b"WATCHDOG=1"}
+    assert heard == {b"READY=1", b"STATUS=0 events wait, 0 deliveries wait, 0 letters wait", b"WATCHDOG=1"}
     assert stopping == b"STOPPING=1"
 
 

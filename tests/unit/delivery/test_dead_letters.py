@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from delivery.consuming import delay_after
-from delivery.dead_letter_stream import LetterFilter, StoredLetter, replay_id
-from delivery.dead_letters import DeadLetter, _payload, letter_id
-from delivery.message import message_id_of
+from delivery.dead_letters.letter import DeadLetter, is_dead_letter, letter_id, letter_of
+from delivery.dead_letters.operations import LetterFilter, StoredLetter, replay_id
+from delivery.message import Delivery, message_id_of
 from delivery.settings import BackoffSettings
 
 DIED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -73,9 +73,40 @@ def test_messages_without_an_id_have_letters_of_their_own():
     assert letter_id(letter(message_id=None)) != letter_id(letter(message_id=None, sequence=8))
 
 
+def delivery(**members) -> Delivery:
+    first = Delivery("sea.event.order_placed.v1", b"{}", {}, "m1", "SEA_EVENTS", 7, 1, False, DIED)
+    return first._replace(**members)
+
+
+@pytest.mark.parametrize("message_id", ["\x00", "é", "\udcff", "m" * 10_000, "a b\nc"])
+def test_a_letters_id_can_be_a_header_and_a_row_whatever_its_message_is_called(message_id):
+    odd = letter_of(
+        delivery(message_id=message_id, headers={"a": message_id}), reason="x", error="\udcff", consumer="c"
+    )
+    assert letter_id(odd).isascii()
+    assert letter_id(odd).isprintable()
+    assert len(letter_id(odd)) < 256
+    assert msgspec.json.decode(msgspec.json.encode(odd), type=DeadLetter) == odd
+
+
+@pytest.mark.parametrize(
+    ("members", "dead"),
+    [
+        ({}, False),
+        ({"subject": "sea.dlq.order_placed.v1"}, True),
+        ({"subject": "sea.dlq.any.thing"}, True),
+        ({"subject": "cmd.dlq.default.work.run"}, False),  # the mesh `dlq`
+        ({"subject": "dlq.event.work.v1"}, False),
+        ({"subject": "copy.of.it", "headers": {"Postroom-Event-Type": "MessageDeadLettered"}}, True),
+    ],
+)
+def test_a_dead_letter_is_known_by_its_subject_and_a_copy_by_its_header(members, *, dead):
+    assert is_dead_letter(delivery(**members)) is dead
+
+
 @pytest.mark.parametrize("data", [b"", b'{"a": 1}\n', "é".encode(), b"\x00\xff"])
 def test_a_payload_comes_back_byte_for_byte(data):
-    stored = msgspec.json.decode(msgspec.json.encode(letter(**_payload(data))), type=DeadLetter)
+    stored = msgspec.json.decode(msgspec.json.encode(letter().with_data(data)), type=DeadLetter)
     assert stored.data() == data
 
 
@@ -96,11 +127,11 @@ def test_a_payload_comes_back_byte_for_byte(data):
 )
 def test_a_filter_means_what_it_says(members, *, matches):
     a_minute_later = DIED.replace(minute=5)
-    assert LetterFilter(**members).matches(StoredLetter("4", letter()), a_minute_later) is matches
+    assert LetterFilter(**members).matches(StoredLetter("4", DIED, letter()), a_minute_later) is matches
 
 
 def test_what_is_no_letter_is_only_meant_by_its_id_or_by_no_filter_at_all():
-    stranger = StoredLetter("4", None)
+    stranger = StoredLetter("4", DIED, None)
     assert LetterFilter().matches(stranger, DIED)
     assert LetterFilter(ids=frozenset({"4"})).matches(stranger, DIED)
     assert not LetterFilter(reason="max_deliver").matches(stranger, DIED)

@@ -28,6 +28,13 @@ def inbox_database(postgres_server: EmbeddedPostgres) -> str:
 
 
 @pytest.fixture
+def context(context: Context, inbox_database: str) -> Context:
+    """A context whose dead letters are kept in the database."""
+    context.record = inbox_database
+    return context
+
+
+@pytest.fixture
 async def inbox(inbox_database: str, context: Context) -> AsyncIterator[Inbox]:
     async with asyncpg.create_pool(inbox_database, min_size=1, max_size=2) as pool:
         yield Inbox(pool, context.name)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import crashing_consumer
 import pytest
+from aiohttp import web
 from handlers import CountingHandler
 from http_consumers import Inbox, settled
 from jetstream import DURABLE, Context
@@ -20,6 +21,7 @@ from embedded.processes import tethered
 
 ROUNDS = 3
 PER_KILL = 40  # messages published before each
+PER_LETTER_KILL = 6
 STEPS = [f"{moment}_{step}" for step in crashing_consumer.STEPS for moment in ("before", "after")]
 
 
@@ -104,6 +106,24 @@ async def test_what_its_last_attempt_was_killed_with_is_dead_and_what_was_in_han
     assert told == ("deadly", "max_deliver", 2, "ack_timeout")
     assert await attempts(inbox, ["deadly", "m-1", "m-2"]) == [2, 1, 1]
     assert handler.effects == {"m-1": 1, "m-2": 1}
+
+
+async def test_killed_at_every_step_of_burying_each_message_has_one_letter(
+    context: Context, handler: CountingHandler, config_file: Path
+) -> None:
+    handler.answer = lambda _: web.Response(status=422)
+    ids: list[str] = []
+    for step in [f"{moment}_{step}" for step in crashing_consumer.LETTER_STEPS for moment in ("before", "after")]:
+        fresh = [f"m-{len(ids) + number}" for number in range(PER_LETTER_KILL)]
+        await context.publish(fresh)
+        ids += fresh
+        async with running(config_file, step, PER_LETTER_KILL // 2) as process, asyncio.timeout(60):
+            assert await process.wait() == -signal.SIGKILL
+    async with running(config_file, "never", 1):
+        await settled(context)
+
+    assert sorted(letter.message_id or "" for letter in await context.letters()) == sorted(ids)
+    assert await context.stored(context.dlq) == []  # to publish them is a worker's
 
 
 def one_call(config_file: Path, *, max_deliver: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import count
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from nats.js import JetStreamContext
 
 from chassis.postgres import Pool
 from delivery.database import migrate, open_database
+from delivery.dead_letters import DeadLetter, RecordedLetters
 from delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
 from delivery.publishing.link import Link
 from delivery.settings import NatsSettings
@@ -83,6 +85,19 @@ class Office:
 
     async def unpublished(self) -> int:
         return int(await self.pool.fetchval("SELECT count(*) FROM postroom.outbox_events WHERE published_at IS NULL"))
+
+    async def bury(self, *ids: str, payload: bytes = b"{}", consumer: str = "billing") -> None:
+        """Keep a dead letter of each of these messages."""
+        for message_id in ids:
+            letter = DeadLetter(
+                message_id=message_id,
+                original_subject=f"{self.context}.event.order_placed.v1",
+                reason="poison",
+                attempts=1,
+                consumer=consumer,
+                died_at=datetime.now(UTC),
+            )
+            await RecordedLetters(self.pool, self.context).keep(letter.with_data(payload))
 
     async def drained(self) -> None:
         """Wait until nothing waits to be published."""

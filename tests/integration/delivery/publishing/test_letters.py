@@ -1,0 +1,127 @@
+"""Dead letters are rows, published like events, and again where their stream lost them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from delivery.dead_letters import DeadLetter
+from delivery.dead_letters.operations import LetterFilter, LetterOperations
+from delivery.publishing import EVENTS, LETTERS
+from delivery.streams import dead_letter_stream, ensure_stream
+
+
+@pytest.fixture
+async def stream(office: Any) -> str:
+    await ensure_stream(office.js, dead_letter_stream(office.context))
+    return f"{office.context}_DLQ".upper()
+
+
+async def publish(office: Any) -> None:
+    publisher = office.publisher(source=LETTERS)
+    while await publisher.step():
+        pass
+    await publisher.stop()
+
+
+async def streamed(office: Any, stream: str) -> dict[str, DeadLetter]:
+    """Read the letters of the stream by their message ids."""
+    found = await office.messages(stream)
+    return {message.headers["Nats-Msg-Id"]: msgspec.json.decode(message.data, type=DeadLetter) for message in found}
+
+
+async def settle(office: Any, message_id: str) -> None:
+    async with office.pool.acquire() as connection:
+        letters = LetterOperations(connection, office.js, office.context, actor="ann")
+        (stored,) = await letters.find(LetterFilter(ids=frozenset({message_id})))
+        await letters.drop(stored, why="a test")
+
+
+async def unsettled(office: Any) -> list[DeadLetter | None]:
+    async with office.pool.acquire() as connection:
+        letters = LetterOperations(connection, office.js, office.context, actor="ann")
+        return [stored.letter for stored in await letters.find(LetterFilter(), payloads=True)]
+
+
+async def test_a_letter_is_published_whole_under_its_own_id(office: Any, stream: str) -> None:
+    await office.bury("a", payload=b"\xff\x00")
+    await publish(office)
+    (message,) = await office.messages(stream)
+    assert message.subject == f"{office.context}.dlq.order_placed.v1"
+    assert message.headers["Nats-Msg-Id"] == "dead:billing:a"
+    assert message.headers["Postroom-Event-Type"] == "MessageDeadLettered"
+    letter = msgspec.json.decode(message.data, type=DeadLetter)
+    assert (letter.message_id, letter.reason, letter.data()) == ("a", "poison", b"\xff\x00")
+    assert await unsettled(office) == [letter]  # and it is listed once
+
+
+@pytest.mark.usefixtures("stream")
+async def test_the_same_death_has_one_letter_however_often_it_is_buried(office: Any) -> None:
+    await office.bury("a", "a")
+    await publish(office)
+    await office.bury("a")
+    await settle(office, "a")
+    await office.bury("a")
+    await publish(office)
+    assert await unsettled(office) == []
+    await office.bury("a", consumer="shipping")
+    assert len(await unsettled(office)) == 1
+
+
+async def test_letters_that_a_stream_lost_are_published_again_but_for_those_that_are_settled(
+    office: Any, stream: str
+) -> None:
+    record = office.record((EVENTS, LETTERS))
+    await office.bury(*"abcde")
+    await publish(office)
+    await settle(office, "a")
+    assert list(await streamed(office, stream)) == [f"dead:billing:{name}" for name in "bcde"]
+    assert await office.compare(record) == 0
+
+    await office.js.purge_stream(stream)
+    assert await office.compare(record) == 4
+    await publish(office)
+    assert list(await streamed(office, stream)) == [f"dead:billing:{name}/1" for name in "bcde"]
+    await settle(office, "b")
+
+    await office.js.delete_stream(stream)
+    await ensure_stream(office.js, dead_letter_stream(office.context))
+    assert await office.compare(record) == 3
+    await office.bury("f")  # which gets a number that a settled one had
+    await publish(office)
+    assert sorted(await streamed(office, stream)) == [*(f"dead:billing:{name}/2" for name in "cde"), "dead:billing:f"]
+    assert [letter.message_id for letter in await unsettled(office) if letter] == [*"cdef"]
+
+
+async def test_a_letter_larger_than_nats_takes_keeps_its_payload_in_the_record(office: Any, stream: str) -> None:
+    payload = b"\xff" * (office.js._nc.max_payload - 1000)
+    await office.bury("large", payload=payload)
+    await office.bury("small")
+    await publish(office)
+    found = await streamed(office, stream)
+    assert (found["dead:billing:large"].payload_omitted, found["dead:billing:large"].has_payload) == (True, False)
+    assert found["dead:billing:small"].has_payload
+    large, _ = await unsettled(office)
+    assert large is not None
+    assert large.data() == payload
+
+
+async def test_a_letter_that_no_stream_takes_holds_up_no_other_and_stays_in_the_record(
+    office: Any, stream: str
+) -> None:
+    await office.bury("a")
+    await office.pool.execute("UPDATE postroom.dead_letters SET subject = 'nowhere.dlq.x.v1'")
+    await office.bury("b")
+    await publish(office)
+    assert list(await streamed(office, stream)) == ["dead:billing:b"]
+    assert len(await unsettled(office)) == 2
+    assert (await LETTERS.backlog(office.pool, office.context)).failing == 1
+
+
+async def test_a_letter_that_was_settled_before_it_was_published_never_is(office: Any, stream: str) -> None:
+    await office.bury("a")
+    await settle(office, "a")
+    await publish(office)
+    assert await office.messages(stream) == []
