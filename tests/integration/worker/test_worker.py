@@ -61,7 +61,8 @@ class Accepting:
     async def send(self, *messages: dict[str, Any], traceparent: str | None = None) -> list[str]:
         """Accept messages from alice, and return their ids."""
         alice = Member(1, "demo", 1, "alice", "member", DIGEST)
-        written = await self._store.write(alice, [_candidate(message, traceparent) for message in messages])
+        candidates = [_candidate(message, traceparent) for message in messages]
+        written = await self._store.write(alice, candidates, lambda: True)
         assert all(one.history_id for one in written)
         return [str(one.broker_message_id) for one in written]
 
