@@ -32,10 +32,11 @@ _NO_LIMIT: Final = {"POSTROOM_BROKER_LIMITER_PER_MESH": 10**9, "POSTROOM_BROKER_
 
 @asynccontextmanager
 async def mailroom(
-    run: Run, *, database_url: str | None = None, redis_url: str | None = None
+    run: Run, *, database_url: str | None = None, redis_url: str | None = None, brokers: int = 1
 ) -> AsyncIterator[Mailroom]:
     """Run a mail room, on the campaign's servers unless the goal has its own, with a limiter that lets all pass."""
-    room = Mailroom(run.place(), database_url or await run.servers.database(), redis_url or run.servers.redis_url)
+    database_url = database_url or await run.servers.database()
+    room = Mailroom(run.place(), database_url, redis_url or run.servers.redis_url, brokers=brokers)
     for broker in room.brokers:
         broker.settle(_NO_LIMIT)
     try:
@@ -46,18 +47,22 @@ async def mailroom(
 
 
 @asynccontextmanager
-async def writing(run: Run, room: Mailroom) -> AsyncIterator[Writers]:
-    """Let programs send for the length of the block; a daemon that ends by itself meanwhile is a miss."""
-    writers = Writers(room.socket, random.Random(run.seed))
+async def writing(run: Run, room: Mailroom, *, rest: float = 0.0) -> AsyncIterator[Writers]:
+    """Let programs send for the length of the block, each with a rest of so many seconds after every answer.
+
+    A daemon that ends by itself meanwhile is a miss.
+    """
+    writers = Writers(room.socket, random.Random(run.seed), rest=rest)
     try:
         async with asyncio.TaskGroup() as group:
             senders = [group.create_task(writers.write()) for _ in range(_WRITERS)]
             senders += [group.create_task(writers.write_batches()) for _ in range(_BATCH_WRITERS)]
-            watcher = group.create_task(_watch(room.daemon))
+            watchers = [group.create_task(_watch(program)) for program in (room.daemon, *room.brokers)]
             yield writers
             writers.enough.set()
             await asyncio.wait(senders)
-            watcher.cancel()
+            for watcher in watchers:
+                watcher.cancel()
     except BaseExceptionGroup as errors:
         for error in errors.exceptions:
             if isinstance(error, Missed):
@@ -71,7 +76,7 @@ async def _watch(program: Process) -> None:
         if program.exit_code in RESTARTED:
             program.start()
         elif program.exit_code not in (None, -signal.SIGKILL):  # nobody but the goal kills
-            raise Missed(f"the daemon ended with {program.exit_code}: {program.log()[-500:]}")
+            raise Missed(f"a program ended with {program.exit_code}: {program.log()[-500:]}")
         await asyncio.sleep(_LOOK_SECONDS)
 
 

@@ -26,4 +26,9 @@ SIZES: Final[dict[str, Sizes]] = {
     "F2": Sizes(Size(1), Size(1), 6),  # it counts the operations itself
     "F3": Sizes(Size(1), Size(1), 10),
     "F4": Sizes(Size(20, 2_000), Size(100, 10_000), 5, Size(3, 300)),  # cuts, acknowledged
+    "F5": Sizes(Size(50, 10_000), Size(300, 100_000), 10),  # pairs, acknowledged
+    "F6": Sizes(Size(36, 20_000), Size(450, 300_000), 12, Size(5, 500)),  # restarts, acknowledged
+    "F7": Sizes(Size(2_000), Size(10_000), 5, Size(100)),  # ids
+    "F8": Sizes(Size(1, 2_500), Size(1, 25_000), 5),  # committed ids, retried under each of four faults
+    "F14": Sizes(Size(20, 5_000), Size(200, 50_000), 5),  # full disks, acknowledged
 }

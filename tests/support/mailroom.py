@@ -36,10 +36,12 @@ class Process:
         with self._log.open("ab") as log:
             self._running = subprocess.Popen(tethered(self._command), stdout=log, stderr=log, env=self._environment())
 
-    def run(self, *arguments: str) -> None:
+    async def run(self, *arguments: str) -> None:
         """Run it once with `arguments`, to its end."""
         with self._log.open("ab") as log:
-            subprocess.run([*self._command, *arguments], env=self._environment(), stdout=log, check=True)
+            command = tethered([*self._command, *arguments])
+            program = await asyncio.create_subprocess_exec(*command, stdout=log, env=self._environment())
+        assert await program.wait() == 0, self.log()
 
     def kill(self) -> None:
         """End it with SIGKILL, as a crash would."""
@@ -107,7 +109,7 @@ class Mailroom:
         )
 
     async def open(self) -> None:
-        self.brokers[0].run("migrate")
+        await self.brokers[0].run("migrate")
         for broker, url in zip(self.brokers, self.broker_urls, strict=True):
             broker.start()
             await answering(url, broker)

@@ -19,12 +19,13 @@ _BODY: Final = 2000  # bytes of a body, fewer than
 class Writers:
     """`write` sends one message after the other, `write_batches` many at once; any number of each may run."""
 
-    def __init__(self, socket: Path, chance: random.Random, *, patience: float = 120.0) -> None:
+    def __init__(self, socket: Path, chance: random.Random, *, patience: float = 120.0, rest: float = 0.0) -> None:
         self.acknowledged: dict[str, bytes] = {}
         self.enough = asyncio.Event()
         self._socket = socket
         self._chance = chance
         self._patience = patience
+        self._rest = rest  # seconds that each takes between two
         self._progress = asyncio.Condition()
 
     async def write(self) -> None:
@@ -33,6 +34,7 @@ class Writers:
                 message_id, body = self._message()
                 await client.send(TOPIC, body, client_message_id=message_id)
                 await self._note({message_id: body})
+                await asyncio.sleep(self._rest)
 
     async def write_batches(self) -> None:
         async with AsyncClient(self._socket, patience=self._patience) as client:
@@ -46,6 +48,7 @@ class Writers:
                     kept = [each.result.client_message_id for each in results if each.result is not None]
                     assert len(kept) == len(results), results
                     await self._note({message_id: messages[message_id].hex().encode() for message_id in kept})
+                await asyncio.sleep(self._rest)
 
     async def reached(self, count: int) -> None:
         """Return when so many messages have been acknowledged."""
