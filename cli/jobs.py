@@ -66,6 +66,12 @@ def start(
         UUID | None,
         typer.Option("--job", parser=_uuid, metavar="UUID", help="The job's id: a repeated start starts it once."),
     ] = None,
+    traceparent: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TRACEPARENT", metavar="TRACE", help="The trace that it is of, as W3C Trace Context has it."
+        ),
+    ] = None,
     mesh: Mesh = None,
     database: Database = None,
     as_json: Json = False,
@@ -83,7 +89,8 @@ def start(
     if mesh is None:
         raise Fatal(Exit.USAGE, "say which mesh with --mesh, or set POSTROOM_MESH")
     loaded, text = load_flow(flow), _request(request)
-    wanted = Start(job or uuid4(), mesh, loaded.name, uuid4(), loaded.first.name, text)
+    _check_traceparent(traceparent)
+    wanted = Start(job or uuid4(), mesh, loaded.name, uuid4(), loaded.first.name, text, loaded.threshold, traceparent)
     started = _with_database(database, lambda connection: begin(connection, wanted))
     if as_json:
         json_line({"id": wanted.job, "mesh": mesh, "flow": loaded.name, "started": started})
@@ -301,6 +308,14 @@ def _request(text: str) -> str:
         return msgspec.json.encode(msgspec.json.decode(given)).decode()
     except msgspec.DecodeError as error:
         raise typer.BadParameter(f"the request is no JSON: {error}", param_hint="--request") from error
+
+
+def _check_traceparent(text: str | None) -> None:
+    from postroom.message import TRACEPARENT  # noqa: PLC0415
+
+    if text is not None and TRACEPARENT.fullmatch(text) is None:
+        detail = f"{text!r} is not 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"
+        raise typer.BadParameter(detail, param_hint="--traceparent")
 
 
 def _check_state(state: str | None) -> None:

@@ -138,7 +138,7 @@ class JobTree(msgspec.Struct, kw_only=True, frozen=True):
 
 
 async def start(connection: Connection, job: Start) -> bool:
-    """Begin a job; returns False where that very job was begun before.
+    """Begin a job; returns False where that very job was begun before, also where it is removed since.
 
     Raises `Conflict` where the id belongs to another job, or to one with another request, `NotFound` where there is no
     such mesh (in a database without the broker's tables, any may be), and `InvalidMessage` where there can be none, or
@@ -155,7 +155,9 @@ async def start(connection: Connection, job: Start) -> bool:
         raise InvalidMessage.of(422, "invalid_request", f"the request cannot be kept by Postgres ({why})") from error
     except Duplicate:
         found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
-        if found is None or tuple(found) != (job.context, job.flow, job.name, True):
+        removed = await connection.fetchrow(QUERIES["find_removed"], job.job)
+        known = found is not None and tuple(found) == (job.context, job.flow, job.name, True)
+        if not known and (removed is None or tuple(removed) != (job.context, job.flow)):
             raise _taken(job.job) from None
         return False
     return True

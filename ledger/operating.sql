@@ -44,6 +44,10 @@ SELECT job.context, job.flow, activity.name, activity.request = $2::jsonb AS sam
 FROM ledger.job JOIN ledger.activity ON activity.job_id = job.id AND activity.parent_id IS NULL
 WHERE job.id = $1;
 
+-- name: find_removed
+-- Of which context and flow the job $1 was, where it is removed.
+SELECT context, flow FROM ledger.removed_job WHERE id = $1;
+
 -- name: find_activities
 -- The activities of the job $1, children in the order in which they were spawned, and of each how far its messages are,
 -- and the last worker that took one without having the activity.
@@ -118,7 +122,9 @@ LIMIT 1;
 -- under its own id, so that a copy of it that is still under way is known, and what is done is known by its ledger.
 WITH revived AS (
   UPDATE ledger.job SET
-    state = CASE semaphore WHEN 0 THEN 'closed' ELSE 'running' END, ended_at = NULL, error = NULL
+    state = CASE WHEN EXISTS (SELECT FROM ledger.guid WHERE job_id = $1 AND ledger.is_set(ledger, 100000000000))
+      THEN 'closed' ELSE 'running' END,
+    ended_at = NULL, error = NULL
   WHERE id = $1 AND state = 'failed'
   RETURNING *
 ), logged AS (
@@ -144,16 +150,16 @@ WITH revived AS (
 ), missed AS (
   DELETE FROM ledger.missed USING activities
   WHERE missed.activity_id = activities.id
-  RETURNING missed.activity_id, missed.guid, missed.answer, missed.request_id
+  RETURNING missed.activity_id, missed.guid, missed.answer, missed.request_id, missed.traceparent
 ), messages AS (
-  SELECT activity_id, guid, answer, NULL::uuid AS request_id
+  SELECT activity_id, guid, answer, NULL::uuid AS request_id, guid.traceparent
   FROM ledger.guid JOIN activities ON activities.id = guid.activity_id
   WHERE NOT ledger.is_set(guid.ledger, 1000000000)
     OR (ledger.is_set(guid.ledger, 100000000000) AND NOT ledger.is_set(guid.ledger, 100000000))
   UNION ALL
   SELECT * FROM missed
 ), begun AS (
-  SELECT activities.id, activities.name, event.id AS event
+  SELECT activities.id, activities.name, activities.traceparent, event.id AS event
   FROM activities LEFT JOIN postroom.outbox_events AS event
     ON event.correlation_id = $1 AND event.event_type = 'activity_spawned' AND event.aggregate_id = activities.id::text
   WHERE NOT ledger.is_set(activities.ledger, 100000000000)
@@ -167,14 +173,14 @@ WITH revived AS (
   UNION ALL
   SELECT postroom.emit(context, 'activity', begun.id::text, 'activity_spawned',
     jsonb_build_object('job', revived.id, 'activity', begun.id, 'flow', flow, 'name', name),
-    correlation_id => revived.id)
+    correlation_id => revived.id, traceparent => begun.traceparent)
   FROM revived, begun
   WHERE event IS NULL
   UNION ALL
   SELECT postroom.emit(context, 'activity', activities.id::text, 'activity_retried',
     jsonb_build_object('job', revived.id, 'activity', activities.id, 'flow', flow, 'name', name,
       'guid', guid, 'answer', answer, 'request', request_id),
-    correlation_id => revived.id)
+    correlation_id => revived.id, traceparent => coalesce(messages.traceparent, activities.traceparent))
   FROM revived, activities JOIN messages ON messages.activity_id = activities.id
 ), emitted_again AS (
   SELECT postroom.emit_again(id) FROM asked WHERE failed_at IS NOT NULL

@@ -26,7 +26,10 @@ QUERIES: Final = load_queries("ledger")
 
 
 class Start(NamedTuple):
-    """A job to begin; ids are the caller's, so that a repeated start is known. `request` is JSON."""
+    """A job to begin; ids are the caller's, so that a repeated start is known. `request` is JSON.
+
+    It is closed by the answer that leaves no more than `threshold` open (seed §12.3).
+    """
 
     job: UUID
     context: str
@@ -34,6 +37,8 @@ class Start(NamedTuple):
     root: UUID
     name: str
     request: str = "null"
+    threshold: int = 0
+    traceparent: str | None = None
 
 
 class Child(NamedTuple):
@@ -60,12 +65,13 @@ class Request(NamedTuple):
 class Answer(NamedTuple):
     """What a leg-2 message says (JSON), the id of the request that it answers, and the event that it came as.
 
-    Both are None where nothing was sent.
+    Both are None where nothing was sent. Without a `traceparent` the activity's own is taken.
     """
 
     body: str = "null"
     request: UUID | None = None
     event: str | None = None
+    traceparent: str | None = None
 
 
 NO_ANSWER: Final = Answer()
@@ -86,6 +92,7 @@ class Leg1(NamedTuple):
     ledger: int
     attempt: int
     last_error: str | None
+    traceparent: str | None
 
 
 class Leg2(NamedTuple):
@@ -106,6 +113,7 @@ class Leg2(NamedTuple):
     ledger: int
     attempt: int
     last_error: str | None
+    traceparent: str | None
 
     @property
     def steps(self) -> GuidLedger:
@@ -147,6 +155,7 @@ async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta, m
         row["ledger"],
         row["attempt"],
         row["last_error"],
+        row["trace"],
     )
 
 
@@ -179,7 +188,16 @@ async def enter_leg2(
     """
     owner = uuid4()
     found = await connection.fetchrow(
-        QUERIES["enter_leg2"], activity, guid, owner, lease, answer.body, answer.request, most, most_completions
+        QUERIES["enter_leg2"],
+        activity,
+        guid,
+        owner,
+        lease,
+        answer.body,
+        answer.request,
+        most,
+        most_completions,
+        answer.traceparent,
     )
     row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
     return Leg2(
@@ -194,6 +212,7 @@ async def enter_leg2(
         row["ledger"],
         row["attempt"],
         row["last_error"],
+        row["trace"],
     )
 
 

@@ -1,8 +1,9 @@
 -- Beginning a job, the calls of the primitives (primitives.sql has them, and says what each does), and their leases.
 
 -- name: start
--- Begins the job $1 of the context $2 and flow $3 with its root $4: name $5, request $6. No row: there is that job.
-SELECT * FROM ledger.start($1, $2, $3, $4, $5, $6);
+-- Begins the job $1 of the context $2 and flow $3 with its root $4: name $5, request $6, to be closed at the threshold $7, in
+-- the trace $8. No row: there is that job, or there was.
+SELECT * FROM ledger.start($1, $2, $3, $4, $5, $6, $7, $8);
 
 -- name: enter_leg1
 -- Counts an attempt of leg 1 of the activity $1, of at most $4, and leases it to $2 for $3.
@@ -14,8 +15,8 @@ SELECT * FROM ledger.complete_leg1($1, $2, $3, $4, $5, $6, $7);
 
 -- name: enter_leg2
 -- Enters leg 2 of the activity $1 with the message $2, for one of at most $7 attempts, or $8 of the completion where
--- it has closed the job, and leases it to $3 for $4; it says $5, and answers the request $6.
-SELECT * FROM ledger.enter_leg2($1, $2, $3, $4, $5, $6, $7, $8);
+-- it has closed the job, and leases it to $3 for $4; it says $5, and answers the request $6, in the trace $9.
+SELECT * FROM ledger.enter_leg2($1, $2, $3, $4, $5, $6, $7, $8, $9);
 
 -- name: finish_work
 -- Step 1 for the message $2 of the activity $1, leased to $3, with the result $4.

@@ -83,6 +83,7 @@ class Running:
             name=entry.name,
             attempt=entry.attempt,
             last_error=entry.last_error,
+            traceparent=entry.traceparent,
             idempotency_key=str(key),
             _connect=step.connection,
             **members,

@@ -31,7 +31,7 @@ async def set_aside(connection: Connection, activity: UUID, guid: str, answer: A
 
     Returns False where nobody has to handle it any more: it is done, or its job has ended for good, or is gone.
     """
-    leg, said = (1, (None, None, None)) if answer is None else (2, answer)
+    leg, said = (1, (None, None, None, None)) if answer is None else (2, answer)
     return await connection.fetchrow(QUERIES["set_aside"], activity, guid, leg, *said, worker) is not None
 
 

@@ -18,6 +18,7 @@ from delivery.dead_letters.letter import REPLAY_OF
 from delivery.subjects import EventSubject, parse_subject
 from ledger.primitives import Answer
 from postroom.errors import InvalidMessage
+from postroom.message import TRACEPARENT
 
 CAUSATION_ID: Final = "X-Causation-Id"
 SPAWNED: Final = "activity_spawned"
@@ -110,7 +111,8 @@ def answer_of(delivery: Delivery, request: UUID, event: str) -> Answer:
     A send's text that is not JSON is handed on as a text.
     """
     try:
-        return Answer(msgspec.json.encode(_said(delivery.data)).decode(), request, event)
+        said = msgspec.json.encode(_said(delivery.data)).decode()
+        return Answer(said, request, event, _traceparent(delivery))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"the answer {delivery.message_id} to the request {request} is not JSON: {error}"
         raise InvalidMessage.of(400, "invalid_answer", detail) from error
@@ -124,13 +126,19 @@ def _own(event: str, guid: str, delivery: Delivery) -> Spawned | Due:
     if event == SPAWNED:
         return Spawned(body.activity, body.name, body.flow, body.guid or guid)
     if event == CYCLED:
-        return Due(body.activity, body.name, body.flow, guid, _answer(body.request))
-    answer = _answer(body.answer, _uuid(body.request), body.event)
+        return Due(body.activity, body.name, body.flow, guid, _answer(delivery, body.request))
+    answer = _answer(delivery, body.answer, _uuid(body.request), body.event)
     return Due(body.activity, body.name, body.flow, body.guid or guid, answer)
 
 
-def _answer(said: Any, request: UUID | None = None, event: str | None = None) -> Answer:
-    return Answer(msgspec.json.encode(said).decode(), request, event)
+def _answer(delivery: Delivery, said: Any, request: UUID | None = None, event: str | None = None) -> Answer:
+    return Answer(msgspec.json.encode(said).decode(), request, event, _traceparent(delivery))
+
+
+def _traceparent(delivery: Delivery) -> str | None:
+    """Return the trace that a message is of; what is not as W3C Trace Context has it is none."""
+    given = delivery.headers.get("traceparent", "")
+    return given if TRACEPARENT.fullmatch(given) else None
 
 
 def _said(data: bytes) -> Any:

@@ -16,6 +16,14 @@ class JobSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(ge=0.5, le=3600, description="how long a worker that died holds others off a step, in seconds"),
     ] = 30
+    keep_days: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="how long jobs of this database, also of flows of others, are kept once they are completed or "
+            "cancelled, in days",
+        ),
+    ] = 90
     check_seconds: Annotated[
         float,
         Meta(gt=0, le=60, description="pause between two looks for new meshes and overdue answers, in seconds"),

@@ -43,6 +43,7 @@ async def run(config: WorkerConfig) -> None:
 def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
     tasks = {f"publisher of {publisher.source.name}": publisher.run() for publisher in services.publishers}
     tasks["upkeep"] = services.upkeep.run()
+    tasks["job retention"] = services.job_retention.run()
     if services.webhooks is not None:
         tasks["webhooks"] = services.webhooks.run()
     if services.jobs is not None:

@@ -21,12 +21,13 @@ from delivery.webhooks.settings import networks_of
 from delivery.webhooks.webhooks import Webhooks
 from ledger.database import open_jobs_pool
 from ledger.loading import load_flow
+from ledger.retention import JobRetention
 from worker.config import WorkerConfig
 from worker.jobs import Jobs
 from worker.metrics import expose
 from worker.upkeep import Upkeep
 
-_CONNECTIONS: Final = 7  # one for each publisher, two for the upkeep, and some for who asks
+_CONNECTIONS: Final = 8  # one for each publisher, two for the upkeep, one for what is old, and some for who asks
 _WEBHOOK_CONNECTIONS: Final = 3
 _LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
 
@@ -41,6 +42,7 @@ class Services:
     publishers: list[Publisher]
     webhooks: Webhooks | None  # None: this database has no meshes
     jobs: Jobs | None  # None: it has no flows
+    job_retention: JobRetention
 
     def reasons(self) -> list[str]:
         """Return what keeps it from publishing now."""
@@ -92,7 +94,15 @@ async def open_services(config: WorkerConfig) -> AsyncIterator[Services]:
         ]
         webhooks = await stack.enter_async_context(_open_webhooks(config)) if DELIVERIES in sources else None
         jobs = await stack.enter_async_context(_open_jobs(config)) if config.flows else None
-        yield Services(pool=pool, record=record, upkeep=upkeep, publishers=publishers, webhooks=webhooks, jobs=jobs)
+        yield Services(
+            pool=pool,
+            record=record,
+            upkeep=upkeep,
+            publishers=publishers,
+            webhooks=webhooks,
+            jobs=jobs,
+            job_retention=JobRetention(pool, config.jobs.keep_days),
+        )
 
 
 @asynccontextmanager

@@ -17,9 +17,9 @@ from delivery.message import Delivery
 from delivery.subjects import CommandSubject, EventSubject, InboxSubject, Subject, parse_subject
 from postroom.errors import InvalidMessage
 from postroom.handler import HandlerRequest
+from postroom.message import TRACEPARENT
 
 MESSAGE_ID: Final = re.compile(r"[!-~]{1,255}")  # the table has the same rule
-TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _VERSION: Final = re.compile(r"[1-9][0-9]{0,8}")
 _encode: Final = msgspec.json.Encoder().encode
 

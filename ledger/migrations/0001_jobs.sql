@@ -1,9 +1,10 @@
 -- Jobs as trees of activities, and the ledgers that make each of their steps happen once (seed activity-collation-ledger).
 --
--- A job has so many obligations open as its semaphore says: each activity owes one answer, and one more for each cycle.
+-- A job has so many obligations open as its semaphore says: each activity owes one answer, and one more for each cycle. It
+-- is closed by the answer that leaves no more of them open than its threshold, usually 0.
 --
 --     running     obligations are open
---     closed      none is; the message whose ledger has the snapshot has the completion tasks to do
+--     closed      none is, or as few as may be; the message whose ledger has the snapshot has the completion tasks to do
 --     completed   they are done
 --     failed      an activity failed, and with it the job; an operator may let it go on, as running or closed
 --     cancelled   an operator ended it
@@ -58,12 +59,14 @@ CREATE TABLE ledger.job (
   flow text COLLATE "C" NOT NULL CHECK (flow ~ '^[a-z][a-z0-9_-]*$' AND length(flow) <= 64),
   state text NOT NULL DEFAULT 'running' CHECK (state IN ('running', 'closed', 'completed', 'failed', 'cancelled')),
   semaphore integer NOT NULL DEFAULT 1 CHECK (semaphore >= 0),
+  threshold integer NOT NULL DEFAULT 0 CHECK (threshold >= 0),
   started_at timestamptz NOT NULL DEFAULT now(),
   ended_at timestamptz,
   error text,
 
-  CONSTRAINT a_job_is_closed_when_nothing_is_open CHECK (
-    CASE WHEN state = 'running' THEN semaphore > 0 WHEN state IN ('closed', 'completed') THEN semaphore = 0 ELSE true END
+  CONSTRAINT a_job_is_closed_when_no_more_is_open_than_may_be CHECK (
+    CASE WHEN state = 'running' THEN semaphore > 0 WHEN state IN ('closed', 'completed') THEN semaphore <= threshold
+    ELSE true END
   ),
   CONSTRAINT an_ended_job_has_an_end CHECK (
     (state IN ('completed', 'failed', 'cancelled')) = (ended_at IS NOT NULL)
@@ -72,10 +75,19 @@ CREATE TABLE ledger.job (
 ) WITH (fillfactor = 50);
 CREATE INDEX job_started ON ledger.job (started_at, id);
 CREATE INDEX job_ended_early ON ledger.job (state, started_at, id) WHERE state IN ('failed', 'cancelled');
+CREATE INDEX job_ended ON ledger.job (ended_at) WHERE state IN ('completed', 'cancelled');
 CREATE INDEX job_unended ON ledger.job (flow, context, started_at) WHERE state IN ('running', 'closed');
 
+-- A job that retention has removed: its id begins no other, and starting it again does nothing.
+CREATE TABLE ledger.removed_job (
+  id uuid PRIMARY KEY,
+  context text COLLATE "C" NOT NULL,
+  flow text COLLATE "C" NOT NULL,
+  removed_at timestamptz NOT NULL DEFAULT now()
+);
+
 -- An activity; the place of a child is its number among those that one message of its parent spawned, and the dimension
--- says which of the parent's messages that was. Attempts of leg 1 before the last retry of its job count no more.
+-- says which of the parent's messages that was. The traceparent is that of what spawned it. Attempts of leg 1 before the last retry of its job count no more.
 CREATE TABLE ledger.activity (
   id uuid PRIMARY KEY,
   job_id uuid NOT NULL REFERENCES ledger.job ON DELETE CASCADE,
@@ -84,6 +96,7 @@ CREATE TABLE ledger.activity (
   place integer CHECK (place >= 1),
   name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_-]*$' AND length(name) <= 64),
   request jsonb NOT NULL,
+  traceparent text,
   spawned_at timestamptz NOT NULL DEFAULT now(),
   ledger ledger.activity_ledger NOT NULL DEFAULT 0,
   attempts_before integer NOT NULL DEFAULT 0 CHECK (attempts_before BETWEEN 0 AND 999),
@@ -133,6 +146,7 @@ CREATE TABLE ledger.guid (
   attempts integer NOT NULL DEFAULT 1,
   attempts_before integer NOT NULL DEFAULT 0,
   answer jsonb NOT NULL DEFAULT 'null',
+  traceparent text,
   result jsonb,
   owner uuid,
   leased_until timestamptz,
@@ -152,6 +166,7 @@ CREATE TABLE ledger.missed (
   guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]+$' AND length(guid) <= 255),
   answer jsonb NOT NULL,
   request_id uuid,
+  traceparent text,
 
   PRIMARY KEY (activity_id, guid)
 );
@@ -168,6 +183,7 @@ CREATE TABLE ledger.set_aside (
   answer jsonb,
   request_id uuid,
   event text COLLATE "C",
+  traceparent text,
 
   PRIMARY KEY (activity_id, guid),
   CONSTRAINT leg_2_has_an_answer CHECK (leg = 2 OR num_nonnulls(answer, request_id, event) = 0)

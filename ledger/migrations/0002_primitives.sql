@@ -14,27 +14,36 @@
 -- The job's row, which all activities of a job share, is locked last and once, by its UPDATE, which judges it again: locked
 -- first and updated then, two of these statements can wait for each other.
 
--- Begins a job of a context and a flow with its root. No row: there is that job.
-CREATE FUNCTION ledger.start(job uuid, context text, flow text, root uuid, name text, request jsonb)
-RETURNS TABLE (job_started uuid, activity_spawned uuid) LANGUAGE plpgsql AS $$
+-- Begins a job of a context and a flow with its root, to be closed at a threshold. No row: there is that job, or there was
+-- one with this id. (One that is being removed just now is waited for, and then the statement after it sees that.)
+CREATE FUNCTION ledger.start(
+  job uuid, context text, flow text, root uuid, name text, request jsonb, threshold integer DEFAULT 0,
+  traceparent text DEFAULT NULL
+) RETURNS TABLE (job_started uuid, activity_spawned uuid) LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 BEGIN
+  INSERT INTO ledger.job (id, context, flow, threshold)
+  VALUES (start.job, start.context, start.flow, start.threshold)
+  ON CONFLICT (id) DO NOTHING;
+  IF NOT FOUND THEN
+    RETURN;
+  END IF;
+  DELETE FROM ledger.job USING ledger.removed_job WHERE job.id = start.job AND removed_job.id = job.id;
   RETURN QUERY
   WITH job AS (
-    INSERT INTO ledger.job (id, context, flow) VALUES (start.job, start.context, start.flow)
-    ON CONFLICT (id) DO NOTHING
-    RETURNING id, context, flow
+    SELECT id, context, flow FROM ledger.job WHERE id = start.job
   ), root AS (
-    INSERT INTO ledger.activity (id, job_id, name, request)
-    SELECT start.root, job.id, start.name, start.request FROM job
+    INSERT INTO ledger.activity (id, job_id, name, request, traceparent)
+    SELECT start.root, job.id, start.name, start.request, start.traceparent FROM job
     RETURNING id, job_id, name
   )
   SELECT
     postroom.emit(job.context, 'job', job.id::text, 'job_started',
-      jsonb_build_object('job', job.id, 'flow', job.flow), correlation_id => job.id),
+      jsonb_build_object('job', job.id, 'flow', job.flow), correlation_id => job.id,
+      traceparent => start.traceparent),
     postroom.emit(job.context, 'activity', root.id::text, 'activity_spawned',
       jsonb_build_object('job', job.id, 'activity', root.id, 'flow', job.flow, 'name', root.name),
-      correlation_id => job.id)
+      correlation_id => job.id, traceparent => start.traceparent)
   FROM job, root;
 END $$;
 
@@ -49,7 +58,7 @@ END $$;
 -- Counts an attempt of leg 1 of an activity and leases it to the owner. A replay is counted too, and leases nothing.
 CREATE FUNCTION ledger.enter_leg1(activity uuid, owner uuid, lease interval, most_attempts integer) RETURNS TABLE (
   verdict text, state text, ledger bigint, job_id uuid, context text, name text, request jsonb, attempt integer,
-  last_error text, seconds float8
+  last_error text, seconds float8, trace text
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 BEGIN
@@ -79,7 +88,7 @@ BEGIN
   )
   SELECT judged.verdict, judged.state, now.ledger, judged.job_id, judged.context, judged.name, judged.request,
     (now.ledger / 1000000000000 - judged.attempts_before)::integer, judged.last_error,
-    extract(epoch FROM judged.leased_until - clock_timestamp())::float8
+    extract(epoch FROM judged.leased_until - clock_timestamp())::float8, judged.traceparent
   FROM judged, now;
 END $$;
 
@@ -116,7 +125,7 @@ BEGIN
     RETURNING id
   ), emitted AS (
     SELECT postroom.emit_command(judged.context, complete_leg1.queue, complete_leg1.payload, 'activity',
-      completed.id::text, correlation_id => completed.job_id, id => asked.id)
+      completed.id::text, correlation_id => completed.job_id, id => asked.id, traceparent => judged.traceparent)
     FROM completed, judged, asked
   )
   SELECT judged.verdict, judged.state, coalesce(completed.ledger, judged.ledger)::bigint, (SELECT count(*) FROM emitted)
@@ -129,10 +138,10 @@ END $$;
 -- those of the completion. (The entry that closed it may have died before the completion began: it is none of them.)
 CREATE FUNCTION ledger.enter_leg2(
   activity uuid, guid text, owner uuid, lease interval, answer jsonb, request uuid, most_attempts integer,
-  most_completions integer DEFAULT NULL
+  most_completions integer DEFAULT NULL, traceparent text DEFAULT NULL
 ) RETURNS TABLE (
   verdict text, state text, job_id uuid, context text, name text, result jsonb, activity_ledger bigint, ledger bigint,
-  attempt integer, last_error text, seconds float8
+  attempt integer, last_error text, seconds float8, trace text
 ) LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 BEGIN
@@ -174,26 +183,26 @@ BEGIN
     WHERE activity.id = judged.id AND verdict = 'done'
     RETURNING activity.id, activity.job_id, activity.ledger
   ), seeded AS (
-    INSERT INTO ledger.guid (activity_id, guid, job_id, ledger, answer, owner, leased_until)
+    INSERT INTO ledger.guid (activity_id, guid, job_id, ledger, answer, owner, leased_until, traceparent)
     SELECT counted.id, enter_leg2.guid, counted.job_id, counted.ledger % 100000000, enter_leg2.answer, enter_leg2.owner,
-      clock_timestamp() + enter_leg2.lease
+      clock_timestamp() + enter_leg2.lease, coalesce(enter_leg2.traceparent, judged.traceparent)
     FROM counted, judged
     WHERE judged.known IS NULL
-    RETURNING ledger, attempts, attempts_before
+    RETURNING ledger, attempts, attempts_before, traceparent
   ), taken AS (
     UPDATE ledger.guid SET
       attempts = guid.attempts + 1, owner = enter_leg2.owner, leased_until = clock_timestamp() + enter_leg2.lease
     FROM counted
     WHERE guid.activity_id = counted.id AND guid.guid = enter_leg2.guid
       AND EXISTS (SELECT FROM judged WHERE judged.known IS NOT NULL)
-    RETURNING guid.ledger, guid.attempts, guid.attempts_before
+    RETURNING guid.ledger, guid.attempts, guid.attempts_before, guid.traceparent
   ), answered AS (
     UPDATE ledger.request SET answered_by = enter_leg2.guid, due_at = NULL
     FROM counted, judged
     WHERE request.id = enter_leg2.request AND request.activity_id = counted.id AND judged.known IS NULL
   ), missed AS (
-    INSERT INTO ledger.missed (activity_id, guid, answer, request_id)
-    SELECT id, enter_leg2.guid, enter_leg2.answer, enter_leg2.request FROM judged
+    INSERT INTO ledger.missed (activity_id, guid, answer, request_id, traceparent)
+    SELECT id, enter_leg2.guid, enter_leg2.answer, enter_leg2.request, enter_leg2.traceparent FROM judged
     WHERE verdict = 'inactive' AND state = 'failed' AND judged.known IS NULL
     ON CONFLICT DO NOTHING
   ), entered AS (
@@ -202,7 +211,7 @@ BEGIN
   SELECT judged.verdict, judged.state, judged.job_id, judged.context, judged.name, judged.result,
     coalesce(counted.ledger, judged.ledger)::bigint, coalesce(entered.ledger, judged.known)::bigint,
     coalesce(entered.attempts - entered.attempts_before, judged.known_attempts), judged.known_error,
-    extract(epoch FROM judged.held_until - clock_timestamp())::float8
+    extract(epoch FROM judged.held_until - clock_timestamp())::float8, entered.traceparent
   FROM judged LEFT JOIN counted ON true LEFT JOIN entered ON true;
 END $$;
 
@@ -238,8 +247,8 @@ END $$;
 
 -- Step 2, the compound primitive, for a message that is leased to the owner: inserts the children, has the activity entered
 -- again for each request of `again`, and for the answer to each command of `requests`, moves the semaphore by their number
--- less one, sets both markers, and, where it reached 0, closes the job and says so in this message's ledger. With a result
--- it is step 1 too, where that is not done. What is spawned goes out through the outbox; of an entry that is due again, the
+-- less one, sets both markers, and, where an answer that spawned nothing leaves no more open than the job's threshold, closes
+-- the job and says so in this message's ledger. With a result it is step 1 too, where that is not done. What is spawned goes out through the outbox; of an entry that is due again, the
 -- event's id is the next message's.
 CREATE FUNCTION ledger.spawn(
   activity uuid, guid text, owner uuid, result jsonb,
@@ -269,10 +278,10 @@ BEGIN
   ), moved AS (
     UPDATE ledger.job SET
       semaphore = job.semaphore + delta,
-      state = CASE WHEN job.semaphore + delta = 0 THEN 'closed' ELSE job.state END
+      state = CASE WHEN delta < 0 AND job.semaphore + delta <= job.threshold THEN 'closed' ELSE job.state END
     FROM judged
     WHERE job.id = judged.job_id AND verdict = 'done' AND job.state IS NOT DISTINCT FROM 'running'
-    RETURNING job.id, job.semaphore, CASE WHEN job.semaphore = 0 THEN 1 ELSE 0 END AS threshold_hit
+    RETURNING job.id, job.semaphore, CASE WHEN job.state = 'closed' THEN 1 ELSE 0 END AS threshold_hit
   ), marked AS (
     UPDATE ledger.guid SET
       ledger = guid.ledger + work_done + 1000000000 + threshold_hit * 100000000000,
@@ -293,9 +302,9 @@ BEGIN
     FROM marked, judged
     WHERE activity.id = marked.activity_id
   ), children AS (
-    INSERT INTO ledger.activity (id, job_id, parent_id, dimension, place, name, request)
+    INSERT INTO ledger.activity (id, job_id, parent_id, dimension, place, name, request, traceparent)
     SELECT child.id, judged.job_id, judged.activity_id, judged.ledger % 100000000 - 1, child.place, child.name,
-      child.request
+      child.request, judged.traceparent
     FROM moved, judged, unnest(spawn.children, spawn.child_names, spawn.child_requests) WITH ORDINALITY
       AS child (id, name, request, place)
     RETURNING id, job_id, name
@@ -307,17 +316,17 @@ BEGIN
   ), emitted AS (
     SELECT postroom.emit(judged.context, 'activity', children.id::text, 'activity_spawned',
       jsonb_build_object('job', judged.job_id, 'activity', children.id, 'flow', judged.flow, 'name', children.name),
-      correlation_id => judged.job_id)
+      correlation_id => judged.job_id, traceparent => judged.traceparent)
     FROM judged, children
     UNION ALL
     SELECT postroom.emit(judged.context, 'activity', judged.activity_id::text, 'activity_cycled',
       jsonb_build_object('job', judged.job_id, 'activity', judged.activity_id, 'flow', judged.flow, 'name', judged.name,
         'request', again.request),
-      correlation_id => judged.job_id)
+      correlation_id => judged.job_id, traceparent => judged.traceparent)
     FROM moved, judged, unnest(spawn.again) AS again (request)
     UNION ALL
     SELECT postroom.emit_command(judged.context, ask.queue, ask.payload, 'activity', judged.activity_id::text,
-      correlation_id => judged.job_id, id => asked.id)
+      correlation_id => judged.job_id, id => asked.id, traceparent => judged.traceparent)
     FROM judged, asked JOIN unnest(spawn.requests, spawn.queues, spawn.payloads) AS ask (id, queue, payload) USING (id)
   )
   SELECT CASE WHEN verdict = 'done' AND moved.id IS NULL THEN 'inactive' ELSE verdict END, judged.state,
@@ -359,7 +368,7 @@ BEGIN
   ), emitted AS (
     SELECT postroom.emit(judged.context, 'job', completed.id::text, 'job_completed',
       jsonb_build_object('job', completed.id, 'flow', judged.flow, 'result', finish_job.result),
-      correlation_id => completed.id)
+      correlation_id => completed.id, traceparent => judged.traceparent)
     FROM judged, completed
   )
   SELECT CASE WHEN verdict = 'done' AND marked.ledger IS NULL THEN 'inactive' ELSE verdict END, judged.state,
@@ -375,7 +384,7 @@ BEGIN
   PERFORM ledger.take_turn(fail.activity);
   RETURN QUERY
   WITH judged AS MATERIALIZED (
-    SELECT job.*, activity.id AS activity_id, activity.name, activity.ledger
+    SELECT job.*, activity.id AS activity_id, activity.name, activity.ledger, activity.traceparent
     FROM ledger.activity JOIN ledger.job ON job.id = activity.job_id
     WHERE activity.id = fail.activity
   ), ended AS (
@@ -391,7 +400,7 @@ BEGIN
     SELECT postroom.emit(judged.context, 'job', ended.id::text, 'job_failed',
       jsonb_build_object('job', ended.id, 'flow', judged.flow, 'activity', judged.activity_id, 'name', judged.name,
         'ledger', lpad(judged.ledger::text, 15, '0'), 'error', fail.error),
-      correlation_id => ended.id)
+      correlation_id => ended.id, traceparent => judged.traceparent)
     FROM judged, ended
   )
   SELECT CASE WHEN ended.id IS NULL THEN 'inactive' ELSE 'done' END, judged.state, (SELECT count(*) FROM emitted)

@@ -52,6 +52,7 @@ _ADVICE: Final = "return None, an activity.spawn(…), an activity.again(…), o
 _MOST_TIMEOUT: Final = 7 * 86_400  # seconds: as long as an outbox keeps what it published
 _MOST_ASKS: Final = 1000
 SPARK_WRITE: Final = "spark-write"  # the flow of the jobs that Spark's drivers close themselves (docs/spark.md)
+_MOST_THRESHOLD: Final = 2**31 - 1
 _MOST_FLOW_NAME: Final = 58  # characters: it is a part of its consumer's name
 
 Handler: TypeAlias = Callable[..., Awaitable[Any]]  # of a Context and one JSON value, or a Job
@@ -155,14 +156,22 @@ class Activity:
 class Flow:
     """A flow; its first activity is where each job begins."""
 
-    def __init__(self, name: str) -> None:
-        """Name it: the name is what jobs, their events and their consumers are known by. Raises `InvalidFlow`."""
+    def __init__(self, name: str, *, threshold: int = 0) -> None:
+        """Name it: the name is what jobs, their events and their consumers are known by. Raises `InvalidFlow`.
+
+        A job is closed by the answer that leaves no more than `threshold` others open, and spawned nothing itself; what
+        comes of those later is acknowledged, and nothing is done for it. With 2 and three children, the first answer
+        of theirs is enough. A job keeps the threshold that it was started with.
+        """
         _check_name("the flow", name)
+        if isinstance(threshold, bool) or not isinstance(threshold, int) or not 0 <= threshold <= _MOST_THRESHOLD:
+            raise _invalid(f"the flow {name!r} has the threshold {threshold!r}: a whole number from 0 up")
         if len(name) > _MOST_FLOW_NAME:
             raise _invalid(f"the flow {name!r} has {len(name)} characters: at most {_MOST_FLOW_NAME}")
         if name == SPARK_WRITE:
             raise _invalid(f"the flow cannot be called {name!r}: writes of Spark are its jobs")
         self.name = name
+        self.threshold = threshold
         self._activities: dict[str, Activity] = {}
         self._completed: Handler | None = None
         self._completion_policy: RetryPolicy | None = None

@@ -25,6 +25,7 @@ class Context:
     dimension: int = 0  # the cycle, from 0; a leg 1 that `again` runs has that of the message that asked for it
     attempt: int = 1  # of this step, from 1
     last_error: str | None = None  # why the attempt before failed
+    traceparent: str | None = None  # of what began the activity (leg 1), or of the answer (leg 2), where one was given
     idempotency_key: str  # the same for every attempt of this step, and for no other: for effects outside of Postgres
     _connect: Connect = field(repr=False)
 

@@ -41,7 +41,7 @@ _NAME_RULE: Final = {
     "dm": "a member: a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`",
     "queue": "one to four such words joined by dots: a lower-case letter, then letters, digits, `_` or `-`",
 }
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Destination(NamedTuple):
@@ -167,7 +167,7 @@ def prepare_request(
         meta=_meta_with_mentions(request.meta, request.mentions),
         priority=request.priority,
         reply_to=request.reply_to,
-        traceparent=traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else None,
+        traceparent=traceparent if traceparent and TRACEPARENT.fullmatch(traceparent) else None,
     )
     checked = check_envelope(envelope, max_body_bytes=max_body_bytes)
     return PreparedSend(

@@ -87,7 +87,9 @@ class JobOfWrite:
 
     def _taken(self, flow: str | None) -> Conflict:
         whose = "another write: to another target, of another mesh or namespace, or by other id columns"
-        if flow != SPARK_WRITE:
+        if flow is None:
+            whose = "a job that ended so long ago that it was removed"
+        elif flow != SPARK_WRITE:
             whose = f"the flow {flow!r}"
         return Conflict.of(409, "job_taken", f"the job {self.id} belongs to {whose}. Give this write an id of its own")
 

@@ -33,6 +33,12 @@ async def extract(ctx, request):
 async def _(ctx, answer):
     return None
 
+quorum = Flow("quorum", threshold=2)
+
+@quorum.activity
+async def ask(ctx, request):
+    return None
+
 unfinished = Flow("unfinished")
 """
 NAME = "flow_of_the_operators"
@@ -120,6 +126,16 @@ def test_a_start_prints_the_job_and_a_repeated_one_says_so(office: Office, flow:
     assert (again.code, again.out) == (0, f"{job}\n")
     assert "nothing was done" in again.err
     assert office.state(UUID(job)) == "running"
+
+
+def test_a_start_says_the_trace_of_the_job_and_the_flow_says_its_threshold(office: Office, flow: str) -> None:
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+    (started,) = office.user.run("jobs", "start", f"{NAME}:quorum", "--traceparent", trace, "--json").json
+    query = "SELECT threshold, traceparent FROM ledger.job JOIN ledger.activity ON job_id = job.id WHERE job.id = $1"
+    row = office.work(lambda jobs: jobs.connection.fetchrow(query, UUID(started["id"])))
+    assert tuple(row) == (2, trace)
+    refused = office.user.run("jobs", "start", flow, "--traceparent", "nonsense")
+    assert (refused.code, "W3C Trace Context" in refused.err) == (2, True)
 
 
 def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, flow: str) -> None:

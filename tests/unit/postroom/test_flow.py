@@ -41,6 +41,13 @@ def test_the_first_activity_begins_a_job_and_each_knows_its_legs() -> None:
     assert (working.queue, working.leg1, working.leg2) == (None, None, load)
 
 
+def test_a_threshold_is_a_whole_number_from_0_up() -> None:
+    assert (Flow("quorum", threshold=2).threshold, Flow("all").threshold) == (2, 0)
+    for wrong in (-1, 1.5, True, 2**31):
+        with pytest.raises(InvalidFlow, match="a whole number from 0 up"):
+            Flow("quorum", threshold=wrong)  # type: ignore[arg-type] # the same
+
+
 def test_what_leg_2_returns_is_nothing_one_step_or_many() -> None:
     flow = Flow("nightly-export")
     one, two = flow.activity(extract), flow.activity(load)

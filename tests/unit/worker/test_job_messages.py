@@ -86,6 +86,15 @@ def test_an_answer_is_a_body_or_what_was_sent(body: Any, said: str) -> None:
     assert answer_of(delivery("extracted", body), REQUEST, "extracted") == Answer(said, REQUEST, "extracted")
 
 
+@pytest.mark.parametrize(("given", "kept"), [(f"00-{'a' * 32}-{'b' * 16}-01", True), ("nonsense", False)])
+def test_an_answer_is_of_the_trace_that_its_header_names(given: str, *, kept: bool) -> None:
+    message = delivery("extracted", {"rows": 1}, traceparent=given)
+    assert answer_of(message, REQUEST, "extracted").traceparent == (given if kept else None)
+    cycled = read(delivery("activity_cycled", {**OWN, "request": 1}, traceparent=given))
+    assert isinstance(cycled, Due)
+    assert cycled.answer.traceparent == (given if kept else None)
+
+
 def test_an_answer_that_is_not_json_is_refused() -> None:
     with pytest.raises(InvalidMessage, match="is not JSON"):
         answer_of(delivery("extracted", b"not JSON"), UUID(int=1), "extracted")

@@ -1,0 +1,125 @@
+"""Jobs that ended long ago are removed, a part at a time; their ids stay taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from uuid import UUID, uuid4
+
+import asyncpg
+import pytest
+from ledgers import Jobs
+
+from chassis.postgres import Pool
+from ledger.database import migrate
+from ledger.operating import cancel_job, start
+from ledger.primitives import Child, Start, fail_activity, finish_job, spawn
+from ledger.retention import JobRetention
+from postroom.errors import Conflict
+
+TABLES = ("job", "activity", "guid", "request", "operator_log")
+
+
+@pytest.fixture
+async def jobs(database_url: str) -> AsyncIterator[Jobs]:
+    await migrate(database_url)
+    connection = await asyncpg.connect(database_url)
+    yield Jobs(connection)
+    await connection.close()
+
+
+@pytest.fixture
+async def pool(jobs: Jobs, database_url: str) -> AsyncIterator[Pool]:
+    del jobs  # they have made the tables
+    async with asyncpg.create_pool(database_url, min_size=1) as opened:
+        yield opened
+
+
+async def completed(jobs: Jobs, children: int) -> Start:
+    """Run a job whose root spawns children, each of which asks and is answered."""
+    begun = await jobs.asked()
+    ids = [uuid4() for _ in range(children)]
+    await spawn(jobs.connection, await jobs.enter(begun.root), [Child(each, "load") for each in ids], result="null")
+    for number, each in enumerate(ids):
+        await jobs.ask(each)
+        leg2 = await jobs.enter(each, f"m-{number}")
+        if (await spawn(jobs.connection, leg2, result="null")).threshold_hit:
+            await finish_job(jobs.connection, leg2)
+    return begun
+
+
+async def age(jobs: Jobs, job: UUID, days: int) -> None:
+    await jobs.connection.execute("ALTER TABLE ledger.job DISABLE TRIGGER ends_once")
+    await jobs.connection.execute(
+        "UPDATE ledger.job SET ended_at = ended_at - $2 * interval '1 day' WHERE id = $1", job, days
+    )
+    await jobs.connection.execute("ALTER TABLE ledger.job ENABLE TRIGGER ends_once")
+
+
+async def rows(jobs: Jobs) -> dict[str, int]:
+    return {table: await jobs.connection.fetchval(f"SELECT count(*) FROM ledger.{table}") for table in TABLES}  # noqa: S608 - our own names
+
+
+async def sweep(pool: Pool, *, rows: int = 1000) -> int:
+    return await JobRetention(pool, 90).sweep(rows)
+
+
+@pytest.mark.parametrize("slice_", [1, 1000])
+async def test_a_job_goes_whole_after_its_time_and_not_before(jobs: Jobs, pool: Pool, slice_: int) -> None:
+    old, young = await completed(jobs, 3), await completed(jobs, 2)
+    await age(jobs, old.job, 91)
+    await age(jobs, young.job, 89)
+
+    assert await sweep(pool, rows=slice_) == 1
+    assert (await jobs.job(young.job))[0] == "completed"
+    assert await rows(jobs) == {"job": 1, "activity": 3, "guid": 3, "request": 3, "operator_log": 0}
+    assert await sweep(pool) == 0
+
+
+async def test_what_may_go_on_stays_however_old_it_is(jobs: Jobs, pool: Pool) -> None:
+    running, failed, cancelled = await jobs.asked(), await jobs.asked(), await jobs.asked()
+    await fail_activity(jobs.connection, failed.root, "no disk")
+    await cancel_job(jobs.connection, cancelled.job, actor="alice", reason="the wrong day")
+    await jobs.connection.execute(
+        "UPDATE ledger.job SET started_at = started_at - interval '1 year' WHERE state = 'running'"
+    )
+    for each in (failed, cancelled):
+        await age(jobs, each.job, 365)
+
+    assert await sweep(pool) == 1
+    assert [(await jobs.job(each.job))[0] for each in (running, failed)] == ["running", "failed"]
+    assert await rows(jobs) == {"job": 2, "activity": 2, "guid": 0, "request": 2, "operator_log": 0}
+
+
+async def test_a_job_that_was_removed_is_not_begun_again(jobs: Jobs, pool: Pool) -> None:
+    begun = await completed(jobs, 1)
+    await age(jobs, begun.job, 91)
+    await sweep(pool)
+    events = await jobs.events(begun.job)
+
+    assert not await start(jobs.connection, begun)
+    assert (await rows(jobs))["job"] == 0
+    assert await jobs.events(begun.job) == events
+    with pytest.raises(Conflict, match="belongs to a job that was started otherwise"):
+        await start(jobs.connection, begun._replace(flow="another"))
+
+
+async def test_a_job_that_is_being_removed_is_not_begun_beside(jobs: Jobs, database_url: str) -> None:
+    begun = await completed(jobs, 1)
+    await age(jobs, begun.job, 91)
+    removing = await asyncpg.connect(database_url)
+    async with removing.transaction():
+        await removing.execute("DELETE FROM ledger.job WHERE id = $1", begun.job)
+        await removing.execute(
+            "INSERT INTO ledger.removed_job (id, context, flow) VALUES ($1, $2, $3)",
+            begun.job,
+            begun.context,
+            begun.flow,
+        )
+        starting = asyncio.create_task(start(jobs.connection, begun))
+        while not await removing.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):  # noqa: ASYNC110 - in Postgres
+            await asyncio.sleep(0.01)
+    await removing.close()
+
+    assert not await starting
+    assert (await rows(jobs))["job"] == 0
