@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,7 +117,7 @@ def republish(
     _, database = _stored(agent, config, tenant, workspace, state_directory)
     if not dry_run:
         confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
-    messages = asyncio.run(republish_since(database, since.replace(tzinfo=UTC), dry_run=dry_run))
+    messages = asyncio.run(republish_since(database, since, dry_run=dry_run))
     if as_json:
         json_line({"messages": messages})
     else:

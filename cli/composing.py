@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from cli.lines import MAX_LINE
+from cli.quantities import time_of
 
 if TYPE_CHECKING:
     from postroom import SendRequest
@@ -40,13 +41,10 @@ def moment_of(text: str | None) -> datetime | None:
     """Read an RFC 3339 time with its offset."""
     if text is None:
         return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        moment = None
+    moment = time_of(text)
     if moment is None or moment.tzinfo is None:
         raise typer.BadParameter(
-            f"{text!r} is no time with an offset, as in 2026-11-21T09:00:00Z", param_hint="--not-before"
+            f"{text!r} is not a time with an offset, as in 2026-11-21T09:00:00Z", param_hint="--not-before"
         )
     return moment
 

@@ -15,7 +15,7 @@ from chassis.exits import Exit, Fatal
 from cli.jetstream import Credentials, NatsUrl, reached
 from cli.noun import Database, DryRun, Json, Mesh, Yes, noun
 from cli.output import ago, confirm, fields, json_line, line, listing, note, reason_or_ask, table
-from cli.quantities import duration
+from cli.quantities import age
 from cli.selection import chosen_ids
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ SubjectFilter = Annotated[
 Code = Annotated[str | None, typer.Option("--code", metavar="REASON", help="Only with this reason, as max_deliver.")]
 Consumer = Annotated[str | None, typer.Option("--consumer", metavar="NAME", help="Only of this consumer.")]
 OlderThan = Annotated[
-    float | None, typer.Option(parser=duration, metavar="DURATION", help="Only dead for longer than 90s, 15m, 7d.")
+    float | None,
+    typer.Option(
+        parser=age, metavar="DURATION", help="Only dead for longer than 90s, 15m, 7d, or since before a time."
+    ),
 ]
 Why = Annotated[
     str | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -11,17 +12,18 @@ import typer
 from cli.connect import with_daemon
 from cli.noun import Json, Socket, noun
 from cli.output import ago, json_line, line, note, table
-from cli.quantities import duration
+from cli.quantities import moment
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from postroom import AsyncClient, InboxMessage, InboxQuery
 
 app = noun("Read what the daemon has received, and follow it.")
 
 Since = Annotated[
-    str | None, typer.Option("--since", help="Received in the last 90s, 15m, 2h, 7d.", metavar="DURATION")
+    datetime | None,
+    typer.Option(
+        "--since", parser=moment, help="Received in the last 90s, 15m, 7d, or from a time on.", metavar="TIME"
+    ),
 ]
 From = Annotated[str | None, typer.Option("--from", help="Only from this member.", metavar="MEMBER")]
 To = Annotated[
@@ -47,7 +49,7 @@ def list_(
     socket: Socket = None,
 ) -> None:
     """List received messages, oldest first; what they say only with --body, in a table cut short."""
-    moment = _moment(since)
+    moment = since
     _check(destination)
     shown: list[InboxMessage] = []
 
@@ -82,7 +84,7 @@ def tail(
     socket: Socket = None,
 ) -> None:
     """Follow what the daemon receives, a line a message, until Ctrl-C; a daemon that is restarted is waited for."""
-    moment = _moment(since)
+    moment = since
     _check(destination)
 
     async def work(client: AsyncClient) -> None:
@@ -124,14 +126,6 @@ async def _follow(messages: AsyncIterator[InboxMessage], *, as_json: bool) -> No
         else:
             line(f"{message.received_at:%H:%M:%S}  {message.sender} → {message.to}  {_preview(message)}")
         sys.stdout.flush()
-
-
-def _moment(since: str | None) -> datetime | None:
-    if since is None:
-        return None
-    from datetime import UTC, datetime, timedelta  # noqa: PLC0415
-
-    return datetime.now(UTC) - timedelta(seconds=duration(since))
 
 
 def _check(destination: str | None) -> None:

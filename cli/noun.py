@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from cli.quantities import moment
+
 Socket = Annotated[
     Path | None,
     typer.Option(
@@ -29,8 +31,9 @@ Since = Annotated[
     datetime,
     typer.Option(
         "--since",
-        help="The time from which on, in UTC, as in 2026-01-31T12:00:00.",
-        formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%SZ"],
+        parser=moment,
+        help="From when on: a time in UTC, as in 2026-01-31T12:00:00, or how long ago, as in 90s, 1h30m, 7d.",
+        metavar="TIME",
     ),
 ]
 Config = Annotated[

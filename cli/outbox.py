@@ -14,7 +14,7 @@ from cli.export import export_rows
 from cli.noun import Config, DryRun, Json, Reason, Socket, Yes, noun
 from cli.output import confirm, json_line, line, note, reason_or_ask
 from cli.patch import read_patch
-from cli.quantities import duration
+from cli.quantities import age
 from cli.repair import repair_rows, show_row
 from cli.rows import show_chain, show_rows
 from cli.selection import (
@@ -212,7 +212,10 @@ _register("flush", "Try waiting rows now, whatever their backoff says.")
 def prune(
     *,
     older_than: Annotated[
-        float, typer.Option(parser=duration, metavar="DURATION", help="Prune what ended longer ago than 7d, 12h.")
+        float,
+        typer.Option(
+            parser=age, metavar="DURATION", help="Prune what ended longer ago than 7d, 12h, or before a time."
+        ),
     ],
     reason: Reason = None,
     yes: Yes = False,

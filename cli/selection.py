@@ -10,7 +10,7 @@ import typer
 
 from chassis.exits import Exit, Fatal
 from cli.output import note
-from cli.quantities import duration
+from cli.quantities import age
 
 if TYPE_CHECKING:
     from postroom import RowFilter
@@ -26,7 +26,8 @@ Status = Annotated[
 Destination = Annotated[str | None, typer.Option(metavar="TO", help="Only rows to this destination.")]
 Code = Annotated[str | None, typer.Option(metavar="CODE", help="Only rows whose last error has this code.")]
 OlderThan = Annotated[
-    float | None, typer.Option(parser=duration, metavar="DURATION", help="Only rows older than 90s, 15m, 1h, 7d.")
+    float | None,
+    typer.Option(parser=age, metavar="DURATION", help="Only rows older than 90s, 15m, 7d, or than a time."),
 ]
 Held = Annotated[bool | None, typer.Option("--held/--not-held", help="Only rows that are held, or that are not.")]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC
 from typing import Annotated
 
 import typer
@@ -70,9 +69,7 @@ def redrive(
     settings = load_config(config)
     if not dry_run:
         confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
-    found = asyncio.run(
-        redrive_since(settings, since.replace(tzinfo=UTC), stream=stream, confirmed=confirmed, dry_run=dry_run)
-    )
+    found = asyncio.run(redrive_since(settings, since, stream=stream, confirmed=confirmed, dry_run=dry_run))
     for one in found:
         if as_json:
             json_line(one)

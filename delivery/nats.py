@@ -32,7 +32,7 @@ async def connect(
     What happens to it goes to the log unless `logged` is False: a person at a terminal reads the exception.
     Raises `Fatal` (78) where a file that the settings name cannot be read.
     """
-    client = NatsClient()
+    client = NatsClient(logged=logged)
     events = _Events(name, client, logged=logged)
     trust = _trust(settings)
     try:

@@ -37,9 +37,11 @@ _END: Final = b"\r\n"
 class NatsClient(Client):
     """A client whose messages have headers that can be read, and a subject that is a text."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, logged: bool = True) -> None:
+        """Write what could not be read into the log if `logged`."""
         super().__init__()
         self._ps = _Parser(self)
+        self._logged = logged
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         rewritten = b""
@@ -49,7 +51,8 @@ class NatsClient(Client):
             rewritten += _line(UNREADABLE_SUBJECT, subject)
             subject = subject.decode("utf-8", "backslashreplace").encode()
         if rewritten:
-            _log.warning("message_unreadable", subject=subject.decode(), headers=headers is None)
+            if self._logged:
+                _log.warning("message_unreadable", subject=subject.decode(), headers=headers is None)
             headers = (headers or b"NATS/1.0\r\n\r\n").removesuffix(_END) + rewritten + _END
         try:
             await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]

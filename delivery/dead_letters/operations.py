@@ -180,13 +180,13 @@ class LetterOperations:
         rows = await self._connection.fetch(QUERIES["list_letters"], self._context, payloads)
         return [StoredLetter(str(row["id"]), row["died_at"], _letter(row), row=row["id"]) for row in rows]
 
-    async def _unrecorded(self, *, headers_only: bool = False) -> list[StoredLetter]:
+    async def _unrecorded(self) -> list[StoredLetter]:
         """Return what the stream holds and the record has not; a letter that is there twice counts once."""
         if self._js is None:
             return []
         known = await self._known()
         found = []
-        async for streamed in read_letters(self._js, self._context, headers_only=headers_only):
+        async for streamed in read_letters(self._js, self._context):
             if streamed.letter_id not in known:
                 known.add(streamed.letter_id)
                 id_ = f"{streamed.stream}/{streamed.sequence}"
@@ -194,8 +194,8 @@ class LetterOperations:
         return found
 
     async def count_unrecorded(self) -> int:
-        """Return how many letters there are without a row, without reading them."""
-        return len(await self._unrecorded(headers_only=True))
+        """Return how many letters there are without a row."""
+        return len(await self._unrecorded())
 
     @asynccontextmanager
     async def _settling(self, stored: StoredLetter, act: Act, why: str) -> AsyncIterator[DeadLetter | None]:

@@ -142,6 +142,8 @@ def test_filters_narrow_a_list(station: Station) -> None:
         ("--consumer", DURABLE, ["a", "b"]),
         ("--consumer", "another", []),
         ("--older-than", "1h", []),
+        ("--older-than", "2026-01-31T12:00:00Z", []),
+        ("--older-than", "0s", ["a", "b"]),
     ):
         found = station.user.run("dlq", "list", "--json", option, value)
         assert [letter["message_id"] for letter in found.json] == ids, option

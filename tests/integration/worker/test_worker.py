@@ -270,6 +270,7 @@ async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_ha
             "deliveries: 100 would be published again",
             "letters: 0 would be published again",
         ]
+        assert await cli("worker", "redrive", "--since", "1h", "--dry-run", **settings) == said
         await cli("worker", "redrive", "--since", "2000-01-01", "--stream", "DEMO_EVENTS", "--yes", **settings)
         await until_so(lambda: holds(js, "DEMO_EVENTS", 100))
         await asyncio.wait_for(accepting.published(), 30)

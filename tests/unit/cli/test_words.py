@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import typer
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from cli.composing import body_of, meta_of, moment_of
 from cli.ending import printable
 from cli.output import table
-from cli.quantities import duration, rate
+from cli.quantities import age, duration, moment, rate
 
 
 @pytest.mark.parametrize(
@@ -29,12 +30,47 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         duration(text)
 
 
+@pytest.mark.parametrize("read", [duration, moment, age])
+@pytest.mark.parametrize("text", ["9" * 400 + "d", "36525.1d", "٣h", "²d"])
+def test_a_duration_that_nobody_means_is_refused(read: Callable[[str], object], text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2026-01-31", "2026-01-31T00:00", "2026-01-31 00:00:00", "2026-01-31T00:00:00Z", "2026-01-31T02:00:00+02:00"],
+)
+def test_a_moment_is_a_time_in_utc_unless_it_says_otherwise(text: str) -> None:
+    assert moment(text) == datetime(2026, 1, 31, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("text", ["30m", "1h", "2d", "1h30m"])
+def test_a_moment_may_be_said_by_how_long_ago_it_was(text: str) -> None:
+    before = datetime.now(UTC)
+    found = moment(text) + timedelta(seconds=duration(text))
+    assert before <= found <= datetime.now(UTC)
+    assert age(text) == duration(text)
+
+
+def test_how_old_something_is_may_be_said_by_a_time() -> None:
+    before = (datetime.now(UTC) - datetime(2026, 1, 31, tzinfo=UTC)).total_seconds()
+    assert before <= age("2026-01-31") <= before + 60
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "2026-13-01", "9999-12-31", "0001-01-01T00:00+23:59", "1", "-1h"])
+def test_what_is_no_moment_that_is_over_is_refused(text: str) -> None:
+    for read in (moment, age):
+        with pytest.raises(typer.BadParameter):
+            read(text)
+
+
 @pytest.mark.parametrize(("text", "per_second"), [("50/s", 50), ("50", 50), ("0.5/s", 0.5)])
 def test_a_rate_is_read_per_second(text: str, per_second: float) -> None:
     assert rate(text) == per_second
 
 
-@pytest.mark.parametrize("text", ["", "0", "0/s", "-1/s", "1/m", "fast", "inf", "nan"])
+@pytest.mark.parametrize("text", ["", "0", "0/s", "-1/s", "1/m", "fast", "inf", "nan", "9" * 400])
 def test_what_is_no_rate_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         rate(text)
