@@ -1,4 +1,4 @@
-"""`python -m broker [run|migrate|orphan-check] --config FILE`: the broker without the rest of the command line."""
+"""`python -m broker [run|migrate|orphan-check|restored] --config FILE`: the broker without the command line."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from broker.accept import Accepting
 from broker.administration import Administration
 from broker.authentication import Authentication, member_of
 from broker.config import BrokerConfig
-from broker.database import Database
+from broker.database import QUERIES, Database
 from broker.history import History
 from broker.limiter import Limiter
 from broker.lookup import LookUp
@@ -124,7 +124,7 @@ def routes(services: Services) -> list[Route]:
               summary="Delete a queue; its messages stay in the history", answers={204: None}, problems=_WRITE),
         Route(method="GET", path="/v1/history", handler=history.list_messages, access="reader",
               summary="Read what a mesh accepted, in the order of the commits",
-              query=api.HistoryQuery, answers={200: api.HistoryPage}, problems=_READ),
+              query=api.HistoryQuery, answers={200: api.HistoryPage}, problems=(*_READ, 410)),
         Route(method="GET", path="/v1/messages/{broker_message_id}", handler=history.get_message, access="reader",
               summary="Read one message", answers={200: api.HistoryMessage}, problems=_READ),
         Route(method="GET", path="/health", handler=control.health, access="anyone",
@@ -143,6 +143,7 @@ class _Accept:
 
     def __init__(self, services: Services) -> None:
         self._config = services.config
+        self._database = services.database
         self._accepting = services.accepting
         self._look_up = LookUp(services.database, services.accepting)
         self._room = Shares(services.config.buffered_bytes)
@@ -167,6 +168,8 @@ class _Accept:
     async def features(self, request: web.Request) -> web.Response:
         """`GET /v1/features`."""
         member, config = member_of(request), self._config
+        async with self._database.read(member.whose) as connection:
+            incarnation = await connection.fetchval(QUERIES["current_incarnation"])
         permanent = config.retention.mode == "permanent"
         return json_response(
             Features(
@@ -185,6 +188,7 @@ class _Accept:
                     per_member=config.limiter.per_member,
                     window_seconds=config.limiter.window_seconds,
                 ),
+                incarnation=str(incarnation),
             )
         )
 

@@ -9,9 +9,10 @@ from typing import Final
 
 from broker import orphans
 from broker.config import BrokerConfig, events_kept, load_config
+from broker.database import QUERIES, check_version
 from broker.main import run
 from broker.migrate import migrate
-from chassis import logs, runtime
+from chassis import logs, postgres, runtime
 from chassis.exits import Exit, Fatal
 
 
@@ -31,6 +32,18 @@ async def migrate_database(config: BrokerConfig) -> Exit:
     return Exit.OK
 
 
+async def begin_incarnation(config: BrokerConfig) -> Exit:
+    """Tell everybody that the database was restored: daemons compare what they sent, readers learn where to go on."""
+    async with postgres.connected(config.database_url) as connection:
+        await check_version(connection)
+        incarnation = await connection.fetchval(QUERIES["begin_incarnation"], "an operator restored the database")
+    sys.stdout.write(
+        f"incarnation {incarnation} began: each daemon now compares what it sent with the database, and says in "
+        "`postroom status` what is missing; `postroom outbox resend --missing` sends it again\n"
+    )
+    return Exit.OK
+
+
 async def check_orphans(config: BrokerConfig) -> Exit:
     """Print every violation of accept's atomicity; exit code 1 where there is one."""
     violations = await orphans.check(config.database_url, events_kept=events_kept(config.retention))
@@ -45,6 +58,7 @@ COMMANDS: Final[Mapping[str, Callable[[BrokerConfig], Awaitable[Exit]]]] = {
     "run": run_broker,
     "migrate": migrate_database,
     "orphan-check": check_orphans,
+    "restored": begin_incarnation,
 }
 
 

@@ -9,7 +9,7 @@ their connections. Tokens are looked up on one that is for nothing else, so that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Self
 
@@ -24,6 +24,7 @@ from postroom.errors import InvalidMessage, TryAgain
 
 QUERIES: Final = load_queries("broker")
 
+_NAME: Final = "postroom-broker"  # as Postgres knows the connections
 _READING_CONNECTIONS: Final = 8
 
 # What Postgres answers while it can't do what is asked, through no fault of the request: it starts, stops or is full, a
@@ -56,14 +57,21 @@ class Database:
         Raises `Fatal` as `chassis.postgres.fatal_errors` says, and 78 where its schema is not this program's.
         """
         async with AsyncExitStack() as undo:
-            reading = await _pool(url, _READING_CONNECTIONS + 1, {})  # and one to sweep on
+            # and one to sweep on
+            reading = await postgres.open_pool(url, name=_NAME, connections=_READING_CONNECTIONS + 1)
             undo.push_async_callback(reading.close)
             with postgres.fatal_errors():
                 async with reading.acquire() as connection:
                     await check_version(connection)
-            accepting = await _pool(url, connections, {"enable_nestloop": "off"})
+            accepting = await postgres.open_pool(
+                url,
+                name=_NAME,
+                connections=connections,
+                settings={"enable_nestloop": "off"},
+                on_connect=_know_incarnation,
+            )
             undo.push_async_callback(accepting.close)
-            tokens = await _pool(url, 1, {}, kept=0)
+            tokens = await postgres.open_pool(url, name=_NAME, connections=1, kept=0)
             undo.pop_all()
         return cls(accepting, reading, tokens)
 
@@ -117,6 +125,9 @@ async def check_version(connection: Connection) -> None:
     await postgres.check_version(connection, *ROOMS, migrate_with="postroom broker migrate")
 
 
-async def _pool(url: str, connections: int, settings: Mapping[str, str], kept: int = 1) -> Pool:
-    name = "postroom-broker"
-    return await postgres.open_pool(url, name=name, connections=connections, kept=kept, settings=settings)
+async def _know_incarnation(connection: Connection) -> None:
+    """Begin a new incarnation before anything is accepted over a connection that leads to another database than before.
+
+    A failover or a restore breaks every connection, so whichever comes back first notices.
+    """
+    await connection.fetchval(QUERIES["current_incarnation"])

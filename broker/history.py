@@ -2,7 +2,8 @@
 
 An admin reads its whole mesh. A member reads what it sent, what was sent to it, and the topics it is subscribed to.
 History goes by `history_id`, whose order is the order of the commits: a reader that continues after the last number it
-saw never misses a message that committed late.
+saw never misses a message that committed late. After a restore the numbers go on above all that were ever given out; a
+reader that stands at one that is lost is told (410), and where to go on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from broker.database import QUERIES, Database
 from chassis.routes import decode_query, json_response
 from delivery.history import history_message
 from postroom.administration import HistoryPage, HistoryQuery
-from postroom.errors import NotFound
+from postroom.errors import Gone, NotFound
 from postroom.message import parse_destination
 
 LOOK_AT: Final = 10_000  # rows of history that one page looks at, so that a page costs the same for every member
@@ -33,18 +34,20 @@ class History:
         self._database = database
 
     async def list_messages(self, request: web.Request) -> web.Response:
-        """`GET /v1/history?mesh=&after=&limit=&destination=`."""
+        """`GET /v1/history?mesh=&after=&limit=&destination=&incarnation=`."""
         query = decode_query(request, HistoryQuery)
         principal = request[PRINCIPAL]
         mesh = own_mesh(principal, query.mesh)
         kind, ref = parse_destination(query.destination) if query.destination else (None, None)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            mesh_id = await connection.fetchval(QUERIES["find_mesh"], mesh)
+            ((incarnation, mesh_id, last_before),) = await connection.fetch(QUERIES["find_cursor"], mesh, query.after)
             if mesh_id is None:
                 raise NotFound.of(404, "mesh_not_found", f"there is no mesh {mesh[:64]!r}")
+            if last_before is not None or query.incarnation not in (None, str(incarnation)):
+                raise _restored(query.after if last_before is None else last_before, str(incarnation))
             values = (mesh_id, query.after, LOOK_AT, query.limit, MAX_PAGE_BYTES, _reader(principal), kind, ref)
             rows = await connection.fetch(QUERIES["read_history"], *values)
-        return json_response(_page(rows, query.limit))
+        return json_response(_page(rows, query.limit, str(incarnation)))
 
     async def get_message(self, request: web.Request) -> web.Response:
         """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
@@ -68,9 +71,22 @@ def _reader(principal: Principal) -> int | None:
     return principal.member_id if isinstance(principal, Member) and principal.role != "admin" else None
 
 
-def _page(rows: Sequence[asyncpg.Record], limit: int) -> HistoryPage:
+def _restored(resume_after: int, incarnation: str) -> Gone:
+    return Gone.of(
+        410,
+        "history_restored",
+        "the broker's database was restored to an earlier state, or replaced, since this cursor was given: what the "
+        f"history holds is the same up to history_id {resume_after}; go on from there, and expect to read messages "
+        "again that were sent again",
+        resume_after=resume_after,
+        incarnation=incarnation,
+    )
+
+
+def _page(rows: Sequence[asyncpg.Record], limit: int, incarnation: str) -> HistoryPage:
     messages = [history_message(row) for row in rows if row["history_id"] is not None]
     looked_at, looked_to, matched = rows[0]["looked_at"], rows[0]["looked_to"], rows[0]["matched"]
     if messages and (len(messages) < matched or matched == limit):
-        return HistoryPage(messages=messages, next_after=messages[-1].history_id)
-    return HistoryPage(messages=messages, next_after=looked_to if looked_at == LOOK_AT else None)
+        return HistoryPage(messages=messages, next_after=messages[-1].history_id, incarnation=incarnation)
+    next_after = looked_to if looked_at == LOOK_AT else None
+    return HistoryPage(messages=messages, next_after=next_after, incarnation=incarnation)

@@ -147,11 +147,17 @@ FROM mesh.member JOIN mesh.mesh ON mesh.id = member.mesh_id
 WHERE member.token_sha256 = ANY ($1::bytea[]);
 
 -- name: create_mesh
--- A mesh with its history counter; no row where the slug is taken.
+-- A mesh with its history counter; no row where the slug is taken. It counts from the incarnation's floor: before a
+-- restore there may have been another mesh of this name.
 WITH created AS (
   INSERT INTO mesh.mesh (slug) VALUES ($1) ON CONFLICT DO NOTHING RETURNING id, slug, created_at
+), incarnation AS (
+  SELECT history_floor FROM mesh.incarnation ORDER BY history_floor DESC LIMIT 1 FOR SHARE
 ), counted AS (
-  INSERT INTO mesh.history_counter (mesh_id) SELECT id FROM created
+  INSERT INTO mesh.history_counter (mesh_id, last_history_id) SELECT id, history_floor FROM created, incarnation
+), skipped AS (
+  INSERT INTO mesh.history_gap (mesh_id, last_before, history_floor)
+  SELECT id, 0, history_floor FROM created, incarnation WHERE history_floor > 0
 )
 SELECT slug, created_at FROM created;
 
@@ -264,6 +270,24 @@ SELECT name, created_at FROM mesh.queue WHERE mesh_id = $1 ORDER BY name;
 -- name: delete_queue
 -- A queue; its messages stay in the history.
 DELETE FROM mesh.queue WHERE mesh_id = $1 AND name = $2 RETURNING id;
+
+-- name: current_incarnation
+-- The incarnation of the database; it begins where the database lies elsewhere than before.
+SELECT mesh.current_incarnation();
+
+-- name: begin_incarnation
+-- A new incarnation, for the reason $1.
+SELECT mesh.begin_incarnation($1);
+
+-- name: find_cursor
+-- The incarnation, the id of a mesh, and, where the cursor $2 lies among numbers that were skipped, the last one before.
+SELECT incarnation.id AS incarnation, mesh.id AS mesh_id,
+  (
+    SELECT gap.last_before FROM mesh.history_gap AS gap
+    WHERE gap.mesh_id = mesh.id AND gap.last_before < $2 AND $2 < gap.history_floor
+  ) AS last_before
+FROM (SELECT id FROM mesh.incarnation ORDER BY history_floor DESC LIMIT 1) AS incarnation
+LEFT JOIN mesh.mesh ON mesh.slug = $1;
 
 -- name: read_history
 -- A page of a mesh's history after a history_id: at most $3 rows are looked at, and of those the caller may see at most

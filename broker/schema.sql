@@ -9,6 +9,21 @@
 
 CREATE SCHEMA mesh;
 
+-- Which database this is ------------------------------------------------------------------------------------------------
+
+-- A backup that is restored, or a standby that is promoted, may be older than the database that its readers and writers
+-- knew. So each has an incarnation: a new one begins where the database lies somewhere else than it did (another cluster,
+-- another database, another timeline of the write-ahead log), and where an operator says so. `history_floor` is above
+-- every history_id that was ever given out before, also by what is lost: it follows from the clock (seconds since 1970
+-- times 2^21), which is more numbers than any mesh gives out meanwhile, and below 2^53 until the year 2106.
+CREATE TABLE mesh.incarnation (
+  history_floor bigint PRIMARY KEY CHECK (history_floor >= 0),
+  id uuid NOT NULL UNIQUE DEFAULT gen_random_uuid(),
+  place text,
+  reason text NOT NULL,
+  began_at timestamptz NOT NULL DEFAULT now()
+);
+
 -- Who and where ------------------------------------------------------------------------------------------------------
 
 CREATE TABLE mesh.mesh (
@@ -23,6 +38,25 @@ CREATE TABLE mesh.history_counter (
   mesh_id integer PRIMARY KEY REFERENCES mesh.mesh ON DELETE CASCADE,
   last_history_id bigint NOT NULL DEFAULT 0
 ) WITH (fillfactor = 50);
+
+-- The numbers that a mesh skipped when an incarnation began: what was given out of them is lost. A reader that stands
+-- between the two has read what is no longer there.
+CREATE TABLE mesh.history_gap (
+  mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,
+  last_before bigint NOT NULL CHECK (last_before >= 0),
+  history_floor bigint NOT NULL REFERENCES mesh.incarnation,
+  PRIMARY KEY (mesh_id, history_floor),
+  CHECK (last_before < history_floor)
+);
+
+-- The stretches of numbers between the gaps: above `after`, up to `up_to`.
+CREATE VIEW mesh.history_stretch AS
+SELECT mesh_id, after,
+  lead(last_before, 1, 9223372036854775807) OVER (PARTITION BY mesh_id ORDER BY after) AS up_to
+FROM (
+  SELECT id AS mesh_id, 0::bigint AS after, 0::bigint AS last_before FROM mesh.mesh
+  UNION ALL SELECT mesh_id, history_floor, last_before FROM mesh.history_gap
+) AS beginning;
 
 -- A revoked member keeps its row, and so its name, for ever: nobody else may become the reader of its messages.
 CREATE TABLE mesh.member (
@@ -263,3 +297,61 @@ END $$;
 
 CREATE TRIGGER bound_for_good BEFORE UPDATE ON mesh.client_message_dedupe
   FOR EACH ROW EXECUTE FUNCTION mesh.refuse_rebinding();
+
+-- Which incarnation it is --------------------------------------------------------------------------------------------------
+
+-- Where the database lies: its cluster, its number there, its timeline. Null where the role may not know.
+CREATE FUNCTION mesh.place() RETURNS text LANGUAGE plpgsql AS $$
+BEGIN
+  RETURN (SELECT system_identifier FROM pg_control_system())
+    || '/' || (SELECT oid FROM pg_database WHERE datname = current_database())
+    || '/' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8);
+EXCEPTION WHEN insufficient_privilege THEN
+  RETURN NULL;
+END $$;
+
+-- Begins an incarnation, and lets every mesh go on above all numbers that were ever given out; returns its id.
+CREATE FUNCTION mesh.begin_incarnation(why text) RETURNS uuid LANGUAGE plpgsql AS $$
+DECLARE
+  fresh mesh.incarnation;
+BEGIN
+  LOCK TABLE mesh.incarnation IN EXCLUSIVE MODE;
+  INSERT INTO mesh.incarnation (history_floor, place, reason)
+  SELECT greatest(
+      floor(extract(epoch FROM clock_timestamp()))::bigint << 21,
+      (SELECT max(history_floor) + 1 FROM mesh.incarnation), (SELECT max(last_history_id) FROM mesh.history_counter)
+    ), mesh.place(), why
+  RETURNING * INTO fresh;
+  WITH stand AS (
+    SELECT mesh_id, last_history_id FROM mesh.history_counter FOR UPDATE
+  ), gap AS (
+    INSERT INTO mesh.history_gap (mesh_id, last_before, history_floor)
+    SELECT mesh_id, last_history_id, fresh.history_floor FROM stand WHERE last_history_id < fresh.history_floor
+  )
+  UPDATE mesh.history_counter AS counter SET last_history_id = fresh.history_floor
+  FROM stand WHERE counter.mesh_id = stand.mesh_id;
+  RETURN fresh.id;
+END $$;
+
+-- The incarnation's id; a new one where the database lies elsewhere than when this one began. A standby does not say: its
+-- connections outlive its promotion, and would go on with the old one's numbers.
+CREATE FUNCTION mesh.current_incarnation() RETURNS uuid LANGUAGE plpgsql AS $$
+DECLARE
+  latest mesh.incarnation;
+BEGIN
+  IF pg_is_in_recovery() THEN
+    RAISE EXCEPTION 'the database is a standby' USING ERRCODE = 'cannot_connect_now';
+  END IF;
+  SELECT * INTO latest FROM mesh.incarnation ORDER BY history_floor DESC LIMIT 1;
+  IF mesh.place() IS NOT DISTINCT FROM coalesce(latest.place, mesh.place()) THEN
+    RETURN latest.id;
+  END IF;
+  LOCK TABLE mesh.incarnation IN EXCLUSIVE MODE;
+  SELECT * INTO latest FROM mesh.incarnation ORDER BY history_floor DESC LIMIT 1;
+  IF mesh.place() = latest.place THEN
+    RETURN latest.id;
+  END IF;
+  RETURN mesh.begin_incarnation('the database lay at ' || latest.place || ' before');
+END $$;
+
+INSERT INTO mesh.incarnation (history_floor, place, reason) VALUES (0, mesh.place(), 'the database was made');

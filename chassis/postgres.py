@@ -6,9 +6,9 @@ processes may migrate at once: one does it, the others wait and find nothing lef
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import asyncpg
 from asyncpg.pool import PoolConnectionProxy
@@ -79,17 +79,25 @@ async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record
 
 
 async def open_pool(
-    url: str, *, name: str, connections: int, kept: int = 1, settings: Mapping[str, str] | None = None
+    url: str,
+    *,
+    name: str,
+    connections: int,
+    kept: int = 1,
+    settings: Mapping[str, str] | None = None,
+    on_connect: Callable[[Connection], Coroutine[Any, Any, None]] | None = None,
 ) -> Pool:
     """Open a pool of at most `connections`, of which `kept` are there even while nobody uses them.
 
-    Postgres knows it as `name`. Raises `Fatal` as `connect` does.
+    Postgres knows it as `name`, and `on_connect` is called with each connection before it is used for the first time.
+    Raises `Fatal` as `connect` does.
     """
     with _fatal_when_closed():
         return await asyncpg.create_pool(
             url,
             min_size=kept,
             max_size=connections,
+            init=on_connect,
             reset=_as_it_is,
             timeout=CONNECT_SECONDS,
             command_timeout=_COMMAND_SECONDS,

@@ -27,6 +27,12 @@ def migrate(*, config: Config = None) -> None:
 
 
 @app.command()
+def restored(*, config: Config = None) -> None:
+    """Say that the database was restored from a backup: daemons find out what it lacks, readers where to go on."""
+    _command("restored", config)
+
+
+@app.command()
 def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
     """Check that every accept has all its rows; exit code 1 where one has not."""
     if not as_json:
@@ -55,6 +61,7 @@ def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = 
         (
             ("mesh", answer.mesh),
             ("member", answer.member),
+            ("incarnation", answer.incarnation),
             ("largest batch", f"{answer.max_batch} messages"),
             ("ids are recognised", dedupe and (f"for {days} days" if days else "for ever")),
             ("largest body", payload and f"{payload.inline_bytes} bytes"),

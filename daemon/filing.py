@@ -14,7 +14,7 @@ from delivery.consuming import DONE, Dead, Delivery, Settle
 from inbox import Inbox
 from postroom.administration import HistoryMessage, HistoryQuery
 from postroom.broker import BrokerClient
-from postroom.errors import PostroomError
+from postroom.errors import Gone, PostroomError
 
 _log = structlog.get_logger(__name__)
 
@@ -107,13 +107,19 @@ async def refill(inbox: Inbox, broker: BrokerClient, member: str, accepted_after
     What the history shows beside (queues, direct messages to others) stays out. Raises `PostroomError`, and then goes
     on where it was with the next call.
     """
-    query = HistoryQuery(after=inbox.refill_after or 0, limit=_PAGE)
-    batch: list[HistoryMessage] = []
-    async for message in broker.history(query):
-        batch.append(message)
-        if len(batch) == _PAGE:
-            await _refill(inbox, batch, member, accepted_after)
-            batch = []
+    while True:
+        query = HistoryQuery(after=inbox.refill_after or 0, limit=_PAGE)
+        batch: list[HistoryMessage] = []
+        try:
+            async for message in broker.history(query):
+                batch.append(message)
+                if len(batch) == _PAGE:
+                    await _refill(inbox, batch, member, accepted_after)
+                    batch = []
+            break
+        except Gone as error:  # the broker's database was restored: what is filed already is known by its key
+            _log.warning("inbox_refill_goes_back", reason=str(error))
+            await inbox.refilled_to(error.problem.resume_after or 0)
     await _refill(inbox, batch, member, accepted_after)
     await inbox.refilled_to(None)
     _log.info("inbox_refilled")

@@ -4,7 +4,7 @@ from postroom.administration import HistoryQuery
 from postroom.blocking import Client
 from postroom.broker import BrokerClient
 from postroom.client import AsyncClient
-from postroom.errors import Conflict, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
+from postroom.errors import Conflict, Gone, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 from postroom.flow import Flow
 from postroom.ids import new_id
 from postroom.message import SendRequest
@@ -20,6 +20,7 @@ __all__ = [
     "Conflict",
     "EventsQuery",
     "Flow",
+    "Gone",
     "HistoryQuery",
     "InboxMessage",
     "InboxQuery",

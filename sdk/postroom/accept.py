@@ -101,7 +101,10 @@ class RateLimitFeature(msgspec.Struct, kw_only=True):
 
 
 class Features(msgspec.Struct, kw_only=True):
-    """The body of `GET /v1/features`; `mesh` and `member` are whom the token speaks for."""
+    """The body of `GET /v1/features`; `mesh` and `member` are whom the token speaks for.
+
+    `incarnation` names the database: another one means that it may lack what was accepted before.
+    """
 
     mesh: str
     member: str
@@ -109,3 +112,4 @@ class Features(msgspec.Struct, kw_only=True):
     client_message_id_dedupe: DedupeFeature | None = None
     max_payload: PayloadFeature | None = None
     rate_limit: RateLimitFeature | None = None
+    incarnation: str | None = None

@@ -211,12 +211,16 @@ class MeshQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class HistoryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The query of `GET /v1/history`: messages after a `history_id`, oldest first, to one destination if given."""
+    """The query of `GET /v1/history`: messages after a `history_id`, oldest first, to one destination if given.
+
+    `incarnation` is that of the page before: where the database has been restored since, the answer is a 410.
+    """
 
     mesh: str | None = None
     after: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
     destination: str | None = None
+    incarnation: str | None = None
 
 
 class HistoryMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -244,11 +248,12 @@ class HistoryPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `next_after` is the `after` of the next page, and is absent at the end of what has committed so far. A page may hold
     fewer messages than asked for, even none, and still have a next one: the broker looks at a bounded stretch of the
-    history for what the caller may see.
+    history for what the caller may see. `incarnation` names the database that it was read from.
     """
 
     messages: list[HistoryMessage]
     next_after: int | None = None
+    incarnation: str | None = None
 
 
 class BrokerHealth(msgspec.Struct, kw_only=True):

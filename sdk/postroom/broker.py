@@ -170,13 +170,18 @@ class BrokerClient(Calls):
         return await self._read(_path("messages", broker_message_id), HistoryMessage)
 
     async def history(self, query: HistoryQuery) -> AsyncIterator[HistoryMessage]:
-        """Yield the accepted messages that `query` means, oldest first, up to what has committed by now."""
+        """Yield the accepted messages that `query` means, oldest first, up to what has committed by now.
+
+        Raises `Gone` where the broker's database was restored to an earlier state: its `problem.resume_after` is the
+        `history_id` up to which the history is the same.
+        """
         after: int | None = query.after
         while after is not None:
-            page = await self._read("/v1/history", HistoryPage, query=msgspec.structs.replace(query, after=after))
+            query = msgspec.structs.replace(query, after=after)
+            page = await self._read("/v1/history", HistoryPage, query=query)
             for message in page.messages:
                 yield message
-            after = page.next_after
+            after, query.incarnation = page.next_after, page.incarnation
 
     async def _delete(self, *words: str) -> None:
         await self._change("DELETE", _path(*words), type(None))

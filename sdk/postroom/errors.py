@@ -37,6 +37,9 @@ class Problem(msgspec.Struct, kw_only=True, omit_defaults=True):
     broker_message_id: str | None = None
     since: str | None = None  # RFC 3339
     destination: str | None = None
+    # a 410 of the broker's history
+    resume_after: int | None = None
+    incarnation: str | None = None
 
 
 class PostroomError(Exception):
@@ -93,6 +96,10 @@ class Conflict(PostroomError):
     """The id is taken, or the row's state forbids it (409)."""
 
 
+class Gone(PostroomError):
+    """What the cursor stands at is no more (410): `problem.resume_after` says where to go on."""
+
+
 class TryAgain(PostroomError):
     """Not now (429, 503, 507): the same request, with the same id, may succeed later."""
 
@@ -107,6 +114,7 @@ _BY_STATUS: Final[dict[int, type[PostroomError]]] = {
     403: NotPermitted,
     404: NotFound,
     409: Conflict,
+    410: Gone,
     413: InvalidMessage,
     415: InvalidMessage,
     422: InvalidMessage,

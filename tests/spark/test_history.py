@@ -16,13 +16,15 @@ import asyncpg
 import msgspec
 import pyarrow as pa
 import pytest
-from histories import History
+from histories import History, run
 from pyspark.errors import AnalysisException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import EqualTo, GreaterThan, LessThanOrEqual
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import StringType, StructType
+from restores import back_up, forget, restore
 
+from embedded import EmbeddedPostgres
 from postroom import Conflict
 from postroom.administration import HistoryMessage
 from postroom.errors import InvalidMessage
@@ -312,6 +314,39 @@ def test_a_batch_of_a_stream_has_about_as_many_rows_as_asked_for(history: Histor
     assert reader.latestOffset(first, ReadMaxRows(1)) == {"1": 5, "2": 5}
     assert reader.latestOffset(first, ReadAllAvailable()) == {"1": 20, "2": 20}
     assert [(part.mesh_id, part.after, part.last) for part in reader.partitions(first, {"1": 6, "2": 4})] == [(1, 4, 6)]
+
+
+@pytest.fixture
+def restored(history: History, postgres_server: EmbeddedPostgres) -> Iterator[History]:
+    """A history of three messages that had six, and has two since it was restored."""
+    name = history.url.partition("?")[0].rpartition("/")[2]
+    history.accept(f"id-{number}" for number in range(3))
+    run(back_up(postgres_server, name))
+    history.accept(f"lost-{number}" for number in range(3))
+    run(restore(postgres_server, name))
+    history.accept(["id-3", "id-4"])
+    yield history
+    run(forget(postgres_server, name))
+
+
+def test_a_stream_that_has_read_what_a_restore_took_fails_unless_it_may_lose(restored: History) -> None:
+    with pytest.raises(Conflict, match="was restored to an earlier state") as refusal:
+        stream_reader(restored).latestOffset({"1": 5}, ReadAllAvailable())
+    assert refusal.value.code == "history_restored"
+
+    reader = stream_reader(restored, failOnDataLoss="false")
+    end = reader.latestOffset({"1": 5}, ReadAllAvailable())
+    parts = reader.partitions({"1": 5}, end)
+    assert [part.last - part.after for part in parts] == [2]
+
+
+def test_the_numbers_that_a_restore_skips_cost_nothing(spark: SparkSession, restored: History) -> None:
+    expected = ["id-0", "id-1", "id-2", "id-3", "id-4"]
+    assert ids(load(spark, restored)) == expected
+    assert ids(load(spark, restored, since="2020-01-01T00:00:00Z")) == expected
+    reader = stream_reader(restored)
+    parts = reader.partitions({"1": 1}, reader.latestOffset({"1": 1}, ReadAllAvailable()))
+    assert [part.last - part.after for part in parts] == [2, 2]
 
 
 def test_a_history_that_ends_before_the_checkpoint_is_refused(history: History) -> None:

@@ -1,33 +1,38 @@
 -- name: extent
--- The first and the last message of each mesh that is meant, of that name or (null) of all; nulls where it has none.
+-- The first and the last message of each mesh that is meant, of that name or (null) of all; nulls where it has none. After
+-- a restore the numbers go on far above: a row for each stretch of them.
 SELECT mesh.id AS mesh_id, least.history_id AS first, greatest.history_id AS last
 FROM mesh.mesh
+JOIN mesh.history_stretch AS stretch ON stretch.mesh_id = mesh.id
 LEFT JOIN LATERAL (
   SELECT history_id FROM mesh.message_history AS history
-  WHERE history.mesh_id = mesh.id ORDER BY history_id LIMIT 1
+  WHERE history.mesh_id = mesh.id AND history_id > stretch.after AND history_id <= stretch.up_to
+  ORDER BY history_id LIMIT 1
 ) AS least ON true
 LEFT JOIN LATERAL (
   SELECT history_id FROM mesh.message_history AS history
-  WHERE history.mesh_id = mesh.id ORDER BY history_id DESC LIMIT 1
+  WHERE history.mesh_id = mesh.id AND history_id > stretch.after AND history_id <= stretch.up_to
+  ORDER BY history_id DESC LIMIT 1
 ) AS greatest ON true
 WHERE slug = $1 OR $1::text IS NULL
-ORDER BY mesh.id;
+ORDER BY mesh.id, stretch.after;
 
 -- name: extent_within
 -- The same, of the messages that were accepted from $2 up to $3 (null: no bound). OFFSET keeps Postgres from walking along
 -- the numbers instead, past everything that was accepted before.
 SELECT mesh.id AS mesh_id, within.first, within.last
 FROM mesh.mesh
+JOIN mesh.history_stretch AS stretch ON stretch.mesh_id = mesh.id
 CROSS JOIN LATERAL (
   SELECT min(history_id) AS first, max(history_id) AS last FROM (
     SELECT history_id FROM mesh.message_history AS history
-    WHERE history.mesh_id = mesh.id
+    WHERE history.mesh_id = mesh.id AND history_id > stretch.after AND history_id <= stretch.up_to
       AND accepted_at >= coalesce($2::timestamptz, '-infinity') AND accepted_at <= coalesce($3::timestamptz, 'infinity')
     OFFSET 0
   ) AS accepted
 ) AS within
 WHERE slug = $1 OR $1::text IS NULL
-ORDER BY mesh.id;
+ORDER BY mesh.id, stretch.after;
 
 -- name: last_deletion
 -- The last deletion of messages so far, 0 where there was none.
@@ -66,8 +71,9 @@ FROM mesh.mesh WHERE slug = $1 OR $1::text IS NULL ORDER BY mesh.id;
 
 -- name: latest
 -- How far a stream may read in each mesh that is meant, from where it stands in some of them ($2, $3) on, about $4 messages
--- in all (null: any number); the last number that each has given out; and the last message that was deleted before the
--- stream came to it, by a deletion later than $5.
+-- in all (null: any number); the last number that each has given out; the last message that was deleted before the
+-- stream came to it, by a deletion later than $5; and, where the stream stands at a number that a restore has taken back,
+-- the last one before those.
 --
 -- An accept takes its numbers under the mesh's counter, which it holds until its commit: no number below a visible one can
 -- still come. A row that was written in any other way has no such promise, so nothing is read from the first row on that
@@ -98,23 +104,33 @@ SELECT wanted.mesh_id, wanted.mesh, wanted.after, counter.last_history_id,
   (
     SELECT max(deletion.last_history_id) FROM mesh.history_deletion AS deletion
     WHERE deletion.mesh_id = wanted.mesh_id AND deletion.id > $5 AND deletion.last_history_id > wanted.after
-  ) AS lost
+  ) AS lost,
+  (
+    SELECT gap.last_before FROM mesh.history_gap AS gap
+    WHERE gap.mesh_id = wanted.mesh_id AND gap.last_before < wanted.after AND wanted.after < gap.history_floor
+  ) AS restored
 FROM wanted JOIN mesh.history_counter AS counter USING (mesh_id)
 ORDER BY wanted.mesh_id;
 
 -- name: next
--- The first message of each of these meshes after a number, and whether some were deleted after it, as in `latest`.
+-- The first message of each of these meshes after a number, in each stretch of them (see `extent`), where that ends, and
+-- whether some were deleted after it, as in `latest`.
 SELECT wanted.mesh_id, mesh.slug AS mesh, wanted.after,
   (
     SELECT history_id FROM mesh.message_history AS history
-    WHERE history.mesh_id = wanted.mesh_id AND history_id > wanted.after ORDER BY history_id LIMIT 1
+    WHERE history.mesh_id = wanted.mesh_id AND history_id > greatest(wanted.after, stretch.after)
+      AND history_id <= stretch.up_to
+    ORDER BY history_id LIMIT 1
   ) AS first,
+  stretch.up_to,
   (
     SELECT max(deletion.last_history_id) FROM mesh.history_deletion AS deletion
     WHERE deletion.mesh_id = wanted.mesh_id AND deletion.id > $3 AND deletion.last_history_id > wanted.after
   ) AS lost
 FROM unnest($1::integer[], $2::bigint[]) AS wanted (mesh_id, after)
-JOIN mesh.mesh ON mesh.id = wanted.mesh_id;
+JOIN mesh.mesh ON mesh.id = wanted.mesh_id
+JOIN mesh.history_stretch AS stretch ON stretch.mesh_id = wanted.mesh_id AND stretch.up_to > wanted.after
+ORDER BY wanted.mesh_id, stretch.after;
 
 -- name: read_history
 -- What the history itself says of the messages of a mesh after one number and up to another.

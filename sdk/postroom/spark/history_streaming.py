@@ -64,8 +64,8 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
         """Say how far the next batch may go.
 
-        Raises `Conflict` where the history ends before the checkpoint, or where messages were deleted that it has not
-        read; `NotFound` where the option names no mesh.
+        Raises `Conflict` where the history ends before the checkpoint or was restored since, or where messages were
+        deleted that it has not read; `NotFound` where the option names no mesh.
         """
         rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         found = dict(start)
@@ -74,6 +74,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_mesh(self._options.mesh, known=bool(meshes))
         for row in meshes:
             _check_not_behind(row["after"], row["last_history_id"])
+            self._check_not_restored(row)
             self._check_not_lost(row)
             last = row["latest"] or row["lost"] or row["after"]  # past what is lost, where that is no failure
             if self._target is not None:
@@ -91,7 +92,8 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._check_not_lost(row)
             mesh, first = row["mesh_id"], row["first"]
             if first is not None:  # what lies before it was never used, or is deleted
-                ranges += split(mesh, first - 1, ends[mesh], self._options.partition_rows, _deletion(start))
+                last = min(ends[mesh], row["up_to"])
+                ranges += split(mesh, first - 1, last, self._options.partition_rows, _deletion(start))
         return shared_out(ranges, self._options.max_connections)
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
@@ -108,6 +110,20 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     async def _check_unread(self, part: Range, connection: Connection) -> None:
         for row in await connection.fetch(QUERIES["next"], [part.mesh_id], [part.after], part.deletion):
             self._check_not_lost(row)
+
+    def _check_not_restored(self, row: asyncpg.Record) -> None:
+        """Refuse to go on from a number that a restore has taken back, unless that is wanted: then say so."""
+        if row["restored"] is None:
+            return
+        what = (
+            f"the database was restored to an earlier state: of the mesh {row['mesh']} the stream has read up to "
+            f"history_id {row['after']}, and what it read after {row['restored']} is lost there, or was sent again and "
+            "comes again"
+        )
+        if self._options.fail_on_data_loss:
+            advice = "Set the option failOnDataLoss to false to go on all the same, or begin with a new checkpoint"
+            raise Conflict.of(409, "history_restored", f"{what}. {advice}")
+        print(f"postroom: {what}; it goes on", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
 
     def _check_not_lost(self, row: asyncpg.Record) -> None:
         """Refuse to skip messages that were deleted unread, unless that is wanted: then say so on the driver."""
