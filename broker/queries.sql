@@ -447,6 +447,19 @@ WITH live AS MATERIALIZED (
 SELECT kind, count(*) AS rows, (array_agg(DISTINCT broker_message_id))[1:10] AS examples
 FROM violation GROUP BY kind ORDER BY kind;
 
+-- name: lead_checking
+-- Whether this connection checks for orphans: one does, of all workers; the lock goes with the connection.
+SELECT pg_try_advisory_lock(hashtext('postroom.broker.orphan-check'));
+
+-- name: record_check
+-- Keeps what a check for orphans found ($2, JSON) that began at $1.
+INSERT INTO mesh.orphan_check (checked_at, violations) VALUES ($1, $2)
+ON CONFLICT (only_row) DO UPDATE SET checked_at = excluded.checked_at, violations = excluded.violations;
+
+-- name: last_check
+-- What the last check for orphans found, and when it began.
+SELECT checked_at, violations FROM mesh.orphan_check;
+
 -- name: is_read_only
 -- Whether Postgres takes no writes: it is a standby, or was told so.
 SELECT current_setting('transaction_read_only')::boolean;

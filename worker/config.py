@@ -21,6 +21,7 @@ from delivery.streams import GIGABYTE
 from delivery.webhooks.settings import WebhookSettings, check_webhooks
 from worker.job_settings import JobSettings
 from worker.once import OnceSettings
+from worker.orphans import OrphanCheckSettings
 
 PREFIX: Final = "POSTROOM_WORKER_"
 _SHARED: Final = {"POSTROOM_DATABASE_URL": "DATABASE_URL", "POSTROOM_NATS_URL": "NATS_URL"}
@@ -54,6 +55,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     flows: Annotated[list[str], Meta(description="flows whose jobs it runs, as in nightly_export:flow")] = (
         msgspec.field(default_factory=list)
     )
+    orphan_check: OrphanCheckSettings = msgspec.field(default_factory=OrphanCheckSettings)
     jobs: JobSettings = msgspec.field(default_factory=JobSettings)
 
 

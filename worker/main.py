@@ -33,7 +33,9 @@ async def run(config: WorkerConfig) -> None:
     stop_on_signals(stop)
     async with AsyncExitStack() as stack:
         services = await stack.enter_async_context(open_services(config))
-        page = serving_page(config.listen_host, config.listen_port, services.reasons, services.metrics)
+        page = serving_page(
+            config.listen_host, config.listen_port, services.reasons, services.metrics, concerns=services.concerns
+        )
         url = await stack.enter_async_context(page)
         _log.info("publishing", sources=[publisher.source.name for publisher in services.publishers], page=url)
         notify("READY=1")
@@ -44,6 +46,8 @@ def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
     tasks = {f"publisher of {publisher.source.name}": publisher.run() for publisher in services.publishers}
     tasks["upkeep"] = services.upkeep.run()
     tasks["job retention"] = services.job_retention.run()
+    if services.orphan_check is not None:
+        tasks["orphan check"] = services.orphan_check.run()
     if services.webhooks is not None:
         tasks["webhooks"] = services.webhooks.run()
     if services.jobs is not None:

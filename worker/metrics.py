@@ -12,17 +12,28 @@ from chassis.metrics import exposition
 from delivery.publishing import Backlog, Publisher, Record
 from delivery.webhooks.webhooks import Webhooks
 from worker.jobs import Jobs
+from worker.orphans import OrphanCheck
 
 
 def expose(
     publishers: Sequence[Publisher],
     record: Record,
     backlogs: Mapping[str, Backlog],
+    *,
     webhooks: Webhooks | None,
     jobs: Jobs | None,
+    orphan_check: OrphanCheck | None,
 ) -> bytes:
     """Return every metric in Prometheus' text format; without `backlogs`, which Postgres knows, none of them."""
-    return exposition([*_counters(publishers, record), *_backlogs(backlogs), *_webhooks(webhooks), *_jobs(jobs)])
+    return exposition(
+        [
+            *_counters(publishers, record),
+            *_backlogs(backlogs),
+            *_webhooks(webhooks),
+            *_jobs(jobs),
+            *_orphans(orphan_check),
+        ]
+    )
 
 
 def _counters(publishers: Sequence[Publisher], record: Record) -> Iterable[Metric]:
@@ -69,6 +80,15 @@ def _jobs(jobs: Jobs | None) -> Iterable[Metric]:
         for outcome, count in asdict(engine.counters).items():
             family.add_metric([flow, outcome], count)
     yield family
+
+
+def _orphans(check: OrphanCheck | None) -> Iterable[Metric]:
+    if check is None or check.last is None:
+        return
+    rows = sum(violation.rows for violation in check.last.violations)
+    yield GaugeMetricFamily("postroom_worker_orphans", "Rows that the last orphan check found incomplete.", rows)
+    name, text = "postroom_worker_orphan_check_timestamp_seconds", "When the last orphan check began."
+    yield GaugeMetricFamily(name, text, check.last.at.timestamp())
 
 
 def _pick(values: Mapping[str, object], field: str) -> dict[str, float]:

@@ -16,15 +16,18 @@ Metrics = Callable[[], Awaitable[bytes]]
 
 
 @asynccontextmanager
-async def serving_page(host: str, port: int | None, reasons: Reasons, metrics: Metrics) -> AsyncIterator[str | None]:
+async def serving_page(
+    host: str, port: int | None, reasons: Reasons, metrics: Metrics, *, concerns: Reasons = tuple
+) -> AsyncIterator[str | None]:
     """Serve the page and yield its URL; None, and no page, where `port` is None.
 
-    `reasons` says what the program lacks: then `/ready` answers 503. Raises `Fatal` (69) where the port is taken.
+    `reasons` says what the program lacks: then `/ready` answers 503. `concerns` are in `/health` too, and keep it from
+    nothing. Raises `Fatal` (69) where the port is taken.
     """
     if port is None:
         yield None
         return
-    runner = web.AppRunner(_application(reasons, metrics), access_log=None, handle_signals=False)
+    runner = web.AppRunner(_application(reasons, metrics, concerns), access_log=None, handle_signals=False)
     await runner.setup()
     try:
         try:
@@ -37,10 +40,13 @@ async def serving_page(host: str, port: int | None, reasons: Reasons, metrics: M
         await runner.cleanup()
 
 
-def _application(reasons: Reasons, metrics: Metrics) -> web.Application:
+def _application(reasons: Reasons, metrics: Metrics, concerns: Reasons) -> web.Application:
     async def health(request: web.Request) -> web.Response:
-        found = list(reasons())
-        status = 503 if found and request.path == "/ready" else 200
+        found, status = list(reasons()), 200
+        if request.path == "/health":
+            found += concerns()
+        elif found:
+            status = 503
         return json_response({"status": "degraded" if found else "ok", "reasons": found}, status)
 
     async def scrape(_request: web.Request) -> web.Response:

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Final
 
 import asyncpg
@@ -25,6 +26,7 @@ from ledger.retention import JobRetention
 from worker.config import WorkerConfig
 from worker.jobs import Jobs
 from worker.metrics import expose
+from worker.orphans import OrphanCheck
 from worker.upkeep import Upkeep
 
 _CONNECTIONS: Final = 8  # one for each publisher, two for the upkeep, one for what is old, and some for who asks
@@ -43,6 +45,7 @@ class Services:
     webhooks: Webhooks | None  # None: this database has no meshes
     jobs: Jobs | None  # None: it has no flows
     job_retention: JobRetention
+    orphan_check: OrphanCheck | None  # None: it has no meshes, or is not to check
 
     def reasons(self) -> list[str]:
         """Return what keeps it from publishing now."""
@@ -51,6 +54,10 @@ class Services:
         reading = {"webhooks": self.webhooks, "jobs": self.jobs}
         held = {name: one.trouble for name, one in reading.items() if one is not None and one.trouble is not None}
         return [*waiting, *(f"{name} stand still: {trouble}" for name, trouble in held.items())]
+
+    def concerns(self) -> list[str]:
+        """Return what somebody should look at although it works."""
+        return [] if self.orphan_check is None else self.orphan_check.reasons()
 
     async def backlogs(self) -> dict[str, Backlog]:
         """Ask QRY-050 of every source; none where Postgres can't tell."""
@@ -61,7 +68,14 @@ class Services:
 
     async def metrics(self) -> bytes:
         """Return the metrics as text."""
-        return expose(self.publishers, self.record, await self.backlogs(), self.webhooks, self.jobs)
+        return expose(
+            self.publishers,
+            self.record,
+            await self.backlogs(),
+            webhooks=self.webhooks,
+            jobs=self.jobs,
+            orphan_check=self.orphan_check,
+        )
 
     async def finish(self) -> None:
         """Begin nothing more, and wait for what is in hand."""
@@ -102,7 +116,15 @@ async def open_services(config: WorkerConfig) -> AsyncIterator[Services]:
             webhooks=webhooks,
             jobs=jobs,
             job_retention=JobRetention(pool, config.jobs.keep_days),
+            orphan_check=_orphan_check(pool, config) if DELIVERIES in sources else None,
         )
+
+
+def _orphan_check(pool: Pool, config: WorkerConfig) -> OrphanCheck | None:
+    if not config.orphan_check.enabled:
+        return None
+    events_kept = timedelta(days=config.record.keep_days)
+    return OrphanCheck(pool, config.database_url, config.orphan_check, events_kept=events_kept)
 
 
 @asynccontextmanager

@@ -255,6 +255,13 @@ LEFT JOIN mesh.topic_message
 LEFT JOIN mesh.message_queue
   ON message_queue.broker_message_id = history.broker_message_id AND history.destination_kind <> 'topic';
 
+-- What the last check for orphans found, whoever ran it: the only row.
+CREATE TABLE mesh.orphan_check (
+  only_row boolean PRIMARY KEY DEFAULT true CHECK (only_row),
+  checked_at timestamptz NOT NULL,
+  violations jsonb NOT NULL
+);
+
 -- What may change afterwards -----------------------------------------------------------------------------------------
 
 CREATE FUNCTION mesh.refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
