@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.accept import accept
+from bench.attacks import attacks
 from bench.backlog import backlog
 from bench.deliver import deliver, handle, publish
 from bench.history import spark_source
@@ -23,6 +24,7 @@ BENCHMARKS: Final[dict[str, Callable[[Path, int, float], None]]] = {
     "jetstream": against_jetstream,
     "batch": batch_sends,
     "backlog": backlog,
+    "attacks": attacks,
     "accept": accept,
     "relay": relay,
     "publish": publish,

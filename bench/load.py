@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 BODY_BYTES: Final = 1024
+NOBODYS_GROUP: Final = 65_534
 _HEAD: Final = (
     b"POST /v1/send HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Idempotency-Key: %s\r\nContent-Length: %d\r\n\r\n"
@@ -122,6 +124,14 @@ def _content_length(head: bytes) -> int:
     return int(rest.split(b"\r\n", 1)[0])
 
 
+def become(uid: int | None) -> None:
+    """Go on as another user, of nobody's group; only root can."""
+    if uid is not None:
+        os.setgroups([])
+        os.setgid(NOBODYS_GROUP)
+        os.setuid(uid)
+
+
 async def run(socket: str, connections: int, seconds: float, first: int) -> Figures:
     """Load `socket` and return the figures."""
     loop = asyncio.get_running_loop()
@@ -138,7 +148,9 @@ def main() -> None:
     parser.add_argument("--connections", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--first", type=int, default=0, help="the number of the first id")
+    parser.add_argument("--uid", type=int, help="the user to send as; only root can choose")
     options = parser.parse_args()
+    become(options.uid)
     figures = asyncio.run(run(options.socket, options.connections, options.seconds, options.first))
     print(json.dumps(figures._asdict()))
 

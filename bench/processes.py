@@ -50,8 +50,14 @@ def decode_only(directory: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def daemon(directory: Path, *, broker: str = _NOBODY, token: str = "none") -> Iterator[Daemon]:  # noqa: S107
-    """Run a real daemon with its files in `directory`; without a broker it keeps everything."""
+def daemon(
+    directory: Path,
+    *,
+    broker: str = _NOBODY,
+    token: str = "none",  # noqa: S107
+    **more: object,
+) -> Iterator[Daemon]:
+    """Run a real daemon with its files in `directory`, and `more` settings; without a broker it keeps everything."""
     directory.mkdir(exist_ok=True)
     (directory / "token").touch(mode=0o600)
     (directory / "token").write_text(token)
@@ -63,6 +69,7 @@ def daemon(directory: Path, *, broker: str = _NOBODY, token: str = "none") -> It
         "BROKER_TOKEN_FILE": directory / "token",
         "OUTBOX_MAX_BYTES": 64 * 2**30,
         "LOG_LEVEL": "error",
+        **more,
     }
     environment = {f"POSTROOM_DAEMON_{name}": str(value) for name, value in settings.items()}
     with program(directory / "daemon.log", "daemon", environment=environment) as process:
@@ -128,9 +135,11 @@ def await_http(url: str) -> None:
     raise TimeoutError(f"{url} does not answer")
 
 
-def load(path: Path, *, connections: int, seconds: float, first: int) -> Figures:
-    """Run the load in a process of its own and return what it found."""
-    words = ["--socket", path, "--connections", connections, "--seconds", seconds, "--first", first]
+def load(path: Path, *, connections: int, seconds: float, first: int, uid: int | None = None) -> Figures:
+    """Run the load in a process of its own, as another user where root names one, and return what it found."""
+    words: list[object] = ["--socket", path, "--connections", connections, "--seconds", seconds, "--first", first]
+    if uid is not None:
+        words += ["--uid", uid]
     return Figures(**json.loads(output_of(["bench.load", *map(str, words)])))
 
 

@@ -8,7 +8,7 @@ remembers since when its peer owes something, and `TimedServer.sweep` drops whoe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final, Protocol, cast
 
 from aiohttp import web
@@ -16,6 +16,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 SWEEP_SECONDS: Final = 1.0
+_SWEPT_AT_ONCE: Final = 100  # connections
 NEVER: Final = 0.0  # "no such moment yet"; the loop's clock never reads zero here
 
 
@@ -119,14 +120,21 @@ class TimedServer(web.Server):
         return self.connection_type(self, loop=self._running_loop, **self._kwargs)
 
     async def sweep(self) -> None:
-        """Drop connections whose deadline has passed, once a second, for ever."""
+        """Drop connections whose deadline has passed, once a second, for ever; few at a time."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self.drop_overdue(self._running_loop.time())
+            now = self._running_loop.time()
+            connections = cast("list[TimedConnection]", self.connections)
+            for start in range(0, len(connections), _SWEPT_AT_ONCE):
+                self._drop(connections[start : start + _SWEPT_AT_ONCE], now)
+                await asyncio.sleep(0)
 
     def drop_overdue(self, now: float) -> None:
         """Drop every connection whose deadline has passed at `now` (loop time), and tell `on_drop` why."""
-        for connection in cast("list[TimedConnection]", self.connections):
+        self._drop(cast("list[TimedConnection]", self.connections), now)
+
+    def _drop(self, connections: Sequence[TimedConnection], now: float) -> None:
+        for connection in connections:
             if (reason := connection.overdue(now, self._deadlines)) is not None:
                 self._on_drop(reason)
                 connection.abort()

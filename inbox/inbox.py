@@ -17,7 +17,7 @@ from chassis.sqlite_file import OwnedFile
 from inbox.errors import invalid_cursor, invalid_event_id
 from inbox.model import MessageFilter, Page, StoredMessage, row_of
 from inbox.opening import open_file
-from inbox.reading import FileState, Reader
+from inbox.reading import PAGE_BYTES, FileState, Reader
 from inbox.writer import Writer
 from postroom.administration import HistoryMessage
 from postroom.errors import PostroomError
@@ -140,10 +140,13 @@ class Inbox:
         return newest if since is None else await self._reader.before(since)
 
     async def following(
-        self, after: int, limit: int, wanted: MessageFilter = _EVERYTHING
+        self, after: int, limit: int, wanted: MessageFilter = _EVERYTHING, *, most_bytes: int = PAGE_BYTES
     ) -> tuple[list[StoredMessage], int]:
-        """Return up to `limit` messages after a position, and the position to go on from; at once, even if none."""
-        return await self._reader.following(after, limit, wanted)
+        """Return up to `limit` messages after a position, and the position to go on from; at once, even if none.
+
+        Fewer where they have more than `most_bytes` together.
+        """
+        return await self._reader.following(after, limit, wanted, most_bytes)
 
     def arrival(self) -> asyncio.Event:
         """Return an event that is set when something is filed after this call, or the inbox is closed."""

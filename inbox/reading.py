@@ -55,9 +55,11 @@ class Reader:
         """Return up to `limit` messages after a position, fewer where they are large."""
         return await self._run(lambda db: in_snapshot(db, partial(_page, db, after, limit, wanted)))
 
-    async def following(self, after: int, limit: int, wanted: MessageFilter) -> tuple[list[StoredMessage], int]:
+    async def following(
+        self, after: int, limit: int, wanted: MessageFilter, most_bytes: int
+    ) -> tuple[list[StoredMessage], int]:
         """Return the same, and the position up to which there is nothing else that is wanted."""
-        return await self._run(lambda db: in_snapshot(db, partial(_following, db, after, limit, wanted)))
+        return await self._run(lambda db: in_snapshot(db, partial(_following, db, after, limit, wanted, most_bytes)))
 
     async def oldest(self) -> int | None:
         """Return when the oldest message was received, in ms since the epoch."""
@@ -75,18 +77,18 @@ class Reader:
 
 
 def _following(
-    db: sqlite3.Connection, after: int, limit: int, wanted: MessageFilter
+    db: sqlite3.Connection, after: int, limit: int, wanted: MessageFilter, most_bytes: int
 ) -> tuple[list[StoredMessage], int]:
-    page = _page(db, after, limit, wanted)
+    page = _page(db, after, limit, wanted, most_bytes)
     return page.messages, max(after, _newest(db)) if page.next_after is None else page.next_after
 
 
-def _page(db: sqlite3.Connection, after: int, limit: int, wanted: MessageFilter) -> Page:
+def _page(db: sqlite3.Connection, after: int, limit: int, wanted: MessageFilter, most_bytes: int = PAGE_BYTES) -> Page:
     values = {"after": after, "limit": limit + 1, **wanted._asdict()}
     messages: list[StoredMessage] = []
     size = 0
     for row in db.execute(_QUERIES[_query(wanted)], values):
-        if len(messages) == limit or size > PAGE_BYTES:
+        if len(messages) == limit or size > most_bytes:
             return Page(messages, messages[-1].position)
         messages.append(StoredMessage(*row))
         size += len(messages[-1].message)

@@ -39,12 +39,16 @@ class Answer(web.StreamResponse):
         )
         self._head = f"{_START[status]}{about_body}Date: {_date(int(time.time()))}\r\n{headers}"
         self._keep_alive = None
+        self._written = False
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Write everything, then wait for a slow reader to make room: answers that nobody reads cannot pile up.
+        """Write everything, once, then wait for a slow reader to make room: answers that nobody reads cannot pile up.
 
         Raises `ConnectionResetError` where the caller has gone.
         """
+        if self._written:
+            return None
+        self._written = True
         if self._keep_alive is None:
             self._keep_alive = request.keep_alive
         transport = request.transport

@@ -15,21 +15,26 @@ from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
-from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
 
 from chassis.routes import NDJSON
 from ipc.accept_table import Answered, answer
-from ipc.budget import Budget
+from ipc.budget import Budget, Share
 from ipc.request import Request, check_media, start_body
 from ipc.services import Services
+from ipc.turns import TURN
 from outbox.model import AcceptedRow, Caller
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.message import PreparedSend, prepare
 from postroom.sends import BatchResult
 
 CHUNK_LINES: Final = 1000
-FAIR_LINES: Final = 100  # checked in one go, a millisecond or two
+_PIECE: Final = 4096  # bytes that are cut into lines at once
+_TURN_OF_LINES: Final = TURN // 2  # bytes
+_CUT: Final = 8  # bytes of work that cutting off a line counts as
+_LINE: Final = 256  # bytes that a line counts as beside its own
+_ANSWERS: Final = 100  # written in one go
+_ANSWER: Final = 128  # bytes of work that an answer counts as
 _WAITING_CHUNKS: Final = 1
 
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
@@ -53,11 +58,12 @@ class Batch:
         self._services = services
         self._request = request
         self._limits = services.limits
+        self._share = Share(services.budget, request.caller.uid)
 
     async def run(self) -> web.StreamResponse:
         """Stream answers until the request ends; raises `InvalidMessage` before the first byte of an answer."""
         check_media(self._request, NDJSON)
-        start_body(self._request, self._services.budget, 1)
+        start_body(self._request, self._share, 1)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         await response.prepare(self._request)
         self._request.connection.between_lines = True
@@ -70,14 +76,16 @@ class Batch:
         return response
 
     async def _stream(self, response: web.StreamResponse) -> None:
-        with closing(Splitter(self._limits.request_bytes, self._services.budget)) as splitter:
+        with closing(Splitter(self._limits.request_bytes, self._share)) as splitter:
             chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(_WAITING_CHUNKS)
             reader = asyncio.create_task(self._read_chunks(chunks, splitter), name="batch-reader")
             try:
                 while (chunk := await chunks.get()) is not None:
-                    answers = await self._accept(chunk)
+                    outcomes = await self._accept(chunk)
                     splitter.release(chunk.size)
-                    await response.write(_encode_lines(answers))
+                    for start in range(0, len(outcomes), _ANSWERS):
+                        await self._request.take_turn(_ANSWERS * _ANSWER)
+                        await response.write(_encode_lines(self._results(chunk, outcomes, start)))
                 await reader
             finally:
                 reader.cancel()
@@ -96,7 +104,7 @@ class Batch:
     async def _put_chunks(self, chunks: asyncio.Queue[Chunk | None], splitter: Splitter) -> None:
         connection = self._request.connection
         first = 1
-        async for lines in arrived_lines(self._request.content, splitter):
+        async for lines in arrived_lines(self._request, splitter):
             if lines:
                 connection.between_lines = True  # if it takes long now, that is not the caller's doing
                 size = sum(len(line) for line in lines if isinstance(line, bytes))
@@ -107,11 +115,15 @@ class Batch:
             connection.between_lines = not splitter.unfinished
 
     async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> list[PreparedSend | PostroomError]:
-        """Check the lines, a few at a time, so that a large batch does not hold up everybody else."""
+        """Check the lines, no more in a turn than others can wait for."""
         prepared: list[PreparedSend | PostroomError] = []
-        for start in range(0, len(lines), FAIR_LINES):
-            prepared += [self._prepare(line) for line in lines[start : start + FAIR_LINES]]
-            await asyncio.sleep(0)
+        work = 0
+        for line in lines:
+            work += _LINE + (len(line) if isinstance(line, bytes) else 0)
+            if work > _TURN_OF_LINES:
+                await self._request.take_turn(work)
+                work = 0
+            prepared.append(self._prepare(line))
         return prepared
 
     def _prepare(self, line: bytes | PostroomError) -> PreparedSend | PostroomError:
@@ -124,13 +136,16 @@ class Batch:
             return error
         return prepared
 
-    async def _accept(self, chunk: Chunk) -> list[BatchResult]:
-        """Put the good lines of a chunk on disk together, and tell every line what became of it."""
+    async def _accept(self, chunk: Chunk) -> list[AcceptedRow | PostroomError]:
+        """Put the good lines of a chunk on disk together; returns what became of every line."""
         sends = [line for line in chunk.lines if not isinstance(line, PostroomError)]
         rows = iter(await self._rows(sends))
+        return [line if isinstance(line, PostroomError) else next(rows) for line in chunk.lines]
+
+    def _results(self, chunk: Chunk, outcomes: Sequence[AcceptedRow | PostroomError], start: int) -> list[BatchResult]:
         return [
-            self._result(number, line, line if isinstance(line, PostroomError) else next(rows))
-            for number, line in enumerate(chunk.lines, chunk.first)
+            self._result(chunk.first + place, chunk.lines[place], outcomes[place])
+            for place in range(start, min(start + _ANSWERS, len(outcomes)))
         ]
 
     async def _rows(self, sends: list[PreparedSend]) -> Sequence[AcceptedRow | PostroomError]:
@@ -158,15 +173,21 @@ def _outcome(
     return row if isinstance(row, PostroomError) else answer(row, line, caller)
 
 
-async def arrived_lines(content: StreamReader, splitter: Splitter) -> AsyncIterator[list[bytes | PostroomError]]:
+async def arrived_lines(request: Request, splitter: Splitter) -> AsyncIterator[list[bytes | PostroomError]]:
     """Yield the complete lines that have arrived, at most `CHUNK_LINES` at a time, without their line ends.
 
     What completes no line yields an empty list. The last line needs no line end.
     """
-    while data := await content.readany():
-        lines = splitter.feed(data)
-        for start in range(0, max(1, len(lines)), CHUNK_LINES):
-            yield lines[start : start + CHUNK_LINES]
+    while data := await request.content.readany():
+        lines: list[bytes | PostroomError] = []
+        for start in range(0, len(data), _PIECE):
+            whole = splitter.feed(data[start : start + _PIECE])
+            lines += whole
+            await request.take_turn(_PIECE // 4 + _CUT * len(whole))
+            while len(lines) >= CHUNK_LINES:
+                yield lines[:CHUNK_LINES]
+                del lines[:CHUNK_LINES]
+        yield lines
     if last := splitter.rest():
         yield last
 
@@ -178,7 +199,7 @@ class Splitter:
     room (429), becomes its refusal, draws on nothing, and its bytes are dropped as they come.
     """
 
-    def __init__(self, limit: int, budget: Budget) -> None:
+    def __init__(self, limit: int, budget: Budget | Share) -> None:
         self._limit = limit
         self._budget = budget
         self._held = 0

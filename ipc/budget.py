@@ -1,41 +1,81 @@
-"""The memory that requests may hold until they are on disk, all callers together (`limits.buffered_bytes`)."""
+"""Shares: what callers hold at once (bytes, requests, waits, readers), so that none of them leaves nothing to others.
+
+A limit of the config is what one uid may hold. All together may hold twice that, and nobody more than is still free:
+whoever comes alone has the whole limit, and finds room however much another uid holds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from postroom.errors import TryAgain
 
 _BUSY_RETRY: Final = 1.0  # seconds
+_NOBODY: Final = -1  # whoever has no uid
 
 
 class Budget:
-    """Bytes that may be held at once; whoever takes some gives them back."""
+    """Units that may be held at once; whoever takes some gives them back."""
 
-    def __init__(self, size: int) -> None:
-        self.left = size
+    def __init__(self, size: int, full: str = "too much is being received", code: str = "too_busy") -> None:
+        """Let one uid hold `size` units; `full` is what the refusal says."""
+        self._size = size
+        self._full = full
+        self._code = code
+        self._held: dict[int, int] = {}
+        self.held = 0  # by all together
 
-    def ask(self, count: int) -> None:
-        """Raise `TryAgain` (429) where `count` bytes are not left; nothing is taken."""
-        if count > self.left:
-            raise TryAgain.of(429, "too_busy", "too much is being received", retryable=True, retry_after=_BUSY_RETRY)
+    @property
+    def left(self) -> int:
+        """How much one uid could take if all that is held were its own."""
+        return self._size - self.held
 
-    def take(self, count: int) -> None:
-        """Hold `count` bytes more; raises `TryAgain` (429), and takes nothing, where they are not left."""
-        self.ask(count)
-        self.left -= count
+    def ask(self, count: int, uid: int = _NOBODY) -> None:
+        """Raise `TryAgain` (429) where `uid` may not have `count` more; nothing is taken."""
+        if self._held.get(uid, 0) + count > 2 * self._size - self.held - count:
+            raise TryAgain.of(429, self._code, self._full, retryable=True, retry_after=_BUSY_RETRY)
 
-    def give_back(self, count: int) -> None:
-        """Hold `count` bytes less."""
-        self.left += count
+    def take(self, count: int, uid: int = _NOBODY) -> None:
+        """Hold `count` more; raises `TryAgain` (429), and takes nothing, where `uid` may not have them."""
+        self.ask(count, uid)
+        self._held[uid] = self._held.get(uid, 0) + count
+        self.held += count
+
+    def give_back(self, count: int, uid: int = _NOBODY) -> None:
+        """Hold `count` less."""
+        self.held -= count
+        left = self._held.get(uid, 0) - count
+        if left:
+            self._held[uid] = left
+        else:
+            self._held.pop(uid, None)
 
     @contextmanager
-    def holding(self, count: int) -> Iterator[None]:
-        """Hold `count` bytes for the block; raises `TryAgain` (429) where they are not left."""
-        self.take(count)
+    def holding(self, count: int, uid: int = _NOBODY) -> Iterator[None]:
+        """Hold `count` for the block; raises `TryAgain` (429) where `uid` may not have them."""
+        self.take(count, uid)
         try:
             yield
         finally:
-            self.give_back(count)
+            self.give_back(count, uid)
+
+
+class Share(NamedTuple):
+    """What one uid may do with a budget."""
+
+    budget: Budget
+    uid: int
+
+    def ask(self, count: int) -> None:
+        """Raise `TryAgain` (429) where `count` more may not be had."""
+        self.budget.ask(count, self.uid)
+
+    def take(self, count: int) -> None:
+        """Hold `count` more."""
+        self.budget.take(count, self.uid)
+
+    def give_back(self, count: int) -> None:
+        """Hold `count` less."""
+        self.budget.give_back(count, self.uid)

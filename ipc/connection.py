@@ -22,7 +22,9 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from chassis.deadlines import NEVER, Deadlines, TimedConnection, has_passed
 from ipc.answers import problem_answer, problem_of
+from ipc.budget import Budget
 from ipc.peers import peer_of
+from ipc.turns import Turns
 from outbox.model import Caller
 from postroom.errors import PostroomError
 
@@ -40,7 +42,12 @@ class Connection(TimedConnection):
         "between_lines",
         "caller",
         "is_tcp",
+        "requests",
+        "turns",
     )
+
+    requests: Budget  # what all connections share; the server sets it
+    turns: Turns
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
@@ -123,6 +130,8 @@ class Connection(TimedConnection):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer what the parser refused, or what escaped a handler, as a problem, and close."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # the caller has gone
         if request.writer.output_size > 0:
             raise ConnectionError("an answer is already under way")
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -3,7 +3,7 @@
 The stream is server-sent events: the id of each is the message's position, so `Last-Event-ID` goes on where a reader
 was, without loss or repetition, over a restart of either; a stream begins by telling where it begins. Each reader takes
 its pages from the file at its own pace: one that does not read holds up nobody, and is dropped after
-`limits.stall_seconds`.
+`limits.stall_seconds`, or once what its uid has not read would exceed `limits.buffered_bytes`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from inbox import Inbox, MessageFilter, StoredMessage
 from ipc.answers import json_answer
 from ipc.request import Request
 from ipc.services import Services
+from ipc.turns import Lanes
 from postroom.errors import InvalidMessage, TryAgain
 from postroom.received import EventsQuery, InboxQuery
 
 EVENT_STREAM: Final = "text/event-stream"
 _PAGE: Final = 200  # messages read from the file at once
+_PAGE_BYTES: Final = 256 * 1024  # after which fewer are
 _RETRY_MS: Final = 1000  # after which a browser's reader comes back
 
 
@@ -37,23 +39,32 @@ class InboxDesk:
         self._services = services
         self._settings = services.inbox_settings
         self._counters = services.counters
+        self._lanes = Lanes()
+        self._readers = services.readers
 
     async def list(self, request: Request) -> web.StreamResponse:
         """List received messages, oldest first and page by page."""
         query = decode_query(request, InboxQuery)
         wanted = MessageFilter(query.sender, query.destination)
-        page = await self._services.inbox.opened().page(query.cursor, _ms(query.since), query.limit, wanted)
-        answer: dict[str, object] = {"messages": [msgspec.Raw(stored.encoded()) for stored in page.messages]}
-        if page.next_after is not None:
-            answer["next_cursor"] = str(page.next_after)
-        return json_answer(answer)
+        async with self._lanes.of(request.caller.uid):
+            page = await self._services.inbox.opened().page(query.cursor, _ms(query.since), query.limit, wanted)
+        size = _size(page.messages)
+        with self._services.budget.holding(size, request.caller.uid):  # until it has been read
+            await request.take_turn(size)
+            answer: dict[str, object] = {"messages": [msgspec.Raw(stored.encoded()) for stored in page.messages]}
+            if page.next_after is not None:
+                answer["next_cursor"] = str(page.next_after)
+            response = json_answer(answer)
+            await response.prepare(request)
+        return response
 
     async def events(self, request: Request) -> web.StreamResponse:
         """Stream messages as they are filed, until the reader goes or the daemon stops."""
         query = decode_query(request, EventsQuery)
         inbox = self._services.inbox.opened()
-        with self._reader():
-            after = await inbox.start(request.headers.get("Last-Event-ID"), _ms(query.since))
+        with self._reader(request):
+            async with self._lanes.of(request.caller.uid):
+                after = await inbox.start(request.headers.get("Last-Event-ID"), _ms(query.since))
             response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"})
             await response.prepare(request)
             await response.write(b"retry: %d\nid: %d\n\n" % (_RETRY_MS, after))
@@ -66,17 +77,31 @@ class InboxDesk:
         end = request.connection.until_end()
         while not end.done():
             arrival = inbox.arrival()  # taken first: what is filed from here on sets it
-            messages, after = await self._read(inbox, after, wanted)
+            async with self._lanes.of(request.caller.uid):
+                messages, after = await self._read(inbox, after, wanted)
             if messages:
-                await response.write(_events(messages))
+                await self._write(request, response, messages)
             elif not await self._arrives(arrival, end):
                 await response.write(b": still here\nid: %d\n\n" % after)
 
     async def _read(self, inbox: Inbox, after: int, wanted: MessageFilter) -> tuple[Sequence[StoredMessage], int]:
         try:
-            return await inbox.following(after, _PAGE, wanted)
+            return await inbox.following(after, _PAGE, wanted, most_bytes=_PAGE_BYTES)
         except TryAgain as error:
             raise ConnectionResetError("the inbox was closed") from error  # an answer cannot begin a second time
+
+    async def _write(self, request: Request, response: web.StreamResponse, messages: Sequence[StoredMessage]) -> None:
+        """Write the events, which the caller's share of memory holds until they have been read."""
+        size = _size(messages)
+        try:
+            self._services.budget.take(size, request.caller.uid)
+        except TryAgain as error:
+            raise ConnectionResetError("too much of this caller's is unread: it may go on later") from error
+        try:
+            await request.take_turn(size)
+            await response.write(_events(messages))
+        finally:
+            self._services.budget.give_back(size, request.caller.uid)
 
     async def _arrives(self, arrival: asyncio.Event, end: asyncio.Future[None]) -> bool:
         """Wait for the next message, or the end of the connection; False where a heartbeat is due first."""
@@ -90,19 +115,19 @@ class InboxDesk:
         return bool(done)
 
     @contextmanager
-    def _reader(self) -> Iterator[None]:
-        """Count a reader apart from the requests in flight: it stays, and must not keep sends out."""
-        counters = self._counters
-        if counters.event_readers >= self._settings.readers:
-            detail = "too many read the live stream (inbox.readers): try again"
-            raise TryAgain.of(429, "too_many_readers", detail, retryable=True, retry_after=1.0)
-        counters.event_readers += 1
-        counters.in_flight -= 1
-        try:
-            yield
-        finally:
-            counters.event_readers -= 1
-            counters.in_flight += 1
+    def _reader(self, request: Request) -> Iterator[None]:
+        """Count a reader apart from the requests being answered."""
+        with self._readers.holding(1, request.caller.uid):
+            request.only_waits()
+            self._counters.event_readers += 1
+            try:
+                yield
+            finally:
+                self._counters.event_readers -= 1
+
+
+def _size(messages: Sequence[StoredMessage]) -> int:
+    return sum(len(each.message) for each in messages)
 
 
 def _events(messages: Sequence[StoredMessage]) -> bytes:

@@ -18,7 +18,10 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Limits on size, count and time; whoever exceeds one is refused or disconnected, and nothing is written."""
+    """Limits on size, count and time; whoever exceeds one is refused or disconnected, and nothing is written.
+
+    What is held at once is what one uid may hold; all together may hold twice that, each no more than is still free.
+    """
 
     body_bytes: Annotated[Bytes, msgspec.Meta(description="Largest body of a message, in bytes (413).")] = (
         MAX_BODY_BYTES
@@ -26,10 +29,13 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
     request_bytes: Annotated[
         Bytes, msgspec.Meta(description="Largest request, or line of a batch: the JSON around a body, in bytes (413).")
     ] = 4 * MIB  # text that JSON writes as \uXXXX grows up to threefold
-    buffered_bytes: Annotated[
-        Bytes, msgspec.Meta(description="Bytes of requests held in memory at once, all callers together (429).")
-    ] = 64 * MIB
+    buffered_bytes: Annotated[Bytes, msgspec.Meta(description="Bytes of requests held in memory at once (429).")] = (
+        64 * MIB
+    )
     requests_in_flight: Annotated[Count, msgspec.Meta(description="Requests being answered at once (429).")] = 1024
+    waits: Annotated[
+        Count, msgspec.Meta(description="Look-ups that wait for a send to settle, beside those requests (429).")
+    ] = 1024
     connections: Annotated[
         Count, msgspec.Meta(description="Open connections; kept below the limit on file descriptors in any case.")
     ] = 4096

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NoReturn, TypeVar
 
@@ -9,12 +11,13 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
-from ipc.budget import Budget
+from ipc.budget import Budget, Share
 from ipc.connection import Connection
+from ipc.counters import Counters
 from ipc.limits import Limits
 from outbox.model import Caller
 from postroom.errors import InvalidMessage
-from postroom.message import refuse_duplicate_keys
+from postroom.message import refuse_duplicate_keys, refuse_too_many_values
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -23,6 +26,7 @@ class Request(web.BaseRequest):
     """A request on a `Connection`; `params` are the variable parts of its path."""
 
     params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
+    _counted_by: Counters | None = None
 
     @property
     def connection(self) -> Connection:
@@ -33,6 +37,31 @@ class Request(web.BaseRequest):
     def caller(self) -> Caller:
         """Who sent it: the peer of the connection."""
         return self._protocol.caller  # type: ignore[attr-defined,no-any-return]
+
+    async def take_turn(self, count: int) -> None:
+        """Return when `count` bytes may be worked on for this caller: others have their turn too."""
+        await self.connection.turns.take(self.caller.uid, count)
+
+    @contextmanager
+    def counted(self, counters: Counters) -> Iterator[None]:
+        """Count the request among those being answered, until the block ends or it only waits.
+
+        Raises `TryAgain` (429) where the caller has too many of them.
+        """
+        self.connection.requests.take(1, self.caller.uid)
+        counters.in_flight += 1
+        self._counted_by = counters
+        try:
+            yield
+        finally:
+            self.only_waits()
+
+    def only_waits(self) -> None:
+        """Note that the request has nothing left to do but to wait: it stays, and must keep no other out."""
+        if (counters := self._counted_by) is not None:
+            self._counted_by = None
+            counters.in_flight -= 1
+            self.connection.requests.give_back(1, self.caller.uid)
 
 
 class BodyReader:
@@ -54,27 +83,28 @@ class BodyReader:
 
     async def _receive(self, request: Request) -> bytes:
         """Take in the body as it comes; what has arrived, not what is promised, draws on the budget."""
-        start_body(request, self._budget, request.content_length or 1)
+        share = Share(self._budget, request.caller.uid)
+        start_body(request, share, request.content_length or 1)
         received = bytearray()
         try:
             while chunk := await request.content.readany():
                 if len(received) + len(chunk) > self._limit:
                     self._refuse(f"more than {self._limit} bytes")
-                self._budget.take(len(chunk))
+                share.take(len(chunk))
                 received += chunk
             return bytes(received)
         finally:
-            self._budget.give_back(len(received))
+            share.give_back(len(received))
 
     def _refuse(self, size: str) -> NoReturn:
         detail = f"the request has {size}, the limit is {self._limit} (limits.request_bytes)"
         raise InvalidMessage.of(413, "request_too_large", detail)
 
 
-def start_body(request: Request, budget: Budget, size: int) -> None:
+def start_body(request: Request, share: Share, size: int) -> None:
     """Start the body's deadline, and tell a caller that waits for `100 Continue` to go on.
 
-    Such a caller is refused (429) where `budget` has no room for `size` bytes now: it has not sent them in vain.
+    Such a caller is refused (429) where its `share` has no room for `size` bytes now: it has not sent them in vain.
     """
     request.connection.begin()
     expect = request.headers.get(hdrs.EXPECT)
@@ -82,7 +112,7 @@ def start_body(request: Request, budget: Budget, size: int) -> None:
         return
     if expect.lower() != "100-continue":
         raise InvalidMessage.of(417, "expectation_failed", "the only expectation that can be met is 100-continue")
-    budget.ask(size)
+    share.ask(size)
     if request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -104,6 +134,7 @@ def _is_media(header: str, media: str) -> bool:
 
 def decode_body(data: bytes, kind: type[T]) -> T:
     """Decode a JSON body; raises `InvalidMessage` that names what is wrong, duplicate keys too."""
+    refuse_too_many_values(data)
     try:
         decoded = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

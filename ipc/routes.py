@@ -109,9 +109,9 @@ def routes(services: Services) -> list[Route]:
 
         _route("GET", "/v1/topics", topics.list, CALLER, "the topics of the mesh",
                answers={200: TopicList}, problems=(503,)),
-        _route("POST", "/v1/topics/{topic}/subscription", topics.subscribe, CALLER, "subscribe this member",
+        _route("POST", "/v1/topics/{topic}/subscription", topics.subscribe, OPERATOR, "subscribe this member",
                answers={201: Subscription}, problems=(400, 403, 404, 503)),
-        _route("DELETE", "/v1/topics/{topic}/subscription", topics.unsubscribe, CALLER, "unsubscribe this member",
+        _route("DELETE", "/v1/topics/{topic}/subscription", topics.unsubscribe, OPERATOR, "unsubscribe this member",
                answers={204: None}, problems=(400, 403, 404, 503)),
 
         _route("GET", "/v1/health", control.health, CALLER, "ok or degraded, and why", answers={200: Health}),

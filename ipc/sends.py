@@ -17,14 +17,15 @@ from ipc.answers import JSON, Answer, json_answer
 from ipc.batch import Batch
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
+from ipc.turns import TURN
 from outbox.model import Caller
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 from postroom.ids import is_client_message_id
-from postroom.message import PreparedSend, prepare
+from postroom.message import PreparedSend, decode_request, prepare_request
 from postroom.operations import SendsQuery, WaitQuery
 from postroom.sends import SETTLED, OutboxRow, SendList
 
-LARGE_BODY_BYTES: Final = 64 * 1024  # above it a body is decoded beside the loop, which goes on answering others
+_SMALL_BODY_BYTES: Final = 2048  # what counts as no more than any request does
 _IDEMPOTENCY_KEY: Final = istr("Idempotency-Key")
 _TRACEPARENT: Final = istr("traceparent")
 _REPLAYED: Final = "Idempotent-Replayed: true\r\n"
@@ -41,6 +42,7 @@ class Sends:
         self._counters = services.counters
         self._read = BodyReader(services.limits, services.budget).read
         self._holding = services.budget.holding
+        self._waits = services.waits
         self._body_bytes = services.limits.body_bytes
 
     async def send(self, request: Request) -> web.StreamResponse:
@@ -49,7 +51,7 @@ class Sends:
         try:
             check_media(request, JSON)
             body = await self._read(request)
-            with self._holding(len(body)):  # until it is on disk
+            with self._holding(len(body), request.caller.uid):  # until it is on disk
                 prepared = await self._prepared(request, body)
                 self._services.destinations.check(prepared.destination)
                 (row,) = await self._accept((prepared,), request.caller)
@@ -94,10 +96,18 @@ class Sends:
 
         Waits `seconds` at most, and no longer than the caller stays and the daemon runs.
         """
+        if seconds:
+            self._waits.ask(1, request.caller.uid)
         rows = await self._visible(ids, request.caller)
         unsettled = [row.id for row in rows if row.status not in SETTLED]
         if not seconds or not unsettled:
             return rows
+        with self._waits.holding(1, request.caller.uid):
+            request.only_waits()
+            await self._wait(request, unsettled, seconds)
+        return await self._visible(ids, request.caller)
+
+    async def _wait(self, request: Request, unsettled: Sequence[str], seconds: float) -> None:
         waiting = asyncio.ensure_future(self._services.outbox.wait_all(unsettled, seconds))
         ends: set[asyncio.Future[Any]] = {waiting, request.connection.until_end()}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -105,7 +115,6 @@ class Sends:
             waiting.result()
         else:
             waiting.cancel()
-        return await self._visible(ids, request.caller)
 
     async def _visible(self, ids: Sequence[str], caller: Caller) -> list[OutboxRow]:
         """Find the rows; another uid's does not exist for anyone but an operator."""
@@ -118,11 +127,12 @@ class Sends:
         headers = request.headers
         key = idempotency_key(headers.getall(_IDEMPOTENCY_KEY, ()))
         traceparent = headers.get(_TRACEPARENT)
-        if len(data) <= LARGE_BODY_BYTES:
-            return prepare(data, idempotency_key=key, traceparent=traceparent, max_body_bytes=self._body_bytes)
-        return await asyncio.to_thread(
-            prepare, data, idempotency_key=key, traceparent=traceparent, max_body_bytes=self._body_bytes
-        )
+        if len(data) > _SMALL_BODY_BYTES:
+            await request.take_turn(len(data))
+        decoded = decode_request(data)
+        if len(data) > TURN:
+            await request.take_turn(len(data))
+        return prepare_request(decoded, idempotency_key=key, traceparent=traceparent, max_body_bytes=self._body_bytes)
 
 
 def idempotency_key(values: list[str] | tuple[str, ...]) -> str | None:

@@ -2,6 +2,9 @@
 
 It is aiohttp's low-level server (`web.Server`): one literal table instead of a router, no middlewares, no signals, so
 that a send costs little beside its commit. Every error leaves as problem+json; nothing a caller sends ends in a 500.
+
+No uid can keep the others out: it accepts few connections a turn of the loop, a crowd makes room (ipc/crowd.py), what
+is held is shared (ipc/budget.py), and work goes by turns (ipc/turns.py).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, cast
 
 import structlog
@@ -19,23 +23,25 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from chassis.deadlines import TimedServer
-from chassis.listener import BACKLOG
 from chassis.routes import Route
 from ipc.answers import Answer, problem_answer, problem_of
+from ipc.budget import Budget
 from ipc.connection import Connection
 from ipc.counters import Counters
+from ipc.crowd import Crowd
 from ipc.dispatch import MethodNotAllowed, Table
 from ipc.limits import Limits
-from ipc.peers import Policy
+from ipc.peers import Policy, peer_of
 from ipc.request import Request
 from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query
+from ipc.turns import REQUEST, Turns
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)
 
-_BUSY: Final = problem_of(
-    429, "too_busy", "too many requests are being answered: try again", retryable=True, retry_after=1.0
-)
+_ACCEPTED_A_TURN: Final = 4  # connections
+_TURNED_AWAY_A_TURN: Final = 64  # connections of a uid that has too many
+_PAUSE: Final = 0.1  # seconds without accepting, where the process has no descriptor left
 _NOT_ALLOWED: Final = problem_of(
     403, "peer_not_allowed", "your uid may not use this socket (config: socket.allow_uids)"
 )
@@ -68,22 +74,26 @@ class Server(TimedServer):
             max_headers=limits.headers,
         )
         self._table = Table(routes)
-        self._limits = limits
-        self._connection_cap = limits.connection_cap()
+        self._crowd = Crowd(limits.connection_cap())
+        self.requests = Budget(limits.requests_in_flight, "too many requests are being answered: try again")
+        self.turns = Turns()
         self._policy = policy
         self._counters = counters
         self._tcp_guard = tcp_guard
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[socket.socket] = []
+        self._arriving: set[asyncio.Task[Any]] = set()
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Listen on `sockets`."""
+        """Accept on `sockets`, which listen."""
         for sock in sockets:
             sock.setblocking(False)
-            self._listeners.append(await self._running_loop.create_server(self, sock=sock, backlog=BACKLOG))
+            self._listeners.append(sock)
+            self._running_loop.add_reader(sock, self._accept, sock)
 
     async def stop(self, grace_seconds: float) -> None:
         """Stop accepting, let the requests in hand finish for at most `grace_seconds`, and close; safe to repeat."""
         for listener in self._listeners:
+            self._running_loop.remove_reader(listener)
             listener.close()
         self._listeners.clear()
         await asyncio.sleep(0)  # requests that have arrived begin, so that they are waited for
@@ -95,24 +105,59 @@ class Server(TimedServer):
     def _count_drop(self, reason: str) -> None:
         self._counters.dropped[reason] += 1
 
+    def _accept(self, listener: socket.socket) -> None:
+        """Take in some of those who wait; a uid that has had its turn finds no room once the crowd is full."""
+        accepted = 0
+        for _ in range(_TURNED_AWAY_A_TURN):
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor is left: nobody is turned away, they wait
+                _log.warning("cannot_accept", error=error.strerror)
+                self._running_loop.remove_reader(listener)
+                self._running_loop.call_later(_PAUSE, self._accept_again, listener)
+                return
+            if self._crowd.is_full and not self._may_come(sock):
+                self._count_drop("too_many_connections")
+                sock.close()
+                continue
+            sock.setblocking(False)
+            arriving = self._running_loop.create_task(self._take_in(sock))
+            self._arriving.add(arriving)
+            arriving.add_done_callback(self._arriving.discard)
+            if (accepted := accepted + 1) == _ACCEPTED_A_TURN:
+                return
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._running_loop.add_reader(listener, self._accept, listener)
+
+    def _may_come(self, sock: socket.socket) -> bool:
+        with suppress(OSError):
+            return self.turns.may_have(peer_of(sock).uid, REQUEST)
+        return False
+
+    async def _take_in(self, sock: socket.socket) -> None:
+        with suppress(OSError):  # it has gone already
+            await self._running_loop.connect_accepted_socket(self, sock)
+
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        """Count the connection; where there is no room for it, the one that has idled longest makes some."""
+        """Count the connection; where there is no room for it, one of the uid with the most makes some."""
         super().connection_made(handler, transport)
-        self._counters.connections = len(self._connections)
-        if len(self._connections) > self._connection_cap:
-            self._make_room(cast(Connection, handler))
+        newcomer = cast(Connection, handler)
+        newcomer.requests, newcomer.turns = self.requests, self.turns
+        surplus = self._crowd.enter(newcomer)
+        self._counters.connections = self._crowd.count
+        if surplus is not None:
+            self._count_drop("too_many_connections")
+            surplus.abort()
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         """Forget the connection."""
         super().connection_lost(handler, exc)
-        self._counters.connections = len(self._connections)
-
-    def _make_room(self, newcomer: Connection) -> None:
-        others = cast("list[Connection]", [each for each in self._connections if each is not newcomer])
-        idle = [(since, each) for each in others if (since := each.idle_since) is not None and each.transport]
-        _, victim = min(idle, key=lambda pair: pair[0], default=(0.0, newcomer))
-        self._counters.dropped["too_many_connections"] += 1
-        victim.abort()
+        self._crowd.leave(cast(Connection, handler))
+        self._counters.connections = self._crowd.count
 
     def _request(
         self,
@@ -125,12 +170,11 @@ class Server(TimedServer):
         return Request(message, payload, protocol, writer, task, self._running_loop)
 
     async def _answer(self, request: Request) -> web.StreamResponse:
-        counters = self._counters
-        if counters.in_flight >= self._limits.requests_in_flight:
-            return problem_answer(_BUSY, close=not request.content.is_eof())
-        counters.in_flight += 1
+        self._crowd.begins(request.connection)
         try:
-            return await self._routed(request)
+            await request.take_turn(REQUEST)
+            with request.counted(self._counters):
+                return await self._routed(request)
         except MethodNotAllowed as error:
             return self._refused(request, error, {"Allow": error.allow})
         except PostroomError as error:
@@ -144,7 +188,7 @@ class Server(TimedServer):
             _log.exception("unforeseen_error", method=request.method, path=request.raw_path[:200])
             return problem_answer(_INTERNAL, close=True)
         finally:
-            counters.in_flight -= 1
+            self._crowd.ends(request.connection)
 
     async def _routed(self, request: Request) -> web.StreamResponse:
         route = self._table.fixed.get((request.method, request.raw_path))

@@ -90,5 +90,16 @@ class Services:
 
     @cached_property
     def budget(self) -> Budget:
-        """The one budget of bytes that arrive, which all routes share."""
+        """The one budget of bytes that are held, which all routes share."""
         return Budget(self.limits.buffered_bytes)
+
+    @cached_property
+    def waits(self) -> Budget:
+        """The look-ups that wait for a send to settle."""
+        return Budget(self.limits.waits, "too many wait for a send to settle: ask again without wait")
+
+    @cached_property
+    def readers(self) -> Budget:
+        """The readers of the live stream."""
+        full = "too many read the live stream (inbox.readers): try again"
+        return Budget(self.inbox_settings.readers, full, "too_many_readers")

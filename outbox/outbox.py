@@ -36,7 +36,7 @@ from outbox.settings import OutboxSettings
 from outbox.settled import Prune
 from outbox.transact import Transactor
 from outbox.watchers import Watchers
-from outbox.writer import Writer
+from outbox.writer import PART_ROWS, Writer
 from postroom.errors import PostroomError
 from postroom.ids import new_id
 from postroom.message import PreparedSend, check_client_message_id
@@ -145,10 +145,11 @@ class Outbox:
         than a transaction may hold takes several.
         """
         accept = Accept(sends, caller)
-        if accept.rows <= self._settings.max_group_rows:
+        most = min(self._settings.max_group_rows, PART_ROWS)
+        if accept.rows <= most:
             outcomes = await self._writer.submit(accept)
         else:
-            parts = [self._writer.submit(part) for part in accept.parts(self._settings.max_group_rows)]
+            parts = [self._writer.submit(part) for part in accept.parts(most)]
             outcomes = [outcome for part in await asyncio.gather(*parts) for outcome in part]
         if any(isinstance(outcome, AcceptedRow) and outcome.inserted for outcome in outcomes):
             self._work.set()

@@ -6,6 +6,10 @@ waits: coming back to the event loop in between would take as long as the transa
 what it has in hand. A transaction is few steps of SQLite, each of which gives the interpreter lock away and waits to
 get it back from a busy loop.
 
+Whose operations wait is looked at before a group is made: where there are several callers each has its part of it, in
+rotation, and none more than `PART_ROWS`, so that a caller with a few large batches does not make the others wait for
+all of them. A caller that is alone fills the group.
+
 Checkpoints run on the same connection (chassis/sqlite.py). SQLite's own would run inside a commit, before its answers,
 and every 4 MB: everybody waits 13 to 18 ms for one. Here they run after the group has been answered, and every 1 MiB
 (`outbox.checkpoint_bytes`): 5 to 7 ms, which mostly pass while the event loop reads the next requests. They cost a
@@ -19,6 +23,8 @@ import asyncio
 import sqlite3
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -26,6 +32,7 @@ import structlog
 
 from chassis.exits import Fatal
 from chassis.sqlite import QUERIES, Connection, is_broken, is_full
+from outbox.accepting import Accept
 from outbox.errors import outcome_unknown, stopped, write_failed
 from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
@@ -39,14 +46,84 @@ _RESTART_AT: Final = WAL_LIMIT // 4  # bytes; beyond it the readers are waited f
 _GROUPS_A_CHECKPOINT: Final = 4  # of large groups: after each one it would cost as much as the group
 _PRUNE_SECONDS: Final = 0.02  # that slices of a prune may take between two groups
 _PRUNE_AGAIN_SECONDS: Final = 5.0  # after one that could not be
+PART_ROWS: Final = 64  # of a group that one caller may fill beside others: a millisecond
+_PRESENT_SECONDS: Final = 60.0  # after its last send, in which a caller counts as one that others share with
 _STALLED_AFTER: Final = 30.0  # seconds that one transaction may take before the writer counts as stuck
 
 _log = structlog.get_logger(__name__)
 
 
-class _Waiting(NamedTuple):
+class Waiting(NamedTuple):
+    """An operation, and the future of who waits for it."""
+
+    number: int  # in the order of arrival
     operation: Operation[Any]
     future: asyncio.Future[Any]
+
+
+class Queue:
+    """What waits, in a line for each caller; the loop appends, the connection's thread takes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._number = 0
+        self._arrived: deque[Waiting] = deque()
+        self._lines: dict[int | None, deque[Waiting]] = {}  # the thread's own
+        self._clock = clock
+        self._callers: dict[int, float] = {}  # when each was last seen
+
+    def __bool__(self) -> bool:
+        return bool(self._arrived or self._lines)
+
+    def append(self, operation: Operation[Any], future: asyncio.Future[Any]) -> None:
+        """Put an operation at the end of its caller's line."""
+        self._number += 1
+        self._arrived.append(Waiting(self._number, operation, future))
+
+    def take(self, most: int) -> list[Waiting]:
+        """Take operations of `most` rows together, and at least one, each caller's first, then each one's next.
+
+        They are returned in the order in which they came.
+        """
+        self._sort()
+        most_each = min(most, PART_ROWS) if len(self._callers) > 1 else most
+        group: list[Waiting] = []
+        taken: dict[int | None, int] = {}
+        rows = 0
+        going = True
+        while going:
+            going = False
+            for caller, line in list(self._lines.items()):
+                size = line[0].operation.rows
+                has_its_part = caller in taken and taken[caller] + size > most_each
+                if group and (has_its_part or rows + size > most):
+                    continue
+                group.append(line.popleft())
+                del self._lines[caller]
+                if line:
+                    self._lines[caller] = line  # behind the others, whom the next group may have room for first
+                taken[caller] = taken.get(caller, 0) + size
+                rows += size
+                going = True
+        return sorted(group, key=itemgetter(0))
+
+    def drain(self) -> Iterator[Waiting]:
+        """Take everything."""
+        self._sort()
+        for line in self._lines.values():
+            yield from line
+        self._lines.clear()
+
+    def _sort(self) -> None:
+        now = self._clock()
+        while self._arrived:
+            waiting = self._arrived.popleft()
+            caller = waiting.operation.caller.uid if isinstance(waiting.operation, Accept) else None
+            self._lines.setdefault(caller, deque()).append(waiting)
+            if caller is not None:
+                self._callers[caller] = now
+        for caller, seen in list(self._callers.items()):
+            if now - seen > _PRESENT_SECONDS:
+                del self._callers[caller]
 
 
 class Writer:
@@ -58,7 +135,7 @@ class Writer:
         self._transactor = transactor
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[_Waiting] = deque()  # the loop appends, the thread takes
+        self._waiting = Queue()
         self._wake = asyncio.Event()
         self._stopping = False
         self._closed = False
@@ -94,7 +171,7 @@ class Writer:
         if self._stopping:
             raise stopped()
         future: asyncio.Future[T] = self._loop.create_future()
-        self._waiting.append(_Waiting(operation, future))
+        self._waiting.append(operation, future)
         self._wake.set()
         return future
 
@@ -124,19 +201,11 @@ class Writer:
         while going and (self._waiting or (self._may_prune() and not self._stopping)):
             self._busy_since = time.monotonic()
             before = self._transactor.space.waiting
-            going = not self._waiting or self._commit(self._gather(), db)
+            going = not self._waiting or self._commit(self._waiting.take(self._settings.max_group_rows), db)
             going = going and self._prune(db, self._transactor.space.waiting - before) and self._checkpoint(db)
             self._busy_since = None
 
-    def _gather(self) -> list[_Waiting]:
-        """Take operations from the queue until the group is full; the loop adds to its other end meanwhile."""
-        group = [self._waiting.popleft()]
-        rows = group[0].operation.rows
-        while self._waiting and (rows := rows + self._waiting[0].operation.rows) <= self._settings.max_group_rows:
-            group.append(self._waiting.popleft())
-        return group
-
-    def _commit(self, group: list[_Waiting], db: sqlite3.Connection) -> bool:
+    def _commit(self, group: list[Waiting], db: sqlite3.Connection) -> bool:
         """Run the group's transaction and have everybody answered; False where the file can be used no more."""
         try:
             outcomes = self._transactor.run([waiting.operation for waiting in group], db)
@@ -194,7 +263,7 @@ class Writer:
 
     # On the loop
 
-    def _answer(self, group: list[_Waiting], outcomes: list[Any]) -> None:
+    def _answer(self, group: list[Waiting], outcomes: list[Any]) -> None:
         """Tell everybody of a committed group what became of their operation."""
         self.transactions += 1
         self.operations += len(group)
@@ -215,14 +284,13 @@ class Writer:
             )
         self._warned = beyond
 
-    def _fail(self, group: list[_Waiting], error: Exception) -> None:
+    def _fail(self, group: list[Waiting], error: Exception) -> None:
         """Give everybody who waits the same answer, and take nothing any more."""
         self.failure = write_failed(self._path, error)
         self._stopping = True
         _log.critical("outbox_write_failed", file=str(self._path), exc_info=error)
-        for waiting in (*group, *self._waiting):
+        for waiting in (*group, *self._waiting.drain()):
             _settle(waiting.future, outcome_unknown())
-        self._waiting.clear()
         self.failed.set()
 
     async def _empty_log(self) -> bool:

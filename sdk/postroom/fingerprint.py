@@ -17,11 +17,12 @@ import rfc8785
 
 ENVELOPE_VERSION: Final = "1"
 PREFIX_BYTES: Final = 8  # how much of a fingerprint an answer may show
+_EXACT: Final = 2**53  # from here on a double does not know every integer
+_PLAIN_FLOATS: Final = (1e-3, 1e15)  # between them msgspec writes a fraction as RFC 8785 does
+_AS_THEY_ARE: Final = {str, bool, type(None)}
+_MAYBE_AS_THEY_ARE: Final = _AS_THEY_ARE | {int, float}
 
-
-_PLAIN: Final = frozenset({dict, list, str, int, bool, type(None)})
-_LARGEST_INTEGER: Final = 2**53 - 1
-_encode: Final = msgspec.json.Encoder(order="deterministic").encode
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class NotCanonical(ValueError):
@@ -36,31 +37,61 @@ def canonical_json(meta: Mapping[str, Any] | None) -> bytes:
     if not meta:
         return b""
     try:
-        return _encode(meta) if _is_plain(meta) else rfc8785.dumps(dict(meta))
+        return _encode(_canonical(dict(meta)))
     except (rfc8785.CanonicalizationError, UnicodeEncodeError) as error:
         raise NotCanonical(str(error)) from error
 
 
-def _is_plain(meta: Mapping[str, Any]) -> bool:
-    """Tell whether `meta` holds nothing that msgspec writes in another way than RFC 8785 wants.
+def _canonical(value: Any) -> Any:
+    """Return what msgspec writes as RFC 8785 wants it: keys in order, numbers as JavaScript prints them.
 
-    That is floats, integers that are too large, and names whose order is another one in UTF-16. What is plain takes a
-    tenth of the time, and nearly everything is; what is not would hold a server up for 30 ms.
+    msgspec escapes strings by the same rules, and in a tenth of the time that the library takes, whose word it is on
+    everything unusual: a sender's largest `meta` must not hold up everybody else's messages.
     """
-    nodes: list[Any] = [meta]
-    for node in nodes:
-        if type(node) is dict:
-            if not "".join(node).isascii():
-                return False
-            node = node.values()  # noqa: PLW2901 - what is in it
-        kinds = set(map(type, node))
-        if not kinds <= _PLAIN:
-            return False
-        if int in kinds and not all(abs(value) <= _LARGEST_INTEGER for value in node if type(value) is int):
-            return False
-        if dict in kinds or list in kinds:
-            nodes += [child for child in node if type(child) is dict or type(child) is list]
-    return True
+    kind = type(value)
+    if kind is dict:
+        keys = sorted(value) if "".join(value).isascii() else sorted(value, key=_utf16)
+        return dict(zip(keys, _each([value[key] for key in keys]), strict=True))
+    if kind is list or kind is tuple:
+        return _each(value)
+    return value if kind in _AS_THEY_ARE else _number(value)
+
+
+def _each(values: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    kinds = set(map(type, values))
+    if kinds <= _AS_THEY_ARE or (kinds <= _MAYBE_AS_THEY_ARE and _are_plain(values)):
+        return values
+    return [_canonical(value) for value in values]
+
+
+def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Tell whether msgspec writes all numbers among `values` as RFC 8785 does, without a step for each of them."""
+    integers = [value for value in values if type(value) is int]
+    fractions = [value for value in values if type(value) is float]
+    sizes = [abs(value) for value in fractions]
+    return (not integers or (min(integers) > -_EXACT and max(integers) < _EXACT)) and (
+        not sizes
+        or (
+            min(sizes) > _PLAIN_FLOATS[0]
+            and max(sizes) < _PLAIN_FLOATS[1]
+            and not any(map(float.is_integer, fractions))
+        )
+    )
+
+
+def _number(value: Any) -> Any:
+    kind = type(value)
+    if kind is int and -_EXACT < value < _EXACT:
+        return value
+    if kind is float and value.is_integer() and -_EXACT < value < _EXACT:
+        return int(value)
+    if kind is float and _PLAIN_FLOATS[0] < abs(value) < _PLAIN_FLOATS[1]:
+        return value
+    return msgspec.Raw(rfc8785.dumps(value))
+
+
+def _utf16(key: str) -> bytes:
+    return key.encode("utf-16-be")
 
 
 def fingerprint(

@@ -11,6 +11,7 @@ import binascii
 import json
 import re
 from collections import Counter
+from collections.abc import Collection
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, NoReturn, get_args
@@ -29,6 +30,10 @@ MAX_BODY_BYTES: Final = 1024 * 1024
 MAX_DEPTH: Final = 64  # nested objects and arrays in meta
 MAX_META_VALUES: Final = 10_000  # in all of meta: what a fingerprint sorts and a reader walks
 MAX_MENTIONS: Final = 256
+_OTHERS: Final = 32  # members of a message that are neither in meta nor mentions, with room to spare
+_MAX_VALUES: Final = MAX_META_VALUES + MAX_MENTIONS + _OTHERS
+_NODES: Final = {dict, list}
+_WINDOW: Final = 64 * 1024  # bytes that are counted at once
 MAX_NAME: Final = 64  # characters of a mesh, member, topic or segment of a queue
 
 _NAME: Final = {
@@ -182,6 +187,7 @@ def prepare_request(
 
 def decode_request(data: bytes) -> SendRequest:
     """Decode the JSON of a send; refuses what a fingerprint or a reader could take two ways (duplicate keys)."""
+    refuse_too_many_values(data)
     try:
         request = _decode_send(data)
         if _quotes_in(data) != _quotes_of(request):
@@ -194,6 +200,39 @@ def decode_request(data: bytes) -> SendRequest:
     except RecursionError:
         refuse("too_deep", f"the JSON is nested deeper than {MAX_DEPTH} levels", "meta")
     return request
+
+
+def refuse_too_many_values(data: bytes) -> None:
+    """Raise `InvalidMessage` where decoding `data` would make more values than any message may hold.
+
+    It counts the signs between values, window by window, so that four megabytes of `[1,1,1,…]` are refused at once:
+    decoding them would take a third of a second, in which nobody else is served. Signs within strings count only where
+    they have to be told apart: most texts have too few with them.
+    """
+    if len(data) <= _MAX_VALUES or not _may_hold_too_many(data):
+        return
+    if b"\\" in data:
+        data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of the quotes begins or ends a string
+    quotes = commas = openings = 0
+    for start in range(0, len(data), _WINDOW):
+        parts = data[start : start + _WINDOW].split(b'"')
+        outside = b"".join(parts[quotes % 2 :: 2])
+        quotes += len(parts) - 1
+        commas += outside.count(b",")
+        openings += outside.count(b"[") + outside.count(b"{")
+        if openings > _MAX_VALUES + MAX_DEPTH * (commas + 1):
+            refuse("too_deep", f"the JSON is nested deeper than {MAX_DEPTH} levels", "meta")
+        if max(commas, openings, quotes // 4) > _MAX_VALUES:  # a value has a key and is a string, at most
+            refuse("meta_too_large", f"meta holds more than {MAX_META_VALUES} values", "meta")
+
+
+def _may_hold_too_many(data: bytes) -> bool:
+    signs = 0
+    for start in range(0, len(data), _WINDOW):
+        signs += sum(data.count(sign, start, start + _WINDOW) for sign in (b",", b"[", b"{"))
+        if signs > _MAX_VALUES:
+            return True
+    return False
 
 
 def refuse_duplicate_keys(data: bytes) -> None:
@@ -327,11 +366,17 @@ def _quotes_of(request: SendRequest) -> int:
 
 
 def _quotes_of_value(value: Any) -> int:
-    if isinstance(value, str):
-        return 2
     if isinstance(value, dict):
-        return 2 * len(value) + sum(map(_quotes_of_value, value.values()))
-    return sum(map(_quotes_of_value, value)) if isinstance(value, list) else 0
+        return 2 * len(value) + _quotes_of_values(list(value.values()))
+    return _quotes_of_values(value) if isinstance(value, list) else 0
+
+
+def _quotes_of_values(values: list[Any]) -> int:
+    kinds = list(map(type, values))
+    quotes = 2 * kinds.count(str)
+    if dict in kinds or list in kinds:
+        quotes += sum(map(_quotes_of_value, values))
+    return quotes
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -350,15 +395,17 @@ def _check_size(meta: dict[str, Any]) -> None:
         values += sum(map(len, level))
         if values > MAX_META_VALUES:
             refuse("meta_too_large", f"meta holds more than {MAX_META_VALUES} values", "meta")
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, (dict, list))
-        ]
+        level = [child for node in level for child in _nodes(node.values() if isinstance(node, dict) else node)]
         if not level:
             return
     refuse("too_deep", f"meta is nested deeper than {MAX_DEPTH} levels", "meta")
+
+
+def _nodes(children: Collection[Any]) -> Collection[Any]:
+    """Return those of the children that have children; most have none, and are not looked at one by one."""
+    if _NODES.isdisjoint(map(type, children)):
+        return ()
+    return [child for child in children if isinstance(child, (dict, list))]
 
 
 def _holds_nul(value: Any) -> bool:

@@ -8,6 +8,7 @@ from uuid import UUID
 
 import msgspec
 
+from inbox import Inbox
 from postroom.administration import HistoryMessage
 
 MEMBER = "alice"
@@ -36,3 +37,16 @@ def wire(sent: HistoryMessage, member: str = MEMBER) -> tuple[str, bytes, dict[s
     """Return the subject, the body and the headers with which a delivery row is published."""
     headers = {"Nats-Msg-Id": f"{sent.broker_message_id}.{member}"}
     return f"{sent.mesh}.inbox.{member}", msgspec.json.encode(sent), headers
+
+
+class Opened:
+    """An inbox that is open."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+
+    def opened(self) -> Inbox:
+        return self._inbox
+
+    def trouble(self) -> None:
+        """Nothing is wrong."""

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from wire import Reply, encode, parse
 
 from chassis.listener import loopback_listener, unix_listener
+from inbox import Inbox
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
 from ipc.limits import Limits
-from ipc.peers import Policy
+from ipc.peers import Policy, peer_of
 from ipc.routes import routes
 from ipc.server import Server
 from ipc.services import Services
 from ipc.tcp_guard import TcpGuard
 from ipc.tokens import LocalToken
 from outbox import Outbox, OutboxSettings
+from outbox.model import Caller
 from postroom.administration import Subscription, TopicList
 from postroom.errors import NotFound
 from postroom.sends import RelayStatus
@@ -73,12 +78,20 @@ class Room:
     relay: StillRelay = field(default_factory=StillRelay)
     port: int | None = None
 
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_unix_connection(str(self.path), limit=2**24)
+    async def connect(
+        self, uid: int | None = None, limit: int = 2**24
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect, as somebody else where the fixture `uids` believes it."""
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        if uid is not None:
+            sock.bind(f"\0postroom-test {uid} {uuid4()}")
+        await asyncio.get_running_loop().sock_connect(sock, str(self.path))
+        return await asyncio.open_unix_connection(sock=sock, limit=limit)
 
-    async def raw(self, request: bytes, *, half_close: bool = True) -> bytes:
+    async def raw(self, request: bytes, *, half_close: bool = True, uid: int | None = None) -> bytes:
         """Send bytes, and return whatever comes back until the server closes."""
-        reader, writer = await self.connect()
+        reader, writer = await self.connect(uid)
         try:
             writer.write(request)
             await writer.drain()
@@ -90,9 +103,16 @@ class Room:
         finally:
             writer.close()
 
-    async def request(self, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
+    async def request(
+        self,
+        method: str,
+        target: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        uid: int | None = None,
+    ) -> Reply:
         """Make one request on a connection of its own."""
-        return parse(await self.raw(encode(method, target, body, headers)))
+        return parse(await self.raw(encode(method, target, body, headers), uid=uid))
 
     async def send(self, body: Any, **headers: str) -> Reply:
         """Make one send; keyword `idempotency_key=…` becomes the header `Idempotency-Key`."""
@@ -111,6 +131,19 @@ class Room:
 
 
 OpenRoom = Callable[..., Awaitable[Room]]
+
+
+@pytest.fixture
+def uids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the server believe the uid that `Room.connect` writes into a caller's own address: only root can be many."""
+
+    def believed(sock: socket.socket) -> Caller:
+        caller = peer_of(sock)
+        match = re.match(rb"\0postroom-test (\d+) ", sock.getpeername() or b"")
+        return caller if match is None else Caller(int(match[1]), int(match[1]))
+
+    monkeypatch.setattr("ipc.connection.peer_of", believed)
+    monkeypatch.setattr("ipc.server.peer_of", believed)
 
 
 @pytest.fixture
@@ -172,3 +205,9 @@ async def open_room(short_directory: Path) -> AsyncIterator[OpenRoom]:
 async def room(open_room: OpenRoom) -> Room:
     """Open a server as it is without a config."""
     return await open_room()
+
+
+@pytest.fixture
+async def inbox(short_directory: Path) -> AsyncIterator[Inbox]:
+    async with await Inbox.open(short_directory / "inbox") as inbox:
+        yield inbox

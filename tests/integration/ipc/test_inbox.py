@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from inboxes import message
+from inboxes import Opened, message
 
 from inbox import Inbox, InboxSettings
 from ipc.limits import Limits
@@ -20,25 +19,6 @@ from postroom.errors import TryAgain
 from postroom.received import InboxMessage, InboxPage
 
 OpenRoom = Callable[..., Awaitable[Any]]
-
-
-class Opened:
-    """An inbox that is open."""
-
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
-
-    def opened(self) -> Inbox:
-        return self._inbox
-
-    def trouble(self) -> None:
-        """Nothing is wrong."""
-
-
-@pytest.fixture
-async def inbox(short_directory: Path) -> AsyncIterator[Inbox]:
-    async with await Inbox.open(short_directory / "inbox") as inbox:
-        yield inbox
 
 
 @pytest.fixture

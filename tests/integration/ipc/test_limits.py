@@ -23,14 +23,28 @@ SEND = b'{"to":"topic:orders","body":"hi"}'
 
 async def test_one_request_too_many_is_a_429_that_says_when(open_room: Any) -> None:
     room = await open_room(limits=Limits(requests_in_flight=1))
-    await room.send({"to": "topic:a", "client_message_id": "k"})
-    waiting = asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60"))
+    _, writer = await room.connect()
+    writer.write(_head(3000) + b"{")
     await _until(lambda: room.services.counters.in_flight > 0)
     refused = await room.request("GET", "/v1/ready")
     assert refused.status == 429
     assert refused.headers["retry-after"] == "1"
     assert refused.json["retryable"] is True
-    waiting.cancel()
+    writer.close()
+
+
+async def test_waits_keep_no_send_out_and_one_too_many_is_a_429(open_room: Any) -> None:
+    room = await open_room(limits=Limits(requests_in_flight=1, waits=2))
+    await room.send({"to": "topic:a", "client_message_id": "k"})
+    waiting = []
+    for count in (1, 2):
+        waiting.append(asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60")))
+        await _until(lambda count=count: room.services.waits.held == count)
+    assert (await room.send({"to": "topic:a"})).status == 202
+    assert (await room.request("GET", "/v1/sends/k?wait=60")).status == 429
+    await room.outbox.abort("k", caller=Caller(0, 0), reason="test")
+    assert [(await wait).json["status"] for wait in waiting] == ["aborted", "aborted"]
+    assert room.services.waits.held == 0
 
 
 async def test_a_wait_ends_when_its_caller_hangs_up(room: Any) -> None:

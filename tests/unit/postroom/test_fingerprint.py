@@ -153,6 +153,18 @@ documents = st.dictionaries(
 )
 
 
+@settings(max_examples=200)
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=3),
+        documents | st.lists(st.floats(allow_nan=False, allow_infinity=False) | scalars),
+        max_size=4,
+    )
+)
+def test_the_canonical_form_is_what_the_reference_implementation_writes(meta: dict[str, object]) -> None:
+    assert canonical_json(meta) == (rfc8785.dumps(meta) if meta else b"")
+
+
 @settings(max_examples=40)
 @given(documents)
 def test_the_order_of_keys_never_matters(meta: dict[str, object]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from postroom import message
 from postroom.errors import InvalidMessage
 from postroom.message import (
     MAX_META_VALUES,
@@ -18,6 +19,7 @@ from postroom.message import (
     decode_request,
     parse_destination,
     prepare,
+    refuse_duplicate_keys,
 )
 
 MIB = 1024 * 1024
@@ -91,7 +93,38 @@ def test_meta_with_more_values_than_anybody_needs_is_refused() -> None:
 def test_a_duplicate_among_a_million_keys_is_named_in_one_pass() -> None:
     keys = ",".join(f'"k{n}":0' for n in range(1_000_000))
     with pytest.raises(InvalidMessage, match="'k999999' stands twice"):
-        prepare(b'{"to":"topic:t","meta":{' + keys.encode() + b',"k999999":1}}')
+        refuse_duplicate_keys(b"{" + keys.encode() + b',"k999999":1}')
+
+
+SEND = b'{"to":"topic:t","meta":{"x":%b}}'
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (b"[%b1]" % (b"1," * 1_000_000), "meta_too_large"),
+        (b"[%b1]" % (b'"a",' * 1_000_000), "meta_too_large"),
+        (b"[%b1]" % ((b"[" * 60 + b"]" * 60 + b",") * 10_000), "meta_too_large"),
+        (b"[%b1]" % (b'"\\",' * 1_000_000), "meta_too_large"),
+        (b'"%b",%b1' % (b"," * 100_000, b'"a":1,' * 20_000), "meta_too_large"),
+        (b"[" * 1_000_000, "too_deep"),
+        (b'{"x":' * 100_000 + b"1" + b"}" * 100_000, "too_deep"),
+    ],
+    ids=["numbers", "strings", "lists", "escapes", "keys", "open lists", "objects"],
+)
+def test_more_values_than_a_message_may_hold_are_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, value: bytes, code: str
+) -> None:
+    monkeypatch.setattr(message, "_decode_send", None)
+    with pytest.raises(InvalidMessage) as refusal:
+        prepare(SEND % value)
+    assert refusal.value.code == code
+
+
+@pytest.mark.parametrize("text", [b",[{" * 100_000, b'\\",' * 100_000, b"\\\\" * 20_000 + b"," * 20_000, b"," * 65_535])
+def test_signs_within_a_string_are_no_values(text: bytes) -> None:
+    assert prepare(SEND % (b'"%b"' % text))
+    assert prepare(b'{"to":"topic:t","body":"%b","meta":{"a":1,"b":[2]}}' % text)
 
 
 def test_depth_64_is_allowed() -> None:

@@ -1,0 +1,93 @@
+"""Turns: how much of one uid's work the event loop does before it looks after everybody else.
+
+Work is counted in bytes that are checked; a request counts as `REQUEST` of them. A uid that has had its part waits for
+the next turn in a line of its own, behind which nobody else stands: those in line share a turn, whoever is not in line
+need not wait. A caller that is alone gives nothing away, since the next turn follows at once. Beside another uid the
+loop rests between the turns, the longer the more was done: the outbox's thread needs the interpreter for what is being
+written, and whoever comes meanwhile is served before the rest of the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final
+from weakref import WeakValueDictionary
+
+TURN: Final = 8 * 1024  # bytes, about a millisecond
+REQUEST: Final = 1024  # what reading and answering a request counts as
+_REST: Final = 0.001  # seconds, after the work of one turn
+_LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
+_PRESENT_SECONDS: Final = 1.0  # how long somebody who asked for nothing more counts as being there
+
+
+class Turns:
+    """Lets work begin, uid by uid."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._spent: dict[int, int] = {}
+        self._lines: dict[int, deque[tuple[asyncio.Future[None], int]]] = {}
+        self._coming = False  # the next turn
+        self._present: set[int] = set()  # who has had work done lately
+        self._before: set[int] = set()  # and who had before that
+        self._present_since = self._loop.time()
+
+    async def take(self, uid: int, count: int) -> None:
+        """Return when `uid` may have `count` bytes of work done, at once where it has had less than a turn."""
+        if self.may_have(uid, count):
+            return
+        turn = self._loop.create_future()
+        self._lines.setdefault(uid, deque()).append((turn, count))
+        self._arm(0)
+        await turn
+
+    def may_have(self, uid: int, count: int) -> bool:
+        """Have `count` bytes of work done in this turn, and say True; False where `uid` has to wait."""
+        spent = self._spent.get(uid, 0)
+        self._present.add(uid)
+        if spent >= TURN or uid in self._lines:
+            return False
+        self._spent[uid] = spent + count
+        self._arm(0)
+        return True
+
+    def _arm(self, done: int) -> None:
+        """Have the next turn come, after one in which `done` bytes of those in line were worked on."""
+        if self._coming:
+            return
+        self._coming = True
+        if done and len(self._present | self._before) > 1:
+            self._loop.call_later(min(_REST * done / TURN, _LONGEST_REST), self._next)
+        else:
+            self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        """Begin the next turn: those who wait share it, one piece of work each in rotation."""
+        self._coming = False
+        self._spent.clear()
+        if (now := self._loop.time()) - self._present_since > _PRESENT_SECONDS:
+            self._before, self._present, self._present_since = self._present, set(self._lines), now
+        done = 0
+        while self._lines and done < TURN:
+            for uid, line in list(self._lines.items()):
+                turn, count = line.popleft()
+                if not line:
+                    del self._lines[uid]
+                if not turn.done():
+                    turn.set_result(None)
+                    self._spent[uid] = self._spent.get(uid, 0) + count
+                    done += count
+        if self._lines or done:
+            self._arm(done)
+
+
+class Lanes:
+    """One thing at a time for each uid, where a thread serves all of them in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, uid: int) -> asyncio.Lock:
+        """Return the lock that `uid` has to hold."""
+        return self._locks.setdefault(uid, asyncio.Lock())

@@ -1,0 +1,124 @@
+"""Whose turn it is, and who goes where there is no room: each step the same, however many callers there are."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from ipc.connection import Connection
+from ipc.crowd import Crowd
+from ipc.turns import TURN, Turns
+from outbox.model import Caller
+
+MALLORY, ALICE, BOB = 1, 2, 3
+
+
+@pytest.mark.parametrize("others", [[], [ALICE, BOB]], ids=["alone", "beside others"])
+async def test_a_turn_holds_so_much_of_one_uids_work_and_no_more(others: list[int]) -> None:
+    turns = Turns()
+    done = 0
+
+    async def work() -> None:
+        nonlocal done
+        await turns.take(MALLORY, 1024)
+        done += 1024
+
+    for uid in others:
+        await turns.take(uid, 1)
+    working = [asyncio.create_task(work()) for _ in range(100)]
+    most = before = 0
+    while done < 100 * 1024:
+        await asyncio.sleep(0)
+        most, before = max(most, done - before), done
+    assert most == TURN
+    await asyncio.gather(*working)
+
+
+async def test_who_is_not_in_line_waits_for_nobody() -> None:
+    turns = Turns()
+    line = [asyncio.create_task(turns.take(MALLORY, TURN)) for _ in range(1000)]
+    await asyncio.sleep(0)
+    assert turns.may_have(ALICE, 1)
+    assert not turns.may_have(MALLORY, 1)
+    for waiting in line:
+        waiting.cancel()
+    await asyncio.gather(*line, return_exceptions=True)
+    await turns.take(MALLORY, 1)
+
+
+async def test_those_in_line_share_a_turn() -> None:
+    turns = Turns()
+    order: list[int] = []
+
+    async def work(uid: int) -> None:
+        await turns.take(uid, TURN // 2)
+        order.append(uid)
+
+    working = [asyncio.create_task(work(MALLORY)) for _ in range(50)]
+    working += [asyncio.create_task(work(uid)) for uid in (ALICE, BOB) for _ in range(4)]
+    await asyncio.gather(*working)
+    assert {order.index(uid) for uid in (MALLORY, ALICE, BOB)} == {0, 2, 4}
+    assert len(order) - 1 - order[::-1].index(BOB) < 20
+
+
+class Guest:
+    """A connection that counts how often it is looked at."""
+
+    looks = 0
+
+    def __init__(self, uid: int, *, busy: bool = False) -> None:
+        self.caller = Caller(uid, uid)
+        self._busy = busy
+
+    @property
+    def idle_since(self) -> float | None:
+        Guest.looks += 1
+        return None if self._busy else 1.0
+
+
+def guests(count: int, uid: int, *, busy: bool = False) -> list[Connection]:
+    return [cast(Connection, Guest(uid, busy=busy)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "counted as idle but busy"])
+def test_making_room_looks_at_few_connections_however_many_there_are(busy: bool) -> None:  # noqa: FBT001 - a parameter
+    crowd = Crowd(4000)
+    for guest in guests(4000, MALLORY, busy=busy):
+        assert crowd.enter(guest) is None
+    Guest.looks = 0
+    for newcomer in guests(100, ALICE):
+        surplus = crowd.enter(newcomer)
+        assert surplus is None or surplus.caller.uid == MALLORY or busy
+        crowd.leave(surplus or newcomer)
+    assert Guest.looks <= 100 * 8
+
+
+def test_the_uid_with_the_most_connections_gives_up_its_longest_idle_one() -> None:
+    crowd = Crowd(5)
+    first, second, third = guests(3, MALLORY)
+    for guest in (first, *guests(2, ALICE), second, third):
+        crowd.enter(guest)
+    crowd.begins(first)
+    (newcomer,) = guests(1, BOB)
+    assert crowd.enter(newcomer) is second
+    crowd.leave(second)
+    crowd.ends(first)
+    assert crowd.enter(guests(1, ALICE)[0]).caller.uid == ALICE  # type: ignore[union-attr]
+    assert crowd.count == 6
+    crowd.leave(newcomer)
+    crowd.leave(newcomer)
+    assert crowd.count == 5
+
+
+def test_a_newcomer_takes_the_place_of_a_busy_connection_of_who_has_the_most_and_of_nobody_else() -> None:
+    crowd = Crowd(3)
+    busy: list[Any] = guests(3, MALLORY)
+    for guest in busy:
+        crowd.enter(guest)
+        crowd.begins(guest)
+    assert crowd.enter(guests(1, ALICE)[0]) is busy[0]
+    crowd.leave(busy[0])
+    own = guests(1, MALLORY)[0]
+    assert crowd.enter(own) is own
