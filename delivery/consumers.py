@@ -17,12 +17,13 @@ import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+from chassis.exits import Exit, Fatal
 from chassis.postgres import UNREACHABLE
 from delivery.consuming import ConsumerCounters
 from delivery.errors import NATS_ERRORS
 from delivery.nats import connect
 from delivery.settings import NatsSettings
-from postroom.errors import PostroomError
+from postroom.errors import Conflict, PostroomError
 
 _log = structlog.get_logger(__name__)
 
@@ -60,6 +61,7 @@ class Consumers(Generic[Key, Kept]):
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._ended = ConsumerCounters()  # of those that are gone
         self._unseen: str | None = None  # why the last look failed
+        self._refused: dict[Key, str] = {}  # why some cannot run
         self._nats = nats
         self._name = name
         self._check_seconds = check_seconds
@@ -96,6 +98,7 @@ class Consumers(Generic[Key, Kept]):
         await ending.stop()
         await asyncio.wait({task})
         del self.running[key], self._tasks[key]
+        self._refused.pop(key, None)
         self._ended = _sum(self._ended, ending.counters)
         return ending
 
@@ -107,7 +110,8 @@ class Consumers(Generic[Key, Kept]):
     @property
     def trouble(self) -> str | None:
         """Say why some consumer gets nothing, or why nobody knows which should run; None where all is well."""
-        troubles = [consumer.trouble for consumer in self.running.values() if consumer.trouble is not None]
+        troubles = list(self._refused.values())
+        troubles += [consumer.trouble for consumer in self.running.values() if consumer.trouble is not None]
         if self._unseen is not None or not troubles:
             return self._unseen
         return troubles[0] if len(troubles) == 1 else f"{troubles[0]} (and {len(troubles) - 1} more)"
@@ -115,7 +119,7 @@ class Consumers(Generic[Key, Kept]):
     async def _keep_looking(self, connection: Client, look: Callable[[JetStreamContext], Awaitable[None]]) -> None:
         try:
             while not self._stop.is_set():
-                self._raise_what_ended()
+                self._collect_what_ended()
                 try:
                     await look(connection.jetstream())
                     self._unseen = None
@@ -128,11 +132,28 @@ class Consumers(Generic[Key, Kept]):
             await asyncio.gather(*(self.end(key) for key in list(self.running)))
             await connection.close()
 
-    def _raise_what_ended(self) -> None:
-        """Raise what ended a consumer that nobody stopped: it ends the program."""
-        for task in self._tasks.values():
-            if task.done():
+    def _collect_what_ended(self) -> None:
+        """Let go of consumers that may not run as they are; raises what else ended one: it ends the program."""
+        for key, task in list(self._tasks.items()):
+            if not task.done():
+                self._refused.pop(key, None)
+                continue
+            try:
                 task.result()
+            except Conflict as error:  # the others go on, and this one begins anew with the next look
+                if self._refused.get(key) != str(error):
+                    _log.error("consumer_refused", of=self._name, detail=str(error))
+                self._refused[key] = str(error)
+                self._ended = _sum(self._ended, self.running.pop(key).counters)
+                del self._tasks[key]
+
+
+async def run_alone(consumer: RunningConsumer) -> None:
+    """Run a consumer that a program is there for; raises `Fatal` where it may not go on."""
+    try:
+        await consumer.run()
+    except PostroomError as error:
+        raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
 
 
 def _sum(*counters: ConsumerCounters) -> ConsumerCounters:

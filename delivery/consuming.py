@@ -173,8 +173,15 @@ class Consumer:
         self._stopping = False
         self._dispatch_due = False
 
+    async def declare(self) -> None:
+        """Make the durable consumer, or bring it to its settings, as `run` does when it begins.
+
+        Raises `Conflict` with the difference where it may not be changed, `NotFound` without a stream, `Unavailable`.
+        """
+        await self._pull.declare()
+
     async def run(self) -> None:
-        """Consume until stopped; raises `Unavailable` where the connection to NATS was closed for good."""
+        """Consume until stopped; raises `Unavailable` where the connection was closed for good, or `Conflict`."""
         reminder = asyncio.create_task(self._remind())
         try:
             await self._pull.run()
@@ -192,6 +199,11 @@ class Consumer:
             held = self._queue.popleft()
             await self._answer(held, _NAK)
         await self._finish()
+
+    @property
+    def durable(self) -> str:
+        """The name that it has in JetStream."""
+        return self._settings.durable
 
     @property
     def trouble(self) -> str | None:

@@ -77,6 +77,24 @@ def would_lose(diff: str) -> Conflict:
     return Conflict.of(409, "stream_differs", detail)
 
 
+def name_taken(diff: str) -> Conflict:
+    """Refuse another filter under a name that somebody consumes under at the moment."""
+    detail = (
+        f"{diff}; another program consumes under this name now: stop it first if this one replaces it, else give this "
+        "one a durable of its own"
+    )
+    return Conflict.of(409, "consumer_in_use", detail, retryable=True)
+
+
+def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[str]) -> Conflict:
+    """Refuse a second consumer of what a work queue gives to one; `others` says who has which subjects."""
+    detail = (
+        f"{durable} cannot have {', '.join(subjects)} of the work queue {stream}: {'; '.join(others)}. Where this "
+        "program had that name before, set it as its durable; else stop the other program, and delete its consumer"
+    )
+    return Conflict.of(409, "subjects_taken", detail)
+
+
 def no_streams(context: str) -> NotFound:
     """Say that JetStream has never heard of a mesh: most likely its name is misspelt."""
     detail = (

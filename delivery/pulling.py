@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from typing import Final
 
@@ -28,7 +29,7 @@ from delivery.errors import NATS_ERRORS, from_nats
 from delivery.nats import end_if_cancelled
 from delivery.settings import ConsumerSettings, StreamSettings
 from delivery.streams import consumer_created, ensure_consumer, ensure_stream
-from postroom.errors import NotFound, PostroomError, Unavailable
+from postroom.errors import Conflict, NotFound, PostroomError, Unavailable
 
 _log = structlog.get_logger(__name__)
 
@@ -81,7 +82,7 @@ class Pull:
         self._known = asyncio.Event()
 
     async def run(self) -> None:
-        """Ask until stopped; raises `Unavailable` where the connection was closed for good."""
+        """Ask until stopped; raises `Unavailable` where the connection was closed for good, `Conflict` as `declare`."""
         inbox = self._connection.new_inbox()
         self._subscription = await self._connection.subscribe(
             inbox, cb=self._arrived, pending_msgs_limit=_BUFFER_MESSAGES, pending_bytes_limit=-1
@@ -152,6 +153,8 @@ class Pull:
         try:
             epoch = await self._find()
         except PostroomError as error:
+            if isinstance(error, Conflict) and not error.retryable:
+                raise  # looking again changes nothing
             _log.warning("consumer_out_of_sight", consumer=self._settings.durable, detail=str(error), code=error.code)
             self.trouble = str(error)
             return False
@@ -185,15 +188,18 @@ class Pull:
     async def _find(self) -> datetime:
         """Return when the consumer was made, which may be now; raises `PostroomError`."""
         try:
-            return await self._found_or_made()
+            if self._epoch is not None:
+                with suppress(NotFoundError):
+                    created = await consumer_created(self._js, self._settings)
+                    if created == self._epoch:
+                        return created
+            await self.declare()
+            return await consumer_created(self._js, self._settings)
         except NATS_ERRORS as error:
             raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error
 
-    async def _found_or_made(self) -> datetime:
-        try:
-            return await consumer_created(self._js, self._settings)
-        except NotFoundError:
-            pass
+    async def declare(self) -> None:
+        """Make the consumer, or bring it to its settings; raises `PostroomError`, as `ensure_consumer` does."""
         try:
             await ensure_consumer(self._js, self._settings)
         except NotFound:
@@ -201,7 +207,6 @@ class Pull:
                 raise
             await ensure_stream(self._js, self._stream)
             await ensure_consumer(self._js, self._settings)
-        return await consumer_created(self._js, self._settings)
 
     async def _ask(self, inbox: str) -> None:
         """Ask for what there is room for: much at once, or anything where nothing is owed."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Final, Literal, NamedTuple
 
+import structlog
 from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
@@ -25,15 +26,19 @@ from nats.js.api import (
     StreamConfig,
     StreamInfo,
 )
-from nats.js.errors import NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
-from delivery.errors import NATS_ERRORS, from_nats, would_lose
+from delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_taken, would_lose
 from delivery.settings import DAY, ConsumerSettings, StreamsConfig, StreamSettings
 from delivery.subjects import stream_name
 
+_log = structlog.get_logger(__name__)
+
 GIGABYTE: Final = 1_000_000_000
 UNLIMITED: Final = -1
-_PAGE: Final = 256  # streams in one answer of the server
+_PAGE: Final = 256  # streams, or consumers, in one answer of the server
+_FILTER: Final = "filter_subjects"
+_OVERLAPPING: Final = frozenset({10099, 10100, 10138})  # what a work queue says to a second consumer of its subjects
 
 Action = Literal["created", "changed", "unchanged"]
 
@@ -108,21 +113,55 @@ async def ensure_stream(js: JetStreamContext, settings: StreamSettings) -> Recon
 
 
 async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> Reconciled:
-    """Create the durable consumer, or bring it to `settings`; harmless where it is so already."""
+    """Create the durable consumer, or bring it to `settings`, and log what was done; every kind of consumer starts so.
+
+    Where a wider filter begins, what was published before stays with whoever had it: a durable never goes back. Raises
+    `Conflict` with the difference where it would lose messages, and, as retryable, where the filter is another one and
+    somebody consumes under the name right now; `NotFound` without the stream.
+    """
     name = f"{settings.stream}/{settings.durable}"
     try:
         try:
             found = await js.consumer_info(settings.stream, settings.durable)
         except NotFoundError:
-            await js.add_consumer(settings.stream, _consumer_config(settings))
+            await _create_consumer(js, settings)
+            _log.info("consumer_created", consumer=name, filter_subjects=_filters(_consumer_config(settings)))
             return Reconciled(name, "created")
         changes = list(_consumer_changes(found.config, settings))
         _refuse(f"consumer {name}", changes)
+        if found.num_waiting and any(change.text.startswith(_FILTER) for change in changes):
+            raise name_taken(f"consumer {name}: {'; '.join(change.text for change in changes)}")
         if changes:
-            await js.add_consumer(settings.stream, _consumer_config(settings))
+            await js.add_consumer(settings.stream, _changed(found.config, _consumer_config(settings)))
+            _log.info("consumer_changed", consumer=name, changes=[change.text for change in changes])
     except NATS_ERRORS as error:
         raise from_nats(error, f"declaring the consumer {name}") from error
     return Reconciled(name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
+
+
+async def _create_consumer(js: JetStreamContext, settings: ConsumerSettings) -> None:
+    try:
+        await js.add_consumer(settings.stream, _consumer_config(settings))
+    except APIError as error:
+        if error.err_code not in _OVERLAPPING:
+            raise
+        wanted = _filters(_consumer_config(settings))
+        others = [
+            f"{info.name} has {', '.join(_filters(info.config))}"
+            for info in await all_consumers(js, settings.stream)
+            if any(overlap(subject, other) for subject in wanted for other in _filters(info.config))
+        ]
+        raise subjects_taken(settings.durable, settings.stream, wanted, others) from error
+
+
+async def all_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo]:
+    """Return every consumer of a stream, page by page; raises what nats-py raises."""
+    infos: list[ConsumerInfo] = []
+    while True:
+        page = await js.consumers_info(stream, offset=len(infos))
+        infos += page
+        if len(page) < _PAGE:
+            return infos
 
 
 async def consumer_created(js: JetStreamContext, settings: ConsumerSettings) -> datetime:
@@ -210,15 +249,30 @@ def _consumer_changes(found: ConsumerConfig, settings: ConsumerSettings) -> Iter
             yield _Change(f"{name} {getattr(found, name)} → {getattr(wanted, name)}", loses=False)
     if found.backoff:
         yield _Change(f"backoff {found.backoff} → none", loses=False)
+    if found.headers_only:
+        yield _Change("headers_only True → False", loses=False)
     before, after = _filters(found), _filters(wanted)
     if before != after:
         loses = not all(_covered(subject, after) for subject in before)
-        yield _Change(f"filter_subjects {before} → {after}", loses)
+        yield _Change(f"{_FILTER} {before} → {after}", loses)
 
 
 def _filters(config: ConsumerConfig) -> list[str]:
     """Return what the consumer wants; `>`, which is everything, where it filters nothing."""
     return sorted(config.filter_subjects or [config.filter_subject or ">"])
+
+
+def _changed(found: ConsumerConfig, wanted: ConsumerConfig) -> ConsumerConfig:
+    """Keep what others have set on the consumer, and where it began: that cannot be changed."""
+    return found.evolve(
+        ack_wait=wanted.ack_wait,
+        max_deliver=wanted.max_deliver,
+        max_ack_pending=wanted.max_ack_pending,
+        backoff=None,
+        headers_only=None,
+        filter_subject=None,
+        filter_subjects=wanted.filter_subjects,
+    )
 
 
 def _consumer_config(settings: ConsumerSettings) -> ConsumerConfig:
@@ -244,6 +298,17 @@ def covers(pattern: str, subject: str) -> bool:
         if index >= len(wanted) or wanted[index] == ">" or word not in ("*", wanted[index]):
             return False
     return len(words) == len(wanted)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Tell whether some subject is taken by both patterns."""
+    words, others = one.split("."), other.split(".")
+    for word, against in zip(words, others, strict=False):
+        if ">" in (word, against):
+            return True
+        if word != against and "*" not in (word, against):
+            return False
+    return len(words) == len(others)
 
 
 def _covered(subject: str, by: list[str]) -> bool:

@@ -19,6 +19,7 @@ from chassis.runtime import run_until_stopped, stop_on_signals
 from chassis.systemd import answer_watchdog, notify, watchdog_seconds
 from delivery.agents.consumers import open_consumers
 from delivery.agents.runtime import AgentRuntime
+from delivery.consumers import run_alone
 from delivery.consuming import Consumer
 from delivery.nats import connect
 from postroom.agent import Agent, agent_name, fill_subjects
@@ -118,7 +119,7 @@ async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIt
 def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
     tasks = {"agent": services.runtime.run()}
     for number, consumer in enumerate(services.consumers, 1):
-        tasks[f"consumer {number}"] = consumer.run()
+        tasks[f"consumer {number}"] = run_alone(consumer)
     if (seconds := watchdog_seconds()) is not None:
         tasks["watchdog"] = answer_watchdog(seconds / 2)
     return tasks

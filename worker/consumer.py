@@ -15,6 +15,7 @@ from chassis.exits import Exit, Fatal
 from chassis.runtime import run as run_program
 from chassis.runtime import run_until_stopped, stop_on_signals
 from chassis.systemd import answer_watchdog, managed, notify, watchdog_seconds
+from delivery.consumers import run_alone
 from worker.consumer_config import ConsumerConfig
 from worker.consumer_services import Services, open_services
 from worker.page import serving_page
@@ -53,7 +54,7 @@ async def run(config: ConsumerConfig) -> None:
 
 def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
     tasks = {
-        "consumer": services.consumer.run(),
+        "consumer": run_alone(services.consumer),
         "leases": services.handler.leases.run(),
         "retention": services.retention.run(),
     }

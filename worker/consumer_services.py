@@ -9,6 +9,7 @@ from typing import Final
 
 import asyncpg
 import msgspec
+import structlog
 from nats.aio.client import Client
 
 from chassis.exits import Exit, Fatal
@@ -22,9 +23,11 @@ from delivery.http.inbox_messages import Backlog, InboxMessages, get_inbox_backl
 from delivery.http.retention import InboxRetention
 from delivery.nats import connect
 from delivery.streams import ensure_stream
-from postroom.errors import PostroomError
+from postroom.errors import Conflict, PostroomError
 from worker.consumer_config import ConsumerConfig
 from worker.consumer_metrics import expose
+
+_log = structlog.get_logger(__name__)
 
 _NATS_PATIENCE: Final = 20.0  # seconds; then the process ends, and whoever started it tries again
 
@@ -86,6 +89,7 @@ async def open_services(config: ConsumerConfig) -> AsyncIterator[Services]:
         # The calls are limited, not the batches: one slow call holds up nothing but its own place.
         unlimited = msgspec.structs.replace(settings, batches_at_once=settings.max_ack_pending)
         consumer = Consumer(js, unlimited, handler, RecordedLetters(pool, config.context), stream=config.stream)
+        await _declare(consumer)
         retention = InboxRetention(pool, js, stream=settings.stream, durable=settings.durable, settings=config.inbox)
         yield Services(
             config=config,
@@ -96,6 +100,16 @@ async def open_services(config: ConsumerConfig) -> AsyncIterator[Services]:
             consumer=consumer,
             retention=retention,
         )
+
+
+async def _declare(consumer: Consumer) -> None:
+    """Bring the consumer to its settings, or say why that may not be."""
+    try:
+        await consumer.declare()
+    except Conflict as error:
+        raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
+    except PostroomError as error:  # nobody has declared the stream yet, or NATS is not ready: `run` tries again
+        _log.warning("consumer_waits", consumer=consumer.durable, detail=str(error))
 
 
 async def _connected(config: ConsumerConfig, name: str) -> Client:

@@ -14,7 +14,6 @@ from delivery.agents.runtime import AgentRuntime
 from delivery.consuming import Consumer
 from delivery.errors import from_nats
 from delivery.settings import ConsumerSettings
-from delivery.streams import ensure_consumer
 from postroom.errors import NotFound
 
 
@@ -31,11 +30,11 @@ async def open_consumers(
     Raises `NotFound` where no stream keeps a subject, `Conflict` where a durable of that name does something else,
     `Unavailable` without JetStream.
     """
-    consumers = []
+    consumers: list[Consumer] = []
     for stream, wanted in (await _by_stream(js, subjects)).items():
-        consumer = msgspec.structs.replace(settings, stream=stream, filter_subjects=wanted)
-        await ensure_consumer(js, consumer)
-        consumers.append(Consumer(js, consumer, runtime, runtime.letters, rng=rng))
+        own = msgspec.structs.replace(settings, stream=stream, filter_subjects=wanted)
+        consumers.append(Consumer(js, own, runtime, runtime.letters, rng=rng))
+        await consumers[-1].declare()
     return consumers
 
 

@@ -6,15 +6,15 @@ import json
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from nats.js.api import ConsumerInfo, StreamInfo
+from nats.js.api import StreamInfo
 
 from delivery.errors import from_nats
 from delivery.publishing.link import Link
+from delivery.streams import all_consumers
 from postroom.errors import PostroomError
 
 _EVERYTHING: Final = ">"
 _DETAILS: Final = b'{"deleted_details":true}'
-_PAGE: Final = 256  # consumers in one answer of the server
 
 
 class Holes(NamedTuple):
@@ -53,7 +53,7 @@ async def read_floors(link: Link, stream: str) -> Floors:
     """
     try:
         info = await link.js.stream_info(stream)
-        consumers = await _consumers(link, stream)
+        consumers = await all_consumers(link.js, stream)
     except Exception as error:
         raise from_nats(error, f"looking at {stream}") from error
     assert info.created is not None  # noqa: S101 - every server tells it
@@ -63,12 +63,3 @@ async def read_floors(link: Link, stream: str) -> Floors:
         for subjects in consumer.config.filter_subjects or [consumer.config.filter_subject or _EVERYTHING]:
             floors[subjects] = max(floors.get(subjects, 0), acknowledged)
     return Floors(info.created, floors)
-
-
-async def _consumers(link: Link, stream: str) -> list[ConsumerInfo]:
-    consumers: list[ConsumerInfo] = []
-    while True:
-        page = await link.js.consumers_info(stream, offset=len(consumers))
-        consumers += page
-        if len(page) < _PAGE:
-            return consumers

@@ -22,6 +22,7 @@ from delivery.consumers import Consumers
 from delivery.consuming import ConsumerCounters
 from delivery.http.addresses import Guard
 from delivery.settings import NatsSettings
+from delivery.streams import all_consumers
 from delivery.subjects import event_subject
 from delivery.webhooks.consumer import PREFIX, Webhook, WebhookConsumer
 from delivery.webhooks.settings import WebhookSettings
@@ -31,7 +32,6 @@ _log = structlog.get_logger(__name__)
 QUERIES: Final = load_queries("delivery.webhooks")
 
 STRETCH: Final = 4096  # blocks of the inbox that one look reads for what to forget
-_PAGE: Final = 256  # consumers in one answer of the server
 
 
 class Webhooks:
@@ -127,15 +127,7 @@ class Webhooks:
         for row in await self._pool.fetch(QUERIES["list_meshes"]):
             with suppress(NotFoundError):
                 stream = await js.find_stream_name_by_subject(f"{row['slug']}.event.>")
-                found |= {(stream, name) for name in await _consumers(js, stream) if name.startswith(PREFIX)}
+                names = [info.name for info in await all_consumers(js, stream)]
+                found |= {(stream, name) for name in names if name.startswith(PREFIX)}
         known = {PREFIX + row["id"] for row in await self._pool.fetch(QUERIES["list_webhooks"])}
         return {(stream, name) for stream, name in found if name not in known}
-
-
-async def _consumers(js: JetStreamContext, stream: str) -> list[str]:
-    names: list[str] = []
-    while True:
-        page = await js.consumers_info(stream, offset=len(names))
-        names += [info.name for info in page]
-        if len(page) < _PAGE:
-            return names

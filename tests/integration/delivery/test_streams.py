@@ -1,11 +1,16 @@
 """Streams and consumers are brought to what a config declares, or it is said why not; the examples run."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
-from jetstream import Context, Script, running
+import structlog
+from jetstream import Context, Script, running, until
 from nats.js.api import RetentionPolicy
+from nats.js.errors import NotFoundError
 
 from chassis.config import load
 from chassis.exits import Fatal
@@ -183,3 +188,69 @@ async def test_an_example_runs(own_server: EmbeddedNats, example: str, context_n
     (letter,) = await context.letters()
     assert (letter.message_id, letter.consumer, letter.original_subject) == ("a", durable, subject)
     await connection.close()
+
+
+async def test_a_filter_that_got_wider_is_consumed_after_a_restart(context: Context):
+    other = f"{context.name}.event.order_paid.v1"
+    script = Script()
+    async with context.consuming(script, filter_subjects=[context.subject]):
+        await context.publish(["a"])
+        await script.saw(1)
+    with structlog.testing.capture_logs() as logged:
+        async with context.consuming(script, filter_subjects=[context.subject, other], ack_wait_seconds=77):
+            await until(lambda: _changed(context, 77), "the consumer is brought to its settings")
+            await context.publish(["b"], subject=other)
+            await script.saw(2)
+    assert script.ids() == ["a", "b"]
+    (changed,) = [line for line in logged if line["event"] == "consumer_changed"]
+    assert any("filter_subjects" in change and other in change for change in changed["changes"])
+
+
+async def _changed(context: Context, ack_wait: float) -> bool:
+    return (await context.info()).config.ack_wait == ack_wait
+
+
+async def test_another_filter_is_refused_while_somebody_consumes_under_the_name(context: Context):
+    wider = context.settings(filter_subjects=[f"{context.name}.event.>"])
+    async with context.consuming(Script(), filter_subjects=[context.subject]):
+        await until(lambda: _is_waiting(context), "the first asks for messages")
+        with pytest.raises(Conflict, match=r"filter_subjects.*another program") as refused:
+            await ensure_consumer(context.js, wider)
+        assert refused.value.retryable
+        same = context.settings(filter_subjects=[context.subject], ack_wait_seconds=60)
+        assert (await ensure_consumer(context.js, same)).action == "changed"
+    await until(lambda: _is_idle(context), "the first has gone")
+    assert (await ensure_consumer(context.js, wider)).action == "changed"
+
+
+async def _is_waiting(context: Context) -> bool:
+    with suppress(NotFoundError):  # not made yet
+        return bool((await context.info()).num_waiting)
+    return False
+
+
+async def _is_idle(context: Context) -> bool:
+    return not (await context.info()).num_waiting
+
+
+async def test_where_a_consumer_began_is_no_reason_to_refuse_it(context: Context):
+    moments = [datetime.now(UTC) - timedelta(hours=hours) for hours in (1, 2)]
+    await ensure_consumer(context.js, context.settings(since=moments[0]))
+    changed = await ensure_consumer(context.js, context.settings(since=moments[1], ack_wait_seconds=77))
+    assert changed.action == "changed"
+
+
+async def test_a_consumer_that_may_not_be_changed_ends_what_runs_it(context: Context):
+    await ensure_consumer(context.js, context.settings())
+    consumer = context.consumer(Script(), filter_subjects=[context.subject])
+    with pytest.raises(Conflict, match="filter_subjects"):
+        await consumer.run()
+
+
+async def test_a_second_name_for_the_subjects_of_a_work_queue_is_told_who_has_them(context: Context):
+    commands = f"{context.name}_COMMANDS".upper()
+    mine = ConsumerSettings(stream=commands, durable="pricing_consumer", filter_subjects=[f"cmd.{context.name}.a.b.>"])
+    await ensure_consumer(context.js, mine)
+    renamed = msgspec.structs.replace(mine, durable="prices_consumer")
+    with pytest.raises(Conflict, match=r"prices_consumer cannot have .*: pricing_consumer has cmd\..*durable"):
+        await ensure_consumer(context.js, renamed)

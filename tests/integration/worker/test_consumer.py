@@ -163,3 +163,26 @@ async def test_what_is_wrong_is_said_in_a_sentence_with_its_exit_code(servers: d
         (code, True) for code, _, _, _ in cases
     ]
     assert not any("Traceback" in text or "hidden" in text for _, text in answers)
+
+
+async def test_a_restart_with_another_subject_consumes_it_and_a_second_program_under_the_name_is_refused(
+    context: Context, servers: dict[str, str]
+) -> None:
+    paid = f"{context.name}.event.order_paid.v1"
+    await context.declare()
+    async with serving() as handler:
+        options = ("--context", context.name, "--name", "orders", "--handler", handler.url)
+        async with running(*options, "--subject", context.subject, **servers) as process:
+            await said(process, "consuming")
+            await context.publish(["a"])
+            await handler.saw(1)
+        async with running(*options, "--subject", context.subject, "--subject", paid, **servers) as process:
+            changed = await said(process, "consumer_changed")
+            assert paid in str(changed["changes"])
+            await context.publish(["b"], subject=paid)
+            await handler.saw(2)
+            code, text = await refused(*options, "--subject", f"{context.name}.event.>", **servers)
+            assert (code, "another program consumes under this name" in text, "→" in text) == (75, True, True)
+            code, text = await refused(*options, "--subject", paid, **servers)
+            assert (code, "this would lose messages" in text, "→" in text) == (78, True, True)
+    assert handler.ids() == ["a", "b"]
