@@ -58,10 +58,36 @@ CREATE INDEX outbox_events_published ON postroom.outbox_events USING brin (publi
 CREATE UNIQUE INDEX outbox_events_place ON postroom.outbox_events (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;
 
+-- Subjects that the config of a worker declares streams for: they may be emitted into though no mesh has that name.
+CREATE TABLE postroom.declared_subjects (
+  subjects text COLLATE "C" PRIMARY KEY,  -- as NATS writes them
+  pattern text COLLATE "C" NOT NULL  -- as a regular expression
+);
+
+-- Raises 23503 (UNKNOWN_MESH) for a subject that no stream is meant to take: it is no mesh's, and no worker declares one.
+-- Where the broker's tables are in another database, nobody here can tell. With its owner's rights: a service that emits
+-- need not see the meshes.
+CREATE FUNCTION postroom.check_mesh(context text, subject text) RETURNS void
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+  IF to_regclass('mesh.mesh') IS NULL THEN
+    RETURN;
+  END IF;
+  IF NOT EXISTS (SELECT FROM mesh.mesh WHERE mesh.slug = check_mesh.context)
+    AND NOT EXISTS (SELECT FROM postroom.declared_subjects AS declared WHERE check_mesh.subject ~ declared.pattern)
+  THEN
+    RAISE EXCEPTION 'UNKNOWN_MESH: there is no mesh %, so % would never be published: correct the name, or create the mesh '
+      '(postroom mesh create %)', context, subject, context
+      USING ERRCODE = 'foreign_key_violation', CONSTRAINT = 'UNKNOWN_MESH',
+      HINT = 'To do without a mesh, declare a stream for that subject in the config of a worker, and start it first.';
+  END IF;
+END $$;
+
 -- Puts an event into the outbox and returns its id; it is published if, and only if, the caller's transaction commits.
 --
 -- Refuses with SQLSTATE 23514 and the policy as the name of the constraint: INVALID_OUTBOX (POL-047-001) without id or
 -- event type, or where the two names and the version make no subject; FUTURE_EVENT (POL-047-002) more than a minute ahead.
+-- And with 23503, UNKNOWN_MESH, where no mesh has that name (see `check_mesh`).
 CREATE FUNCTION postroom.emit(
   context text,
   aggregate_type text,
@@ -76,6 +102,7 @@ CREATE FUNCTION postroom.emit(
   id uuid DEFAULT gen_random_uuid()
 ) RETURNS uuid LANGUAGE plpgsql AS $$
 DECLARE
+  subject text := context || '.event.' || event_type || '.v' || event_version;
   problem text := CASE
     WHEN id IS NULL THEN 'the event has no id'
     WHEN coalesce(event_type, '') = '' THEN 'the event has no type'
@@ -98,12 +125,13 @@ BEGIN
     RAISE EXCEPTION 'FUTURE_EVENT: the event occurred at %, which is more than a minute ahead of %', occurred_at, now()
       USING ERRCODE = 'check_violation', CONSTRAINT = 'POL-047-002';
   END IF;
+  PERFORM postroom.check_mesh(context, subject);
   INSERT INTO postroom.outbox_events (
     id, aggregate_type, aggregate_id, event_type, event_version, payload, occurred_at, correlation_id, causation_id,
     subject, traceparent
   ) VALUES (
     id, aggregate_type, aggregate_id, event_type, event_version, payload, occurred_at, correlation_id, causation_id,
-    context || '.event.' || event_type || '.v' || event_version, traceparent
+    subject, traceparent
   );
   RETURN id;
 END $$;
@@ -122,6 +150,11 @@ CREATE FUNCTION postroom.emit_command(
   id uuid DEFAULT gen_random_uuid()
 ) RETURNS uuid LANGUAGE plpgsql AS $$
 DECLARE
+  subject text := 'cmd.' || context || '.' || CASE cardinality(string_to_array(queue, '.'))
+    WHEN 1 THEN 'default.' || queue || '.run'
+    WHEN 2 THEN 'default.' || queue
+    ELSE queue
+  END;
   problem text := CASE
     WHEN id IS NULL THEN 'the command has no id'
     WHEN payload IS NULL THEN 'the command has no payload'
@@ -135,16 +168,12 @@ BEGIN
   IF problem IS NOT NULL THEN
     RAISE EXCEPTION 'INVALID_OUTBOX: %', problem USING ERRCODE = 'check_violation', CONSTRAINT = 'POL-047-001';
   END IF;
+  PERFORM postroom.check_mesh(context, subject);
   INSERT INTO postroom.outbox_events (
     id, aggregate_type, aggregate_id, event_type, payload, correlation_id, causation_id, subject, traceparent
   ) VALUES (
     id, aggregate_type, coalesce(aggregate_id, queue), queue, payload, correlation_id, causation_id,
-    'cmd.' || context || '.' || CASE cardinality(string_to_array(queue, '.'))
-      WHEN 1 THEN 'default.' || queue || '.run'
-      WHEN 2 THEN 'default.' || queue
-      ELSE queue
-    END,
-    traceparent
+    subject, traceparent
   );
   RETURN id;
 END $$;

@@ -100,6 +100,8 @@ class Upkeep:
             done = await reconcile(link.js, StreamsConfig(streams=self._config.streams))
         except Conflict as error:
             raise Fatal(Exit.CONFIG, error.problem.detail) from error
+        declared = [subjects for stream in self._config.streams for subjects in stream.subjects]
+        await self._record.declare_subjects(declared)
         if self._config.declare_streams:
             await link.streams.refresh(link.js)
             for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"]) if self._has_broker else ():

@@ -36,7 +36,7 @@ from delivery.publishing.link import Link
 from delivery.publishing.requeuing import all_marked, requeue_all
 from delivery.publishing.settings import RecordSettings
 from delivery.publishing.source import EVENTS, Source
-from delivery.publishing.streams import StreamPicture
+from delivery.publishing.streams import StreamPicture, subject_pattern
 
 _log = structlog.get_logger(__name__)
 
@@ -139,6 +139,12 @@ class Record:
         before = self._compared.get(stream.name)
         begins_elsewhere = before is None or before.first_sequence != stream.first_sequence
         return begins_elsewhere and stream.keeps_all and not stream.work_queue
+
+    async def declare_subjects(self, subjects: Sequence[str]) -> None:
+        """Note that a stream is declared for these: `postroom.emit` takes them though no mesh has their name."""
+        patterns = [f"^({subject_pattern([one]).pattern})$" for one in subjects]
+        if subjects:
+            await self._pool.execute(_QUERIES["declare_subjects"], list(subjects), patterns)
 
     async def prune(self) -> None:
         """Delete the events whose time is over, and what is known of streams that are; deliveries go with messages."""

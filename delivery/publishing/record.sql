@@ -24,3 +24,8 @@ DELETE FROM postroom.work_queue_floors AS known WHERE NOT EXISTS (
   SELECT FROM postroom.work_queue_floors AS same
   WHERE same.stream = known.stream AND same.stream_created_at = known.stream_created_at AND same.seen_at >= $1
 );
+
+-- name: declare_subjects
+-- Notes the subjects $1, the same as expressions $2: a stream is declared for them.
+INSERT INTO postroom.declared_subjects (subjects, pattern)
+SELECT * FROM unnest($1::text[], $2::text[]) ON CONFLICT (subjects) DO NOTHING;

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import asyncpg
 import msgspec
 import nats
 import pytest
@@ -160,6 +161,57 @@ async def test_a_member_gets_its_messages_in_the_order_of_the_history(
         await asyncio.wait_for(accepting.published(), 30)
     bodies = [json.loads(one.data)["body"] for one in await read(own_nats, "DEMO_INBOX")]
     assert bodies == [str(n) for n in range(300)]
+
+
+EMIT = "SELECT postroom.emit($1, 'order', '17', 'order_paid', '{}')"
+COMMAND = "SELECT postroom.emit_command($1, 'work', '{}')"
+
+
+@pytest.mark.parametrize(("statement", "subject"), [(EMIT, "event.order_paid.v1"), (COMMAND, "default.work.run")])
+async def test_what_is_emitted_for_a_mesh_that_there_is_not_is_refused(
+    accepting: Accepting, statement: str, subject: str
+) -> None:
+    await accepting.pool.execute(statement, "demo")
+    with pytest.raises(asyncpg.ForeignKeyViolationError, match="UNKNOWN_MESH: there is no mesh shop, ") as refused:
+        await accepting.pool.execute(statement, "shop")
+    assert refused.value.constraint_name == "UNKNOWN_MESH"
+    assert subject in str(refused.value)
+    assert "postroom mesh create shop" in str(refused.value)
+    assert await accepting.pool.fetchval("SELECT count(*) FROM postroom.outbox_events") == 1
+
+
+async def test_a_service_may_emit_though_it_may_not_see_the_meshes(accepting: Accepting) -> None:
+    connection = await asyncpg.connect(accepting.url.replace("postroom@", "postgres@"))
+    try:
+        await connection.execute(
+            "BEGIN; CREATE ROLE a_service; GRANT USAGE ON SCHEMA postroom TO a_service; "
+            "GRANT INSERT ON postroom.outbox_events TO a_service; SET LOCAL ROLE a_service"
+        )
+        await connection.execute(EMIT, "demo")
+        with pytest.raises(asyncpg.ForeignKeyViolationError):
+            await connection.execute(EMIT, "shop")
+    finally:
+        await connection.close()  # the role goes with the transaction
+
+
+async def test_what_a_worker_declares_a_stream_for_may_be_emitted_without_a_mesh(
+    accepting: Accepting, own_nats: EmbeddedNats, tmp_path: Path
+) -> None:
+    config = tmp_path / "worker.toml"
+    config.write_text(
+        f'database_url = "{accepting.url}"\n[nats]\nurl = "{own_nats.url}"\n'
+        '[[streams]]\nname = "SHOP"\nsubjects = ["shop.event.>"]\n'
+    )
+    with worker("--config", str(config)):
+        declared = "SELECT count(*) FROM postroom.declared_subjects"
+        while not await accepting.pool.fetchval(declared):  # noqa: ASYNC110 - Postgres has no event for it
+            await asyncio.sleep(0.01)
+        await accepting.pool.execute(EMIT, "shop")
+        await asyncio.wait_for(accepting.published(), 30)
+        for statement, mesh in ((COMMAND, "shop"), (EMIT, "shopping")):
+            with pytest.raises(asyncpg.ForeignKeyViolationError):
+                await accepting.pool.execute(statement, mesh)
+    assert [one.subject for one in await read(own_nats, "SHOP")] == ["shop.event.order_paid.v1"]
 
 
 async def test_of_two_deliveries_with_one_number_of_a_stream_both_are_published_again(accepting: Accepting) -> None:
