@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from broker.history import History
 from broker.limiter import Limiter
 from broker.lookup import LookUp
 from broker.metrics import CONTENT_TYPE, Metrics
-from broker.requests import CONFIG, decode_body, read_body
+from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
 from broker.webhooks import Webhooks
 from chassis.routes import Route, application, json_response, openapi
@@ -58,6 +59,7 @@ def build(services: Services) -> web.Application:
         routes(services), services.authentication.authorize, client_max_size=services.config.max_request_bytes
     )
     app[CONFIG] = services.config
+    app[ROOM] = Shares(services.config.buffered_bytes)
     return app
 
 
@@ -146,18 +148,13 @@ class _Accept:
         self._database = services.database
         self._accepting = services.accepting
         self._look_up = LookUp(services.database, services.accepting)
-        self._room = Shares(services.config.buffered_bytes)
         self._work = Shares(services.config.max_in_flight)
 
     async def accept(self, request: web.Request) -> web.Response:
         """`POST /v1/accept`: once there is room for the body it is read, and once it has arrived it waits its turn."""
         member = member_of(request)
-        most = self._config.max_request_bytes
-        size = most if request.content_length is None else min(request.content_length, most)
-        async with self._room.hold(member.whose, size):
-            body = await read_body(request)
-            async with self._work.hold(member.whose):
-                answer = await self._accepting.accept(member, body, lambda: _waits(request))
+        async with received(request) as body, self._work.hold(member.whose):
+            answer = await self._accepting.accept(member, body, lambda: _waits(request))
         return web.Response(body=answer, content_type="application/json")
 
     async def accepted(self, request: web.Request) -> web.Response:
@@ -203,6 +200,7 @@ class _Control:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._looking: asyncio.Task[api.BrokerHealth] | None = None
 
     async def health(self, _request: web.Request) -> web.Response:
         """`GET /health`: 200 while the process answers; its reasons are those of `/ready`."""
@@ -219,9 +217,23 @@ class _Control:
 
     async def openapi(self, _request: web.Request) -> web.Response:
         """`GET /openapi.json`."""
-        return json_response(document(self._services))
+        return json_response(self._document)
+
+    @cached_property
+    def _document(self) -> dict[str, Any]:
+        return document(self._services)
 
     async def _state(self) -> api.BrokerHealth:
+        """Look how things are, once for all who ask meanwhile."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look(), name="health")
+            self._looking.add_done_callback(self._looked)
+        return await asyncio.shield(self._looking)
+
+    def _looked(self, _: object) -> None:
+        self._looking = None
+
+    async def _look(self) -> api.BrokerHealth:
         if (trouble := await self._trouble_with_postgres()) is not None:
             return api.BrokerHealth(status="unavailable", reasons=[trouble])
         await self._services.limiter.probe()

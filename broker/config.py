@@ -104,6 +104,9 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     buffered_bytes: Annotated[
         int, Meta(ge=1024, description="bodies in memory at once, in bytes, shared in the same way; the rest waits")
     ] = 64 * MAX_BODY_BYTES
+    max_connections: Annotated[
+        int, Meta(ge=1, description="open connections; kept below the limit on file descriptors in any case")
+    ] = 4096
     header_seconds: Annotated[float, Meta(gt=0, description="how long a request's head may take, in s")] = 10.0
     body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in s")] = 30.0
     stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may lie unread, in s")] = 30.0

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
+from broker.shares import Shares
 from postroom.administration import in_words
 from postroom.errors import InvalidMessage, PostroomError
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 CONFIG = web.AppKey("config", BrokerConfig)
+ROOM = web.AppKey("room", Shares)  # for bodies, in bytes
 
 
-async def read_body(request: web.Request) -> bytes:
-    """Return the body; 415 for one that is compressed or no JSON, 413 for a large one, 408 for a slow one."""
+@asynccontextmanager
+async def received(request: web.Request) -> AsyncIterator[bytes]:
+    """Wait until there is room for the body in the caller's name, read it, and hold the room for the block.
+
+    415 for a body that is compressed or no JSON, 413 for a large one, 408 for a slow one, 503 where no room comes free.
+    """
     config = request.app[CONFIG]
     if "Content-Encoding" in request.headers or request.content_type not in ("application/json", _UNSAID):
         sentence = "send the body as application/json, without a Content-Encoding"
         raise InvalidMessage.of(415, "unsupported_media_type", sentence)
-    if (request.content_length or 0) > config.max_request_bytes:
+    size = config.max_request_bytes if request.content_length is None else request.content_length
+    if size > config.max_request_bytes:
         raise _too_large(config)
+    async with request.app[ROOM].hold(request[PRINCIPAL].whose, size):
+        yield await _read(request, config)
+
+
+async def _read(request: web.Request, config: BrokerConfig) -> bytes:
     try:
         async with asyncio.timeout(config.body_seconds):
             return await request.read()
@@ -33,6 +48,8 @@ async def read_body(request: web.Request) -> bytes:
         raise PostroomError.of(408, "request_timeout", sentence, retryable=True) from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(config) from None
+    except (ConnectionError, web.RequestPayloadError):  # the caller has gone, or said that more would come
+        raise InvalidMessage.of(400, "incomplete_body", "the body broke off before its end") from None
 
 
 _UNSAID = "application/octet-stream"  # what aiohttp reports where the client names no type
@@ -45,9 +62,9 @@ def _too_large(config: BrokerConfig) -> InvalidMessage:
 
 async def decode_body(request: web.Request, kind: type[B]) -> B:
     """Return the body decoded into `kind`; 400 says what is wrong with which field."""
-    body = await read_body(request)
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        sentence = f"the body is not what this route takes: {in_words(str(error))}"
-        raise InvalidMessage.of(400, "invalid_request", sentence) from error
+    async with received(request) as body:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            sentence = f"the body is not what this route takes: {in_words(str(error))}"
+            raise InvalidMessage.of(400, "invalid_request", sentence) from error

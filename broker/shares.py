@@ -20,7 +20,7 @@ from postroom.errors import TryAgain
 WAIT_SECONDS: Final = 5.0  # for a share: a daemon hears that it has to wait long before it gives the post up
 _QUARTER: Final = 4
 _SLICE_SECONDS: Final = 0.0005
-_REST_PER_SLICE: Final = 3  # after one that took much longer, since one thing of it did
+_REST_PER_SLICE: Final = 2  # the rest after a slice, in durations of that slice: one thing may take long
 T = TypeVar("T")
 
 _Holder = tuple[str, ...]  # (): everybody; (mesh,); (mesh, member)
@@ -119,9 +119,9 @@ class Shares:
 
 
 class Slices:
-    """The event loop's time: who has much to do does a slice of it, and everybody else goes on in between.
+    """The event loop's time: who has much to do does a slice of it and rests, and everybody else goes on meanwhile.
 
-    Of each mesh one at a time has a slice, of all of them four.
+    Of each mesh one at a time has a slice, of all of them four: a mesh has a third of the time at most.
     """
 
     def __init__(self) -> None:
@@ -139,5 +139,4 @@ class Slices:
                         break
                 else:
                     return
-                took = perf_counter() - began
-                await asyncio.sleep(_REST_PER_SLICE * took if took > _REST_PER_SLICE * _SLICE_SECONDS else 0)
+                await asyncio.sleep(_REST_PER_SLICE * (perf_counter() - began))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -25,7 +24,6 @@ from daemon.postroomd import Postroomd
 from daemon.service_manager import ready, stopping
 
 UMASK: Final = 0o077
-GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dropped with it, and hold no circles
 
 _log = structlog.get_logger(__name__)
 
@@ -45,7 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(config: DaemonConfig) -> int:
     """Run the daemon until it is told to stop; returns its exit code, having said on standard error what went wrong."""
     os.umask(UMASK)
-    gc.set_threshold(*GC_THRESHOLDS)
     configure(config.log_level)
     try:
         runtime.run(serve(config))

@@ -314,9 +314,11 @@ async def broker_process(config_file: Path) -> AsyncIterator[BrokerProcess]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE)  # noqa: ASYNC220 - starting takes no time
     assert process.stderr is not None
     started = json.loads(await asyncio.to_thread(process.stderr.readline))
+    log = asyncio.create_task(asyncio.to_thread(process.stderr.read))  # or it would wait for somebody to read it
     yield BrokerProcess(process, started["url"])
     process.kill()
     process.wait()
+    await log
     process.stderr.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -66,6 +67,22 @@ async def test_a_head_that_does_not_come_to_an_end_is_dropped_and_a_healthy_clie
     assert (await _answer(healthy)).startswith(b"HTTP/1.1 200 ")
     writer.close()
     asks.close()
+
+
+async def test_a_connection_too_many_takes_the_place_of_one_that_is_idle(listen: Open) -> None:
+    services = await listen(max_connections=3)
+    path = str(services.config.socket_path)
+    opened = [await asyncio.open_unix_connection(path) for _ in range(50)]
+    for _ in range(3):
+        reader, writer = await asyncio.open_unix_connection(path)
+        opened.append((reader, writer))
+        writer.write(OPENAPI)
+        assert (await _answer(reader)).startswith(b"HTTP/1.1 200 ")
+    assert _dropped(services, "too_many_connections") == 50
+    for _, writer in opened:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def test_a_connection_that_asks_nothing_is_closed(listen: Open) -> None:
