@@ -11,6 +11,7 @@ import asyncio
 import random
 import shutil
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ class Servers:
     """The Postgres and the Redis that the goals share which leave servers alone; each starts when first wanted."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         self._postgres = EmbeddedPostgres(directory / "postgres", durable=False)
         self._redis = EmbeddedRedis(directory / "redis")
         self._databases = 0
@@ -156,12 +158,9 @@ class Campaign:
         scaled = Size(max(1, round(size.trials * self.scale)), round(size.load * self.scale))
         shown = Shown(goal, seed)
         began = time.monotonic()
-        try:
-            await self._run(goal, scaled, limit, shown)
-            if shown.held and sizes.control is not None:
-                await self._control(goal, sizes.control, limit, shown)
-        except Lacking as lack:
-            shown.result = f"not run: needs {lack}"
+        await self._run(goal, scaled, limit, shown)
+        if shown.held and sizes.control is not None:
+            await self._control(goal, sizes.control, limit, shown)
         shown.seconds = time.monotonic() - began
         return shown
 
@@ -174,6 +173,10 @@ class Campaign:
                 shown.result = f"MISSED: {missed}"
             except TimeoutError:
                 shown.result = f"MISSED: not done within {limit:.0f} s"
+            except Lacking as lack:
+                shown.result = f"not run: needs {lack}"
+            except Exception as error:  # noqa: BLE001 - whatever it was, the other goals shall run
+                shown.result = _failure(error)
             else:
                 idle = [what for what, count in run.struck.items() if not count]
                 shown.result = (
@@ -188,6 +191,8 @@ class Campaign:
                     await goal.run(run)
             except Missed as missed:
                 shown.control = f"without {goal.without}: {missed}"
+            except Exception as error:  # noqa: BLE001 - the same
+                shown.result = shown.control = _failure(error)
             else:
                 shown.control = f"without {goal.without}: HELD"
                 shown.result = "VOID: the control held"
@@ -200,3 +205,9 @@ class Campaign:
             yield Run(shown.seed, size, place, self.servers, self.scale, without)
         finally:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _failure(error: Exception) -> str:
+    """Say that the campaign itself failed, and print where."""
+    traceback.print_exception(error)
+    return f"VOID: {type(error).__name__}: {error}"

@@ -39,7 +39,8 @@ class Chain:
         self.reader_socket = directory / "b.sock"
         self.programs: dict[str, Process] = {}
 
-    async def open(self) -> None:
+    async def open(self, **consumer: object) -> None:
+        """Start everything; `consumer` are further settings of the consumer."""
         url = self.nats.start()
         await self.room.open()
         async with BrokerClient(self.room.broker_urls[0], self.room.admin_token) as administrator:
@@ -48,7 +49,7 @@ class Chain:
             await administrator.create_queue(MESH, QUEUE.removeprefix("queue:"))
         self.programs = {
             "worker": self._worker(url),
-            "consumer": self._consumer(url),
+            "consumer": self._consumer(url, consumer),
             "agent": self._agent(url),
             "reader": self._reader(url),
         }
@@ -74,15 +75,28 @@ class Chain:
                 assert program.exit_code in (69, 75), f"{name}: {program.log()}"
                 program.start()
 
-    def kill_nats(self, *, forget: bool = False) -> None:
-        """End NATS as a power cut does and start it again, without what it had stored where it shall `forget`."""
+    def kill_nats(self, *, forget: bool = False, restore: Path | None = None, copy: Path | None = None) -> None:
+        """End NATS as a power cut does and start it again.
+
+        It begins without what it had stored where it shall `forget`, and with what lies in `restore`; `copy` is where
+        its store is copied to meanwhile.
+        """
+        self.end_nats()
+        store = self.directory / "nats" / "jetstream"
+        if copy is not None:
+            shutil.copytree(store, copy)
+        if forget or restore is not None:
+            shutil.rmtree(store)
+        if restore is not None:
+            shutil.copytree(restore, store)
+        self.nats.start()
+
+    def end_nats(self) -> None:
+        """End NATS as a power cut does; `nats.start` starts it again."""
         process = self.nats.process
         assert process is not None
         process.end((signal.SIGKILL, 10))
         self.nats.stop()
-        if forget:
-            shutil.rmtree(self.directory / "nats" / "jetstream")
-        self.nats.start()
 
     async def pause_nats(self, until: Callable[[], Awaitable[None]]) -> None:
         """Stop NATS in its tracks until `until` returns."""
@@ -113,7 +127,7 @@ class Chain:
         settings |= {f"{source}_{key}": value for source in ("EVENTS", "DELIVERIES") for key, value in _RETRIES.items()}
         return Process(self.directory, "worker", _variables("WORKER", settings | {"EVENTS_ACK_SECONDS": 1}))
 
-    def _consumer(self, nats_url: str) -> Process:
+    def _consumer(self, nats_url: str, more: dict[str, object]) -> Process:
         settings = {
             "CONTEXT": MESH,
             "DATABASE_URL": self._database_url,
@@ -125,6 +139,7 @@ class Chain:
             "HANDLER_TIMEOUT_SECONDS": 1.5,
             **_QUICK,
             **{f"CONSUMER_BACKOFF_{key}": value for key, value in _RETRIES.items()},
+            **more,
         }
         place = self._place("consumer")
         return Process(place, "cli", _variables("CONSUMER", settings), "consumer", "run")
