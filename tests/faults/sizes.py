@@ -32,6 +32,7 @@ SIZES: Final[dict[str, Sizes]] = {
     "F8": Sizes(Size(1, 2_500), Size(1, 25_000), 5),  # committed ids, retried under each of four faults
     "F9": Sizes(Size(10, 1_000), Size(50, 10_000), 8, Size(2, 100)),  # losses, accepted
     "F10": Sizes(Size(1_000, 10_000), Size(10_000, 100_000), 6),  # poisonous messages, good ones
+    "F11": Sizes(Size(200), Size(2_000), 6, Size(20)),  # steps taken over
     "F12": Sizes(Size(1), Size(1), 5),
     "F13": Sizes(Size(100), Size(1_000), 6),  # kills with 100 k rows; a fifth as many with 3 M
     "F14": Sizes(Size(20, 5_000), Size(200, 50_000), 5),  # full disks, acknowledged

@@ -74,11 +74,11 @@ class Spoiling(Remembering):
 
 
 @asynccontextmanager
-async def _chain(run: Run, **consumer: object) -> AsyncIterator[tuple[Chain, CountingHandler]]:
+async def _chain(run: Run, consumer: dict[str, object] | None = None) -> AsyncIterator[tuple[Chain, CountingHandler]]:
     async with serving(Spoiling()) as handler:
         chain = Chain(run.place(), await run.servers.database(), run.servers.redis_url, handler.url)
         try:
-            await chain.open(**consumer)
+            await chain.open(consumer=consumer)
             await chain.reader_ready()
             await until_so(partial(_is_there, chain.agent_state / "events.db"), PATIENCE)
             yield chain, handler
@@ -214,7 +214,7 @@ async def _until_in_stream(chain: Chain, kind: str, count: int, patience: float)
 @goal("F10", "poison among ten times as many good messages")
 async def poison(run: Run) -> None:
     """Mix in what nobody can handle: all of it is in the dead letters, and no good message waits long for it."""
-    async with _chain(run, CONSUMER_MAX_DELIVER=3) as (chain, handler):
+    async with _chain(run, {"CONSUMER_MAX_DELIVER": 3}) as (chain, handler):
         assert isinstance(handler.answer, Spoiling)
         connection = await _connect(chain)
         database = await asyncpg.connect(chain.room.database_url)

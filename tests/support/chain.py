@@ -39,8 +39,8 @@ class Chain:
         self.reader_socket = directory / "b.sock"
         self.programs: dict[str, Process] = {}
 
-    async def open(self, **consumer: object) -> None:
-        """Start everything; `consumer` are further settings of the consumer."""
+    async def open(self, *, worker: dict[str, object] | None = None, consumer: dict[str, object] | None = None) -> None:
+        """Start everything; `worker` and `consumer` are further settings of those two."""
         url = self.nats.start()
         await self.room.open()
         async with BrokerClient(self.room.broker_urls[0], self.room.admin_token) as administrator:
@@ -48,8 +48,8 @@ class Chain:
             await administrator.subscribe(MESH, "orders", READER)
             await administrator.create_queue(MESH, QUEUE.removeprefix("queue:"))
         self.programs = {
-            "worker": self._worker(url),
-            "consumer": self._consumer(url, consumer),
+            "worker": self.worker(url, worker or {}),
+            "consumer": self._consumer(url, consumer or {}),
             "agent": self._agent(url),
             "reader": self._reader(url),
         }
@@ -118,14 +118,15 @@ class Chain:
         finally:
             await connection.close()
 
+    def worker(self, nats_url: str, more: dict[str, object]) -> Process:
+        """Return a worker, which is not started yet."""
+        settings = {"DATABASE_URL": self._database_url, "NATS_URL": nats_url, "RECORD_CHECK_SECONDS": 0.5, **_QUICK}
+        settings |= {f"{source}_{key}": value for source in ("EVENTS", "DELIVERIES") for key, value in _RETRIES.items()}
+        return Process(self.directory, "worker", _variables("WORKER", settings | {"EVENTS_ACK_SECONDS": 1} | more))
+
     async def reader_ready(self) -> None:
         async with AsyncClient(self.reader_socket, patience=60) as client:
             await client.ready()
-
-    def _worker(self, nats_url: str) -> Process:
-        settings = {"DATABASE_URL": self._database_url, "NATS_URL": nats_url, "RECORD_CHECK_SECONDS": 0.5, **_QUICK}
-        settings |= {f"{source}_{key}": value for source in ("EVENTS", "DELIVERIES") for key, value in _RETRIES.items()}
-        return Process(self.directory, "worker", _variables("WORKER", settings | {"EVENTS_ACK_SECONDS": 1}))
 
     def _consumer(self, nats_url: str, more: dict[str, object]) -> Process:
         settings = {
