@@ -42,6 +42,7 @@ __all__ = [
     "Delivery",
     "Done",
     "Handler",
+    "Limits",
     "Outcome",
     "Remembers",
     "Retry",
@@ -123,6 +124,15 @@ class Counts(Protocol):
         """True."""
 
 
+@runtime_checkable
+class Limits(Protocol):
+    """A handler that at times wants fewer messages than the consumer may have in hand."""
+
+    @property
+    def room(self) -> int | None:
+        """How many messages are of use now; None sets no limit, 0 pauses the consumer."""
+
+
 @dataclass(slots=True)
 class ConsumerCounters:
     """What a consumer has done since it started, for metrics."""
@@ -163,9 +173,10 @@ class Consumer:
         self._settings = settings
         self._handler = handler
         self._counts = not (isinstance(handler, Counts) and handler.counts_attempts)  # deliveries as attempts
+        self._limits = handler if isinstance(handler, Limits) else None
         self._dead_letters = dead_letters
         self._rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
-        self._pull = Pull(js, settings, stream, room=self._room, receive=self._receive)
+        self._pull = Pull(js, settings, stream, room=self._room, paused=self._paused, receive=self._receive)
         self._held: dict[int, _Held] = {}  # by sequence, all of one epoch
         self._epoch: datetime | None = None
         self._queue: deque[_Held] = deque()
@@ -220,7 +231,12 @@ class Consumer:
             await asyncio.wait(self._handling)
 
     def _room(self) -> int:
-        return self._settings.max_ack_pending - len(self._held)
+        most = self._settings.max_ack_pending
+        wanted = None if self._limits is None else self._limits.room
+        return (most if wanted is None else min(most, wanted)) - len(self._held)
+
+    def _paused(self) -> bool:
+        return self._limits is not None and self._limits.room is not None
 
     def _receive(self, message: Msg, epoch: datetime) -> None:
         """Take a message in hand; one that is in hand already only tells where its ack goes now."""

@@ -58,15 +58,20 @@ class Pull:
         stream: StreamSettings | None,
         *,
         room: Callable[[], int],
+        paused: Callable[[], bool],
         receive: Callable[[Msg, datetime], None],
     ) -> None:
-        """`room` tells how many more messages are welcome; `receive` is given each, with its epoch, at once."""
+        """`room` tells how many more messages are welcome; `receive` is given each, with its epoch, at once.
+
+        While it is `paused`, messages that wait are nothing to worry about.
+        """
         self._js = js
         self._connection: Client = js._nc  # noqa: SLF001 - a context does not show its connection otherwise
         self._next = f"{js._prefix}.CONSUMER.MSG.NEXT.{settings.stream}.{settings.durable}"  # noqa: SLF001
         self._settings = settings
         self._stream = stream
         self._room = room
+        self._paused = paused
         self._receive = receive
         self._subscription: Subscription | None = None
         self._epoch: datetime | None = None
@@ -175,7 +180,7 @@ class Pull:
         except (*NATS_ERRORS, NotFoundError):
             return  # the silence of the consumer is noticed elsewhere
         before, self._delivered = self._delivered, 0 if info.delivered is None else info.delivered.consumer_seq
-        if not info.num_pending or self._delivered != before:
+        if not info.num_pending or self._delivered != before or self._paused():
             self.trouble = None
             return
         self.trouble = (

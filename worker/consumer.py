@@ -70,5 +70,6 @@ async def _tell_status(services: Services) -> None:
         backlog = await services.backlog()
         waiting = "an unknown number of" if backlog is None else backlog.messages
         under_way = services.handler.counters.calls_under_way
-        notify(f"STATUS={waiting} messages waiting, {under_way} being handled", patience=0)
+        paused = "" if services.handler.reach.error is None else f"; paused: {services.handler.reach.error}"
+        notify(f"STATUS={waiting} messages waiting, {under_way} being handled{paused}", patience=0)
         await asyncio.sleep(_STATUS_SECONDS)

@@ -13,14 +13,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from chassis.metrics import exposition
 from delivery.consuming import ConsumerCounters
 from delivery.http.counters import CALL_BOUNDS, HandlerCounters
+from delivery.http.handler import HttpHandler
 from delivery.http.inbox_messages import Backlog
+from delivery.http.reach import Reach
 
 PREFIX: Final = "postroom_consumer_"
 
 
-def expose(consumer: ConsumerCounters, handler: HandlerCounters, in_hand: int, backlog: Backlog | None) -> bytes:
+def expose(consumer: ConsumerCounters, handler: HttpHandler, in_hand: int, backlog: Backlog | None) -> bytes:
     """Return every metric in Prometheus' text format; without a backlog where Postgres could not tell it."""
-    return exposition([*_consumer(consumer, in_hand), *_handler(handler), *_backlog(backlog)])
+    return exposition(
+        [*_consumer(consumer, in_hand), *_handler(handler.counters), *_reach(handler.reach), *_backlog(backlog)]
+    )
 
 
 def _consumer(counters: ConsumerCounters, in_hand: int) -> Iterator[Metric]:
@@ -50,6 +54,12 @@ def _handler(counters: HandlerCounters) -> Iterator[Metric]:
         ("leases_lost", "Attempts that ended without their lease", counters.leases_lost),
     ):
         yield CounterMetricFamily(PREFIX + name, what, value)
+
+
+def _reach(reach: Reach) -> Iterator[Metric]:
+    there = float(reach.error is None)
+    yield GaugeMetricFamily(f"{PREFIX}handler_reachable", "0 while calls pause, since nobody can be reached", there)
+    yield GaugeMetricFamily(f"{PREFIX}handler_away_seconds", "For how long nobody could be reached", reach.away_seconds)
 
 
 def _backlog(backlog: Backlog | None) -> Iterator[Metric]:

@@ -48,7 +48,8 @@ class Services:
         """Return what keeps it from consuming now."""
         nats = [] if self.nats.is_connected else ["nats_unavailable"]
         postgres = ["database_unavailable"] if self.inbox.waiting_for_postgres else []
-        return [*nats, *postgres, *([self.consumer.trouble] if self.consumer.trouble is not None else [])]
+        troubles = (self.handler.reach.error, self.consumer.trouble)
+        return [*nats, *postgres, *(trouble for trouble in troubles if trouble is not None)]
 
     async def backlog(self) -> Backlog | None:
         """Return the consumer's part of QRY-051; None where Postgres can't tell."""
@@ -60,7 +61,7 @@ class Services:
     async def metrics(self) -> bytes:
         """Return the metrics as text."""
         consumer = self.consumer
-        return expose(consumer.counters, self.handler.counters, consumer.in_hand, await self.backlog())
+        return expose(consumer.counters, self.handler, consumer.in_hand, await self.backlog())
 
     async def finish(self) -> None:
         """Take nothing more, begin no further call, and wait for those under way."""

@@ -61,6 +61,10 @@ def _webhooks(webhooks: Webhooks | None) -> Iterable[Metric]:
     if webhooks is None:
         return
     yield GaugeMetricFamily("postroom_worker_webhooks", "Webhooks that are delivered to.", len(webhooks.running))
+    away = sum(webhook.reach.error is not None for webhook in webhooks.running.values())
+    yield GaugeMetricFamily(
+        "postroom_worker_webhooks_unreachable", "Those of them that pause, as nobody answers.", away
+    )
     name, text = "postroom_worker_webhook_deliveries", "Messages to webhooks, by what became of a delivery."
     family = CounterMetricFamily(name, text, labels=["outcome"])
     for outcome, count in asdict(webhooks.counters).items():

@@ -6,6 +6,7 @@
 | 422                                               | dead                                                      |
 | 5xx, 408, 425, 429, no answer in time, none at all | waiting for its next attempt (`Retry-After` is honoured)  |
 | any other 4xx, a redirect                         | the same, so that a wrong deployment buries no stream     |
+| nothing: no connection came about                 | waiting, and this was no attempt                          |
 
 After the last attempt what would be waiting is dead too, with the reason `max_deliver`. The functions are pure.
 """
@@ -17,6 +18,8 @@ from typing import Final, NamedTuple
 
 from delivery.consuming import MAX_DELIVER
 
+UNREACHABLE: Final = "handler_unreachable"  # the code of a call that found nobody
+UNTRUSTED: Final = "handler_untrusted"  # and of one whose connection could not be encrypted as it should be
 POISON: Final = "poison"  # the reason of a message that its handler refused with 422
 
 _ALREADY_PROCESSED: Final = 409
@@ -33,6 +36,11 @@ class Answer(NamedTuple):
     retry_after: float | None = None  # seconds, clamped
 
     @property
+    def reached(self) -> bool:
+        """Whether there was anybody who could have handled the message."""
+        return self.code not in (UNREACHABLE, UNTRUSTED)
+
+    @property
     def error(self) -> str:
         """The failure in words, as `last_error` keeps it."""
         return f"{self.code}: {self.detail}" if self.detail else self.code
@@ -44,6 +52,7 @@ class State(StrEnum):
     PROCESSED = "processed"
     DEAD = "dead"
     FAILED = "failed"
+    UNREACHED = "unreached"  # waiting as before: nobody was there to handle it
     EXHAUSTED = "exhausted"  # dead without this attempt: those before it were all that there are
 
 
@@ -62,6 +71,8 @@ def judge(answer: Answer, *, last: bool) -> Judgement:
         return Judgement(State.PROCESSED)
     if answer.status == _UNPROCESSABLE:
         return Judgement(State.DEAD, POISON, answer.error)
+    if not answer.reached:
+        return Judgement(State.UNREACHED, error=answer.error)
     if last:
         return Judgement(State.DEAD, MAX_DELIVER, answer.error)
     return Judgement(State.FAILED, error=answer.error, after=answer.retry_after)

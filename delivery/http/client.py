@@ -22,12 +22,13 @@ from chassis.backoff import read_retry_after
 from chassis.exits import Exit, Fatal
 from chassis.words import clean
 from delivery.http.addresses import Guard
-from delivery.http.answers import Answer
+from delivery.http.answers import UNREACHABLE, UNTRUSTED, Answer
 from delivery.http.settings import HandlerSettings
 from postroom.signatures import MIN_SECRET_BYTES, SIGNATURE, sign
 
 _CHUNK: Final = 64 * 1024
 _IDLE_SECONDS: Final = 4.0  # shorter than servers keep an idle connection, so that a call rarely meets one being closed
+_CONNECT_SHARE: Final = 0.75  # of the time for an answer, so that a call knows which of the two has run out
 _SUCCESS: Final = range(200, 300)
 _REDIRECTS: Final = range(300, 400)
 
@@ -55,12 +56,13 @@ class HandlerClient:
         """
         self._settings = settings
         self._url = _checked_url(settings.url)
-        self._name = self._url.partition("?")[0]  # a query may hold a secret
+        self.name = self._url.partition("?")[0]  # a query may hold a secret
         self._secret = secret or read_secret(settings.secret_file)
         self._guard = guard
         self._ssl = _ssl_context(settings.ca_file)
         self._clock = clock
         self._session: aiohttp.ClientSession | None = None
+        self._connect_seconds = min(settings.connect_seconds, _CONNECT_SHARE * settings.timeout_seconds)
 
     async def close(self) -> None:
         """Close every connection; safe to call twice."""
@@ -72,16 +74,18 @@ class HandlerClient:
         """Post one request, signed where there is a secret, and return what came of it."""
         try:
             return await self._exchange(body, {**headers, **self._signature(body)})
+        except aiohttp.ClientSSLError as error:  # its certificate, or ours: nothing was sent
+            return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {clean(str(error))}")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return Answer(None, "handler_unreachable", f"no connection to {self._name}: {clean(str(error))}")
+            return Answer(None, UNREACHABLE, f"no connection to {self.name}: {clean(str(error))}")
         except TimeoutError:
-            detail = f"{self._name} gave no answer within {self._settings.timeout_seconds:g} s"
+            detail = f"{self.name} gave no answer within {self._settings.timeout_seconds:g} s"
             return Answer(None, "handler_timed_out", detail)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             return Answer(None, "handler_connection_lost", clean(str(error)))
         except Exception as error:  # noqa: BLE001 - whatever a peer can make an HTTP library raise is a failed call
             return Answer(
-                None, "handler_answer_invalid", f"{self._name} did not answer in HTTP ({type(error).__name__})"
+                None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({type(error).__name__})"
             )
 
     def _signature(self, body: bytes) -> dict[str, str]:
@@ -115,9 +119,8 @@ class HandlerClient:
             self._session = aiohttp.ClientSession(
                 connector=self._connector(),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(
-                    total=self._settings.timeout_seconds, sock_connect=self._settings.connect_seconds
-                ),
+                # `connect` is all that comes before a request is sent, the look-up of a name too.
+                timeout=aiohttp.ClientTimeout(total=self._settings.timeout_seconds, connect=self._connect_seconds),
                 headers={
                     "User-Agent": "postroom-consumer",
                     "Accept": "application/json",

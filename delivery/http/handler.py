@@ -16,7 +16,8 @@ it, only the handler knows.
 
 Attempts are counted here, by the row, whatever the server has counted (`Counts`): a message is claimed when it is about
 to be called, so a consumer that is killed uses up an attempt (`ack_timeout`) of those that it was calling, and of no
-other that it had in hand.
+other that it had in hand. A call for which no connection came about is not an attempt: it is given back, and calls
+pause until somebody can be reached.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from delivery.http.client import HandlerClient
 from delivery.http.counters import HandlerCounters
 from delivery.http.inbox_messages import Claim, Died, Held, InboxMessages, Processed
 from delivery.http.leases import LeaseLost, Leases
+from delivery.http.reach import Reach
 from delivery.http.requests import Incoming, Malformed, body, headers, read
 from delivery.message import Delivery
 
@@ -54,11 +56,17 @@ class HttpHandler:
     def __init__(self, inbox: InboxMessages, client: HandlerClient, *, max_deliver: int, calls_at_once: int) -> None:
         self.counters = HandlerCounters()
         self.leases = Leases(inbox)
+        self.reach = Reach(client.name)
         self._inbox = inbox
         self._client = client
         self._max_deliver = max_deliver
         self._slots = asyncio.Semaphore(calls_at_once)
         self._stopping = False
+
+    @property
+    def room(self) -> int | None:
+        """How many messages are of use now; None sets no limit. A handler that cannot be reached wants none."""
+        return self.reach.room
 
     def stop(self) -> None:
         """Begin no further call: messages that wait for one are given back, those being called come to their end."""
@@ -93,6 +101,8 @@ class HttpHandler:
             await turn.enter_async_context(self._slots)
             if self._stopping:
                 return _STOPPED
+            if (wait := turn.enter_context(self.reach.turn())) > 0:
+                return Retry(f"{self.reach.error}", after=wait)
             match await self._inbox.claim(incoming):
                 case Claim() as claim:
                     return await self._attempt(incoming, claim, turn)
@@ -127,6 +137,9 @@ class HttpHandler:
         with self.counters.call():
             answer = await self._client.call(body(incoming), headers(incoming, claim.attempt, claim.last_error))
         self.counters.answers[answer.code or f"http_{answer.status}"] += 1
+        if not answer.reached:
+            return judge(answer, last=False)._replace(after=self.reach.missed(answer.error))
+        self.reach.reached()
         return judge(answer, last=claim.attempt == most)
 
 
@@ -138,5 +151,5 @@ def _outcome_of(judgement: Judgement, attempt: int) -> Outcome:
             return Dead(judgement.reason or "", judgement.error or "", attempt)
         case State.EXHAUSTED:
             return Dead(judgement.reason or "", judgement.error or "", attempt - 1)
-        case State.FAILED:
+        case State.FAILED | State.UNREACHED:
             return Retry(judgement.error or "", judgement.after, attempt)

@@ -35,12 +35,13 @@ WHERE known.consumer = $1;
 
 -- name: settle
 -- Ends attempts whose lease still holds: processed, dead, failed (waiting again), or exhausted (dead, and not counted,
--- since it was one too many to be made). Returns the position of each.
+-- since it was one too many to be made), or unreached (waiting again, and not counted, since nobody was there to handle
+-- it). Returns the position of each.
 UPDATE postroom.inbox_messages AS known SET
   processed_at = CASE WHEN verdict.state = 'processed' THEN greatest(clock_timestamp(), known.received_at) END,
   dead_at = CASE WHEN verdict.state IN ('dead', 'exhausted') THEN clock_timestamp() END,
   dead_reason = CASE WHEN verdict.state IN ('dead', 'exhausted') THEN verdict.reason END,
-  attempts = known.attempts - CASE WHEN verdict.state = 'exhausted' THEN 1 ELSE 0 END,
+  attempts = known.attempts - CASE WHEN verdict.state IN ('exhausted', 'unreached') THEN 1 ELSE 0 END,
   last_error = coalesce(verdict.error, known.last_error),
   owner = NULL,
   leased_until = NULL

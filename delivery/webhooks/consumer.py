@@ -20,6 +20,7 @@ from delivery.http.addresses import Guard
 from delivery.http.client import HandlerClient
 from delivery.http.handler import LEASE_SHARE, HttpHandler
 from delivery.http.inbox_messages import InboxMessages
+from delivery.http.reach import Reach
 from delivery.http.requests import occurred_at
 from delivery.http.retention import InboxRetention
 from delivery.http.settings import HandlerSettings
@@ -86,6 +87,11 @@ class WebhookConsumer:
         return self._consumer.counters
 
     @property
+    def reach(self) -> Reach:
+        """Whether the webhook can be reached."""
+        return self._handler.reach
+
+    @property
     def trouble(self) -> str | None:
         """What keeps messages from arriving; None where nothing does."""
         return self._consumer.trouble
@@ -114,6 +120,11 @@ class SinceRegistered:
     def __init__(self, handler: HttpHandler, since: datetime) -> None:
         self._handler = handler
         self._since = since
+
+    @property
+    def room(self) -> int | None:
+        """As its handler has it."""
+        return self._handler.room
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
         """Settle what is older, and give the rest to the webhook's handler."""

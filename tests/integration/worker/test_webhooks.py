@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from handlers import Call, CountingHandler, ok, serving
 from http_consumers import Inbox, settled
 from jetstream import Context, until
 from nats.js.errors import NotFoundError
+from waiting import until_so
 from workers import worker
 
 from broker.app import build
@@ -373,3 +375,32 @@ async def holds(context: Context, stream: str, messages: int) -> bool:
         return bool((await context.js.stream_info(stream)).state.messages == messages)
     except NotFoundError:  # a worker declares it in a moment
         return False
+
+
+async def test_a_webhook_that_cannot_be_reached_waits_and_holds_up_no_other(mesh: Mesh) -> None:
+    with socket.socket() as reserved:
+        reserved.bind((LOOPBACK.partition("/")[0], 0))
+        port = reserved.getsockname()[1]
+    async with serving() as there, serving() as late:
+        await mesh.client.create_webhook(mesh.slug, "orders", f"http://127.0.0.1:{port}/handle")
+        await mesh.add(there)
+        with mesh.worker(POSTROOM_WORKER_WEBHOOKS_MAX_DELIVER="1") as (_, started):
+            await mesh.send(*map(str, range(20)))
+            await there.saw(20)
+            await until_so(lambda: _shows(started["page"], "postroom_worker_webhooks_unreachable 1.0"))
+            app = web.Application()
+            app.router.add_post("/handle", late.handle)
+            runner = web.AppRunner(app, access_log=None)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            await late.saw(20)
+            await until_so(lambda: _shows(started["page"], "postroom_worker_webhooks_unreachable 0.0"))
+            await runner.cleanup()
+
+    assert bodies(late) == bodies(there) == Counter(map(str, range(20)))
+    assert {call.attempt for call in late.calls} == {1}
+    assert await mesh.context.letters() == []
+
+
+async def _shows(page: str, line: str) -> bool:
+    return line in await metrics_of(page)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
+from typing import Any
 
+import aiohttp
+import aiohttp.abc
 import pytest
 
 from chassis.exits import Exit, Fatal
+from delivery.http.addresses import Guard
+from delivery.http.answers import Answer
 from delivery.http.client import HandlerClient, read_secret
 from delivery.http.settings import HandlerSettings, check_timeout
 from delivery.settings import ConsumerSettings
@@ -60,3 +67,55 @@ def test_a_time_out_that_is_not_below_ack_wait_is_refused(seconds: float) -> Non
     with pytest.raises(Fatal, match=r"handler\.timeout_seconds") as refused:
         check_timeout(HandlerSettings(url="http://host/", timeout_seconds=seconds), consumer)
     assert refused.value.exit_code == Exit.CONFIG
+
+
+class _Hangs(aiohttp.abc.AbstractResolver):
+    """A name server that never answers."""
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list[Any]:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError((host, port, family))
+
+    async def close(self) -> None:
+        pass
+
+
+async def _speak(url: str, guard: Guard | None = None) -> Answer:
+    client = HandlerClient(HandlerSettings(url=url, timeout_seconds=1), guard=guard)
+    try:
+        return await client.call(b"{}", {})
+    finally:
+        await client.close()
+
+
+async def test_what_was_never_connected_is_told_from_what_was_never_answered() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    hanging = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    (first, second) = (server.sockets[0].getsockname()[1] for server in (hanging, silent))
+    answers = {
+        "refused": await _speak("http://127.0.0.1:1/"),
+        "no such name": await _speak("http://nobody.invalid/"),
+        "a name server that hangs": await _speak("http://handler.example/", Guard(resolver=_Hangs())),
+        "no TLS there": await _speak(f"https://127.0.0.1:{first}/"),
+        "hangs up": await _speak(f"http://127.0.0.1:{first}/"),
+        "says nothing": await _speak(f"http://127.0.0.1:{second}/"),
+    }
+    for server in (hanging, silent):
+        server.close()
+        await server.wait_closed()
+    assert {why: answer.reached for why, answer in answers.items()} == {
+        "refused": False,
+        "no such name": False,
+        "a name server that hangs": False,
+        "no TLS there": False,
+        "hangs up": True,
+        "says nothing": True,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -12,7 +13,10 @@ from aiohttp import web
 from handlers import Call, CountingHandler, serving
 from http_consumers import Inbox, settled
 from jetstream import QUICK, Context, until
+from waiting import until as until_noticed
 
+from delivery import pulling
+from delivery.http import reach
 from postroom.signatures import verify
 from worker.consumer import Services
 
@@ -115,16 +119,37 @@ async def test_a_handler_that_is_silent_is_tried_again_and_at_last_buried(
     assert (await inbox.row("m-1"))["attempts"] == 2
 
 
-async def test_a_handler_that_is_not_there_is_tried_again_and_at_last_buried(
-    start: Start, context: Context, inbox: Inbox
+async def test_a_handler_that_cannot_be_reached_is_waited_for_and_that_is_no_attempt(
+    start: Start, context: Context, handler: CountingHandler, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with start({"url": "http://127.0.0.1:1/handle"}, max_deliver=2):
-        await context.publish(["m-1"])
+    monkeypatch.setattr(reach, "FIRST_SECONDS", 0.02)
+    monkeypatch.setattr(reach, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(pulling, "TICK_SECONDS", 0.05)
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    async with start({"url": f"http://127.0.0.1:{port}/handle"}, max_deliver=2) as services:
+        await context.publish(["m-1", "m-2", "m-3"])
+        calls = services.handler.counters.answers
+        await until_noticed(lambda: calls["handler_unreachable"] > 9)  # more than all attempts of all three
+        assert services.handler.room in {0, 1}
+        (reason,) = services.reasons()
+        assert reason.startswith("handler_unreachable: no connection")
+        assert b"postroom_consumer_handler_reachable 0.0" in await services.metrics()
+        app = web.Application()
+        app.router.add_post("/handle", handler.handle)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        await handler.saw(3)
         await settled(context)
+        assert services.reasons() == []
+        assert b"postroom_consumer_handler_reachable 1.0" in await services.metrics()
+        await runner.cleanup()
 
-    (letter,) = await context.letters()
-    assert (letter.reason, letter.last_error.partition(":")[0]) == ("max_deliver", "handler_unreachable")
-    assert (await inbox.row("m-1"))["attempts"] == 2
+    assert await context.letters() == []
+    assert {call.attempt for call in handler.calls} == {1}
+    assert (await inbox.row("m-1"))["attempts"] == 1
 
 
 @pytest.mark.parametrize("garbage", [b"", b"no HTTP at all\r\n\r\n", b"HTTP/1.1 200"])

@@ -1,0 +1,84 @@
+"""Whether a handler can be reached: where it cannot, calls pause, and one at a time finds out when it is back.
+
+A call that found nobody is not an attempt (spec delivery.md, "Inbox and HTTP handler"): a stream must not be buried by
+an outage. So the pause, not the number of attempts, is what grows.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import structlog
+
+_log = structlog.get_logger(__name__)
+
+FIRST_SECONDS: Final = 0.5  # pause after the first call that found nobody; doubles
+MOST_SECONDS: Final = 30.0
+_SPREAD: Final = 0.2  # of a pause, so that what went away together is not asked together
+
+
+class Reach:
+    """What is known of one handler, from the calls to it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        spread: Callable[[], float] = lambda: random.uniform(1 - _SPREAD, 1 + _SPREAD),  # noqa: S311 - hides nothing
+    ) -> None:
+        """`name` is what the log calls the handler."""
+        self.error: str | None = None  # why it cannot be reached; None while it can, as far as is known
+        self._name = name
+        self._clock = clock
+        self._spread = spread
+        self._since = 0.0
+        self._seconds = 0.0  # the pause
+        self._next = 0.0  # when a call may be tried
+        self._trying = False
+
+    @property
+    def away_seconds(self) -> float:
+        """For how long it has not been reached; 0 while it can be."""
+        return 0.0 if self.error is None else self._clock() - self._since
+
+    @property
+    def room(self) -> int | None:
+        """How many messages are of use now: None sets no limit."""
+        if self.error is None:
+            return None
+        return 0 if self._trying or self._clock() < self._next else 1
+
+    @contextmanager
+    def turn(self) -> Iterator[float]:
+        """Yield 0 where a call may be made in the block, else the seconds until one may be tried."""
+        if self.error is None:
+            yield 0.0
+        elif self.room:
+            self._trying = True
+            try:
+                yield 0.0
+            finally:
+                self._trying = False
+        else:
+            yield max(self._next - self._clock(), FIRST_SECONDS)
+
+    def missed(self, error: str) -> float:
+        """Take note of a call that found nobody; return the seconds until the next may be tried."""
+        if self.error is None or self._trying:  # what was under way together counts once
+            self._since = self._clock() if self.error is None else self._since
+            self._seconds = min(2 * self._seconds, MOST_SECONDS) if self.error is not None else FIRST_SECONDS
+            self._next = self._clock() + self._seconds * self._spread()
+            _log.warning("handler_unreachable", handler=self._name, error=error, pause_seconds=self._seconds)
+        self.error = error
+        return max(self._next - self._clock(), 0.0)
+
+    def reached(self) -> None:
+        """Take note of a call that somebody took, whatever the answer."""
+        if self.error is not None:
+            _log.info("handler_reached", handler=self._name, away_seconds=round(self.away_seconds, 1))
+        self.error = None
