@@ -204,7 +204,7 @@ async def test_the_history_is_read_page_by_page(mailroom: Mailroom) -> None:
 
 async def test_the_orphan_check_finds_none(mailroom: Mailroom) -> None:
     broker = mailroom.brokers[0]
-    user = Terminal(**{name: str(value) for name, value in broker._environment.items()})
+    user = Terminal(**broker.settings)
     checked = await asyncio.to_thread(user.process, "broker", "orphan-check")
     assert checked.code == 0, checked.err
     as_json = await asyncio.to_thread(user.process, "broker", "orphan-check", "--json")
@@ -218,7 +218,7 @@ async def test_a_doctor_finds_everything_well(mailroom: Mailroom) -> None:
     found = await user.as_member("doctor", "--json")
     verdicts = {each["subject"]: each["verdict"] for each in found.json}
     assert (found.code, verdicts["daemon"], verdicts["broker"]) == (0, "ok", "ok")
-    daemon = Terminal(**{name: str(value) for name, value in mailroom.daemon._environment.items()})
+    daemon = Terminal(**mailroom.daemon.settings)
     checked = await asyncio.to_thread(daemon.run, "daemon", "check", "--json")
     assert {each["verdict"] for each in checked.json[1:]} == {"ok"}
     assert mailroom.token not in checked.out

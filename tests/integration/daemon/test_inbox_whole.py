@@ -39,7 +39,7 @@ async def mailroom(
     short_directory: Path, database_url: str, redis_url: str, nats_of_mesh: str
 ) -> AsyncIterator[Mailroom]:
     room = Mailroom(short_directory, database_url, redis_url)
-    room.daemon._environment["POSTROOM_DAEMON_NATS_URL"] = nats_of_mesh
+    room.daemon.settle({"POSTROOM_DAEMON_NATS_URL": nats_of_mesh})
     place = short_directory / "worker"
     place.mkdir()
     settings: dict[str, object] = {
