@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Final
 
 import structlog
 
@@ -11,6 +12,8 @@ from broker_client.reactions import REACTIONS, pause_seconds
 from broker_client.settings import RelaySettings
 
 _log = structlog.get_logger(__name__)
+
+OUTAGE_MS: Final = 30_000
 
 
 class Availability:
@@ -29,6 +32,7 @@ class Availability:
         self.slots = settings.posts_at_once
         self._answered_since = 0  # posts of this flight, since the last slot was added
         self._paused_at = 0
+        self._unreached_since: int | None = None
         self.reason: str | None = None
         self.degraded = False
         self.features_due = True  # ask for them before the next post
@@ -44,6 +48,12 @@ class Availability:
         """Return how many seconds of the pause are left; none where the clock was set back since it began."""
         return max(0, self.resume_at - now_ms) / 1000 if now_ms >= self._paused_at else 0.0
 
+    def is_outage(self, now_ms: int) -> bool:
+        """Tell whether the broker has been tried and not reached for so long that an operator should know."""
+        if self._unreached_since is not None:
+            self._unreached_since = min(self._unreached_since, now_ms)  # the clock may have been set back
+        return self._unreached_since is not None and now_ms - self._unreached_since >= OUTAGE_MS
+
     def failed(self, error: RequestFailed, flight: int, now_ms: int) -> None:
         """Pause after a whole request failed, unless a post of the same flight has said so already."""
         if flight != self.flight:
@@ -52,9 +62,11 @@ class Availability:
         self._answered_since = 0
         if REACTIONS[error.failure].busy:
             self.failures = 0
+            self._unreached_since = None
             self.slots = max(1, self.slots // 2)
         else:
             self.failures += 1
+            self._unreached_since = self._unreached_since or now_ms
         self._pause(error, pause_seconds(error, self.failures, self._rng, self._settings), now_ms)
 
     def rest(self, retry_after: float, now_ms: int) -> None:
@@ -67,6 +79,7 @@ class Availability:
         """Note that a post was answered: an outage is over; a pause that a busy broker asked for is kept."""
         self.answered += 1
         self.answered_at = now_ms
+        self._unreached_since = None
         if flight == self.flight:
             self._grow()
         elif not self.probing:
@@ -81,6 +94,7 @@ class Availability:
     def reachable(self) -> None:
         """Note that the broker showed features that will do; whether it accepts, the next batch finds out."""
         self.features_due = False
+        self._unreached_since = None
         self.reason = None
         self.degraded = False
 

@@ -62,6 +62,7 @@ class Relay:
     ) -> None:
         """`mesh` is the one that the token has to speak for; `clock` (ms since the epoch) is the outbox's as well."""
         self._outbox = outbox
+        outbox.when_urged(self.probe_now)
         self._link = link
         self._settings = settings
         self._clock = clock
@@ -113,7 +114,7 @@ class Relay:
         availability, controls = self._availability, self._controls
         return RelayStatus(
             state=self._state(),
-            degraded=availability.degraded,
+            degraded=availability.degraded or availability.is_outage(self._clock()),
             reason=availability.reason,
             paused_destinations=list(controls.paused_destinations),
             rate_per_second=controls.rate_per_second,

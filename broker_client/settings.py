@@ -52,6 +52,9 @@ class RelaySettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
             description="age, from not_before where one is set, at which a row goes dead; unset: what the broker allows"
         ),
     ] = None
+    late_seconds: Annotated[
+        float, Meta(gt=0, description="health is `degraded` once a due message has waited for longer, in seconds")
+    ] = 300
     expiry_seconds: Annotated[float, Meta(gt=0, le=3600, description="time between two looks for expired rows")] = 60
     stop_seconds: Annotated[
         float, Meta(gt=0, le=600, description="longest wait at a stop for posts under way, in seconds")

@@ -15,7 +15,8 @@ import msgspec
 import structlog
 
 from chassis.exits import Exit, Fatal
-from postroom.accept import DedupeFeature, Features
+from chassis.words import clean
+from postroom.accept import DEDUPE_MODES, DedupeFeature, Features
 
 _log = structlog.get_logger(__name__)
 
@@ -40,7 +41,7 @@ DEFAULT_DEDUPE: Final = DedupeFeature(
 def max_age_hours(features: Features, override: int | None) -> int:
     """Return the age in hours at which a row goes dead, at this broker; raises `Fatal` (78) where it is incompatible.
 
-    The margin is max(24 h, 10 % of the window, rounded up). An `override` may use the margin up, but not the window.
+    The margin is max(24 h, 10 % of the window, rounded up). An `override` may use the margin up, but for 24 h.
     """
     dedupe = _checked(features.client_message_id_dedupe)
     if dedupe.mode == "permanent":
@@ -53,7 +54,7 @@ def max_age_hours(features: Features, override: int | None) -> int:
         )
     window = min(days, MOST_RETENTION_DAYS) * _DAY
     derived = window - max(LEAST_MARGIN_HOURS, math.ceil(window * MARGIN))
-    return derived if override is None else _within(override, window - 1, derived)
+    return derived if override is None else _within(override, window - LEAST_MARGIN_HOURS, derived)
 
 
 def assumed_max_age_hours(features: Features | None, override: int | None) -> int:
@@ -95,6 +96,11 @@ class KeptFeatures:
 
 
 def _checked(dedupe: DedupeFeature | None) -> DedupeFeature:
+    if dedupe is not None and dedupe.mode not in DEDUPE_MODES:
+        raise _incompatible(
+            f"the broker recognises repeated ids in a way that this daemon does not know ({clean(dedupe.mode)}): "
+            "upgrade the daemon, or point broker.url at another"
+        )
     if dedupe is None or dedupe.version != DEDUPE_VERSION or not dedupe.request_fingerprint:
         raise _incompatible(
             "the broker does not offer client_message_id_dedupe version 1 with request_fingerprint, "
@@ -106,8 +112,8 @@ def _checked(dedupe: DedupeFeature | None) -> DedupeFeature:
 def _within(override: int, most: int, advised: int) -> int:
     if override > most:
         raise _incompatible(
-            f"relay.max_age_hours is {override}, past the {most} h in which the broker surely recognises a repeated "
-            f"id: set it to {advised} or less, or leave it out"
+            f"relay.max_age_hours is {override}, more than the {most} h in which the broker surely recognises a "
+            f"repeated id: set it to {advised} or less, or leave it out"
         )
     if override > advised:
         _log.warning("max_age_inside_margin", max_age_hours=override, advised_hours=advised)

@@ -157,5 +157,6 @@ def _services(
         policy=Policy(config.socket.allow_uids, config.socket.operators),
         counters=counters,
         destinations=DestinationRule(config.allow_destinations),
+        late_seconds=config.relay.late_seconds,
         outbox_max_bytes=config.outbox.max_bytes,
     )

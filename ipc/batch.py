@@ -130,11 +130,9 @@ class Batch:
         if isinstance(line, PostroomError):
             return line
         try:
-            prepared = prepare(line, max_body_bytes=self._limits.body_bytes)
-            self._services.destinations.check(prepared.destination)
+            return prepare(line, max_body_bytes=self._limits.body_bytes)
         except PostroomError as error:
             return error
-        return prepared
 
     async def _accept(self, chunk: Chunk) -> list[AcceptedRow | PostroomError]:
         """Put the good lines of a chunk on disk together; returns what became of every line."""
@@ -151,7 +149,7 @@ class Batch:
     async def _rows(self, sends: list[PreparedSend]) -> Sequence[AcceptedRow | PostroomError]:
         """Accept the sends; what goes wrong with all of them is each one's problem."""
         try:
-            return await self._services.outbox.accept(sends, self._request.caller) if sends else ()
+            return await self._services.destinations.accept(self._services.outbox, sends, self._request.caller)
         except PostroomError as error:
             return [error] * len(sends)
 

@@ -56,6 +56,9 @@ class Control:
             reasons.append("the outbox cannot be written: look at the disk and the log")
         if relay.degraded:
             reasons.append(f"the relay makes no progress: {relay.reason}")
+        if counts.due_ms > self._services.late_seconds * 1000:
+            why = relay.reason or f"the relay is {relay.state}"
+            reasons.append(f"a message that is due has waited for {counts.due_ms // 1000} s: {why}")
         if counts.wal_bytes > WAL_WARNING_BYTES:
             reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
         if counts.waiting_bytes > FULL_WARNING * self._services.outbox_max_bytes:

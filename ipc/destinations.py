@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-from postroom.errors import NotPermitted
+from outbox import Outbox
+from outbox.model import AcceptedRow, Caller
+from postroom.errors import NotPermitted, PostroomError
+from postroom.message import PreparedSend
 
 
 class DestinationRule:
@@ -18,9 +21,33 @@ class DestinationRule:
 
     def check(self, destination: str) -> None:
         """Raise `NotPermitted` (403) for a destination that the config does not allow."""
-        if self._patterns and not self._matches(destination):
-            detail = f"this daemon may not send to {destination} (config: allow_destinations)"
-            raise NotPermitted.of(403, "destination_not_allowed", detail, field="to")
+        if not self.allows(destination):
+            raise _refusal(destination)
+
+    async def accept(
+        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
+    ) -> list[AcceptedRow | PostroomError]:
+        """Accept the sends that the config allows; one that is on disk already is answered, whatever it allows now.
+
+        The others have their refusal (403) in their place.
+        """
+        allowed = [send for send in sends if self.allows(send.destination)]
+        others = [send for send in sends if not self.allows(send.destination)]
+        accepted = iter(await outbox.accept(allowed, caller) if allowed else ())
+        known = iter(await outbox.known(others, caller) if others else ())
+        return [
+            next(accepted) if self.allows(send.destination) else next(known) or _refusal(send.destination)
+            for send in sends
+        ]
+
+    def allows(self, destination: str) -> bool:
+        """Tell whether callers may send there."""
+        return not self._patterns or self._matches(destination)
 
     def _match(self, destination: str) -> bool:
         return any(fnmatchcase(destination, pattern) for pattern in self._patterns)
+
+
+def _refusal(destination: str) -> NotPermitted:
+    detail = f"this daemon may not send to {destination} (config: allow_destinations)"
+    return NotPermitted.of(403, "destination_not_allowed", detail, field="to")

@@ -38,7 +38,7 @@ class Sends:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._accept = services.outbox.accept
+        self._destinations = services.destinations
         self._counters = services.counters
         self._read = BodyReader(services.limits, services.budget).read
         self._holding = services.budget.holding
@@ -53,8 +53,7 @@ class Sends:
             body = await self._read(request)
             with self._holding(len(body), request.caller.uid):  # until it is on disk
                 prepared = await self._prepared(request, body)
-                self._services.destinations.check(prepared.destination)
-                (row,) = await self._accept((prepared,), request.caller)
+                (row,) = await self._destinations.accept(self._services.outbox, (prepared,), request.caller)
             outcome = row if isinstance(row, PostroomError) else answer(row, prepared, request.caller)
             if isinstance(outcome, PostroomError):
                 raise outcome

@@ -86,6 +86,7 @@ class Services:
     policy: Policy = field(default_factory=Policy)
     counters: Counters = field(default_factory=Counters)
     destinations: DestinationRule = field(default_factory=DestinationRule)
+    late_seconds: float = 300  # that a due message may have waited before `health` says so
     outbox_max_bytes: int = 2**63 - 1  # size of the outbox file; `health` warns before
 
     @cached_property

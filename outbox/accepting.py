@@ -61,6 +61,21 @@ class Accept(NamedTuple):
         return accept_group(transaction, [self])[0]
 
 
+class Known(NamedTuple):
+    """Sends that nobody may write, and that are answered all the same where their ids have rows."""
+
+    sends: Accept
+    rows: int = 1
+
+    def run(self, transaction: Transaction) -> list[AcceptedRow | None]:
+        """Look them up; None for a send whose id is free."""
+        rows = _new_rows(transaction, self.sends)
+        existing = _find(transaction, rows)
+        return [
+            _answer(row, existing[row.client_message_id]) if row.client_message_id in existing else None for row in rows
+        ]
+
+
 class _NewRow(NamedTuple):
     """What `insert` writes, in its order, the payload, and the bytes of the file that both take."""
 

@@ -123,6 +123,7 @@ class OutboxCounts(NamedTuple):
     file_bytes: int
     wal_bytes: int
     oldest_pending_at: int | None  # ms since the epoch
+    due_ms: int  # for how long the row has been due that has waited longest
 
 
 class Cause(StrEnum):

@@ -21,6 +21,7 @@ from postroom.operations import Verb as Verb  # noqa: PLC0414 - one of this modu
 from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
+_RESUMED: Final = 1000  # rows that a resume makes due; the others wait until their time, a minute at most as a rule
 
 
 class _Row(NamedTuple):
@@ -210,12 +211,17 @@ class Control(NamedTuple):
     paused: bool
     rate_per_second: float | None
     order: Order
-    rows: int = 1
+    walked: WalkedPast
+    rows: int = _RESUMED
 
     def run(self, transaction: Transaction) -> None:
-        """Keep it on disk."""
+        """Keep it on disk; what waits for its next attempt is due once the relay is resumed."""
         values = {"destination": self.destination, "paused": self.paused, "rate_per_second": self.rate_per_second}
         transaction.execute(_QUERIES["set_control"], values)
+        if not self.paused:
+            wanted = {"destination": self.destination, "now": transaction.now, "limit": _RESUMED}
+            transaction.execute(_QUERIES["resume"], wanted)
+            self.walked.forget()
         rate = f", {self.rate_per_second:g}/s" if self.rate_per_second is not None else ""
         detail = f"relay of {self.destination or 'everything'}{rate}"
         _log(transaction, "pause" if self.paused else "resume", self.order, None, detail)

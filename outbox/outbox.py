@@ -14,7 +14,7 @@ import structlog
 from chassis.exits import Exit, Fatal
 from chassis.sqlite import open_reader
 from chassis.sqlite_file import OwnedFile
-from outbox.accepting import Accept
+from outbox.accepting import Accept, Known
 from outbox.bulk import Bulk
 from outbox.errors import already_accepted
 from outbox.model import (
@@ -90,6 +90,7 @@ class Outbox:
         self._work.set()
         self._next_due: int | None = None
         self._watchers = Watchers()
+        self._urged: Callable[[], None] = _nobody
         self._outcomes = Outcomes(reader, writer, look_up, self._changed)
 
     @classmethod
@@ -154,6 +155,10 @@ class Outbox:
         if any(isinstance(outcome, AcceptedRow) and outcome.inserted for outcome in outcomes):
             self._work.set()
         return outcomes
+
+    async def known(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | None]:
+        """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
+        return await self._writer.submit(Known(Accept(sends, caller)))
 
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send, None where the id is free."""
@@ -233,6 +238,10 @@ class Outbox:
             expire = expire._replace(places=places)
         return total
 
+    def when_urged(self, relay: Callable[[], None]) -> None:
+        """Call `relay` from now on whenever an operator wants rows sent now: they flush some, or resume the relay."""
+        self._urged = relay
+
     async def wait_for_work(self, timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
         """Return when a row may be due, as it was written or its time came; after `timeout` seconds at the latest."""
         if self._next_due is not None:
@@ -256,8 +265,10 @@ class Outbox:
     ) -> None:
         """Keep on disk that a destination (None for everything) is paused, or goes on at a rate."""
         order = Order(caller, reason).checked()
-        await self._writer.submit(Control(destination or "", paused, rate_per_second, order))
+        await self._writer.submit(Control(destination or "", paused, rate_per_second, order, self._walked))
         self._work.set()
+        if not paused:
+            self._urged()
 
     # Operating
 
@@ -323,7 +334,9 @@ class Outbox:
 
     async def flush(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
         """Retry a pending row now instead of after its backoff; 409 where it is held or not pending."""
-        return await self._apply("flush", row_id, caller, reason)
+        row = await self._apply("flush", row_id, caller, reason)
+        self._urged()
+        return row
 
     async def bulk(
         self,
@@ -344,7 +357,10 @@ class Outbox:
         """
         order = Order(caller, reason, force).checked()
         bulk = Bulk(verb, self._verbs[verb], order, self._reader, self._writer, self._outcomes, self._changed)
-        return await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
+        result = await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
+        if verb == "flush" and result.done and not dry_run:
+            self._urged()
+        return result
 
     async def prune(self, settled_before_ms: int, *, caller: Caller, reason: str) -> int:
         """Drop the payloads of done and aborted rows that settled before the moment; returns how many.
@@ -380,7 +396,7 @@ class Outbox:
 
     async def counts(self) -> OutboxCounts:
         """Return the kept counters and the sizes on disk."""
-        return await self._reader.counts()
+        return await self._reader.counts(self._clock())
 
     @property
     def healthy(self) -> bool:
@@ -420,6 +436,10 @@ class Outbox:
         """Wake whoever waits for work or for this row: it may be due now, or settled."""
         self._work.set()
         self._watchers.settled([row_id])
+
+
+def _nobody() -> None:
+    """Stand in for the relay where there is none."""
 
 
 async def _reclaim(writer: Writer) -> None:

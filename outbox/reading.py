@@ -190,9 +190,9 @@ class Reader:
         """Return the rows that a claim took, in its order."""
         return await self._connection.run(partial(read_claimed, seqs))
 
-    async def counts(self) -> OutboxCounts:
+    async def counts(self, now: int) -> OutboxCounts:
         """Return the kept counters and the sizes on disk."""
-        tally, used_bytes, oldest = await self._connection.run(_counts)
+        tally, used_bytes, oldest, due_since = await self._connection.run(partial(_counts, now))
         return OutboxCounts(
             rows=dict(zip(("pending", "inflight", "done", "dead", "aborted"), tally, strict=False)),
             payload_bytes=tally[5],
@@ -201,6 +201,7 @@ class Reader:
             file_bytes=self._path.stat().st_size,
             wal_bytes=_size(Path(f"{self._path}-wal")),
             oldest_pending_at=oldest,
+            due_ms=0 if due_since is None else now - due_since,
         )
 
     async def controls(self) -> dict[str, RelayControl]:
@@ -304,10 +305,10 @@ def _successor(db: sqlite3.Connection, row: OutboxRow) -> OutboxRow | None:
     return None if seq is None else _stored(db, seq)
 
 
-def _counts(db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None]:
+def _counts(now: int, db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None, int | None]:
     tally = db.execute(_QUERIES["tally"]).fetchone()
     (used_bytes,) = db.execute(CONNECTION["used_bytes"]).fetchone()
-    return tally, used_bytes, _value(db, "oldest_pending", ())
+    return tally, used_bytes, _value(db, "oldest_pending", ()), _value(db, "due_since", {"now": now})
 
 
 def seq_of(cursor: str | None) -> int:

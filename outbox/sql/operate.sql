@@ -84,3 +84,13 @@ VALUES (:at, :verb, :actor, :reason, :row_id, :detail);
 -- Keep what an operator told the relay about a destination.
 INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (:destination, :paused, :rate_per_second)
 ON CONFLICT (destination) DO UPDATE SET paused = excluded.paused, rate_per_second = excluded.rate_per_second;
+
+-- name: resume
+-- Make rows due that wait for their next attempt, but for what their sender wants later.
+UPDATE outbox
+SET next_attempt_at = :now, lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END
+WHERE seq IN (
+    SELECT seq FROM outbox INDEXED BY outbox_waiting
+    WHERE lane = 3 AND coalesce(not_before, 0) <= :now AND (:destination = '' OR destination = :destination)
+    ORDER BY next_attempt_at LIMIT :limit
+);

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from postroom.errors import Problem
 from postroom.message import Envelope
 
+DEDUPE_MODES = ("retention_scoped", "permanent")
 MAX_BATCH = 1000  # messages in one accept request
 OVERLOADED = "overloaded"  # code of a 503 by a broker that has as much at work as it takes: it works, ask for less
 
@@ -81,7 +82,7 @@ class DedupeFeature(msgspec.Struct, kw_only=True):
     """`client_message_id_dedupe`: how long, and how exactly, the broker recognises an id."""
 
     version: int
-    mode: Literal["retention_scoped", "permanent"]
+    mode: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(DEDUPE_MODES)})]  # a later broker may have more
     request_fingerprint: bool
     dedupe_retention_days: int | None = None  # at least 7; absent when permanent
 

@@ -36,6 +36,7 @@ async def test_the_brokers_window_decides_how_old_a_row_may_become_and_is_kept_o
     [
         {"client_message_id_dedupe": None},
         {"client_message_id_dedupe": FEATURES["client_message_id_dedupe"] | {"version": 2}},
+        {"client_message_id_dedupe": FEATURES["client_message_id_dedupe"] | {"mode": "exactly_once"}},
         {"client_message_id_dedupe": FEATURES["client_message_id_dedupe"] | {"request_fingerprint": False}},
         {"client_message_id_dedupe": FEATURES["client_message_id_dedupe"] | {"dedupe_retention_days": 6}},
     ],

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from relaying import busy, ids_of, rows_of, whole
 from waiting import until
 
-from outbox.model import Caller
+from outbox.model import Caller, RowFilter
+from postroom.message import prepare
 
 HOUR = 3600  # seconds
 
@@ -160,6 +163,74 @@ async def test_a_probe_can_be_asked_for(scripted_broker, station, answers):
     await here.send("b")
     here.relay.probe_now()
     assert [row.status for row in await here.settled("b")] == ["done"]
+
+
+@pytest.mark.parametrize("status", [503, 429])
+@pytest.mark.parametrize("word", ["flush", "flush all", "resume", "resume a destination"])
+async def test_an_operators_word_ends_any_pause_and_what_waited_goes_at_once(
+    scripted_broker, station, answers, word, status
+):
+    accepted, _ = answers
+    scripted_broker.judge = lambda _: whole(status, **{"Retry-After": "600"})
+    here = await station(scripted_broker.url, speed=1)
+    await here.send("a")
+    here.run()
+    await until(lambda: here.relay.status().state == "waiting")
+    (row,) = await rows_of(here)
+    scripted_broker.judge = lambda items: [accepted(item) for item in items]
+    operator = {"caller": Caller(0, 0), "reason": "now"}
+    match word:
+        case "flush":
+            await here.outbox.flush(row.id, **operator)
+        case "flush all":
+            await here.outbox.bulk("flush", RowFilter(status="pending"), **operator)
+        case "resume":
+            await here.outbox.set_relay_control(None, paused=False, **operator)
+        case _:
+            await here.outbox.set_relay_control("topic:orders", paused=False, **operator)
+    assert [row.status for row in await here.settled("a")] == ["done"]
+
+
+async def test_a_resume_leaves_alone_what_its_sender_wants_later_and_what_goes_elsewhere(scripted_broker, station):
+    scripted_broker.judge = lambda _: whole(503, **{"Retry-After": "600"})
+    here = await station(scripted_broker.url, speed=1)
+    later = {"to": "topic:orders", "client_message_id": "later", "not_before": "2090-01-01T00:00:00Z"}
+    await here.outbox.accept([prepare(json.dumps(later).encode())], Caller(0, 0))
+    await here.send("elsewhere", to="topic:invoices")
+    here.run()
+    await until(lambda: here.relay.status().state == "waiting")
+    posted = len(scripted_broker.batches)
+    await here.outbox.set_relay_control("topic:orders", paused=False, caller=Caller(0, 0), reason="now")
+    rows = {row.client_message_id: row for row in await rows_of(here)}
+    assert rows["later"].next_attempt_at.year == 2090
+    assert (rows["elsewhere"].next_attempt_at - rows["elsewhere"].enqueued_at).total_seconds() >= 600
+    assert len(scripted_broker.batches) == posted
+
+
+async def test_an_outage_of_half_a_minute_is_degraded_until_the_broker_is_back(scripted_broker, station, answers):
+    accepted, _ = answers
+    scripted_broker.judge = lambda _: whole(503)
+    here = await station(scripted_broker.url, speed=100, backoff_most_seconds=1)
+    await here.send("a")
+    here.run()
+    await until(lambda: here.relay.status().state == "waiting")
+    assert not here.relay.status().degraded
+    await until(lambda: here.relay.status().degraded)
+    here.clock.jump(-24)
+    assert not here.relay.status().degraded
+    await until(lambda: here.relay.status().degraded)
+    scripted_broker.judge = lambda items: [accepted(item) for item in items]
+    await here.settled("a")
+    assert not here.relay.status().degraded
+
+
+async def test_a_busy_broker_is_no_outage(scripted_broker, station):
+    scripted_broker.judge = lambda _: busy()
+    here = await station(scripted_broker.url, speed=1000)
+    await here.send("a")
+    here.run()
+    await scripted_broker.until(lambda: len(scripted_broker.batches) >= 100)
+    assert not here.relay.status().degraded
 
 
 @pytest.mark.parametrize("answer", [lambda: whole(500), lambda: whole(413), lambda: web.Response(text="<html>")])

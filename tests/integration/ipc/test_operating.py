@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outbox.model import Settlement, Verdict
+from outbox.model import Caller, Settlement, Verdict
 from postroom.sends import RelayStatus
 
 WHY = {"reason": "the receiver was down"}
@@ -169,6 +169,31 @@ async def test_health_says_what_is_wrong(room: Any) -> None:
     assert "refused the token" in health["reasons"][0]
     assert health["rows"]["pending"] == 1
     assert health["oldest_pending_at"]
+
+
+async def test_health_says_when_what_is_due_has_waited_for_too_long(open_room: Any) -> None:
+    patient, hasty = await open_room(), await open_room(name="hasty", late_seconds=0.001)
+    for room in (patient, hasty):
+        room.relay.now = RelayStatus(state="paused")
+        await send(room, "a")
+    while (health := (await hasty.request("GET", "/v1/health")).json)["status"] == "ok":
+        pass
+    assert health["reasons"] == ["a message that is due has waited for 0 s: the relay is paused"]
+    assert (await patient.request("GET", "/v1/health")).json["status"] == "ok"
+
+
+async def test_what_is_held_or_meant_for_later_is_not_late(open_room: Any) -> None:
+    room = await open_room(late_seconds=0.001)
+    await room.send({"to": "topic:a", "not_before": "2090-01-01T00:00:00Z"})
+    await room.send({"to": "topic:a"}, idempotency_key="held")
+    row = await room.outbox.find("held")
+    await room.outbox.hold(row.id, caller=Caller(0, 0), reason="test")
+    assert (await room.outbox.counts()).due_ms == 0
+    (claimed,) = [await room.outbox.release(row.id, caller=Caller(0, 0), reason="test")]
+    assert claimed.status == "pending"
+    await room.outbox.claim()  # what is inflight has waited as well
+    while not (await room.outbox.counts()).due_ms:
+        pass
 
 
 async def test_ready_does_not_depend_on_the_broker_but_on_the_outbox(room: Any) -> None:

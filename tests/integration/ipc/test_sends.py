@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import Any
 
 import msgspec
@@ -58,6 +59,27 @@ async def test_a_destination_that_the_config_does_not_allow_is_a_403(open_room: 
     accepted, line = (await room.batch(LINE, {"to": "dm:bob"})).lines
     assert "result" in accepted
     assert line["problem"]["code"] == "destination_not_allowed"
+
+
+async def test_what_is_known_is_answered_whatever_the_config_allows_by_now(open_room: Any) -> None:
+    room = await open_room(destinations=("topic:orders*",))
+    before = prepare(json.dumps({"to": "dm:bob", "body": "b", "client_message_id": "known"}).encode())
+    await room.outbox.accept([before], Caller(os.getuid(), os.getgid()))
+    other = {"to": "dm:bob", "body": "c"}
+    again = await room.send({"to": "dm:bob", "body": "b"}, idempotency_key="known")
+    assert (again.status, again.json["status"]) == (202, "queued")
+    assert (await room.send(other, idempotency_key="known")).json["code"] == "idempotency_key_reused"
+    assert (await room.send(other, idempotency_key="new")).json["code"] == "destination_not_allowed"
+    lines = (
+        await room.batch(
+            {"to": "dm:bob", "body": "b", "client_message_id": "known"},
+            {"to": "dm:bob", "client_message_id": "new"},
+            {"to": "topic:orders", "client_message_id": "other"},
+        )
+    ).lines
+    assert ["result" in line for line in lines] == [True, False, True]
+    assert lines[1]["problem"]["code"] == "destination_not_allowed"
+    assert await room.rows() == 2
 
 
 async def test_a_full_outbox_is_a_507_for_what_is_new_and_answers_what_is_known(open_room: Any) -> None:

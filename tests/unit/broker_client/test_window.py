@@ -35,15 +35,16 @@ def test_a_broker_that_never_forgets_allows_a_week_or_an_override_up_to_thirty_d
     assert max_age_hours(PERMANENT, override) == hours
 
 
-@pytest.mark.parametrize("override", [1, 144, 145, 167])
-def test_an_override_may_use_the_margin_up(override):
-    assert max_age_hours(features(7), override) == override
+@pytest.mark.parametrize(("days", "override"), [(7, 1), (7, 144), (30, 648), (30, 649), (30, 696)])
+def test_an_override_may_use_the_margin_up_but_for_a_day(days, override):
+    assert max_age_hours(features(days), override) == override
 
 
 @pytest.mark.parametrize(
-    ("shown", "override"), [(features(7), 168), (features(7), 720), (features(30), 720), (PERMANENT, 721)]
+    ("shown", "override"),
+    [(features(7), 145), (features(7), 168), (features(30), 697), (features(30), 720), (PERMANENT, 721)],
 )
-def test_an_override_past_the_window_stops_the_daemon_and_says_what_to_do(shown, override):
+def test_an_override_within_a_day_of_the_window_stops_the_daemon_and_says_what_to_do(shown, override):
     with pytest.raises(Fatal, match=r"relay\.max_age_hours is \d+.*set it to \d+ or less, or leave it out") as caught:
         max_age_hours(shown, override)
     assert caught.value.exit_code is Exit.CONFIG
@@ -55,6 +56,7 @@ def test_an_override_past_the_window_stops_the_daemon_and_says_what_to_do(shown,
         (Features(mesh="demo", member="alice", max_batch=1), "upgrade the broker"),
         (features(version=0), "upgrade the broker"),
         (features(version=2), "upgrade the broker"),
+        (features(30, "exactly_once"), "in a way that this daemon does not know .exactly_once.: upgrade the daemon"),
         (features(fingerprint=False), "upgrade the broker"),
         (features(6), "raise its dedupe retention"),
         (features(0), "raise its dedupe retention"),
