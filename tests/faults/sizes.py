@@ -36,4 +36,5 @@ SIZES: Final[dict[str, Sizes]] = {
     "F12": Sizes(Size(1), Size(1), 5),
     "F13": Sizes(Size(100), Size(1_000), 6),  # kills with 100 k rows; a fifth as many with 3 M
     "F14": Sizes(Size(20, 5_000), Size(200, 50_000), 5),  # full disks, acknowledged
+    "F16": Sizes(Size(100_000), Size(2_000_000), 6),  # requests
 }
