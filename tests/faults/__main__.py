@@ -26,7 +26,7 @@ from typing import Final
 import uvloop
 from session import session_directory
 
-from faults import brokers, disk, fuzz, growth, jobs, kills, pairs, points, streams  # noqa: F401 - each makes its goals known
+from faults import brokers, disk, fuzz, growth, jobs, kills, neighbours, pairs, points, streams  # noqa: F401 - each makes its goals known
 from faults.campaign import GOALS, Campaign, Goal, Servers, Shown
 from faults.sizes import SIZES
 

@@ -183,9 +183,9 @@ async def _retry(run: Run, poster: Poster, committed: Sequence[str], while_: str
 class Poster:
     """Posts batches to the brokers of a room as a relay does, in turns."""
 
-    def __init__(self, room: Mailroom) -> None:
+    def __init__(self, room: Mailroom, token: str | None = None) -> None:
         self._urls = [f"{url}/v1/accept" for url in room.broker_urls]
-        self._headers = {"Authorization": f"Bearer {room.token}", "Content-Type": "application/json"}
+        self._headers = {"Authorization": f"Bearer {token or room.token}", "Content-Type": "application/json"}
         self._posts = 0
 
     async def __aenter__(self) -> Self:

@@ -37,4 +37,6 @@ SIZES: Final[dict[str, Sizes]] = {
     "F13": Sizes(Size(100), Size(1_000), 6),  # kills with 100 k rows; a fifth as many with 3 M
     "F14": Sizes(Size(20, 5_000), Size(200, 50_000), 5),  # full disks, acknowledged
     "F16": Sizes(Size(100_000), Size(2_000_000), 6),  # requests
+    "F17": Sizes(Size(9, 30), Size(9, 300), 10, Size(1, 10)),  # attacks, seconds of each
+    "F17b": Sizes(Size(8, 30), Size(8, 300), 10),
 }

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+_SOMEBODY: Final = 60_000  # a uid
 _LATE: Final = 0.01  # seconds after the answer
 
 
@@ -80,11 +81,20 @@ def fence() -> None:
     leg1.under_lease = leg2.under_lease = only  # type: ignore[assignment]
 
 
+def shares() -> None:
+    """Take every caller for the same user."""
+    from ipc import peers
+
+    peer_of = peers.peer_of
+    peers.peer_of = lambda sock: peer_of(sock)._replace(uid=_SOMEBODY)
+
+
 SAFEGUARDS: Final[dict[str, Callable[[], None]]] = {
     "the commit before the answer": commit_before_answer,
     "synchronous = FULL": synchronous_full,
     "the record": record,
     "the fence": fence,
+    "the shares": shares,
 }
 
 if __name__ == "__main__":
