@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import open_private
 from chassis.words import clean
 from postroom.accept import DEDUPE_MODES, DedupeFeature, Features
 
@@ -86,7 +87,7 @@ class KeptFeatures:
         """Replace what was kept, whole or not at all; a disk that does not take it is logged and no reason to stop."""
         draft = self._file.with_suffix(".new")
         try:
-            with draft.open("wb") as file:
+            with os.fdopen(open_private(draft, os.O_WRONLY | os.O_TRUNC), "wb") as file:
                 file.write(msgspec.json.encode(features))
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Slow peers of an HTTP server: deadlines for a head and for a reader that do not come to an end.
+"""Bad peers of an HTTP server: deadlines for a head and a reader that do not come to an end, answers to bad heads.
 
 aiohttp bounds how long a connection idles, before a request and between two, and nothing else. `TimedConnection`
 remembers since when its peer owes something, and `TimedServer.sweep` drops whoever is overdue (bad-input.md,
@@ -9,14 +9,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
 from typing import Any, ClassVar, Final, Protocol, cast
 
+import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import (
+    BadHttpMethod,
+    InvalidHeader,
+    InvalidURLError,
+    LineTooLong,
+    PayloadEncodingError,
+)
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
+from chassis.routes import BROKEN_BODY, INTERNAL_ERROR, problem_response
+from postroom.errors import PostroomError, Problem
+
+_log = structlog.get_logger(__name__)
+
+
 SWEEP_SECONDS: Final = 1.0
 _SWEPT_AT_ONCE: Final = 100  # connections
+_NOT_HTTP: Final = "the request is not HTTP/1.1"
+_REFUSED: Final[dict[type[BaseException], str]] = {
+    LineTooLong: "a line of the request's head is too long",
+    BadHttpMethod: "the request's method is not one",
+    InvalidURLError: "the request's target is not one",
+    InvalidHeader: "a header field of the request is not well formed",
+    PayloadEncodingError: str(BROKEN_BODY.detail),
+}
 NEVER: Final = 0.0  # "no such moment yet"; the loop's clock never reads zero here
 
 
@@ -97,6 +120,34 @@ class TimedConnection(RequestHandler):
     def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
         yield "reply_not_read", has_passed(self._blocked_since, now, limits.stall_seconds)
         yield "head_too_slow", has_passed(self._head_since, now, limits.header_seconds)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what the parser refused, or what escaped a handler, as a problem, and close.
+
+        What the parser says quotes what it read: neither an answer nor a log repeats it, since it may hold a token.
+        """
+        del message
+        if isinstance(exc, ConnectionError):
+            raise exc  # the peer has gone
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer is already under way")
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            sentence = next((text for kind, text in _REFUSED.items() if isinstance(exc, kind)), _NOT_HTTP)
+            return self._last_answer(PostroomError.of(status, "bad_request", sentence).problem)
+        _log.error("unforeseen_error", exc_info=exc)
+        return self._last_answer(INTERNAL_ERROR)
+
+    def _last_answer(self, problem: Problem) -> web.StreamResponse:
+        """Return the answer that says `problem`, and closes."""
+        answer = problem_response(problem)
+        answer.force_close()
+        return answer
 
     def abort(self) -> None:
         """Drop the connection without waiting for anything to be read."""

@@ -12,6 +12,7 @@ import grp
 import os
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ from chassis.ownership import private_directory
 
 MAX_PATH_BYTES: Final = 107  # sockaddr_un.sun_path holds 108 with its closing NUL
 BACKLOG: Final = 1024  # connections that wait to be accepted
+_LONGEST_WAIT: Final = 2.0  # seconds for others that start in the same directory
+_LOOK_AGAIN: Final = 0.005  # seconds
 PRIVATE: Final = 0o600
 SHARED: Final = 0o660  # with a group
 
@@ -102,13 +105,21 @@ def _bind(path: Path, gid: int | None) -> socket.socket:
 
 @contextmanager
 def _only_starter(directory: Path) -> Iterator[None]:
-    """Keep two programs that start at once from taking each other's fresh socket for a stale one."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    """Keep two programs that start at once from taking each other's fresh socket for a stale one.
+
+    They wait for each other, which takes as long as a bind. Who may read the directory can lock it, and need not be a
+    program that starts: after a while nobody waits for that.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + _LONGEST_WAIT
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise Fatal(Exit.TRY_AGAIN, f"another program is just starting in {directory}: try again") from error
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOOK_AGAIN)
+            else:
+                break
         yield
     finally:
         os.close(fd)

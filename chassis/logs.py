@@ -1,27 +1,38 @@
 """Logs: one JSON line an event on standard error, as journald likes it; tokens and bodies never.
 
-Events are snake_case words; what happened to which message goes into fields (`client_message_id`, `row_id`).
+Events are snake_case words; what happened to which message goes into fields (`client_message_id`, `row_id`). What a
+library logs becomes such a line too, `library_message`, with the library's logger; few of them a library and a while,
+since a server that comes and goes can have one say the same a thousand times a second.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from contextlib import suppress
-from typing import Any, Final, TextIO, cast
+from typing import Any, Final, NamedTuple, TextIO, cast
 
 import msgspec
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
 _FORBIDDEN: Final = frozenset({"authorization", "body", "body_base64", "payload", "secret", "token"})
+_MASK: Final = "********"
+_SECRETS: Final = (
+    (re.compile(r"(?i)(authorization['\"]?\s*[:=,]\s*)[^\r\n]+"), rf"\1{_MASK}"),
+    (re.compile(r"(?i)\b((?:bearer|basic)\s+)[^\s'\",;]+"), rf"\1{_MASK}"),
+    (re.compile(r"(?i)((?:token|api_key|password|passwd|secret)['\"]?\s*[:=]\s*)[^\s&,;)]+"), rf"\1{_MASK}"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@]*:)[^\s/@]+@"), rf"\1{_MASK}@"),
+)
+_LINES: Final = 20  # of one library
+_PERIOD: Final = 10.0  # seconds
 
 
 def configure(level: str = "info") -> None:
-    """Send structlog and the standard library's logging to standard error as JSON lines."""
+    """Send structlog, the standard library's logging and its warnings to standard error as JSON lines."""
     number = logging.getLevelNamesMapping()[level.upper()]
-    logging.basicConfig(level=max(number, logging.WARNING), stream=sys.stderr, format="%(name)s: %(message)s")
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -35,6 +46,44 @@ def configure(level: str = "info") -> None:
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _StandardError())),
         cache_logger_on_first_use=True,
     )
+    logging.basicConfig(level=max(number, logging.WARNING), handlers=[LibraryHandler()], force=True)
+    logging.captureWarnings(capture=True)
+
+
+class _Period(NamedTuple):
+    """How many lines a library has logged since a moment."""
+
+    began: float  # seconds since the epoch
+    lines: int
+
+
+class LibraryHandler(logging.Handler):
+    """Writes what libraries log as lines of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._log = structlog.get_logger("library")
+        self._periods: dict[str, _Period] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line, unless the library has had its part for now; the next one says how many were left out."""
+        library = record.name.partition(".")[0]
+        began, lines = self._periods.get(library, _Period(record.created, 0))
+        left_out = 0
+        if record.created - began > _PERIOD:
+            left_out = max(0, lines - _LINES)
+            began, lines = record.created, 0
+        self._periods[library] = _Period(began, lines + 1)
+        if lines >= _LINES:
+            return
+        more: dict[str, Any] = {"left_out": left_out} if left_out else {}
+        if record.exc_info and record.exc_info[0] is not None:
+            more["exc_info"] = record.exc_info
+        try:
+            message = record.getMessage()
+        except Exception:  # noqa: BLE001 - a library's mistake in its own log must cost nobody anything
+            message = str(record.msg)
+        self._log.log(record.levelno, "library_message", logger=record.name, message=message, **more)
 
 
 class _StandardError:
@@ -50,8 +99,17 @@ class _StandardError:
 
 
 def drop_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Remove every field that could hold a token or a body, whoever logged it."""
-    return {key: value for key, value in event.items() if key not in _FORBIDDEN}
+    """Remove every field that could hold a token or a body, and mask what looks like a token, whoever logged it."""
+    return {
+        key: mask(value) if isinstance(value, str) else value for key, value in event.items() if key not in _FORBIDDEN
+    }
+
+
+def mask(text: str) -> str:
+    """Return `text` without tokens and passwords, as far as what stands before them gives them away."""
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _dump(event: Any, **_: Any) -> str:

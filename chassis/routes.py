@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 
@@ -23,6 +24,11 @@ _log = structlog.get_logger(__name__)
 Handler = Callable[[Any], Awaitable[web.StreamResponse]]  # takes a server's own kind of request
 Authorize = Callable[[web.Request, str], Awaitable[None]]
 Q = TypeVar("Q", bound=msgspec.Struct)
+
+INTERNAL_ERROR: Final = PostroomError.of(
+    500, "internal_error", "an error that nobody foresaw; the log has it", retryable=True
+).problem
+BROKEN_BODY: Final = PostroomError.of(400, "bad_request", "the body is not what its head promised").problem
 
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
@@ -80,10 +86,13 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
         if "Allow" in error.headers:
             answer.headers["Allow"] = error.headers["Allow"]
         return answer
+    except RequestPayloadError:
+        answer = problem_response(BROKEN_BODY)
+        answer.force_close()
+        return answer
     except Exception:  # noqa: BLE001 - the last net: a bug answers 500 and is logged, the process lives
         _log.exception("unforeseen_error", method=request.method, path=request.path)
-        detail = "an error that nobody foresaw; the log has it"
-        return problem_response(PostroomError.of(500, "internal_error", detail, retryable=True).problem)
+        return problem_response(INTERNAL_ERROR)
 
 
 def problem_response(problem: Problem) -> web.Response:

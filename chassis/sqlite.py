@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 import aiosqlite
 
 from chassis.exits import Exit
+from chassis.ownership import open_private, refuse_link
 from chassis.sql import load_queries
 
 T = TypeVar("T")
@@ -55,8 +56,10 @@ class Connection(aiosqlite.Connection):
 
 
 async def open_writer(path: Path) -> Connection:
-    """Open the write connection; a new file gets mode 0600, which its WAL inherits."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    """Open the write connection; a new file gets mode 0600, which its WAL inherits. Raises `OSError` for a link."""
+    for part in PARTS:
+        refuse_link(Path(f"{path}{part}"))
+    os.close(open_private(path))
     return await _open(f"{path.as_uri()}?mode=rw", QUERIES["write_pragmas"])
 
 
@@ -128,7 +131,7 @@ def exit_after_opening(path: Path, error: sqlite3.Error | OSError) -> Exit:
         return exit_after(error)
     try:
         for part in PARTS:
-            os.close(os.open(f"{path}{part}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(open_private(Path(f"{path}{part}")))
     except OSError as cause:
         return exit_after(cause)
     return Exit.TRY_AGAIN

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from chassis.exits import Exit, Fatal
-from chassis.ownership import private_directory
+from chassis.ownership import hand_over, open_private, private_directory
 from chassis.sqlite import PARTS, exit_after
 
 _PID_WIDTH: Final = 20  # characters: always the same, so that one write replaces another
@@ -22,13 +22,18 @@ _PID_WIDTH: Final = 20  # characters: always the same, so that one write replace
 class OwnedFile:
     """A locked `<directory>/<name>.db`; `unclean` tells that its last owner did not stop in order."""
 
-    def __init__(self, directory: Path, name: str) -> None:
-        """Create the directory (0700) if need be and take the lock; raises `Fatal` where somebody else holds it."""
+    def __init__(self, directory: Path, name: str, *, may_be_anothers: bool = False) -> None:
+        """Create the directory (0700) if need be and take the lock; raises `Fatal` where somebody else holds it.
+
+        The same where others own the directory or may write to it; `may_be_anothers` lets root work for its owner.
+        """
         self._ended = False
         self.path = directory.resolve() / f"{name}.db"
         try:
-            private_directory(directory)
-            self._lock = os.open(directory / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            private_directory(directory, may_be_anothers=may_be_anothers)
+            self._lock = open_private(directory / f"{name}.lock")
+            if may_be_anothers:
+                hand_over(self._lock, directory)
         except OSError as error:
             raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
         try:

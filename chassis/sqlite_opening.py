@@ -60,4 +60,5 @@ def _migrate(migrate: Migrate, path: Path, db: sqlite3.Connection) -> None:
 
 def _unusable(path: Path, error: sqlite3.DatabaseError | OSError) -> Fatal:
     code = exit_after_opening(path, error)
-    return Fatal(code, f"cannot open {path}: {error}; check {_ADVICE.get(code, 'its owner, its mode and the disk')}")
+    reason = error.strerror if isinstance(error, OSError) else error
+    return Fatal(code, f"cannot open {path}: {reason}; check {_ADVICE.get(code, 'its owner, its mode and the disk')}")

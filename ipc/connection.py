@@ -11,24 +11,20 @@ import asyncio
 import select
 import socket
 from collections.abc import Iterator
-from http import HTTPStatus
 from typing import Any, cast
 
-import structlog
 from aiohttp import web
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
 
 from chassis.deadlines import NEVER, Deadlines, TimedConnection, has_passed
-from ipc.answers import problem_answer, problem_of
+from ipc.answers import problem_answer
 from ipc.budget import Budget
 from ipc.peers import peer_of
 from ipc.turns import Turns
 from outbox.model import Caller
-from postroom.errors import PostroomError
-
-_log = structlog.get_logger(__name__)
+from postroom.errors import Problem
 
 
 class Connection(TimedConnection):
@@ -122,21 +118,5 @@ class Connection(TimedConnection):
         poller.register(self.transport.get_extra_info("socket").fileno(), 0)
         return any(events & select.POLLHUP for _, events in poller.poll(0))
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer what the parser refused, or what escaped a handler, as a problem, and close."""
-        if isinstance(exc, ConnectionError):
-            raise exc  # the caller has gone
-        if request.writer.output_size > 0:
-            raise ConnectionError("an answer is already under way")
-        if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            sentence = " ".join((message or "the request is not HTTP/1.1").split())
-            return problem_answer(problem_of(status, "bad_request", sentence[:200]), close=True)
-        _log.error("unforeseen_error", exc_info=exc)
-        error = PostroomError.of(500, "internal_error", "an error that nobody foresaw; the log has it", retryable=True)
-        return problem_answer(error.problem, close=True)
+    def _last_answer(self, problem: Problem) -> web.StreamResponse:
+        return problem_answer(problem, close=True)

@@ -34,5 +34,5 @@ class Counters:
         self.answers: Counter[int] = Counter()  # every request but sends, by status
         self.dropped: Counter[str] = Counter()  # connections ended by a deadline or a cap, by reason
         self.connections = 0  # open now
-        self.in_flight = 0  # requests being answered now, those apart that only wait
+        self.in_flight = 0  # requests being answered now, those of the live stream apart
         self.event_readers = 0  # of the live stream, now

@@ -120,10 +120,12 @@ class InboxDesk:
         with self._readers.holding(1, request.caller.uid):
             request.only_waits()
             self._counters.event_readers += 1
+            self._counters.in_flight -= 1
             try:
                 yield
             finally:
                 self._counters.event_readers -= 1
+                self._counters.in_flight += 1
 
 
 def _size(messages: Sequence[StoredMessage]) -> int:

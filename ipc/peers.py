@@ -8,13 +8,12 @@ daemon's user can read, and counts as that user.
 from __future__ import annotations
 
 import os
-import pwd
 import socket
 import struct
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Final
 
+from chassis.users import user_name
 from outbox.model import Caller
 
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -27,15 +26,6 @@ def peer_of(sock: socket.socket) -> Caller:
         return Caller(os.getuid(), os.getgid(), "local token")
     _, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Caller(uid, gid, user_name(uid))
-
-
-@lru_cache(maxsize=256)
-def user_name(uid: int) -> str | None:
-    """Return the login name of `uid`, or None where the machine knows none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return None
 
 
 class Policy:

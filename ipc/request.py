@@ -26,7 +26,7 @@ class Request(web.BaseRequest):
     """A request on a `Connection`; `params` are the variable parts of its path."""
 
     params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
-    _counted_by: Counters | None = None
+    _keeps_others_out = False
 
     @property
     def connection(self) -> Connection:
@@ -44,23 +44,20 @@ class Request(web.BaseRequest):
 
     @contextmanager
     def counted(self, counters: Counters) -> Iterator[None]:
-        """Count the request among those being answered, until the block ends or it only waits.
-
-        Raises `TryAgain` (429) where the caller has too many of them.
-        """
+        """Count the request among those being answered; raises `TryAgain` (429) where the caller has too many."""
         self.connection.requests.take(1, self.caller.uid)
+        self._keeps_others_out = True
         counters.in_flight += 1
-        self._counted_by = counters
         try:
             yield
         finally:
+            counters.in_flight -= 1
             self.only_waits()
 
     def only_waits(self) -> None:
         """Note that the request has nothing left to do but to wait: it stays, and must keep no other out."""
-        if (counters := self._counted_by) is not None:
-            self._counted_by = None
-            counters.in_flight -= 1
+        if self._keeps_others_out:
+            self._keeps_others_out = False
             self.connection.requests.give_back(1, self.caller.uid)
 
 

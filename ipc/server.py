@@ -23,7 +23,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from chassis.deadlines import TimedServer
-from chassis.routes import Route
+from chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route
 from ipc.answers import Answer, problem_answer, problem_of
 from ipc.budget import Budget
 from ipc.connection import Connection
@@ -45,7 +45,6 @@ _PAUSE: Final = 0.1  # seconds without accepting, where the process has no descr
 _NOT_ALLOWED: Final = problem_of(
     403, "peer_not_allowed", "your uid may not use this socket (config: socket.allow_uids)"
 )
-_INTERNAL: Final = problem_of(500, "internal_error", "an error that nobody foresaw; the log has it", retryable=True)
 
 
 class Server(TimedServer):
@@ -179,14 +178,13 @@ class Server(TimedServer):
             return self._refused(request, error, {"Allow": error.allow})
         except PostroomError as error:
             return self._refused(request, error)
-        except RequestPayloadError as error:
-            sentence = f"the body is broken: {' '.join(str(error).split())[:200]}"
-            return problem_answer(problem_of(400, "bad_request", sentence), close=True)
+        except RequestPayloadError:
+            return problem_answer(BROKEN_BODY, close=True)
         except ConnectionError:
             raise
         except Exception:  # noqa: BLE001 - the last net: a bug answers 500 and is logged, the process lives
-            _log.exception("unforeseen_error", method=request.method, path=request.raw_path[:200])
-            return problem_answer(_INTERNAL, close=True)
+            _log.exception("unforeseen_error", method=request.method, path=request.path[:200])
+            return problem_answer(INTERNAL_ERROR, close=True)
         finally:
             self._crowd.ends(request.connection)
 

@@ -59,7 +59,7 @@ def rotate(file: Path) -> None:
     The file belongs to the owner of its directory, so that root may rotate the token of a daemon.
     """
     try:
-        private_directory(file.parent)
+        private_directory(file.parent, may_be_anothers=True)
         fd, name = tempfile.mkstemp(prefix=".token-", dir=file.parent)  # 0600 from the start
         with os.fdopen(fd, "w", encoding="ascii") as stream:
             hand_over(stream.fileno(), file.parent)

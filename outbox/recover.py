@@ -53,7 +53,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms, new_id: Calla
 
     Raises `Fatal`: 69 while a daemon runs there, 78 where there is no outbox, 75 on a full disk, 74 on one that fails.
     """
-    file = OwnedFile(directory, NAME)
+    file = OwnedFile(directory, NAME, may_be_anothers=True)
     saved = False
     try:
         source = _source(file)

@@ -13,6 +13,7 @@ import subprocess
 from typing import Final
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import open_private
 from cli.stack.commands import module_command
 from cli.stack.layout import Layout
 
@@ -24,7 +25,10 @@ def detached(layout: Layout) -> None:
     """Return when everything is ready; raises `Fatal` with what the supervisor said where it ended instead."""
     layout.create()
     name = f"postroom-up-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications, layout.log_file.open("wb") as log:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications,
+        os.fdopen(open_private(layout.log_file, os.O_WRONLY | os.O_TRUNC), "wb") as log,
+    ):
         notifications.bind("\0" + name)  # abstract: no file to remove, and nobody can guess it
         supervisor = subprocess.Popen(  # noqa: S603 - our own words, no shell
             module_command("cli", "up", "--state", layout.state),

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from chassis.exits import Exit, Fatal
+from chassis.ownership import open_private
 from cli.stack.layout import Layout
 from cli.stack.stack import Stack
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
@@ -28,7 +29,7 @@ _LARGEST_POWER: Final = 40  # of two: beyond it every wait is the longest
 def supervising(layout: Layout) -> Iterator[None]:
     """Be the one supervisor of the state directory; raises `Fatal` where there is one already."""
     layout.create()
-    with layout.lock_file.open("w") as lock:
+    with os.fdopen(open_private(layout.lock_file), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

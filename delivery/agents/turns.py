@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+from chassis.ownership import open_private
+
 _PAUSE: Final = 0.002  # seconds between two looks at a lock that another process holds
 
 
@@ -47,7 +49,7 @@ class Turns:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return open_private(path)
 
 
 async def _take(descriptor: int) -> None:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from chassis.exits import Fatal
+from chassis.ownership import open_private
 from chassis.sqlite import exit_after
 
 _BYTES: Final = 4096  # reserved, so that a full disk does not stand in the way of writing
@@ -36,7 +37,7 @@ class Underway:
 
     def __init__(self, directory: Path, name: str) -> None:
         """Open the file, and reserve its place; raises `OSError`."""
-        self._file = os.open(directory / f"{name}.underway", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = open_private(directory / f"{name}.underway")
         os.posix_fallocate(self._file, 0, _BYTES)
 
     def begin(self, begun: Begun) -> None:

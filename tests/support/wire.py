@@ -53,3 +53,26 @@ def _unchunk(data: bytes) -> bytes:
         size, _, data = data.partition(b"\r\n")
         body, data = body + data[: int(size, 16)], data[int(size, 16) + 2 :]
     return body
+
+
+SECRET = "s3cr3tT0k3n"
+MALFORMED = {
+    name: text.replace("SECRET", SECRET).encode("latin-1")
+    for name, text in {
+        "a NUL in the token": "GET /v1/ready HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\0\r\n\r\n",
+        "a CR in the token": "GET /v1/ready HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SEC\rSECRET\r\n\r\n",
+        "a token where a name should be": "GET /v1/ready HTTP/1.1\r\nHost: x\r\nBearer SECRET: x\r\n\r\n",
+        "a token without a name": "GET /v1/ready HTTP/1.1\r\nHost: x\r\nSECRET\r\n\r\n",
+        "a token folded": "GET /v1/ready HTTP/1.1\r\nHost: x\r\nX: y\r\n SECRET\0\r\n\r\n",
+        "a token in a broken target": "GET /v1/ready?token=SECRET\0 HTTP/1.1\r\nHost: x\r\n\r\n",
+        "a token in a broken request line": "GET /v1/ready SECRET HTTP/1.1\r\nHost: x\r\n\r\n",
+        "a token as the method": "SECRET\0 /v1/ready HTTP/1.1\r\nHost: x\r\n\r\n",
+        "a token as the version": "GET /v1/ready HTTP/SECRET\r\nHost: x\r\n\r\n",
+        "a token as the length": "POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Length: SECRET\r\n\r\n",
+        "a token as the size of a chunk": "POST /v1/send HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        "Transfer-Encoding: chunked\r\n\r\nSECRET\r\n",
+        "a token in a line too long": f"GET /v1/ready HTTP/1.1\r\nAuthorization: SECRET{'x' * 70_000}\r\n\r\n",
+        "a token in a target that is no path": "GET http://[SECRET HTTP/1.1\r\nHost: x\r\n\r\n",
+        "a token in a path": "GET /v1/Bearer%20x/SECRET\x7f HTTP/1.1\r\nHost: x\r\n\r\n",
+    }.items()
+}

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
+from wire import MALFORMED, SECRET
 
 from broker.config import BrokerConfig
 from broker.main import open_services
@@ -102,3 +104,20 @@ async def test_a_client_that_does_not_read_its_answers_is_dropped(listen: Open) 
         hang_up.register(client, 0)
         assert await asyncio.to_thread(hang_up.poll, 60_000)
     assert _dropped(services, "reply_not_read") == 1
+
+
+async def test_the_broker_repeats_no_malformed_head_in_an_answer_or_its_log(
+    listen: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    services = await listen()
+    with capture_logs() as lines:
+        for name, request in MALFORMED.items():
+            reader, writer = await asyncio.open_unix_connection(str(services.config.socket_path))
+            writer.write(request)
+            writer.write_eof()
+            answer = await asyncio.wait_for(reader.read(), 20)
+            assert answer[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 401", b"HTTP/1.1 404"), (name, answer)
+            assert SECRET.encode() not in answer, name
+            assert not answer or b"application/problem+json" in answer, name
+            writer.close()
+    assert SECRET not in caplog.text + str(lines)

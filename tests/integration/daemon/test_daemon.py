@@ -232,3 +232,35 @@ def test_a_disk_that_fails_under_a_commit_ends_the_daemon_with_74(daemon: Any) -
     daemon.start().ready()
     assert daemon.ask("GET", "/v1/sends/kept")[0] == 200
     assert daemon.send("lost") == 202
+
+
+def test_daemons_that_start_at_once_in_one_directory_of_sockets_all_run(daemon: Any, second: Any) -> None:
+    second.socket, second.state = daemon.directory / "other.sock", daemon.directory / "state-2"
+    second.file, second.log = daemon.directory / "other.toml", daemon.directory / "log-2"
+    second.lines[""][1] = f'state_directory = "{second.state}"'
+    second.lines["socket"] = [f'path = "{second.socket}"']
+    daemon.start()
+    second.start().ready()
+    daemon.ready()
+    assert (daemon.stop(), second.stop()) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["outbox.db", "outbox.db-wal", "outbox.lock"])
+def test_a_file_of_the_state_that_is_a_link_is_refused(daemon: Any, name: str) -> None:
+    daemon.state.mkdir(mode=0o700)
+    target = daemon.directory / "target"
+    (daemon.state / name).symlink_to(target)
+    assert daemon.start().ended() == 78
+    assert "is a symbolic link: remove it" in daemon.said()
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("which", ["state", "sockets"])
+def test_a_directory_that_others_may_write_to_is_refused(daemon: Any, which: str) -> None:
+    daemon.state.mkdir(mode=0o700)
+    sockets = daemon.directory / "sockets"
+    sockets.mkdir(mode=0o700)
+    daemon.lines["socket"] = [f'path = "{sockets / "d.sock"}"']
+    (daemon.state if which == "state" else sockets).chmod(0o777)
+    assert daemon.start().ended() == 78
+    assert "others may write to it: chmod go-w" in daemon.said()

@@ -10,6 +10,8 @@ import struct
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
+from wire import MALFORMED, SECRET
 
 from ipc.limits import Limits
 from outbox.model import Caller, Settlement, Verdict
@@ -370,3 +372,14 @@ async def test_a_settled_id_is_never_sent_again(room: Any) -> None:
     await room.outbox.settle([Settlement(row.row_id, Verdict.DEAD, last_error="x: y")])
     assert (await room.send({"to": "topic:a", "client_message_id": "k"})).status == 409
     assert await room.outbox.claim() == []
+
+
+@pytest.mark.parametrize("request_", MALFORMED.values(), ids=MALFORMED)
+async def test_no_malformed_head_is_repeated_in_the_answer_or_the_log(
+    room: Any, request_: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with capture_logs() as lines:
+        answer = await room.raw(request_)
+    assert status_of(answer) in (CLOSED, 400, 404)
+    assert SECRET.encode() not in answer
+    assert SECRET not in caplog.text + str(lines)

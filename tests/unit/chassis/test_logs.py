@@ -3,6 +3,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from chassis.logs import mask
+
 
 def logged(script: str) -> list[dict[str, object]]:
     head = "import structlog; from chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
@@ -39,3 +43,59 @@ def test_a_log_that_cannot_be_written_stops_nobody():
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, check=False)
     assert ran.stdout == b"on\n"
+
+
+def test_what_a_library_logs_is_one_json_line_with_its_exception():
+    script = (
+        "import logging\ntry:\n    raise ValueError('two\\nlines')\n"
+        "except ValueError:\n    logging.getLogger('aiohttp.server').exception('of\\n%s', 'two')\n"
+        "logging.getLogger('nats').error('%d', 'no number')\nimport warnings\nwarnings.warn('old')"
+    )
+    first, second, third = logged(script)
+    assert (first["event"], first["logger"], first["level"]) == ("library_message", "aiohttp.server", "error")
+    assert first["message"] == "of\ntwo"
+    assert "ValueError: two\nlines" in str(first["exception"])
+    assert second["message"] == "%d"
+    assert third["logger"] == "py.warnings"
+
+
+def test_a_library_that_repeats_itself_is_cut_off_and_leaves_room_for_others():
+    script = (
+        "import logging\nfor number in range(1000):\n    logging.getLogger('nats.client').error('again')\n"
+        "logging.getLogger('asyncpg').error('mine')"
+    )
+    lines = logged(script)
+    assert [line["message"] for line in lines] == ["again"] * 20 + ["mine"]
+
+
+def test_a_library_that_was_cut_off_says_later_how_much_was_left_out():
+    script = (
+        "import logging\nfor second in (0.0,) * 30 + (11.0,):\n"
+        "    record = logging.LogRecord('redis', logging.ERROR, '', 0, 'again', (), None)\n"
+        "    record.created = second\n    logging.getLogger('redis').handle(record)"
+    )
+    assert logged(script)[-1]["left_out"] == 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Invalid header: b'Authorization: Bearer s3cr3t\\x00'",
+        "b'authorization: s3cr3t and more s3cr3t'",
+        "{'Authorization': 'Basic s3cr3t'}",
+        "connection to postgresql://postroom:s3cr3t@host:5432/db failed",
+        "redis://:s3cr3t@host",
+        "GET /v1/send?access_token=s3cr3t&x=1",
+        'nats: {"auth_token": "s3cr3t"}',
+        "Bearer s3cr3t",
+    ],
+)
+def test_a_token_is_masked_wherever_it_stands(text: str):
+    assert "s3cr3t" not in mask(text)
+    (line,) = logged(f"import logging; logging.getLogger('aiohttp').error({text!r})")
+    assert "s3cr3t" not in json.dumps(line)
+
+
+def test_what_only_looks_like_a_secret_stays_readable():
+    for text in ("a token in the query string ends up in logs", "https://host:8080/v1/send@x", "the password is wrong"):
+        assert mask(text) == text

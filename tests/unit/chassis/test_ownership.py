@@ -1,11 +1,14 @@
 """Whose files and directories are, whoever makes them and under whatever umask."""
 
+import fcntl
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from chassis.ownership import hand_over, private_directory
+from chassis.listener import unix_listener
+from chassis.ownership import check_private, hand_over, open_private, private_directory, refuse_link
 
 
 def test_a_file_is_given_to_the_owner_of_its_directory(tmp_path: Path) -> None:
@@ -36,3 +39,83 @@ def test_a_private_directory_that_is_there_keeps_its_mode(tmp_path: Path) -> Non
     tmp_path.chmod(0o711)
     private_directory(tmp_path)
     assert tmp_path.stat().st_mode & 0o777 == 0o711
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o703])
+def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(OSError, match=r"others may write to it: chmod go-w .*"):
+        private_directory(tmp_path)
+
+
+def test_a_directory_below_one_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(OSError, match=f"others may write to {tmp_path}, in which it lies"):
+        private_directory(tmp_path / "state")
+    tmp_path.chmod(0o1777)
+    private_directory(tmp_path / "state")
+
+
+def test_a_link_to_a_directory_counts_by_where_it_lies_too(tmp_path: Path) -> None:
+    (open_to_all := tmp_path / "open").mkdir()
+    private_directory(tmp_path / "state")
+    (open_to_all / "link").symlink_to(tmp_path / "state")
+    private_directory(open_to_all / "link")
+    open_to_all.chmod(0o777)
+    with pytest.raises(OSError, match="others may write to"):
+        private_directory(open_to_all / "link")
+
+
+def test_a_group_may_write_to_a_directory_where_it_is_this_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o770)
+    monkeypatch.setattr("chassis.ownership._is_private_group", lambda _: True)
+    check_private(tmp_path)
+    monkeypatch.setattr("chassis.ownership._is_private_group", lambda _: False)
+    with pytest.raises(OSError, match="others may write"):
+        check_private(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused_but_root_may_work_for_its_owner(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, -1)
+    with pytest.raises(OSError, match=r"it belongs to \w+: give it to root"):
+        private_directory(tmp_path)
+    with pytest.raises(OSError, match=f"{tmp_path}, in which it lies, belongs to"):
+        private_directory(tmp_path / "state")
+    private_directory(tmp_path, may_be_anothers=True)
+
+
+def test_a_file_is_opened_private_and_never_through_a_link(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        os.close(open_private(tmp_path / "new"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="is a symbolic link: remove it"):
+        open_private(tmp_path / "link")
+    assert not (tmp_path / "elsewhere").exists()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is no regular file"):
+        refuse_link(tmp_path / "pipe")
+
+
+def test_programs_that_start_at_once_in_one_directory_all_listen(short_directory: Path) -> None:
+    with ThreadPoolExecutor(8) as starters:
+        sockets = list(starters.map(lambda number: unix_listener(short_directory / f"{number}.sock"), range(8)))
+    assert all((short_directory / f"{number}.sock").is_socket() for number in range(8))
+    for sock in sockets:
+        sock.close()
+
+
+def test_who_keeps_the_directory_locked_keeps_nobody_from_listening(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chassis.listener._LONGEST_WAIT", 0.05)
+    held = os.open(short_directory, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    unix_listener(short_directory / "s.sock").close()
+    os.close(held)
