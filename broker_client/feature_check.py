@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
+from typing import Final
 
 from broker_client.failures import Failure, RequestFailed
 from broker_client.link import BrokerLink
@@ -10,9 +13,11 @@ from broker_client.settings import RelaySettings
 from broker_client.window import KeptFeatures, assumed_max_age_hours, max_age_hours
 from postroom.accept import Features
 
+_FRESH_SECONDS: Final = 15.0  # in which a daemon notices that the broker's database is another one
+
 
 class FeatureCheck:
-    """Asks for the features at a start, after the broker was away, and whenever the token changes.
+    """Asks for the features at a start, after the broker was away, whenever the token changes, and now and then.
 
     Until they are known, those last seen count, kept on disk, else the defaults (spec send.md, "Relaying").
     """
@@ -23,6 +28,7 @@ class FeatureCheck:
         self._mesh = mesh
         self._kept = KeptFeatures(state_directory)
         self._identity: int | None = None  # of the link, when the check was last passed
+        self._asked_at = -math.inf
         self.features: Features | None = self._kept.load()
         self.max_age_hours = assumed_max_age_hours(self.features, settings.max_age_hours)
 
@@ -32,11 +38,15 @@ class FeatureCheck:
         return self._identity is not None
 
     def is_due(self) -> bool:
-        """Tell whether nothing may be posted before the check, because the token is new, or gone."""
+        """Tell whether nothing may be posted before the check: the token is new, or gone, or the last one is old."""
         try:
-            return self._link.identity() != self._identity
+            return self._link.identity() != self._identity or self.fresh_seconds() <= 0
         except RequestFailed:  # no token to show: asking says so
             return True
+
+    def fresh_seconds(self) -> float:
+        """Return how long the last check is still worth something."""
+        return self._asked_at + _FRESH_SECONDS - time.monotonic()
 
     async def ask(self) -> None:
         """Do the check. Raises `RequestFailed` where it has to be repeated, `Fatal` (78) where it failed for good.
@@ -53,3 +63,4 @@ class FeatureCheck:
             self._kept.save(features)
         self.features = features
         self._identity = identity
+        self._asked_at = time.monotonic()

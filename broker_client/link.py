@@ -20,7 +20,7 @@ from broker_client.settings import BrokerClientSettings
 from chassis.backoff import read_retry_after
 from chassis.config import MASK
 from chassis.words import clean
-from outbox.model import Accepted, ClaimedRow, Unanswered
+from outbox.model import Accepted, ClaimedRow, DoneRow, Unanswered
 from postroom.accept import (
     OVERLOADED,
     AcceptAnswer,
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 _LARGEST_HISTORY_ID: Final = 2**63 - 1  # what a column holds
 _ACCEPTED: Final = frozenset({HTTPStatus.OK, HTTPStatus.CREATED})
-_NOT_ACCEPTED: Final = frozenset({HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT})
+_LOOKED_UP: Final = frozenset({HTTPStatus.OK, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT})
 _SUCCESS: Final = frozenset({*_ACCEPTED, HTTPStatus.NO_CONTENT})
 _CALLERS_FAULT: Final = frozenset({400, 403, 404, 409, 422})  # of a call passed on, not of our token
 _encode: Final = msgspec.json.Encoder().encode
@@ -90,6 +90,17 @@ class BrokerLink:
 
     async def accepted(self, rows: Sequence[Unanswered]) -> list[Accepted | None]:
         """Ask which rows the broker accepted: what it has of each, in the order of `rows`; raises `RequestFailed`."""
+        return [_found(answer) for answer in await self._look_up(rows)]
+
+    async def lost(self, rows: Sequence[DoneRow]) -> list[DoneRow]:
+        """Ask which rows the broker knows nothing of; raises `RequestFailed`.
+
+        An id that somebody else has there is not lost: this daemon may have had another member's token before.
+        """
+        answers = await self._look_up(rows)
+        return [row for row, answer in zip(rows, answers, strict=True) if answer.status == HTTPStatus.NOT_FOUND]
+
+    async def _look_up(self, rows: Sequence[Unanswered | DoneRow]) -> list[AcceptAnswer]:
         messages = [
             SentMessage(client_message_id=row.client_message_id, request_fingerprint=row.fingerprint.hex())
             for row in rows
@@ -98,7 +109,9 @@ class BrokerLink:
         reply = self._succeeded(await self._channel.request("POST", "/v1/accepted", query))
         answers = _decoded(reply, _decode_answers).answers
         _check_answers(rows, answers)
-        return [_found(answer) for answer in answers]
+        if strange := next((each for each in answers if each.status not in _LOOKED_UP), None):
+            raise _garbage(f"the broker's answer for {strange.client_message_id} makes no sense")
+        return answers
 
     async def features(self) -> Features:
         """Ask what the broker can do and whom the token speaks for; raises `RequestFailed`."""
@@ -176,15 +189,12 @@ def failure_of(status: int, code: str = "") -> Failure:
 
 
 def _found(answer: AcceptAnswer) -> Accepted | None:
-    """Read the answer of a look-up: only "not there", or "there under another content or member", is a no."""
-    if answer.status in _ACCEPTED and answer.broker_message_id is not None and answer.history_id is not None:
-        return Accepted(answer.broker_message_id, answer.history_id)
-    if answer.status in _NOT_ACCEPTED:
+    if answer.broker_message_id is None or answer.history_id is None:
         return None
-    raise _garbage(f"the broker's answer for {answer.client_message_id} makes no sense")
+    return Accepted(answer.broker_message_id, answer.history_id)
 
 
-def _check_answers(rows: Sequence[ClaimedRow | Unanswered], answers: Sequence[AcceptAnswer]) -> None:
+def _check_answers(rows: Sequence[ClaimedRow | Unanswered | DoneRow], answers: Sequence[AcceptAnswer]) -> None:
     if len(answers) != len(rows):
         raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
     for row, answer in zip(rows, answers, strict=True):

@@ -21,6 +21,7 @@ import structlog
 
 from broker_client.answers import Outcome, expired, returned
 from broker_client.availability import Availability
+from broker_client.comparison import Comparison
 from broker_client.counters import RelayCounters
 from broker_client.failures import RequestFailed
 from broker_client.feature_check import FeatureCheck
@@ -70,6 +71,7 @@ class Relay:
         rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
         self._availability = Availability(settings, rng)
         self._posting = Posting(outbox, link, settings, self._availability, clock=clock, rng=rng, sleep=sleep)
+        self.comparison = Comparison(outbox, link, clock=clock)
         self._check = FeatureCheck(link, settings, state_directory, mesh)
         self._controls = Controls()
         self._controls_stale = True
@@ -182,7 +184,8 @@ class Relay:
             batch = self._ready.popleft()
             self._start(self._posting.relay(batch), batch)
         elif not await self._claim_rows():
-            await self._wait(self._controls.wait_seconds(self._clock()), for_work=True)
+            seconds = min(self._controls.wait_seconds(self._clock()), self._check.fresh_seconds())
+            await self._wait(seconds, for_work=True)
             if self._posts:
                 await self._sleep(GATHER_SECONDS)
 
@@ -289,12 +292,24 @@ class Relay:
             await _first_of(asyncio.shield(asking), self._stopping.wait())
             if asking.done():
                 asking.result()
+                await self._notice_incarnation()
                 self._availability.reachable()
                 self._expire_at = 0  # by the age that now holds
         except RequestFailed as error:
             self._availability.failed(error, flight, self._clock())
         finally:
             asking.cancel()
+
+    async def _notice_incarnation(self) -> None:
+        """Have the done rows compared where the broker's database is another one.
+
+        What the one before answered is settled first: no post is under way then whose answer might be its.
+        """
+        features = self._check.features
+        if features is not None and await self.comparison.is_new(features):
+            if self._posts:
+                await asyncio.wait(self._posts)
+            await self.comparison.begin(features)
 
     async def _wait(self, seconds: float, *, for_work: bool = False) -> None:
         """Wait to be woken, for `seconds` at most, and no longer than until the next look for expired rows."""

@@ -58,6 +58,13 @@ def max_age_hours(features: Features, override: int | None) -> int:
     return derived if override is None else _within(override, window - LEAST_MARGIN_HOURS, derived)
 
 
+def recognised_hours(features: Features) -> int | None:
+    """Return the age in hours up to which the broker surely recognises an id; None where it does for ever."""
+    if (dedupe := features.client_message_id_dedupe) is not None and dedupe.mode == "permanent":
+        return None
+    return max_age_hours(features, None)
+
+
 def assumed_max_age_hours(features: Features | None, override: int | None) -> int:
     """Return the age to go by until the broker can be asked: the override's, else that of what was last seen."""
     dedupe = (features.client_message_id_dedupe if features else None) or DEFAULT_DEDUPE

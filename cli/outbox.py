@@ -230,6 +230,34 @@ def prune(
 
 
 @app.command()
+def resend(
+    *,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="The messages that the broker's database lost: needed, the only choice.")
+    ] = False,
+    reason: Reason = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Send done messages again, under their own ids, that the broker lost when its database was restored."""
+    if not missing:
+        raise Fatal(Exit.USAGE, "say what to send again: --missing, what the broker's database lost")
+    why = reason_or_ask(reason, dry_run=dry_run)
+    if not dry_run:
+        confirm("Send every message again that the broker's database lost?", yes=yes)
+    result = with_daemon(socket, lambda client: client.resend_missing(reason=why, dry_run=dry_run), timeout=600.0)
+    if as_json:
+        json_line(result)
+        return
+    for client_message_id in result.without_payload_ids:
+        line(f"{client_message_id}: its payload was pruned")
+    what = "would be sent again" if dry_run else "sent again"
+    line(f"{result.resent} {what}, {result.without_payload} without their payload")
+
+
+@app.command()
 def export(
     *,
     output: Annotated[

@@ -80,8 +80,12 @@ async def _answer(asked: Awaitable[dict[str, Any]]) -> dict[str, Any]:
 async def _rows(stack: Stack) -> dict[str, Any]:
     """Ask the daemon for its rows by status."""
     async with stack.daemon.client() as client:
-        rows = (await client.health()).rows
-    return {"backlog": {status: rows.get(status, 0) for status in ("pending", "inflight", "dead")}}
+        health = await client.health()
+    backlog = {status: health.rows.get(status, 0) for status in ("pending", "inflight", "dead")}
+    if not health.missing:
+        return {"backlog": backlog}
+    what = "the broker's database lost messages: see `postroom outbox resend --missing --dry-run`"
+    return {"backlog": {**backlog, "missing at the broker": health.missing}, "problem": what}
 
 
 async def _health(stack: Stack) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from daemon.receiver import Receiver
 from ipc.counters import LATENCY_BOUNDS as ACCEPT_BOUNDS
 from ipc.counters import Counters
 from outbox import Outbox
-from outbox.model import OutboxCounts
+from outbox.model import Missing, OutboxCounts
 
 PREFIX: Final = "postroom_daemon_"
 _process = ProcessCollector(registry=None)
@@ -30,7 +30,7 @@ async def expose(counters: Counters, outbox: Outbox, relay: Relay, receiver: Rec
     return exposition(
         [
             *_socket(counters),
-            *_outbox(outbox, counts),
+            *_outbox(outbox, counts, await outbox.missing()),
             *_relay(relay.counters),
             *_inbox(counters, receiver),
             *_process.collect(),
@@ -54,7 +54,7 @@ def _socket(counters: Counters) -> Iterator[Metric]:
     yield _gauge("requests_in_flight", "Requests being answered", counters.in_flight)
 
 
-def _outbox(outbox: Outbox, counts: OutboxCounts) -> Iterator[Metric]:
+def _outbox(outbox: Outbox, counts: OutboxCounts, missing: Missing) -> Iterator[Metric]:
     rows = GaugeMetricFamily(f"{PREFIX}outbox_rows", "Rows of the outbox by status", labels=["status"])
     for status, count in counts.rows.items():
         rows.add_metric([status], count)
@@ -67,6 +67,7 @@ def _outbox(outbox: Outbox, counts: OutboxCounts) -> Iterator[Metric]:
     yield _gauge("outbox_used_bytes", "Bytes of the outbox file that hold something", counts.used_bytes)
     yield _gauge("outbox_file_bytes", "Size of the outbox file", counts.file_bytes)
     yield _gauge("outbox_wal_bytes", "Size of the write-ahead log", counts.wal_bytes)
+    yield _gauge("outbox_missing", "Done rows that the broker's database lost", missing.rows)
     commits, operations = outbox.progress
     yield CounterMetricFamily(f"{PREFIX}outbox_commits", "Transactions committed", commits)
     yield CounterMetricFamily(f"{PREFIX}outbox_committed_operations", "Operations in them", operations)

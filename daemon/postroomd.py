@@ -90,6 +90,7 @@ class Postroomd:
         return {
             **receiving,
             "relay": self.relay.run(),
+            "comparison": self.relay.comparison.run(),
             "outbox": self.outbox.run_until_failure(),
             "pruning": self.outbox.prune_by_age(),
             "connections": self.server.sweep(),

@@ -10,7 +10,7 @@ from aiohttp import web
 from ipc.answers import Answer, json_answer
 from ipc.request import Request
 from ipc.services import Services
-from outbox.model import to_datetime
+from outbox.model import Missing, to_datetime
 from postroom.errors import TryAgain
 from postroom.sends import Health, Ready, Version
 
@@ -50,6 +50,7 @@ class Control:
 
     async def _health(self) -> Health:
         counts = await self._services.outbox.counts()
+        missing, progress = await self._services.outbox.missing(), await self._services.outbox.comparison()
         relay = self._services.relay.status()
         reasons = []
         if not self._services.outbox.healthy:
@@ -59,6 +60,8 @@ class Control:
         if counts.due_ms > self._services.late_seconds * 1000:
             why = relay.reason or f"the relay is {relay.state}"
             reasons.append(f"a message that is due has waited for {counts.due_ms // 1000} s: {why}")
+        if missing.rows:
+            reasons.append(_missing(missing))
         if counts.wal_bytes > WAL_WARNING_BYTES:
             reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
         if counts.waiting_bytes > FULL_WARNING * self._services.outbox_max_bytes:
@@ -74,4 +77,15 @@ class Control:
             oldest_pending_at=to_datetime(counts.oldest_pending_at),
             wal_bytes=counts.wal_bytes,
             outbox_bytes=counts.file_bytes,
+            comparing=progress is not None and not progress.ended,
+            missing=missing.rows,
+            missing_without_payload=missing.without_payload,
         )
+
+
+def _missing(missing: Missing) -> str:
+    gone = f" ({missing.without_payload} of them without their payload, which is gone)" * bool(missing.without_payload)
+    return (
+        f"{missing.rows} messages that the broker had accepted are not in its database any more{gone}: "
+        "send them again with `postroom outbox resend --missing`"
+    )

@@ -24,6 +24,8 @@ from postroom.operations import (
     PruneResult,
     ReasonRequest,
     RequeueRequest,
+    ResendRequest,
+    ResendResult,
     Verb,
 )
 
@@ -105,6 +107,24 @@ class OutboxDesk:
         before = now_ms() - int(asked.older_than_seconds * 1000)
         pruned = await self._outbox.prune(before, caller=request.caller, reason=asked.reason)
         return json_answer(PruneResult(pruned=pruned))
+
+    async def resend(self, request: Request) -> web.StreamResponse:
+        """Send the done rows that the broker's database lost again, under their own ids, or count them."""
+        asked = await self._body(request, ResendRequest)
+        if asked.dry_run:
+            missing = await self._outbox.missing()
+            kept = missing.rows - missing.without_payload
+            return json_answer(ResendResult(dry_run=True, resent=kept, without_payload=missing.without_payload))
+        sent = await self._outbox.resend_missing(caller=request.caller, reason=asked.reason)
+        return json_answer(
+            ResendResult(
+                dry_run=False,
+                resent=len(sent.row_ids),
+                without_payload=len(sent.without_payload),
+                without_payload_ids=sent.without_payload,
+                more=sent.after is not None,
+            )
+        )
 
     def bulk(self, verb: Verb) -> Handler:
         """Make the handler of `verb` on every row that a filter means, or a dry run of it."""

@@ -26,6 +26,8 @@ from postroom.operations import (
     PruneResult,
     ReasonRequest,
     RequeueRequest,
+    ResendRequest,
+    ResendResult,
     ResumeRequest,
     SendsQuery,
     WaitQuery,
@@ -95,6 +97,8 @@ def routes(services: Services) -> list[Route]:
                body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
         _route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "drop the payloads of old finished rows",
                body=PruneRequest, answers={200: PruneResult}, problems=_BODY),
+        _route("POST", "/v1/outbox/resend", outbox.resend, OPERATOR, "send again what the broker's database lost",
+               body=ResendRequest, answers={200: ResendResult}, problems=_BODY),
 
         _route("POST", "/v1/relay/pause", relay.pause, OPERATOR, "stop relaying, wholly or to one destination",
                body=PauseRequest, answers={200: RelayStatus}, problems=_BODY),

@@ -106,6 +106,35 @@ class Unanswered(NamedTuple):
     unanswered_at: int  # ms since the epoch
 
 
+class DoneRow(NamedTuple):
+    """A row that the broker accepted, to be compared with what its database has."""
+
+    seq: int
+    client_message_id: str
+    fingerprint: bytes
+
+
+class Comparison(NamedTuple):
+    """How far the done rows were compared with the broker's database, which its incarnation names."""
+
+    incarnation: str
+    since: int  # ms since the epoch: rows that settled before are not compared
+    after: int  # the `seq` of the last row compared
+    until: int  # the last row to compare
+
+    @property
+    def ended(self) -> bool:
+        """Whether every row was compared."""
+        return self.after == self.until
+
+
+class Missing(NamedTuple):
+    """How many done rows the broker's database lost, and how many of those cannot be sent again."""
+
+    rows: int
+    without_payload: int
+
+
 class Accepted(NamedTuple):
     """What the broker has of a row that it accepted."""
 
@@ -136,6 +165,7 @@ class Cause(StrEnum):
     REQUEUE = "requeue"
     ABORT = "abort"
     LOOK_UP = "look_up"  # before a requeue or an abort: the broker turns out to have it
+    RESEND = "resend"  # the broker's database lost it
 
 
 TRANSITIONS: Final[frozenset[tuple[RowStatus, RowStatus, Cause]]] = frozenset(
@@ -152,6 +182,7 @@ TRANSITIONS: Final[frozenset[tuple[RowStatus, RowStatus, Cause]]] = frozenset(
         ("dead", "aborted", Cause.ABORT),
         ("pending", "done", Cause.LOOK_UP),
         ("dead", "done", Cause.LOOK_UP),
+        ("done", "pending", Cause.RESEND),
     }
 )
 """Every move that exists; a test tries all the others. The database enforces the same set by a trigger."""

@@ -84,7 +84,7 @@ class Requeue(NamedTuple):
         _abort(transaction, row, successor)
         self._write_successor(transaction, row, successor, client_message_id)
         detail = f"superseded by {successor} ({client_message_id})" + (", patched" if self.patch else "") + forced
-        _log(transaction, "requeue", self.order, row.id, detail)
+        log(transaction, "requeue", self.order, row.id, detail)
         return successor
 
     def _write_successor(self, transaction: Transaction, row: _Row, successor: str, client_message_id: str) -> None:
@@ -133,7 +133,7 @@ class Abort(NamedTuple):
         _require(row, "abort")
         forced = _require_outcome(row, "abort", self.order)
         _abort(transaction, row, None)
-        _log(transaction, "abort", self.order, row.id, forced.removeprefix(", ") or None)
+        log(transaction, "abort", self.order, row.id, forced.removeprefix(", ") or None)
         return row.id
 
 
@@ -149,7 +149,7 @@ class Hold(NamedTuple):
         row = _get(transaction, self.row_id)
         _require(row, "hold")
         _move(transaction, row, HELD, row.next_attempt_at)
-        _log(transaction, "hold", self.order, row.id)
+        log(transaction, "hold", self.order, row.id)
         return row.id
 
 
@@ -168,7 +168,7 @@ class Release(NamedTuple):
         self.walked.forget()
         lane = lane_for(row.priority, row.next_attempt_at, transaction.now)
         _move(transaction, row, lane, row.next_attempt_at)
-        _log(transaction, "release", self.order, row.id)
+        log(transaction, "release", self.order, row.id)
         return row.id
 
 
@@ -187,7 +187,7 @@ class Flush(NamedTuple):
         self.walked.forget()
         due = max(transaction.now, row.not_before or transaction.now)
         _move(transaction, row, lane_for(row.priority, due, transaction.now), due)
-        _log(transaction, "flush", self.order, row.id)
+        log(transaction, "flush", self.order, row.id)
         return row.id
 
 
@@ -201,7 +201,7 @@ class Log(NamedTuple):
 
     def run(self, transaction: Transaction) -> None:
         """Write it."""
-        _log(transaction, self.verb, self.order, None, self.detail)
+        log(transaction, self.verb, self.order, None, self.detail)
 
 
 class Control(NamedTuple):
@@ -224,7 +224,7 @@ class Control(NamedTuple):
             self.walked.forget()
         rate = f", {self.rate_per_second:g}/s" if self.rate_per_second is not None else ""
         detail = f"relay of {self.destination or 'everything'}{rate}"
-        _log(transaction, "pause" if self.paused else "resume", self.order, None, detail)
+        log(transaction, "pause" if self.paused else "resume", self.order, None, detail)
 
 
 Build = Callable[[str, Order], Requeue | Abort | Hold | Release | Flush]
@@ -302,6 +302,7 @@ def _move(transaction: Transaction, row: _Row, lane: int, next_attempt_at: int) 
     transaction.execute(_QUERIES["move"], {"seq": row.seq, "lane": lane, "next_attempt_at": next_attempt_at})
 
 
-def _log(transaction: Transaction, verb: str, order: Order, row_id: str | None, detail: str | None = None) -> None:
+def log(transaction: Transaction, verb: str, order: Order, row_id: str | None, detail: str | None = None) -> None:
+    """Write a line of the operator log."""
     line = {"at": transaction.now, "verb": verb, "actor": str(order.caller), "reason": order.reason.strip()}
     transaction.execute(_QUERIES["log"], {**line, "row_id": row_id, "detail": detail})

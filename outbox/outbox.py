@@ -17,10 +17,14 @@ from chassis.sqlite_file import OwnedFile
 from outbox.accepting import Accept, Known
 from outbox.bulk import Bulk
 from outbox.errors import already_accepted
+from outbox.missing import Begin, Note, Resend, Resent
 from outbox.model import (
     AcceptedRow,
     Caller,
     ClaimedRow,
+    Comparison,
+    DoneRow,
+    Missing,
     OutboxCounts,
     RelayControl,
     RowFilter,
@@ -40,6 +44,7 @@ from outbox.writer import PART_ROWS, Writer
 from postroom.errors import PostroomError
 from postroom.ids import new_id
 from postroom.message import PreparedSend, check_client_message_id
+from postroom.operations import MAX_IDS
 from postroom.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 
 _log = structlog.get_logger(__name__)
@@ -361,6 +366,44 @@ class Outbox:
         if verb == "flush" and result.done and not dry_run:
             self._urged()
         return result
+
+    # What the broker's database lost
+
+    async def comparison(self) -> Comparison | None:
+        """Return how far the done rows were compared with the broker's database; None where they never were."""
+        return await self._reader.comparison()
+
+    async def begin_comparison(self, incarnation: str, since_ms: int) -> None:
+        """Compare the rows that are done now, and settled from the moment on, with the database of that incarnation."""
+        await self._writer.submit(Begin(incarnation, since_ms))
+
+    async def stretch(self, comparison: Comparison) -> tuple[list[DoneRow], int]:
+        """Return the next rows of a comparison, and the row up to which that goes."""
+        return await self._reader.stretch(comparison)
+
+    async def note_compared(
+        self, comparison: Comparison, up_to: int, *, found: Sequence[DoneRow], lost: Sequence[DoneRow]
+    ) -> None:
+        """Write down which rows of a stretch the database has and has not; the comparison goes on after `up_to`."""
+        seqs = [row.seq for row in found], [row.seq for row in lost]
+        await self._writer.submit(Note(comparison.incarnation, up_to, *seqs))
+
+    async def missing(self) -> Missing:
+        """Count the done rows that the broker's database lost."""
+        return await self._reader.missing()
+
+    async def resend_missing(self, *, caller: Caller, reason: str) -> Resent:
+        """Send the rows that the broker's database lost again, under their own ids, up to `MAX_IDS` of them.
+
+        They are pending again; those whose payload is gone are named, noted in the operator log, and missing no more.
+        """
+        order = Order(caller, reason).checked()
+        total = Resent([], [], 0)
+        while total.after is not None and len(total.row_ids) + len(total.without_payload) < MAX_IDS:
+            part = await self._writer.submit(Resend(total.after, _CHUNK, order, self._walked))
+            total = Resent(total.row_ids + part.row_ids, total.without_payload + part.without_payload, part.after)
+        self._work.set()
+        return total
 
     async def prune(self, settled_before_ms: int, *, caller: Caller, reason: str) -> int:
         """Drop the payloads of done and aborted rows that settled before the moment; returns how many.

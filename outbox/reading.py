@@ -15,7 +15,18 @@ from chassis.sql import load_queries
 from chassis.sqlite import QUERIES as CONNECTION
 from chassis.sqlite import Connection, in_snapshot
 from outbox.errors import row_not_found
-from outbox.model import ClaimedRow, OutboxCounts, RelayControl, RowFilter, Unanswered, to_datetime
+from outbox.missing import read_comparison, read_missing, read_stretch
+from outbox.model import (
+    ClaimedRow,
+    Comparison,
+    DoneRow,
+    Missing,
+    OutboxCounts,
+    RelayControl,
+    RowFilter,
+    Unanswered,
+    to_datetime,
+)
 from outbox.relaying import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, unpack
 from postroom.errors import InvalidMessage
@@ -185,6 +196,18 @@ class Reader:
             lambda db: db.execute(_QUERIES["unanswered"], (_encode(row_ids).decode(),)).fetchall()
         )
         return [Unanswered(*each) for each in found]
+
+    async def comparison(self) -> Comparison | None:
+        """Return how far the done rows were compared with the broker's database; None where they never were."""
+        return await self._connection.run(read_comparison)
+
+    async def stretch(self, comparison: Comparison) -> tuple[list[DoneRow], int]:
+        """Return the next rows to compare, and up to which row that goes."""
+        return await self._connection.run(partial(read_stretch, comparison))
+
+    async def missing(self) -> Missing:
+        """Count the done rows that the broker's database lost."""
+        return await self._connection.run(read_missing)
 
     async def claimed(self, seqs: Sequence[int]) -> list[ClaimedRow]:
         """Return the rows that a claim took, in its order."""

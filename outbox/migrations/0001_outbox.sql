@@ -88,6 +88,7 @@ WHEN CASE OLD.status
      WHEN 'pending'  THEN NEW.status NOT IN ('inflight', 'dead') AND NEW.status NOT IN ('aborted', 'done')
      WHEN 'inflight' THEN NEW.status NOT IN ('done', 'dead') AND NEW.status <> 'pending'
      WHEN 'dead'     THEN NEW.status NOT IN ('aborted', 'done')
+     WHEN 'done'     THEN NEW.status <> 'pending' OR NOT EXISTS (SELECT 1 FROM outbox_missing WHERE seq = NEW.seq)
      ELSE 1 END
 BEGIN SELECT RAISE(ABORT, 'the outbox has no such transition'); END;
 
@@ -100,7 +101,12 @@ BEGIN SELECT RAISE(ABORT, 'an outbox row is never deleted'); END;
 
 CREATE TRIGGER outbox_frozen
 BEFORE UPDATE OF seq, id, client_message_id, request_fingerprint, enqueued_at, priority, destination, submitted_by,
-                 not_before, payload_bytes ON outbox
+                 payload_bytes ON outbox
+BEGIN SELECT RAISE(ABORT, 'what was accepted is frozen'); END;
+
+-- A row that is sent again, since the broker lost it, is as young as that.
+CREATE TRIGGER outbox_not_before_frozen BEFORE UPDATE OF not_before ON outbox
+WHEN NOT EXISTS (SELECT 1 FROM outbox_missing WHERE seq = OLD.seq)
 BEGIN SELECT RAISE(ABORT, 'what was accepted is frozen'); END;
 
 CREATE TRIGGER outbox_payload_frozen BEFORE UPDATE ON outbox_payload
@@ -175,6 +181,22 @@ CREATE TABLE tally (
     kept_room     INTEGER NOT NULL CHECK (kept_room >= 0)
 );
 INSERT INTO tally VALUES (1, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+
+-- The incarnation of the broker's database that the done rows were last compared with, or are being: those settled from
+-- `since` on, up to the row `until`; `after` is the last row that was compared.
+CREATE TABLE comparison (
+    only        INTEGER PRIMARY KEY CHECK (only = 1),
+    incarnation TEXT    NOT NULL,
+    since       INTEGER NOT NULL,
+    after       INTEGER NOT NULL,
+    until       INTEGER NOT NULL,
+    CHECK (after <= until)
+);
+
+-- The done rows that this database does not have.
+CREATE TABLE outbox_missing (
+    seq INTEGER PRIMARY KEY
+);
 
 -- Who did what to which row, when and why.
 CREATE TABLE operator_log (

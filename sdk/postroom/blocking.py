@@ -117,6 +117,7 @@ class Client:
     flush = _blocking(AsyncClient.flush)
     bulk = _blocking(AsyncClient.bulk)
     prune = _blocking(AsyncClient.prune)
+    resend_missing = _blocking(AsyncClient.resend_missing)
     pause_relay = _blocking(AsyncClient.pause_relay)
     resume_relay = _blocking(AsyncClient.resume_relay)
     topics = _blocking(AsyncClient.topics)

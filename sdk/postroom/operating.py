@@ -24,6 +24,8 @@ from postroom.operations import (
     PruneResult,
     ReasonRequest,
     RequeueRequest,
+    ResendRequest,
+    ResendResult,
     ResumeRequest,
     RowFilter,
     Verb,
@@ -107,6 +109,23 @@ class OperatorMethods(Calls):
         """Empty the payloads of `done` and `aborted` rows that are older than this; the rows stay."""
         body = PruneRequest(reason=reason, older_than_seconds=older_than_seconds)
         return await self._change("POST", "/v1/outbox/prune", PruneResult, body)
+
+    async def resend_missing(self, *, reason: str, dry_run: bool = False) -> ResendResult:
+        """Send the messages that the broker's database lost again, under their own ids; `health` counts them.
+
+        Those whose payload is gone are named, and noted in the operator log. However many there are, one request is
+        about some 10,000; what it did stays done where a later one fails.
+        """
+        total = ResendResult(dry_run=dry_run, resent=0, without_payload=0)
+        more = True
+        while more:
+            body = ResendRequest(reason=reason, dry_run=dry_run)
+            part = await self._change("POST", "/v1/outbox/resend", ResendResult, body)
+            total.resent += part.resent
+            total.without_payload += part.without_payload
+            total.without_payload_ids += part.without_payload_ids
+            more = part.more
+        return total
 
     async def pause_relay(self, destination: str | None = None, *, reason: str) -> RelayStatus:
         """Stop relaying, to one destination or altogether, until it is resumed; kept over restarts."""

@@ -7,6 +7,7 @@
     POST /v1/outbox/{id}/hold       ReasonRequest   → OutboxRow; likewise release, flush
     POST /v1/outbox/requeue         BulkRequest     → BulkResult; likewise abort, hold, release, flush
     POST /v1/outbox/prune           PruneRequest    → PruneResult
+    POST /v1/outbox/resend          ResendRequest   → ResendResult
     POST /v1/relay/pause            PauseRequest    → RelayStatus
     POST /v1/relay/resume           ResumeRequest   → RelayStatus
 
@@ -123,6 +124,27 @@ class PruneResult(msgspec.Struct, kw_only=True):
     """How many payloads a prune emptied."""
 
     pruned: int
+
+
+class ResendRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Send done rows that the broker's database lost again, under their own ids; with `dry_run` count them."""
+
+    reason: Reason
+    dry_run: bool = False
+
+
+class ResendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How many rows are pending again, or would be, and how many cannot be, since their payload is gone.
+
+    `without_payload_ids` are the client_message_ids of those, but for a dry run. One answer is about some 10,000 rows;
+    `more` says that there are more.
+    """
+
+    dry_run: bool
+    resent: int
+    without_payload: int
+    without_payload_ids: list[str] = []
+    more: bool = False
 
 
 class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -136,7 +136,11 @@ class RelayStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Health(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The body of `GET /v1/health`: `degraded` says why in `reasons`, one sentence each."""
+    """The body of `GET /v1/health`: `degraded` says why in `reasons`, one sentence each.
+
+    `missing` counts the done rows that the broker's database lost, as it was restored to an earlier state;
+    `missing_without_payload` those of them that cannot be sent again. While `comparing`, not all are found yet.
+    """
 
     status: Literal["ok", "degraded"]
     reasons: list[str]
@@ -145,6 +149,9 @@ class Health(msgspec.Struct, kw_only=True, omit_defaults=True):
     oldest_pending_at: datetime | None = None
     wal_bytes: int = 0
     outbox_bytes: int = 0
+    comparing: bool = False
+    missing: int = 0
+    missing_without_payload: int = 0
 
 
 class Ready(msgspec.Struct, kw_only=True):

@@ -32,6 +32,10 @@ async def test_the_file_lets_a_row_go_where_the_table_says_and_nowhere_else(
 ) -> None:
     await row_in(outbox, before)
     with opened(database) as db:
+        if (before, after) == ("done", "pending"):  # only where the broker lost it
+            with pytest.raises(sqlite3.IntegrityError, match="no such transition"):
+                db.execute(MOVE, {"status": after})
+            db.execute("INSERT INTO outbox_missing SELECT seq FROM outbox")
         if (before, after) in ALLOWED:
             db.execute(MOVE, {"status": after})
         else:

@@ -1,0 +1,81 @@
+"""Comparing what is done here with what the broker's database has, after that came back older than it was.
+
+The features name the database's incarnation. Where it is another one than the done rows were last compared with, they
+are looked up, batch by batch, beside the relay. What is not there is missing until an operator sends it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from broker_client.link import BrokerLink
+from broker_client.window import recognised_hours
+from outbox import Outbox
+from outbox.model import Comparison as Progress
+from postroom.accept import Features
+from postroom.errors import PostroomError
+
+_log = structlog.get_logger(__name__)
+
+_HOUR: Final = 3_600_000  # ms
+_RETRY_SECONDS: Final = 5.0  # after a look-up that failed
+
+
+class Comparison:
+    """The daemon's one comparison: `notice` what the broker says it is, and `run` as a task."""
+
+    def __init__(self, outbox: Outbox, link: BrokerLink, *, clock: Callable[[], int]) -> None:
+        self._outbox = outbox
+        self._link = link
+        self._clock = clock
+        self._due = asyncio.Event()
+        self._due.set()  # one may have been under way before the start
+
+    async def is_new(self, features: Features) -> bool:
+        """Tell whether the broker's database is another one than the done rows were compared with."""
+        progress = await self._outbox.comparison()
+        return features.incarnation is not None and (progress is None or progress.incarnation != features.incarnation)
+
+    async def begin(self, features: Features) -> None:
+        """Begin to compare with the database that `features` name.
+
+        Rows are compared as long as their ids are surely recognised; older ones the broker may have swept.
+        """
+        hours = recognised_hours(features)
+        since = 0 if hours is None else self._clock() - hours * _HOUR
+        if await self._outbox.comparison() is not None:
+            _log.warning("broker_database_changed", incarnation=features.incarnation)
+        await self._outbox.begin_comparison(str(features.incarnation), since)
+        self._due.set()
+
+    async def run(self) -> None:
+        """Compare whenever one has begun; ends with its task."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            await self._compare()
+
+    async def _compare(self) -> None:
+        while (progress := await self._outbox.comparison()) is not None and not progress.ended:
+            try:
+                await self._compare_some(progress)
+            except PostroomError as error:  # the broker cannot be asked, or the disk is full
+                _log.warning("comparison_waits", code=error.code, reason=str(error))
+                await asyncio.sleep(_RETRY_SECONDS)
+        if progress is not None and (missing := await self._outbox.missing()).rows:
+            _log.error(
+                "messages_missing_at_the_broker",
+                rows=missing.rows,
+                without_payload=missing.without_payload,
+                advice="postroom outbox resend --missing",
+            )
+
+    async def _compare_some(self, progress: Progress) -> None:
+        rows, up_to = await self._outbox.stretch(progress)
+        lost = await self._link.lost(rows) if rows else []
+        found = set(rows).difference(lost)
+        await self._outbox.note_compared(progress, up_to, found=sorted(found), lost=lost)

@@ -1,0 +1,61 @@
+-- name: comparison
+-- What the done rows were last compared with, and how far.
+SELECT incarnation, since, after, until FROM comparison;
+
+-- name: begin
+-- Compare the done rows that settled from `since` on with another database.
+INSERT INTO comparison (only, incarnation, since, after, until)
+VALUES (1, :incarnation, :since, 0, max(coalesce((SELECT max(seq) FROM outbox), 0),
+                                        coalesce((SELECT max(seq) FROM outbox_settled), 0)))
+ON CONFLICT (only) DO UPDATE
+SET incarnation = excluded.incarnation, since = excluded.since, after = excluded.after, until = excluded.until;
+
+-- name: stretch
+-- The next `scan` rows after `after`, moved or not, and which of them are to be compared.
+SELECT * FROM (
+    SELECT * FROM (SELECT seq, client_message_id, request_fingerprint, status = 'done' AND delivered_at >= :since
+                   FROM outbox WHERE seq > :after AND seq <= :until ORDER BY seq LIMIT :scan)
+    UNION ALL
+    SELECT * FROM (SELECT seq, client_message_id, request_fingerprint,
+                          aborted_by IS NULL AND enqueued_at + settled_after >= :since
+                   FROM outbox_settled WHERE seq > :after AND seq <= :until ORDER BY seq LIMIT :scan)
+) ORDER BY seq LIMIT :scan;
+
+-- name: compared
+-- Go on after this row, unless another comparison has begun.
+UPDATE comparison SET after = :after WHERE incarnation = :incarnation AND after < :after;
+
+-- name: found
+-- The database has these rows, or they are missing no more.
+DELETE FROM outbox_missing WHERE seq IN (SELECT value FROM json_each(:seqs));
+
+-- name: lost
+-- The database does not have these rows, as far as they are still done.
+INSERT INTO outbox_missing (seq)
+SELECT value FROM json_each(:seqs) AS lost
+WHERE EXISTS (SELECT 1 FROM outbox WHERE seq = lost.value AND status = 'done')
+   OR EXISTS (SELECT 1 FROM outbox_settled WHERE seq = lost.value AND aborted_by IS NULL)
+ON CONFLICT DO NOTHING;
+
+-- name: missing
+-- How many rows the database does not have, and how many of them have no payload any more.
+SELECT count(*), count(outbox_settled.seq) FROM outbox_missing LEFT JOIN outbox_settled USING (seq);
+
+-- name: next
+-- The next rows that the database does not have: what they were there, where the payload is kept; else their ids alone.
+SELECT missing.seq, outbox.id, outbox.broker_message_id, outbox.history_id, gone.id, gone.client_message_id
+FROM outbox_missing AS missing
+LEFT JOIN outbox USING (seq)
+LEFT JOIN outbox_settled AS gone USING (seq)
+WHERE missing.seq > :after ORDER BY missing.seq LIMIT :limit;
+
+-- name: room
+-- What these rows take.
+SELECT coalesce(sum(room), 0) FROM outbox WHERE seq IN (SELECT value FROM json_each(:seqs)) AND status = 'done';
+
+-- name: resend
+-- Send these rows again under their own ids: as if they had been sent now.
+UPDATE outbox
+SET status = 'pending', lane = CASE priority WHEN 'now' THEN 0 WHEN 'next' THEN 1 ELSE 2 END, next_attempt_at = :now,
+    not_before = :now, delivered_at = NULL, broker_message_id = NULL, history_id = NULL, duplicate = NULL
+WHERE seq IN (SELECT value FROM json_each(:seqs)) AND status = 'done';
