@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from chassis.exits import Exit, Fatal
 from delivery.agents.clock import to_microseconds
 from delivery.agents.records import NO_HASH, Record, decode_record, next_hash
 from delivery.agents.store import Event
 from postroom.agent import Agent
+from postroom.telling import tell
 
 
 class Memory(NamedTuple):
@@ -36,14 +38,19 @@ def empty(agent: Agent[Any]) -> Memory:
 
 
 def rebuild(agent: Agent[Any], memory: Memory, events: Iterable[Event]) -> Memory:
-    """Go on from `memory` with the events that follow it; raises `Differs`, or whatever `apply` raises."""
+    """Go on from `memory` with the events that follow it; raises `Differs`, or `Fatal` (78) where `apply` raises."""
     position, state_hash, clock, state = memory
     for event in events:
         record = check(event, position + 1, state_hash)
         position, state_hash = event.position, event.state_hash
         clock = max(clock, to_microseconds(record.envelope.ts))
         if record.changes_state:
-            state = agent.apply(state, record.envelope)
+            try:
+                state = agent.apply(state, record.envelope)
+            except Exception as error:
+                detail = f"{type(agent).__name__}.apply raised at the event of position {position}: {tell(error)}"
+                rule = "what is stored stays as it is: let `apply` take that event, and start again"
+                raise Fatal(Exit.CONFIG, f"{detail}; {rule}") from error
     return Memory(position, state_hash, clock, state)
 
 

@@ -10,7 +10,7 @@ import pytest
 from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
-from chassis.exits import Fatal
+from chassis.exits import Exit, Fatal
 from delivery.agents.store import Look, Wanted
 from delivery.consuming import DONE, Outcome
 from delivery.message import Delivery
@@ -341,3 +341,21 @@ async def test_a_store_stays_with_its_agent(context: Context, tmp_path: Path):
     with pytest.raises(Fatal, match="is the store of the agent counting"):
         async with running_agent(context, tmp_path, Editor):
             pass
+
+
+async def test_an_apply_that_raises_at_a_start_is_named_with_its_event_and_what_it_raised(
+    context: Context, tmp_path: Path
+):
+    class Forgetful(Counting):
+        def apply(self, state: Tally, event: Envelope) -> Tally:
+            raise KeyError("currency")
+
+    await place_orders(context, ["order-1"])
+    async with running_agent(context, tmp_path):
+        await settled(context)
+    with pytest.raises(
+        Fatal, match=r"Forgetful\.apply raised at the event of position 1: KeyError.*currency"
+    ) as raised:
+        async with running_agent(context, tmp_path, Forgetful):
+            pass
+    assert raised.value.exit_code == Exit.CONFIG
