@@ -210,7 +210,7 @@ class Pull:
         except NotFound:
             if self._stream is None:
                 raise
-            await ensure_stream(self._js, self._stream)
+            await ensure_stream(self._js, self._stream, only=())
             await ensure_consumer(self._js, self._settings)
 
     async def _ask(self, inbox: str) -> None:

@@ -57,6 +57,33 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     ] = 120
 
 
+class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What the streams of one kind get; what is unset is as usual, and stays as it is where a stream exists."""
+
+    max_age_seconds: Annotated[
+        Annotated[float, Meta(ge=0)] | None, Meta(description="age at which a message goes, in seconds; 0: never")
+    ] = None
+    max_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest go, in bytes")
+    ] = None
+
+
+class StreamDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What the streams get that a worker makes for each mesh, those of later meshes too; unset: as with the kinds."""
+
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=5)] | None, Meta(description="servers of a cluster that keep a copy each")
+    ] = None
+    duplicate_window_seconds: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="how long a second publish of one message id is swallowed, in seconds"),
+    ] = None
+    events: KindDefaults = msgspec.field(default_factory=KindDefaults)
+    commands: KindDefaults = msgspec.field(default_factory=KindDefaults)
+    inbox: KindDefaults = msgspec.field(default_factory=KindDefaults)
+    dead_letters: KindDefaults = msgspec.field(default_factory=KindDefaults)
+
+
 class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """How long a message waits for its next delivery: `first`, times `factor` with each further one, up to `most`."""
 

@@ -10,9 +10,10 @@ what one process has in hand plus what may wait for its next attempt, since a wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator
 from datetime import datetime
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import structlog
 from nats.js import JetStreamContext
@@ -29,13 +30,14 @@ from nats.js.api import (
 from nats.js.errors import APIError, NotFoundError
 
 from delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_taken, would_lose
-from delivery.settings import DAY, ConsumerSettings, StreamsConfig, StreamSettings
+from delivery.settings import DAY, ConsumerSettings, KindDefaults, StreamDefaults, StreamsConfig, StreamSettings
 from delivery.subjects import stream_name
 
 _log = structlog.get_logger(__name__)
 
 GIGABYTE: Final = 1_000_000_000
 UNLIMITED: Final = -1
+AS_IT_IS: Final = StreamDefaults()
 _PAGE: Final = 256  # streams, or consumers, in one answer of the server
 _FILTER: Final = "filter_subjects"
 _OVERLAPPING: Final = frozenset({10099, 10100, 10138})  # what a work queue says to a second consumer of its subjects
@@ -51,29 +53,53 @@ class Reconciled(NamedTuple):
     changes: tuple[str, ...] = ()
 
 
-def default_streams(context: str, *, max_bytes: int | None = 10 * GIGABYTE) -> list[StreamSettings]:
-    """Declare the four streams of a context: `max_bytes` limits its events."""
+def default_streams(
+    context: str, defaults: StreamDefaults = AS_IT_IS, *, max_bytes: int | None = 10 * GIGABYTE
+) -> list[StreamSettings]:
+    """Declare the four streams of a context, with what an operator has set; `max_bytes` limits its events otherwise."""
+    own: list[tuple[KindDefaults, str, str, dict[str, Any]]] = [
+        (defaults.events, "events", f"{context}.event.>", {"max_age_seconds": 7 * DAY, "max_bytes": max_bytes}),
+        (defaults.commands, "commands", f"cmd.{context}.>", {"retention": "workqueue"}),
+        (defaults.inbox, "inbox", f"{context}.inbox.>", {"max_age_seconds": 30 * DAY}),
+    ]
     return [
-        StreamSettings(
-            name=stream_name(context, "events"),
-            subjects=[f"{context}.event.>"],
-            max_age_seconds=7 * DAY,
-            max_bytes=max_bytes,
+        *(
+            StreamSettings(
+                name=stream_name(context, kind), subjects=[subjects], **{**usual, **_given(defaults, limits)}
+            )
+            for limits, kind, subjects, usual in own
         ),
-        StreamSettings(name=stream_name(context, "commands"), subjects=[f"cmd.{context}.>"], retention="workqueue"),
-        StreamSettings(name=stream_name(context, "inbox"), subjects=[f"{context}.inbox.>"], max_age_seconds=30 * DAY),
-        dead_letter_stream(context),
+        dead_letter_stream(context, defaults),
     ]
 
 
-def dead_letter_stream(context: str) -> StreamSettings:
+def dead_letter_stream(context: str, defaults: StreamDefaults = AS_IT_IS) -> StreamSettings:
     """Declare the stream of a context's dead letters: they are few, so a second publish is swallowed for a day."""
+    usual = {"max_age_seconds": 30 * DAY, "duplicate_window_seconds": DAY}
     return StreamSettings(
         name=stream_name(context, "dlq"),
         subjects=[f"{context}.dlq.>"],
-        max_age_seconds=30 * DAY,
-        duplicate_window_seconds=DAY,
+        **{**usual, **_given(defaults, defaults.dead_letters), "duplicate_window_seconds": DAY},
     )
+
+
+def default_changes(stream: StreamSettings, defaults: StreamDefaults) -> frozenset[str]:
+    """Name the limits of a context's own stream that the operator has set: an existing one is brought to those."""
+    kinds = {"EVENTS": defaults.events, "COMMANDS": defaults.commands, "INBOX": defaults.inbox}
+    limits = kinds.get(stream.name.rpartition("_")[2], defaults.dead_letters)
+    return frozenset(_given(defaults, limits)) - (
+        {"duplicate_window_seconds"} if limits is defaults.dead_letters else set()
+    )
+
+
+def _given(defaults: StreamDefaults, limits: KindDefaults) -> dict[str, Any]:
+    given = {
+        "replicas": defaults.replicas,
+        "duplicate_window_seconds": defaults.duplicate_window_seconds,
+        "max_age_seconds": limits.max_age_seconds,
+        "max_bytes": limits.max_bytes,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 async def reconcile(js: JetStreamContext, config: StreamsConfig) -> list[Reconciled]:
@@ -84,18 +110,39 @@ async def reconcile(js: JetStreamContext, config: StreamsConfig) -> list[Reconci
     ]
 
 
-async def all_streams(js: JetStreamContext) -> list[StreamInfo]:
-    """Return every stream of the server, page by page; raises what nats-py raises."""
+class StreamList(NamedTuple):
+    """The streams of a server, and the names of those of which a cluster cannot tell at the moment."""
+
+    infos: list[StreamInfo]
+    missing: frozenset[str]
+
+
+async def all_streams(js: JetStreamContext) -> StreamList:
+    """Return every stream of the server, page by page; raises what nats-py raises.
+
+    While a cluster elects a leader, or servers of it are away, its list is not complete: what is `missing` is there.
+    """
     infos: list[StreamInfo] = []
+    missing: set[str] = set()
+    offset = 0
     while True:
-        page = await js.streams_info(offset=len(infos))
-        infos += page
-        if len(page) < _PAGE:
-            return infos
+        request = json.dumps({"offset": offset}).encode()
+        page = await js._api_request(f"{js._prefix}.STREAM.LIST", request, timeout=js._timeout)  # noqa: SLF001
+        infos += [StreamInfo.from_response(stream) for stream in page.get("streams") or ()]
+        missing.update(page.get("missing") or (), page.get("offline") or ())
+        offset += max(page["limit"], 1)
+        if offset >= page["total"]:
+            return StreamList(infos, frozenset(missing))
 
 
-async def ensure_stream(js: JetStreamContext, settings: StreamSettings) -> Reconciled:
-    """Create the stream, or bring it to `settings`; harmless where it is so already."""
+async def ensure_stream(
+    js: JetStreamContext, settings: StreamSettings, *, only: Collection[str] | None = None
+) -> Reconciled:
+    """Create the stream, or bring it to `settings`; harmless where it is so already.
+
+    Of an existing one `only` these limits are compared and changed, where they are given. Raises `Conflict` with the
+    difference where messages would be lost.
+    """
     wanted = _stream_config(settings)
     try:
         try:
@@ -103,10 +150,10 @@ async def ensure_stream(js: JetStreamContext, settings: StreamSettings) -> Recon
         except NotFoundError:
             await js.add_stream(wanted)
             return Reconciled(settings.name, "created")
-        changes = list(_stream_changes(found, settings))
+        changes = list(_stream_changes(found, settings, only))
         _refuse(f"stream {settings.name}", changes)
         if changes:
-            await js.update_stream(_merged(found, wanted))
+            await js.update_stream(_merged(found, wanted, only))
     except NATS_ERRORS as error:
         raise from_nats(error, f"declaring the stream {settings.name}") from error
     return Reconciled(settings.name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
@@ -182,12 +229,14 @@ def _refuse(what: str, changes: list[_Change]) -> None:
         raise would_lose(f"{what}: {'; '.join(forbidden)}")
 
 
-def _stream_changes(found: StreamConfig, wanted: StreamSettings) -> Iterator[_Change]:
+def _stream_changes(found: StreamConfig, wanted: StreamSettings, only: Collection[str] | None) -> Iterator[_Change]:
     """Yield what differs between the server (left of the arrow) and the config (right of it)."""
     before, after = _limits(found), _limits(_stream_config(wanted))
     for name in after:
-        if before[name] != after[name]:
+        if before[name] != after[name] and (only is None or name in only):
             yield _Change(f"{name} {before[name]} → {after[name]}", _loses(name, before[name], after[name]))
+    if only is not None:
+        return
     gone = sorted(set(found.subjects or ()) - set(wanted.subjects))
     new = sorted(set(wanted.subjects) - set(found.subjects or ()))
     if gone or new:
@@ -215,15 +264,16 @@ def _loses(name: str, before: object, after: object) -> bool:
     return smaller and name != "duplicate_window_seconds"
 
 
-def _merged(found: StreamConfig, wanted: StreamConfig) -> StreamConfig:
+def _merged(found: StreamConfig, wanted: StreamConfig, only: Collection[str] | None) -> StreamConfig:
     """Keep what others have set on the stream and the config does not speak of."""
-    return found.evolve(
-        subjects=wanted.subjects,
-        max_age=wanted.max_age,
-        max_bytes=wanted.max_bytes,
-        num_replicas=wanted.num_replicas,
-        duplicate_window=wanted.duplicate_window,
-    )
+    declared = {
+        "subjects": ("subjects", wanted.subjects),
+        "max_age_seconds": ("max_age", wanted.max_age),
+        "max_bytes": ("max_bytes", wanted.max_bytes),
+        "replicas": ("num_replicas", wanted.num_replicas),
+        "duplicate_window_seconds": ("duplicate_window", wanted.duplicate_window),
+    }
+    return found.evolve(**dict(change for name, change in declared.items() if only is None or name in only))
 
 
 def _stream_config(settings: StreamSettings) -> StreamConfig:

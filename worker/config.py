@@ -16,8 +16,7 @@ from msgspec import Meta
 from chassis.config import SECRET, load
 from chassis.exits import Exit, Fatal
 from delivery.publishing import PublisherSettings, RecordSettings
-from delivery.settings import NatsSettings, StreamSettings
-from delivery.streams import GIGABYTE
+from delivery.settings import NatsSettings, StreamDefaults, StreamSettings
 from delivery.webhooks.settings import WebhookSettings, check_webhooks
 from worker.job_settings import JobSettings
 from worker.once import OnceSettings
@@ -40,9 +39,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         bool,
         Meta(description="whether the default streams of each mesh are made where nothing takes their subjects"),
     ] = True
-    events_max_bytes: Annotated[int, Meta(ge=1, description="size of a default stream of events, in bytes")] = (
-        10 * GIGABYTE
-    )
+    stream_defaults: StreamDefaults = msgspec.field(default_factory=StreamDefaults)
     streams: Annotated[list[StreamSettings], Meta(description="further streams, made as they are declared here")] = (
         msgspec.field(default_factory=list)
     )

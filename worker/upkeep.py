@@ -18,9 +18,15 @@ from chassis.postgres import UNREACHABLE, Pool
 from delivery.publishing import DELIVERIES, LETTERS, Record, WorkQueues
 from delivery.publishing.audit import Audit
 from delivery.publishing.link import Link
-from delivery.settings import StreamsConfig, StreamSettings
-from delivery.streams import Reconciled, dead_letter_stream, default_streams, ensure_stream, reconcile
-from postroom.errors import Conflict, PostroomError
+from delivery.settings import StreamSettings
+from delivery.streams import (
+    Reconciled,
+    dead_letter_stream,
+    default_changes,
+    default_streams,
+    ensure_stream,
+)
+from postroom.errors import Conflict, PostroomError, Unavailable
 from worker.config import WorkerConfig
 from worker.once import OnceRetention
 
@@ -96,28 +102,52 @@ class Upkeep:
         return self._link
 
     async def _declare(self, link: Link) -> None:
-        try:
-            done = await reconcile(link.js, StreamsConfig(streams=self._config.streams))
-        except Conflict as error:
-            raise Fatal(Exit.CONFIG, error.problem.detail) from error
+        done = [
+            found for stream in self._config.streams if (found := await self._declare_one(link, stream)) is not None
+        ]
         declared = [subjects for stream in self._config.streams for subjects in stream.subjects]
         await self._record.declare_subjects(declared)
         if self._config.declare_streams:
+            defaults = self._config.stream_defaults
             await link.streams.refresh(link.js)
             for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"]) if self._has_broker else ():
-                done += await self._declare_missing(
-                    link, default_streams(row["slug"], max_bytes=self._config.events_max_bytes)
-                )
+                done += await self._declare_defaults(link, default_streams(row["slug"], defaults))
             for row in await self._pool.fetch(LETTERS.queries["list_contexts"]):
-                done += await self._declare_missing(link, [dead_letter_stream(row["context"])])
+                done += await self._declare_defaults(link, [dead_letter_stream(row["context"], defaults)])
         for name, action, changes in done:
             if action != "unchanged":
                 _log.info(f"stream_{action}", stream=name, changes=list(changes))
 
-    async def _declare_missing(self, link: Link, streams: Sequence[StreamSettings]) -> list[Reconciled]:
-        """Create those streams whose subjects no stream takes yet; existing ones stay as they are."""
-        return [
-            await ensure_stream(link.js, stream)
-            for stream in streams
-            if link.streams.of(stream.subjects[0].replace(">", "any")) is None
-        ]
+    async def _declare_one(self, link: Link, stream: StreamSettings) -> Reconciled | None:
+        """Bring a declared stream about; one that a cluster cannot tell of is left until it can."""
+        try:
+            return await ensure_stream(link.js, stream)
+        except Conflict as error:
+            raise Fatal(Exit.CONFIG, error.problem.detail) from error
+        except Unavailable as error:
+            if link.broken:
+                raise
+            _log.warning("stream_out_of_sight", stream=stream.name, detail=str(error))
+            return None
+
+    async def _declare_defaults(self, link: Link, streams: Sequence[StreamSettings]) -> list[Reconciled]:
+        """Create those streams whose subjects no stream takes yet, and bring existing ones to what the operator set.
+
+        Nothing is made while the list of streams is incomplete: what seems to be missing may only have no leader.
+        """
+        done = []
+        for stream in streams:
+            found = link.streams.of(stream.subjects[0].replace(">", "any"))
+            if found is None and not link.streams.missing:
+                done.append(await ensure_stream(link.js, stream, only=()))
+            elif found is not None and found.name == stream.name:
+                done += await self._adapt(link, stream)
+        return done
+
+    async def _adapt(self, link: Link, stream: StreamSettings) -> list[Reconciled]:
+        only = default_changes(stream, self._config.stream_defaults)
+        try:
+            return [await ensure_stream(link.js, stream, only=only)] if only else []
+        except (Conflict, Unavailable) as error:  # the stream stays as it is, and the others go on
+            _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
+            return []

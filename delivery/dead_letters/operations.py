@@ -291,7 +291,7 @@ async def count_letters(connection: Connection, js: JetStreamContext) -> dict[st
     counts = {stream_name(row["context"], "dlq"): int(row["letters"]) for row in rows}
     suffix = stream_name("any", "dlq").removeprefix("ANY")
     try:
-        names = sorted(info.config.name or "" for info in await all_streams(js))
+        names = sorted(info.config.name or "" for info in (await all_streams(js)).infos)
     except NATS_ERRORS as error:
         raise from_nats(error, "listing the streams of dead letters") from error
     for name in names:

@@ -52,7 +52,7 @@ class StreamLetters:
             try:
                 await self._js.publish(subject, body, stream=self._stream.name, headers=headers)
             except NoStreamResponseError:
-                await ensure_stream(self._js, self._stream)
+                await ensure_stream(self._js, self._stream, only=())  # an existing one is not ours to change
                 await self._js.publish(subject, body, stream=self._stream.name, headers=headers)
         except NATS_ERRORS as refused:
             raise from_nats(refused, doing) from refused

@@ -99,6 +99,9 @@ class Link:
     def refusal(self, message: Outgoing) -> str | None:
         """Say why the server would not take a message, whatever its state; None where it would."""
         stream = self.streams.of(message.subject)
+        if stream is None and self.streams.missing:
+            names = ", ".join(sorted(self.streams.missing))
+            return f"no stream that JetStream shows takes {message.subject}, and it cannot show {names} at the moment"
         if stream is None:
             return f"no stream takes the subject {message.subject}: declare one"
         size, most = _size(message), self._client.max_payload

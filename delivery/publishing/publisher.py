@@ -140,6 +140,8 @@ class Publisher:
         return len(placed) + len(failed)
 
     async def _publish(self, link: Link, batch: Sequence[Outgoing]) -> tuple[list[tuple[Outgoing, Place]], _Failures]:
+        if not link.streams.missing and any(link.streams.of(message.subject) is None for message in batch):
+            await link.streams.refresh(link.js)  # it may have come since: nobody is to declare what is there
         ready, refused = _split([_fitting(message, link.refusal) for message in batch], link.refusal)
         placed: list[tuple[Outgoing, Place]] = []
         failed: _Failures = refused

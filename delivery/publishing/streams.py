@@ -43,19 +43,20 @@ class Streams:
 
     def __init__(self) -> None:
         self.pictures: list[StreamPicture] = []
+        self.missing: frozenset[str] = frozenset()  # names of those that a cluster could not tell of just now
         self._by_subject: dict[str, StreamPicture | None] = {}
 
     async def refresh(self, js: JetStreamContext) -> None:
         """Take the picture anew; raises `PostroomError`."""
         try:
-            infos = await all_streams(js)
+            infos, self.missing = await all_streams(js)
         except Exception as error:
             raise from_nats(error, "listing the streams") from error
         self.pictures = [_picture(info) for info in infos]
         self._by_subject.clear()
 
     def of(self, subject: str) -> StreamPicture | None:
-        """Return the stream that takes `subject`; None where none does."""
+        """Return the stream that takes `subject`; None where none does, or it is one of those that are missing."""
         if subject not in self._by_subject:
             if len(self._by_subject) >= _CACHED:
                 self._by_subject.clear()

@@ -348,7 +348,7 @@ async def test_an_apply_that_raises_at_a_start_is_named_with_its_event_and_what_
 ):
     class Forgetful(Counting):
         def apply(self, state: Tally, event: Envelope) -> Tally:
-            raise KeyError("currency")
+            raise KeyError("currency", state, event)
 
     await place_orders(context, ["order-1"])
     async with running_agent(context, tmp_path):

@@ -17,8 +17,16 @@ from chassis.exits import Fatal
 from delivery.consuming import Consumer, Dead
 from delivery.dead_letters import StreamLetters
 from delivery.nats import connect
-from delivery.settings import DAY, ConsumerSettings, NatsSettings, StreamsConfig, StreamSettings
-from delivery.streams import default_streams, ensure_consumer, ensure_stream, reconcile
+from delivery.settings import (
+    DAY,
+    ConsumerSettings,
+    KindDefaults,
+    NatsSettings,
+    StreamDefaults,
+    StreamsConfig,
+    StreamSettings,
+)
+from delivery.streams import default_changes, default_streams, ensure_consumer, ensure_stream, reconcile
 from embedded import EmbeddedNats
 from postroom.errors import Conflict, NotFound, TryAgain
 
@@ -254,3 +262,18 @@ async def test_a_second_name_for_the_subjects_of_a_work_queue_is_told_who_has_th
     renamed = msgspec.structs.replace(mine, durable="prices_consumer")
     with pytest.raises(Conflict, match=r"prices_consumer cannot have .*: pricing_consumer has cmd\..*durable"):
         await ensure_consumer(context.js, renamed)
+
+
+async def test_an_existing_stream_is_brought_to_what_the_operator_set_and_to_nothing_else(context: Context):
+    inbox = context.streams[2]
+    await context.js.update_stream(name=inbox.name, subjects=inbox.subjects, max_age=5 * DAY, max_msg_size=77)
+    defaults = StreamDefaults(duplicate_window_seconds=60, inbox=KindDefaults(max_bytes=10**9))
+    settings = default_streams(context.name, defaults)[2]
+    only = default_changes(settings, defaults)
+    assert only == {"duplicate_window_seconds", "max_bytes"}
+    with pytest.raises(Conflict, match="max_bytes"):  # it had no limit
+        await ensure_stream(context.js, settings, only=only)
+    done = await ensure_stream(context.js, settings, only=only - {"max_bytes"})
+    assert done.changes == ("duplicate_window_seconds 120.0 → 60",)
+    config = (await context.js.stream_info(inbox.name)).config
+    assert (config.max_age, config.max_msg_size, config.duplicate_window) == (5 * DAY, 77, 60)
