@@ -42,6 +42,8 @@ SYSTEM: Final = Scope(
         "postroom-worker.service": Path("/etc/systemd/system"),
         "postroom-consumer@.service": Path("/etc/systemd/system"),
         "postroom-agent@.service": Path("/etc/systemd/system"),
+        "postroom-pipeline@.service": Path("/etc/systemd/system"),
+        "postroom-pipeline@.timer": Path("/etc/systemd/system"),
         "sysusers.d/postroom.conf": Path("/etc/sysusers.d"),
         "tmpfiles.d/postroom.conf": Path("/etc/tmpfiles.d"),
     },
@@ -63,7 +65,9 @@ shows how); then systemctl enable --now postroom-worker
 For a consumer (here: billing): write /etc/postroom/consumer/billing.toml, mode 0600 ({examples}/consumer.toml shows
 how); then systemctl enable --now postroom-consumer@billing
 For an agent (here: counter): write /etc/postroom/agent/counter.toml, mode 0600 ({examples}/agent.toml shows how), with
-a class that this environment can import; then systemctl enable --now postroom-agent@counter""",
+a class that this environment can import; then systemctl enable --now postroom-agent@counter
+For a pipeline that runs every night (here: audit-log): write /etc/postroom/pipeline/audit-log.env, mode 0600
+({examples}/pipeline.env shows how); then systemctl enable --now postroom-pipeline@audit-log.timer""",
 )
 
 

@@ -20,6 +20,7 @@ editor() {
             -e 's#^database_url.*#database_url = "postgresql://postgres@/postgres?host=/run/postgresql"#' \\
             -e 's#^url = "nats:.*#url = "nats://127.0.0.1:4222"#' "$1" ;;
         */counter.toml) sed -i 's#^url = "nats:.*#url = "nats://127.0.0.1:4222"#' "$1" ;;
+        */audit-log.env) sed -i 's#^POSTROOM_DATABASE_URL.*#POSTROOM_DATABASE_URL=postgresql:///postgres#' "$1" ;;
         */orders.toml) sed -i 's#https://broker.example.com#http://127.0.0.1:7420#' "$1" ;;
     esac
 }

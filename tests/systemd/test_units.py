@@ -12,14 +12,15 @@ SERVICES = (
     "postroom-consumer@billing.service",
     "postroom-agent@counter.service",
 )
-SYSTEM_UNITS = (*SERVICES, "postroomd@orders.socket")
+PIPELINE = "postroom-pipeline@audit-log"
+SYSTEM_UNITS = (*SERVICES, "postroomd@orders.socket", f"{PIPELINE}.service", f"{PIPELINE}.timer")
 
 
 def test_systemd_understands_every_line(machine: Machine) -> None:
     assert machine.attempt("systemd-analyze", "verify", *SYSTEM_UNITS).stderr == ""
 
 
-@pytest.mark.parametrize("unit", SERVICES)
+@pytest.mark.parametrize("unit", [*SERVICES, f"{PIPELINE}.service"])
 def test_the_exposure_of_each_service_is_at_most_1_3(machine: Machine, unit: str) -> None:
     machine.run("systemd-analyze", "security", "--no-pager", "--threshold=13", unit)
 
@@ -28,6 +29,21 @@ def test_the_exposure_of_each_service_is_at_most_1_3(machine: Machine, unit: str
 def test_a_service_is_started_again_for_ever_but_for_a_wrong_config(machine: Machine, unit: str) -> None:
     shown = machine.run("systemctl", "show", unit).splitlines()
     assert {"Restart=always", "RestartPreventExitStatus=78 243", "StartLimitIntervalUSec=0"} <= set(shown)
+
+
+def test_a_timer_starts_its_pipeline_with_its_options_and_its_failure_is_seen(machine: Machine) -> None:
+    settings = "OPTIONS=output=/var/lib/postroom-pipeline/audit-log mesh=nowhere\n"
+    machine.write("/etc/postroom/pipeline/audit-log.env", settings, mode=0o600)
+    machine.run("systemctl", "start", f"{PIPELINE}.timer")
+    timer = machine.run("systemctl", "show", f"{PIPELINE}.timer").splitlines()
+    assert {"ActiveState=active", "Persistent=yes", f"Unit={PIPELINE}.service"} <= set(timer)
+
+    assert machine.attempt("systemctl", "start", f"{PIPELINE}.service").returncode != 0
+    log = machine.run("journalctl", "--no-pager", "--output=cat", "--unit", f"{PIPELINE}.service")
+    assert "pipelines need Spark, which is not installed" in log  # nor is it on this machine
+    assert f"{PIPELINE}.service" in machine.run("systemctl", "list-units", "--failed", "--plain", "--no-legend")
+    machine.run("systemctl", "stop", f"{PIPELINE}.timer")
+    machine.run("systemctl", "reset-failed", f"{PIPELINE}.service")
 
 
 def test_the_group_and_the_directories_are_there(machine: Machine) -> None:
