@@ -14,26 +14,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import random
 import resource
 import sys
+import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
+import msgspec
 import uvloop
 from session import session_directory
 
+from embedded.processes import tethered
 from faults import brokers, disk, fuzz, growth, jobs, kills, neighbours, pairs, points, streams  # noqa: F401 - each makes its goals known
 from faults.campaign import GOALS, Campaign, Goal, Servers, Shown
+from faults.report import line, table
 from faults.sizes import SIZES
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN: Final = "<!-- the campaign's table -->"
 END: Final = "<!-- until here -->"
 _DESCRIPTORS: Final = 8192
+_LANES: Final = 3  # on two cores
 
 
 def main() -> int:
@@ -43,15 +46,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="the seed of every goal that is run")
     parser.add_argument("--scale", type=float, default=1.0, help="a part of the trials and the load")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--lane", action="store_true", help="run one goal for another campaign, which reads its result")
     options = parser.parse_args()
     if unknown := set(options.goals) - set(GOALS):
         parser.error(f"no such goal: {', '.join(sorted(unknown))}")
-    chosen = [GOALS[name] for name in SIZES if name in (options.goals or GOALS)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
     os.chdir(PAGE.parents[1])
-    shown = _campaign(chosen, soak=options.soak, seed=options.seed, scale=options.scale)
-    text = table(shown, soak=options.soak, scale=options.scale)
+    goals = [GOALS[name] for name in SIZES if name in (options.goals or GOALS)]
+    if options.lane:
+        sys.stdout.buffer.write(msgspec.json.encode(_one_by_one(goals, options, said=sys.stderr)))
+        return 0
+    began = time.monotonic()
+    shown = _one_by_one([goal for goal in goals if goal.alone], options, said=sys.stdout)
+    shown += asyncio.run(_in_lanes([goal for goal in goals if not goal.alone], options))
+    shown.sort(key=lambda each: list(SIZES).index(each.name))
+    text = table(shown, seconds=time.monotonic() - began, soak=options.soak, scale=options.scale)
     _say(f"\n{text}")
     if options.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
@@ -59,61 +69,52 @@ def main() -> int:
     return 0 if all(each.held or each.lacking for each in shown) else 1
 
 
-def _campaign(goals: Sequence[Goal], *, soak: bool, seed: int | None, scale: float) -> list[Shown]:
-    shown = []
+def _one_by_one(goals: Sequence[Goal], options: argparse.Namespace, said: TextIO) -> list[Shown]:
+    """Run goals in this process, on servers that they share."""
+    shown: list[Shown] = []
+    if not goals:
+        return shown
     with session_directory() as directory:
         servers = Servers(directory)
-        campaign = Campaign(directory, servers, soak, scale)
+        campaign = Campaign(directory, servers, options.soak, options.scale)
         try:
             for goal in goals:
-                chosen = random.randrange(10**6) if seed is None else seed
-                _say(f"{goal.name}  {goal.title}: seed {chosen} …")
+                seed = random.randrange(10**6) if options.seed is None else options.seed
+                _say(f"{goal.name}  {goal.title}: seed {seed} …", said)
                 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    shown.append(runner.run(campaign.show(goal, chosen)))
-                _say(_line(shown[-1]))
+                    shown.append(runner.run(campaign.show(goal, seed)))
+                _say(line(shown[-1]), said)
         finally:
             servers.stop()
     return shown
 
 
-def table(shown: Sequence[Shown], *, soak: bool, scale: float) -> str:
-    """Return what was shown, as Markdown."""
-    column = "make faults-soak" if soak else "make faults"
-    of = "" if scale == 1 else f", {scale:g} of its size (which shows nothing)"
-    minutes = sum(each.seconds for each in shown) / 60
-    machine = f"{os.cpu_count()} cores, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
-    head = f"`{column}`{of}: {datetime.now(UTC):%Y-%m-%d}, {minutes:.0f} minutes, {machine}, {_user()}.\n"
-    names = "| goal | trials | seconds | seed | what struck | result | figures | control | at most |\n"
-    return head + "\n" + names + "|---|---|---|---|---|---|---|---|---|\n" + "\n".join(map(_row, shown))
+async def _in_lanes(goals: Sequence[Goal], options: argparse.Namespace) -> list[Shown]:
+    """Run goals side by side, each in a process of its own: most of them wait more than they work."""
+    shown: list[Shown] = []
+    waiting = iter(goals)
+
+    async def lane() -> None:
+        for goal in waiting:
+            words = [goal.name, "--lane", "--scale", str(options.scale), *(["--soak"] if options.soak else [])]
+            words += [] if options.seed is None else ["--seed", str(options.seed)]
+            command = tethered([sys.executable, "-m", "faults", *words])
+            program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            said, _ = await program.communicate()
+            if program.returncode:
+                shown.append(
+                    Shown(goal.name, options.seed or 0, result=f"VOID: its process ended with {program.returncode}")
+                )
+            else:
+                shown.extend(msgspec.json.decode(said, type=list[Shown]))
+
+    await asyncio.gather(*(lane() for _ in range(_LANES)))
+    return shown
 
 
-def _row(shown: Shown) -> str:
-    struck = ", ".join(f"{what}: {count:,}" for what, count in sorted(shown.struck.items())) or "-"
-    bound = f"{3 / shown.trials:.2%}" if shown.held and shown.trials else "-"
-    cells = [
-        f"{shown.goal.name} {shown.goal.title}",
-        f"{shown.trials:,}",
-        f"{shown.seconds:.0f}",
-        str(shown.seed),
-        struck,
-    ]
-    cells += [shown.result, "; ".join(shown.figures) or "-", shown.control, bound]
-    return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
-
-
-def _line(shown: Shown) -> str:
-    again = "" if shown.held or shown.lacking else f"  again: python -m faults {shown.goal.name} --seed {shown.seed}"
-    figures = "; ".join([f"{what}: {count:,}" for what, count in sorted(shown.struck.items())] + shown.figures)
-    return f"    {shown.seconds:5.0f} s  {shown.result}  ({figures})  control: {shown.control}{again}"
-
-
-def _user() -> str:
-    return "as root" if os.geteuid() == 0 else "as a plain user"
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def _say(text: str, to: TextIO = sys.stdout) -> None:
+    to.write(f"{text}\n")
+    to.flush()
 
 
 if __name__ == "__main__":

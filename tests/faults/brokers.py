@@ -106,7 +106,7 @@ async def _race(run: Run, poster: Poster, ids: Sequence[str]) -> None:
         run.struck["collision"] += _POSTS - 1
 
 
-@goal("F8", "Redis killed, stopped, flushed, evicting")
+@goal("F8", "Redis killed, stopped, flushed, evicting", alone=True)
 async def failing_redis(run: Run) -> None:
     """Retry committed ids beside new ones while Redis fails: none is refused, and none waits for it."""
     server = EmbeddedRedis(run.place() / "redis")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import asyncpg
+import msgspec
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from faults.sizes import SIZES, Size
@@ -105,32 +106,32 @@ class Goal:
     title: str
     run: Callable[[Run], Awaitable[None]]
     without: str | None  # what the control lacks
+    alone: bool  # it measures times, beside which nothing else may run
 
 
 def goal(
-    name: str, title: str, *, without: str | None = None
+    name: str, title: str, *, without: str | None = None, alone: bool = False
 ) -> Callable[[Callable[[Run], Awaitable[None]]], Callable[[Run], Awaitable[None]]]:
     """Make a goal of a function."""
 
     def note(run: Callable[[Run], Awaitable[None]]) -> Callable[[Run], Awaitable[None]]:
-        GOALS[name] = Goal(name, title, run, without)
+        GOALS[name] = Goal(name, title, run, without, alone)
         return run
 
     return note
 
 
-@dataclass
-class Shown:
+class Shown(msgspec.Struct):
     """What the run of a goal and of its control showed: a row of the table."""
 
-    goal: Goal
+    name: str
     seed: int
     result: str = ""
     control: str = "-"
     trials: int = 0
     seconds: float = 0.0
-    struck: Counter[str] = field(default_factory=Counter)
-    figures: list[str] = field(default_factory=list)
+    struck: dict[str, int] = {}
+    figures: list[str] = []
 
     @property
     def held(self) -> bool:
@@ -156,7 +157,7 @@ class Campaign:
         size = sizes.soak if self.soak else sizes.ci
         limit = 60 * sizes.minutes * max(1, size.trials / max(1, sizes.ci.trials))
         scaled = Size(max(1, round(size.trials * self.scale)), round(size.load * self.scale))
-        shown = Shown(goal, seed)
+        shown = Shown(goal.name, seed)
         began = time.monotonic()
         await self._run(goal, scaled, limit, shown)
         if shown.held and sizes.control is not None:
@@ -182,7 +183,7 @@ class Campaign:
                 shown.result = (
                     "held" if run.struck and not idle else f"VOID: never struck: {', '.join(idle) or 'anything'}"
                 )
-        shown.trials, shown.struck, shown.figures = run.trials, run.struck, run.figures
+        shown.trials, shown.struck, shown.figures = run.trials, dict(run.struck), run.figures
 
     async def _control(self, goal: Goal, size: Size, limit: float, shown: Shown) -> None:
         with self._running(goal, size, shown, goal.without) as run:

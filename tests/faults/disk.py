@@ -60,7 +60,7 @@ def _switch_on(run: Run, room: Mailroom, shim: Shim) -> tuple[Platter, Path]:
     return platter, record
 
 
-@goal("F14", "a full disk")
+@goal("F14", "a full disk", alone=True)
 async def full_disk(run: Run) -> None:
     """Fill it at random moments under load: soon after there is space, the same process accepts again."""
     async with mailroom(run) as room:

