@@ -167,6 +167,7 @@ class _Accept:
         member, config = member_of(request), self._config
         async with self._database.read(member.whose) as connection:
             incarnation = await connection.fetchval(QUERIES["current_incarnation"])
+            last_history_id = await connection.fetchval(QUERIES["last_history_id"], member.mesh_id)
         permanent = config.retention.mode == "permanent"
         return json_response(
             Features(
@@ -186,6 +187,7 @@ class _Accept:
                     window_seconds=config.limiter.window_seconds,
                 ),
                 incarnation=str(incarnation),
+                last_history_id=last_history_id,
             )
         )
 

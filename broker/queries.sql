@@ -272,8 +272,12 @@ SELECT name, created_at FROM mesh.queue WHERE mesh_id = $1 ORDER BY name;
 DELETE FROM mesh.queue WHERE mesh_id = $1 AND name = $2 RETURNING id;
 
 -- name: current_incarnation
--- The incarnation of the database; it begins where the database lies elsewhere than before.
+-- The incarnation of the database, which begins where that lies elsewhere than before.
 SELECT mesh.current_incarnation();
+
+-- name: last_history_id
+-- The last number that a mesh has given out.
+SELECT last_history_id FROM mesh.history_counter WHERE mesh_id = $1;
 
 -- name: begin_incarnation
 -- A new incarnation, for the reason $1.

@@ -1,7 +1,8 @@
 """Comparing what is done here with what the broker's database has, after that came back older than it was.
 
 The features name the database's incarnation. Where it is another one than the done rows were last compared with, they
-are looked up, batch by batch, beside the relay. What is not there is missing until an operator sends it again.
+are looked up, batch by batch, beside the relay. What is not there is missing until an operator sends it again. The same
+where the mesh's numbers have gone back, since an older database was put in place and nobody said so.
 """
 
 from __future__ import annotations
@@ -35,21 +36,33 @@ class Comparison:
         self._due = asyncio.Event()
         self._due.set()  # one may have been under way before the start
 
-    async def is_new(self, features: Features) -> bool:
-        """Tell whether the broker's database is another one than the done rows were compared with."""
-        progress = await self._outbox.comparison()
-        return features.incarnation is not None and (progress is None or progress.incarnation != features.incarnation)
+    async def name_of(self, features: Features, last_done: int) -> str | None:
+        """Name the database that `features` show, if it is another one than the done rows were compared with.
 
-    async def begin(self, features: Features) -> None:
-        """Begin to compare with the database that `features` name.
+        `last_done` is the highest number known here before the features were asked for.
+        """
+        name, given_out = features.incarnation, features.last_history_id
+        is_older = given_out is not None and given_out < last_done
+        if name is not None and is_older:
+            name = f"{name} before {last_done}"
+        progress = await self._outbox.comparison()
+        if progress is not None and progress.incarnation == name:
+            return None
+        if is_older:
+            advice = "if Postgres was restored from a backup, run `postroom broker restored`"
+            _log.error("broker_database_older", last_history_id=given_out, known=last_done, advice=advice)
+        return name
+
+    async def begin(self, name: str, features: Features) -> None:
+        """Begin to compare with the database of that name.
 
         Rows are compared as long as their ids are surely recognised; older ones the broker may have swept.
         """
         hours = recognised_hours(features)
         since = 0 if hours is None else self._clock() - hours * _HOUR
         if await self._outbox.comparison() is not None:
-            _log.warning("broker_database_changed", incarnation=features.incarnation)
-        await self._outbox.begin_comparison(str(features.incarnation), since)
+            _log.warning("broker_database_changed", incarnation=name)
+        await self._outbox.begin_comparison(name, since)
         self._due.set()
 
     async def run(self) -> None:

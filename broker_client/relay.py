@@ -287,12 +287,13 @@ class Relay:
     async def _check_features(self) -> None:
         """Ask for the features, unless a stop comes first; raises `Fatal` (78) where they do not do."""
         flight = self._availability.flight
+        last_done = await self._outbox.last_history_id()  # before the broker says what it has
         asking = asyncio.ensure_future(self._check.ask())
         try:
             await _first_of(asyncio.shield(asking), self._stopping.wait())
             if asking.done():
                 asking.result()
-                await self._notice_incarnation()
+                await self._notice_database(last_done)
                 self._availability.reachable()
                 self._expire_at = 0  # by the age that now holds
         except RequestFailed as error:
@@ -300,16 +301,16 @@ class Relay:
         finally:
             asking.cancel()
 
-    async def _notice_incarnation(self) -> None:
+    async def _notice_database(self, last_done: int) -> None:
         """Have the done rows compared where the broker's database is another one.
 
         What the one before answered is settled first: no post is under way then whose answer might be its.
         """
         features = self._check.features
-        if features is not None and await self.comparison.is_new(features):
+        if features is not None and (name := await self.comparison.name_of(features, last_done)) is not None:
             if self._posts:
                 await asyncio.wait(self._posts)
-            await self.comparison.begin(features)
+            await self.comparison.begin(name, features)
 
     async def _wait(self, seconds: float, *, for_work: bool = False) -> None:
         """Wait to be woken, for `seconds` at most, and no longer than until the next look for expired rows."""

@@ -117,6 +117,11 @@ def read_comparison(db: sqlite3.Connection) -> Comparison | None:
     return None if found is None else Comparison(*found)
 
 
+def read_last_history_id(db: sqlite3.Connection) -> int:
+    """Return the number that the broker gave the last done row, 0 where there is none."""
+    return int(db.execute(_QUERIES["last_history_id"]).fetchone()[0])
+
+
 def read_stretch(comparison: Comparison, db: sqlite3.Connection) -> tuple[list[DoneRow], int]:
     """Return the next rows to compare, and up to which row that goes."""
     values = {**comparison._asdict(), "scan": _SCAN}

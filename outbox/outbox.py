@@ -373,6 +373,10 @@ class Outbox:
         """Return how far the done rows were compared with the broker's database; None where they never were."""
         return await self._reader.comparison()
 
+    async def last_history_id(self) -> int:
+        """Return the number that the broker gave the last done row, 0 where there is none."""
+        return await self._reader.last_history_id()
+
     async def begin_comparison(self, incarnation: str, since_ms: int) -> None:
         """Compare the rows that are done now, and settled from the moment on, with the database of that incarnation."""
         await self._writer.submit(Begin(incarnation, since_ms))

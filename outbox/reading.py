@@ -15,7 +15,7 @@ from chassis.sql import load_queries
 from chassis.sqlite import QUERIES as CONNECTION
 from chassis.sqlite import Connection, in_snapshot
 from outbox.errors import row_not_found
-from outbox.missing import read_comparison, read_missing, read_stretch
+from outbox.missing import read_comparison, read_last_history_id, read_missing, read_stretch
 from outbox.model import (
     ClaimedRow,
     Comparison,
@@ -200,6 +200,10 @@ class Reader:
     async def comparison(self) -> Comparison | None:
         """Return how far the done rows were compared with the broker's database; None where they never were."""
         return await self._connection.run(read_comparison)
+
+    async def last_history_id(self) -> int:
+        """Return the number that the broker gave the last done row, 0 where there is none."""
+        return await self._connection.run(read_last_history_id)
 
     async def stretch(self, comparison: Comparison) -> tuple[list[DoneRow], int]:
         """Return the next rows to compare, and up to which row that goes."""

@@ -2,6 +2,14 @@
 -- What the done rows were last compared with, and how far.
 SELECT incarnation, since, after, until FROM comparison;
 
+-- name: last_history_id
+-- The number that the broker gave the last done row, moved or not; 0 where there is none.
+SELECT max(
+    coalesce((SELECT history_id FROM outbox
+              WHERE status = 'done' AND status IN ('inflight', 'done', 'dead', 'aborted') ORDER BY seq DESC LIMIT 1), 0),
+    coalesce((SELECT history_id FROM outbox_settled WHERE aborted_by IS NULL ORDER BY seq DESC LIMIT 1), 0)
+);
+
 -- name: begin
 -- Compare the done rows that settled from `since` on with another database.
 INSERT INTO comparison (only, incarnation, since, after, until)

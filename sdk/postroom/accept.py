@@ -104,7 +104,8 @@ class RateLimitFeature(msgspec.Struct, kw_only=True):
 class Features(msgspec.Struct, kw_only=True):
     """The body of `GET /v1/features`; `mesh` and `member` are whom the token speaks for.
 
-    `incarnation` names the database: another one means that it may lack what was accepted before.
+    `incarnation` names the database: another one means that it may lack what was accepted before. `last_history_id` is
+    the last number that the mesh has given out: it never goes back, unless an older database was put in its place.
     """
 
     mesh: str
@@ -114,3 +115,4 @@ class Features(msgspec.Struct, kw_only=True):
     max_payload: PayloadFeature | None = None
     rate_limit: RateLimitFeature | None = None
     incarnation: str | None = None
+    last_history_id: int | None = None

@@ -15,10 +15,12 @@ from restores import back_up, forget, restore
 from waiting import until_so
 
 from broker.app import build
+from broker.commands import begin_incarnation
 from broker.config import BrokerConfig
 from broker.main import open_services
 from broker.migrate import migrate
 from broker_client import BrokerClientSettings, RelaySettings, feature_check
+from chassis.exits import Exit
 from daemon.config import DaemonConfig, SocketSettings
 from daemon.postroomd import Postroomd
 from embedded import EmbeddedPostgres
@@ -175,6 +177,22 @@ async def test_what_a_restored_database_lacks_is_found_told_and_sent_again_once(
         assert [(line.verb, line.reason) for line in log] == [("resend", WHY["reason"])]
         assert (log[0].detail or "").endswith(f"history_id {cursors[2]}")
         assert (await daemon.resend_missing(**WHY)).resent == 0
+
+
+async def test_a_database_that_was_put_back_in_silence_is_found_out(drill: Drill, daemon: AsyncClient) -> None:
+    """As where its directory was copied back: nothing in Postgres shows that it is older, but its numbers do."""
+    await drill.lose(lambda: send_all(daemon, "a", "b", "c"))
+    connection = await asyncpg.connect(drill.config.database_url)
+    await connection.execute("UPDATE mesh.incarnation SET place = mesh.place()")
+    await connection.close()
+    async with drill.serving():
+        await compared(daemon, 3)
+        assert await begin_incarnation(drill.config) is Exit.OK
+        await compared(daemon, 3)
+        assert (await daemon.resend_missing(**WHY)).resent == 3
+        for each in "abc":
+            assert (await daemon.wait(each, 60)).history_id > 2**50
+        assert (await compared(daemon, 0)).status == "ok"
 
 
 async def test_what_has_no_payload_any_more_is_reported_and_noted(drill: Drill, daemon: AsyncClient) -> None:
