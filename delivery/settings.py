@@ -117,12 +117,3 @@ class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
         datetime | None,
         Meta(description="when it is made, it begins with what was published from then on; unset: with the oldest"),
     ] = None
-
-
-class StreamsConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """The streams and consumers that a config declares: what `delivery.streams.reconcile` brings about."""
-
-    streams: Annotated[list[StreamSettings], Meta(description="the streams")] = msgspec.field(default_factory=list)
-    consumers: Annotated[list[ConsumerSettings], Meta(description="their durable consumers")] = msgspec.field(
-        default_factory=list
-    )

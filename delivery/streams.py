@@ -30,7 +30,7 @@ from nats.js.api import (
 from nats.js.errors import APIError, NotFoundError
 
 from delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_taken, would_lose
-from delivery.settings import DAY, ConsumerSettings, KindDefaults, StreamDefaults, StreamsConfig, StreamSettings
+from delivery.settings import DAY, ConsumerSettings, KindDefaults, StreamDefaults, StreamSettings
 from delivery.subjects import stream_name
 
 _log = structlog.get_logger(__name__)
@@ -100,14 +100,6 @@ def _given(defaults: StreamDefaults, limits: KindDefaults) -> dict[str, Any]:
         "max_bytes": limits.max_bytes,
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-async def reconcile(js: JetStreamContext, config: StreamsConfig) -> list[Reconciled]:
-    """Bring about every stream, then every consumer, that `config` declares."""
-    return [
-        *[await ensure_stream(js, stream) for stream in config.streams],
-        *[await ensure_consumer(js, consumer) for consumer in config.consumers],
-    ]
 
 
 class StreamList(NamedTuple):

@@ -17,7 +17,7 @@ from chassis.exits import Exit, Fatal
 from chassis.runtime import run as run_program
 from chassis.runtime import run_until_stopped, stop_on_signals
 from chassis.systemd import answer_watchdog, notify, watchdog_seconds
-from delivery.agents.consumers import open_consumers
+from delivery.agents.consumers import check_events, open_consumers
 from delivery.agents.runtime import AgentRuntime
 from delivery.consumers import run_alone
 from delivery.consuming import Consumer
@@ -107,10 +107,10 @@ async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIt
                 max_deliver=config.max_deliver,
             )
             stack.push_async_callback(runtime.close)
-            # A worker that starts beside it may be about to declare the stream.
-            consumers = await retrying(
-                lambda: open_consumers(js, runtime, subjects, config.consumer(agent)), Patience(config.start_seconds)
-            )
+            # A worker that starts beside it may be about to declare the streams.
+            patience = Patience(config.start_seconds)
+            consumers = await retrying(lambda: open_consumers(js, runtime, subjects, config.consumer(agent)), patience)
+            await retrying(lambda: check_events(js, agent, config.tenant, config.workspace), patience)
         except PostroomError as error:
             raise Fatal(_exit(error), str(error)) from error
         yield Services(config=config, nats=nats, runtime=runtime, consumers=consumers)

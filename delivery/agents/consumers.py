@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from random import Random
+from typing import Any, Final
 
 import msgspec
 from nats.js import JetStreamContext
@@ -12,9 +13,14 @@ from nats.js.errors import NotFoundError
 
 from delivery.agents.runtime import AgentRuntime
 from delivery.consuming import Consumer
-from delivery.errors import from_nats
+from delivery.errors import NATS_ERRORS, from_nats
 from delivery.settings import ConsumerSettings
+from delivery.streams import all_streams, covers
+from postroom.agent import Agent, fill_event_subject
 from postroom.errors import NotFound
+
+_TYPE: Final = "any-type"  # stands for each in a subject; no event is called so
+_VERSION: Final = "any-version"
 
 
 async def open_consumers(
@@ -36,6 +42,20 @@ async def open_consumers(
         consumers.append(Consumer(js, own, runtime, runtime.letters, rng=rng))
         await consumers[-1].declare()
     return consumers
+
+
+async def check_events(js: JetStreamContext, agent: type[Agent[Any]], tenant: str, workspace: str) -> None:
+    """Raise `NotFound` unless a stream takes every event of the agent: else they would wait in its store for ever."""
+    words = fill_event_subject(agent, tenant, workspace, _TYPE, _VERSION).split(".")
+    subjects = ".".join("*" if _TYPE in word or _VERSION in word else word for word in words)
+    try:
+        streams, missing = await all_streams(js)
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"looking for the stream of {subjects}") from error
+    taken = any(covers(pattern, subjects) for info in streams for pattern in info.config.subjects or ())
+    if not taken and not missing:  # else a cluster elects a leader: what is missing may take them
+        detail = f"no stream takes {subjects}, where the events of {agent.__name__} go: declare one, or set its "
+        raise NotFound.of(404, "stream_not_found", f"{detail}event_subject to what a stream takes", retryable=True)
 
 
 async def _by_stream(js: JetStreamContext, subjects: Sequence[str]) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from delivery.agents.envelopes import digest
 from delivery.agents.records import Record, Role, with_payload
 from delivery.agents.store import Owner
 from delivery.subjects import command_subject, event_subject
-from postroom.agent import Effect, Emit, Envelope
+from postroom.agent import Agent, Effect, Emit, Envelope, fill_event_subject
 from postroom.errors import InvalidMessage
 
 CONFLICT: Final = "{agent}_conflict"
@@ -35,8 +35,9 @@ class Draft(NamedTuple):
 class Emitter:
     """Makes the messages of one agent."""
 
-    def __init__(self, owner: Owner, most_bytes: int) -> None:
+    def __init__(self, agent: type[Agent[Any]], owner: Owner, most_bytes: int) -> None:
         """`most_bytes` is the largest payload that JetStream takes."""
+        self._agent = agent
         self._owner = owner
         self._most_bytes = most_bytes
         self._source = f"{owner.tenant}/{owner.workspace}/{owner.agent}"
@@ -45,7 +46,7 @@ class Emitter:
         """Make the message of one effect; raises `InvalidMessage` where a name or the payload is wrong."""
         tenant, workspace = self._owner.tenant, self._owner.workspace
         if isinstance(effect, Emit):
-            subject = event_subject(tenant, effect.type, effect.version)
+            subject = self._event_subject(effect.type, effect.version)
             return self._draft("emitted", subject, cause, index, effect, type=effect.type, version=effect.version)
         workspace = effect.workspace or workspace
         subject = command_subject(tenant, f"{workspace}.{effect.agent}.{effect.verb}")
@@ -75,7 +76,12 @@ class Emitter:
 
     def _report(self, name: str, cause: Envelope, effect: Emit) -> Draft:
         event = name.format(agent=self._owner.agent.replace("-", "_"))
-        return self._draft("reported", event_subject(self._owner.tenant, event), cause, 0, effect, type=event)
+        return self._draft("reported", self._event_subject(event, 1), cause, 0, effect, type=event)
+
+    def _event_subject(self, name: str, version: int) -> str:
+        """Return where an event goes; the rules for its name are the same everywhere."""
+        event_subject(self._owner.tenant, name, version)
+        return fill_event_subject(self._agent, self._owner.tenant, self._owner.workspace, name, version)
 
     def _draft(
         self,

@@ -84,7 +84,7 @@ class AgentRuntime:
         self.record = Record(self._publisher, store, turns, settings, counters=self.counters, clock=clock)
         self.letters = AgentLetters(self._publisher, store, turns, agent.tenant)
         self._memory = empty(agent)
-        emitter = Emitter(self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
+        emitter = Emitter(type(agent), self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
         self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time

@@ -35,6 +35,7 @@ else:
     S = TypeVar("S")
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _ADVICE: Final = "return None, an Emit, a Command, or a list of them"
 
@@ -68,7 +69,7 @@ class Envelope(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=
 
 
 class Emit(msgspec.Struct, frozen=True):
-    """An effect: an event of the agent's tenant, on `{tenant}.event.{type}.v{version}`."""
+    """An effect: an event of the agent's tenant, on `Agent.event_subject`: `{tenant}.event.{type}.v{version}`."""
 
     type: str  # snake_case: what happened
     payload: Any = None
@@ -96,11 +97,13 @@ class Agent(Generic[S]):
     """The base of every agent; `Agent[State]` where it keeps a state, `Agent` where it keeps none.
 
     `subjects` says what it handles; `{tenant}`, `{workspace}` and `{agent}` in it are filled in when it is run.
+    `event_subject` says where its events go, with `{type}` and, if wanted, `{version}` beside; a stream must take that.
     `name` is what its durable consumer is called after; unset, it is the class's name in snake_case.
     """
 
     name: ClassVar[str] = ""
     subjects: ClassVar[tuple[str, ...]] = ()
+    event_subject: ClassVar[str] = "{tenant}.event.{type}.v{version}"
 
     state: S  # after the last message that was handled; only `apply` changes it
     attempt: int = 1  # of the message that `receive` was given: 1 for the first
@@ -152,6 +155,22 @@ def fill_subjects(agent: type[Agent[Any]], tenant: str, workspace: str) -> list[
         raise _invalid(f"{agent.__name__}.subjects may hold {allowed}, nothing else in braces: {error}") from error
 
 
+def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, event: str, version: int | str) -> str:
+    """Return where an event of the agent goes; raises `InvalidAgent` where that is no subject."""
+    places = {"tenant": tenant, "workspace": workspace, "agent": agent_name(agent), "type": event, "version": version}
+    try:
+        subject = agent.event_subject.format_map(places)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        allowed = "{tenant}, {workspace}, {agent}, {type} and {version}"
+        raise _invalid(f"{agent.__name__}.event_subject may hold {allowed}, nothing else in braces: {error}") from error
+    if _SUBJECT.fullmatch(subject) is None or event not in subject:
+        raise _invalid(
+            f"{agent.__name__}.event_subject must be words with dots between them, one of which holds {{type}}, as in "
+            '"evt.{tenant}.{workspace}.{agent}.{type}"'
+        )
+    return subject
+
+
 def effects_of(returned: Any, agent: str) -> tuple[Effect, ...]:
     """Return what `receive` returned as a tuple of effects; raises `InvalidMessage` where it is something else."""
     if returned is None:
@@ -177,6 +196,7 @@ def _check_subjects(agent: type[Agent[Any]]) -> None:
     if isinstance(subjects, str) or not all(isinstance(subject, str) and subject for subject in subjects):
         raise _invalid(f"{agent.__name__}.subjects must be a tuple of texts, also where it is one: (subject,)")
     fill_subjects(agent, "tenant", "workspace")
+    fill_event_subject(agent, "tenant", "workspace", "something_happened", 1)
 
 
 def _check_methods(agent: type[Agent[Any]]) -> None:

@@ -1,6 +1,5 @@
-"""Streams and consumers are brought to what a config declares, or it is said why not; the examples run."""
+"""Streams and consumers are brought to what a config declares, or it is said why not."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -8,29 +7,22 @@ from pathlib import Path
 import msgspec
 import pytest
 import structlog
-from jetstream import Context, Script, running, until
+from jetstream import Context, Script, until
 from nats.js.api import RetentionPolicy
 from nats.js.errors import NotFoundError
 
 from chassis.config import load
 from chassis.exits import Fatal
-from delivery.consuming import Consumer, Dead
-from delivery.dead_letters import StreamLetters
-from delivery.nats import connect
 from delivery.settings import (
     DAY,
     ConsumerSettings,
     KindDefaults,
-    NatsSettings,
     StreamDefaults,
-    StreamsConfig,
     StreamSettings,
 )
-from delivery.streams import default_changes, default_streams, ensure_consumer, ensure_stream, reconcile
-from embedded import EmbeddedNats
+from delivery.streams import default_changes, default_streams, ensure_consumer, ensure_stream
 from postroom.errors import Conflict, NotFound, TryAgain
-
-EXAMPLES = Path(__file__).parents[3] / "examples" / "streams"
+from worker.config import WorkerConfig
 
 
 @pytest.fixture
@@ -43,10 +35,10 @@ def like(settings, **changes):
 
 
 async def test_what_is_declared_is_created_and_a_second_time_nothing_changes(context: Context, stream: StreamSettings):
-    config = StreamsConfig(streams=context.streams, consumers=[context.settings(filter_subjects=stream.subjects)])
-    actions = [each.action for each in await reconcile(context.js, config)]
-    assert actions == ["unchanged"] * 4 + ["created"]
-    assert {each.action for each in await reconcile(context.js, config)} == {"unchanged"}
+    wanted = context.settings(filter_subjects=stream.subjects)
+    assert {(await ensure_stream(context.js, each)).action for each in context.streams} == {"unchanged"}
+    assert (await ensure_consumer(context.js, wanted)).action == "created"
+    assert (await ensure_consumer(context.js, wanted)).action == "unchanged"
 
 
 async def test_a_stream_is_as_declared(context: Context):
@@ -162,40 +154,7 @@ def test_a_config_that_makes_no_sense_is_refused_with_the_path(tmp_path: Path, t
     file = tmp_path / "streams.toml"
     file.write_text(text)
     with pytest.raises(Fatal, match=r"streams\[0\]"):
-        load(StreamsConfig, file, prefix="POSTROOM_TEST_")
-
-
-@pytest.fixture
-def own_server(short_directory: Path) -> Iterator[EmbeddedNats]:
-    server = EmbeddedNats(short_directory / "nats")
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.mark.parametrize(
-    ("example", "context_name", "durable", "subject"),
-    [
-        ("sea.toml", "sea", "sea__from_vibespro", "vibespro.event.vibe_created.v1"),
-        ("meshforge.toml", "meshforge", "scribe_consumer", "cmd.default.demo.scribe.write"),
-    ],
-)
-async def test_an_example_runs(own_server: EmbeddedNats, example: str, context_name: str, durable: str, subject: str):
-    config = load(StreamsConfig, EXAMPLES / example, prefix="POSTROOM_TEST_", environ={})
-    (consumer,) = config.consumers
-    connection = await connect(NatsSettings(url=own_server.url), name="test", patience=20)
-    context = Context(connection, context_name)
-    assert {each.action for each in await reconcile(context.js, config)} == {"created"}
-    assert {each.action for each in await reconcile(context.js, config)} == {"unchanged"}
-    await context.publish(["a"], subject=subject)
-    script = Script(lambda _: Dead("unprocessable", "no"))
-    running_consumer = Consumer(context.js, consumer, script, StreamLetters(context.js, context_name))
-    async with running(running_consumer):
-        await script.saw(1)
-        await context.settled(durable, consumer.stream)
-    (letter,) = await context.letters()
-    assert (letter.message_id, letter.consumer, letter.original_subject) == ("a", durable, subject)
-    await connection.close()
+        load(WorkerConfig, file, prefix="POSTROOM_TEST_", environ={"POSTROOM_TEST_DATABASE_URL": "x"})
 
 
 async def test_a_filter_that_got_wider_is_consumed_after_a_restart(context: Context):
