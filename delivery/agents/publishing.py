@@ -30,6 +30,7 @@ from delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLett
 from delivery.errors import from_nats
 from delivery.nats import end_if_cancelled
 from delivery.publishing.displaced import message_id_at
+from delivery.publishing.queue_state import Holes, read_holes
 from delivery.publishing.source import identifying
 from delivery.publishing.streams import StreamPicture, Streams
 from postroom.errors import PostroomError
@@ -150,6 +151,10 @@ class Publisher:
     async def message_id_at(self, stream: str, sequence: int) -> str | None:
         """Return the id of the message that has this number; None where there is none. Raises `PostroomError`."""
         return await message_id_at(self._js, stream, sequence)
+
+    async def read_holes(self, stream: str) -> Holes:
+        """Ask which numbers of a stream are gone; raises `PostroomError`."""
+        return await read_holes(self._js, stream)
 
     async def _send(self, messages: Sequence[Message]) -> list[tuple[Message, PubAck]]:
         sent: list[tuple[Message, asyncio.Future[PubAck]]] = []

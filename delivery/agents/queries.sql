@@ -118,6 +118,15 @@ WHERE position IN (SELECT value FROM json_each(?)) AND published_at IS NOT NULL;
 UPDATE outgoing SET stream = NULL, stream_created_at = NULL, stream_sequence = NULL
 WHERE position IN (SELECT value FROM json_each(?));
 
+-- name: has_place
+-- Whether anything is noted in this stream.
+SELECT EXISTS (SELECT 1 FROM outgoing WHERE stream = ? AND stream_created_at = ?);
+
+-- name: forget_places
+-- What has these numbers of this stream is gone, and that is as it should be.
+UPDATE outgoing SET stream = NULL, stream_created_at = NULL, stream_sequence = NULL
+WHERE stream = ? AND stream_created_at = ? AND stream_sequence IN (SELECT value FROM json_each(?));
+
 -- name: prune
 -- Forget, of the oldest published messages (so many), those that were published before a moment. Only what was published
 -- a second time since stands in its way.

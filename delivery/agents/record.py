@@ -13,6 +13,8 @@ What is gone and within the horizon is unpublished again, under the next epoch a
 (`<id>/<epoch>`): within its duplicate window the stream would swallow the old one. Receivers know it by the id without
 the epoch. What is gone by age or handled loses its place, so that each message is looked at once.
 
+What is missing in the middle of a work queue was handled, and stays so when the queue is lost as a whole.
+
 On each new connection the comparison comes first, before anything is published, and then every `check_seconds`. It
 cannot see what was purged from a work queue, and single messages deleted from the middle of a stream: `postroom agent
 republish` publishes those by hand.
@@ -40,6 +42,7 @@ from delivery.agents.turns import Turns
 from delivery.agents.writing import durably
 from delivery.nats import end_if_cancelled
 from delivery.publishing.displaced import Noted, first_displaced
+from delivery.publishing.queue_state import MOST_HOLES
 from delivery.publishing.source import message_id
 from delivery.publishing.streams import StreamPicture
 from postroom.errors import PostroomError
@@ -99,7 +102,9 @@ class Record:
         for stream in await self._publisher.look():
             for search in self._searches(stream, until):
                 lost += await self._requeue(search)
-            if stream.keeps_all and not stream.work_queue:
+            if stream.work_queue:
+                await self._forget_done(stream)
+            elif stream.keeps_all:
                 lost += await self._requeue_displaced(stream, until)
         self._counters.lost += lost
         self.comparisons += 1
@@ -116,6 +121,15 @@ class Record:
         elif stream.keeps_all:
             since = until - stream.reach(self._horizon) // _MILLISECOND
             yield Search("before_the_beginning", *place, first, since, until)
+
+    async def _forget_done(self, stream: StreamPicture) -> None:
+        """Forget where what is no longer in a work queue was: it was handled, and is not lost with the queue."""
+        place = stream.name, to_microseconds(stream.created_at)
+        if 0 < stream.holes <= MOST_HOLES and await self._store.has_place(*place):
+            holes = await self._publisher.read_holes(stream.name)
+            if holes.created_at == stream.created_at:
+                async with self._turns.turn():
+                    await durably(partial(self._store.forget_places, *place, sorted(holes.numbers)))
 
     async def _requeue_displaced(self, stream: StreamPicture, until: int) -> int:
         """Requeue the newest that a server has lost, where others have filled their places before this comparison."""

@@ -231,6 +231,16 @@ class Store:
         row = await self._connection.run(lambda db: db.execute(_QUERIES["newest_at"], place).fetchone())
         return row and Noted(*row)
 
+    async def has_place(self, stream: str, created_at: int) -> bool:
+        """Tell whether anything is noted in a stream; `created_at` as in `Mark`."""
+        place = stream, created_at
+        return await self._connection.run(lambda db: bool(db.execute(_QUERIES["has_place"], place).fetchone()[0]))
+
+    async def forget_places(self, stream: str, created_at: int, numbers: Sequence[int]) -> None:
+        """Note that what has these places in a stream is gone, as it should be."""
+        values = stream, created_at, _encode(numbers).decode()
+        await self._write(lambda db: db.execute(_QUERIES["forget_places"], values).rowcount)
+
     async def requeue_since(self, since: int) -> int:
         """Make unpublished whatever was published from a time on (ms since the epoch); return how much that is."""
         found = await self.published_since(since)

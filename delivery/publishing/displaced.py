@@ -80,7 +80,7 @@ class Places:
             found = await message_id_at(self._link.js, self._stream.name, number)
             if found is not None:
                 return Noted(number, found == message_id(identity, epoch))
-            holes = await read_holes(self._link, self._stream.name)  # at once: a work queue has many
+            holes = await read_holes(self._link.js, self._stream.name)  # at once: a work queue has many
             self._holes = holes._replace(numbers=holes.numbers | {number})
         return None
 

@@ -89,13 +89,6 @@ class Link:
         except Exception as error:
             raise from_nats(error, "listening to what is done to the streams") from error
 
-    async def call(self, name: str, body: bytes = b"") -> bytes:
-        """Call JetStream's API, as `STREAM.INFO.DEMO_EVENTS`, and return its answer; raises `PostroomError`."""
-        try:
-            return (await self._client.request(f"$JS.API.{name}", body, timeout=self._ack_seconds)).data
-        except Exception as error:
-            raise from_nats(error, f"calling {name}") from error
-
     def refusal(self, message: Outgoing) -> str | None:
         """Say why the server would not take a message, whatever its state; None where it would."""
         stream = self.streams.of(message.subject)

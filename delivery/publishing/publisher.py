@@ -203,7 +203,7 @@ async def _swallowed(link: Link, placed: Sequence[tuple[Outgoing, Place]]) -> li
     They were taken out before anybody noted them as published, or acknowledged, which only the record may know.
     """
     known = [(message.key, place) for message, place in placed if place.duplicate]
-    holes = {name: await read_holes(link, name) for name in {place.stream for _, place in known}}
+    holes = {name: await read_holes(link.js, name) for name in {place.stream for _, place in known}}
     return [key for key, place in known if not holes[place.stream].holds(place.sequence)]
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Final, NamedTuple
 
+from nats.js import JetStreamContext
 from nats.js.api import StreamInfo
 
-from delivery.errors import from_nats
+from delivery.errors import NATS_ERRORS, from_nats
 from delivery.publishing.link import Link
 from delivery.streams import all_consumers
 from postroom.errors import PostroomError
 
 _EVERYTHING: Final = ">"
 _DETAILS: Final = b'{"deleted_details":true}'
+_ANSWER_SECONDS: Final = 5.0
+MOST_HOLES: Final = 20_000  # that are asked for at each look; of a stream with more only the floors are known
 
 
 class Holes(NamedTuple):
@@ -30,15 +34,24 @@ class Holes(NamedTuple):
 
 
 class Floors(NamedTuple):
-    """A stream by its creation: up to which number all is acknowledged, by the subjects for which that holds."""
+    """What is acknowledged of a stream, by its creation.
+
+    Up to a number all is, by the subjects for which that holds; and behind the first message each number that is gone.
+    """
 
     created_at: datetime
     by_filter: dict[str, int]
+    first_sequence: int
+    gone: tuple[tuple[int, int], ...]  # from and up to, the second one excluded
 
 
-async def read_holes(link: Link, stream: str) -> Holes:
+async def read_holes(js: JetStreamContext, stream: str) -> Holes:
     """Ask which numbers are missing; raises `PostroomError`."""
-    answer = json.loads(await link.call(f"STREAM.INFO.{stream}", _DETAILS))
+    connection, subject = js._nc, f"{js._prefix}.STREAM.INFO.{stream}"  # noqa: SLF001 - a context hides both
+    try:
+        answer = json.loads((await connection.request(subject, _DETAILS, timeout=_ANSWER_SECONDS)).data)
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"looking at {stream}") from error
     if "error" in answer:
         raise PostroomError.of(502, "nats_error", f"looking at {stream}: {answer['error'].get('description')}")
     info = StreamInfo.from_response(answer)
@@ -47,7 +60,7 @@ async def read_holes(link: Link, stream: str) -> Holes:
 
 
 async def read_floors(link: Link, stream: str) -> Floors:
-    """Ask what is acknowledged: what is before the first message, and what each consumer says of its own subjects.
+    """Ask what is acknowledged: what is before the first message, what consumers say of their subjects, what is gone.
 
     Raises `PostroomError`.
     """
@@ -57,9 +70,24 @@ async def read_floors(link: Link, stream: str) -> Floors:
     except Exception as error:
         raise from_nats(error, f"looking at {stream}") from error
     assert info.created is not None  # noqa: S101 - every server tells it
+    gone: tuple[tuple[int, int], ...] = ()
+    if 0 < (info.state.num_deleted or 0) <= MOST_HOLES:
+        holes = await read_holes(link.js, stream)
+        gone = _ranges(holes.numbers) if holes.created_at == info.created else ()
     floors = {_EVERYTHING: max(info.state.first_seq - 1, 0)}
     for consumer in consumers:
         acknowledged = 0 if consumer.ack_floor is None else consumer.ack_floor.stream_seq
         for subjects in consumer.config.filter_subjects or [consumer.config.filter_subject or _EVERYTHING]:
             floors[subjects] = max(floors.get(subjects, 0), acknowledged)
-    return Floors(info.created, floors)
+    return Floors(info.created, floors, info.state.first_seq, gone)
+
+
+def _ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return the same numbers as ranges: most of what is gone lies side by side."""
+    ranges: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number:
+            ranges[-1] = ranges[-1][0], number + 1
+        else:
+            ranges.append((number, number + 1))
+    return tuple(ranges)

@@ -151,6 +151,7 @@ class Record:
         async with self._pool.acquire() as connection:
             now = await connection.fetchval(_QUERIES["now"])
             await connection.execute(_QUERIES["forget_floors"], now - self.horizon)
+            await connection.execute(_QUERIES["forget_holes"])
             before = now - timedelta(days=self._settings.keep_days)
             while await connection.execute(EVENTS.queries["prune"], before, _PRUNED) == f"DELETE {_PRUNED}":
                 pass

@@ -18,11 +18,27 @@ SELECT $1, $2, seen.* FROM unnest($3::text[], $4::text[], $5::bigint[]) AS seen 
 ON CONFLICT (stream, stream_created_at, filter) DO UPDATE
 SET floor = greatest(known.floor, excluded.floor), seen_at = now();
 
+-- name: note_holes
+-- Notes that the numbers $4 (ranges) of the work queue $1, created at $2, were acknowledged; what is before $3, its first,
+-- its floor says already.
+INSERT INTO postroom.work_queue_holes AS known (stream, stream_created_at, numbers)
+VALUES ($1, $2, $4::text::int8multirange)
+ON CONFLICT (stream, stream_created_at) DO UPDATE
+SET numbers = (known.numbers + excluded.numbers) * int8multirange(int8range($3::bigint, NULL))
+WHERE NOT known.numbers @> excluded.numbers;
+
 -- name: forget_floors
 -- Deletes the floors of streams that were last seen before $1.
 DELETE FROM postroom.work_queue_floors AS known WHERE NOT EXISTS (
   SELECT FROM postroom.work_queue_floors AS same
   WHERE same.stream = known.stream AND same.stream_created_at = known.stream_created_at AND same.seen_at >= $1
+);
+
+-- name: forget_holes
+-- Deletes what was gone of streams whose floors are forgotten.
+DELETE FROM postroom.work_queue_holes AS known WHERE NOT EXISTS (
+  SELECT FROM postroom.work_queue_floors AS floors
+  WHERE floors.stream = known.stream AND floors.stream_created_at = known.stream_created_at
 );
 
 -- name: declare_subjects

@@ -30,6 +30,7 @@ class StreamPicture(NamedTuple):
     subjects: re.Pattern[str]
     keeps_all: bool  # until they are `max_age_seconds` old: what is missing before the beginning was purged
     work_queue: bool  # acknowledging a message takes it out too
+    holes: int  # numbers behind the first message that are gone
 
     def reach(self, horizon: timedelta) -> timedelta:
         """Return up to which age, within the horizon, a message that is not there was lost and is not just too old."""
@@ -78,6 +79,7 @@ def _picture(info: StreamInfo) -> StreamPicture:
         subject_pattern(config.subjects or ()),
         _keeps_all(info),
         config.retention == RetentionPolicy.WORK_QUEUE,
+        state.num_deleted or 0,
     )
 
 

@@ -2,13 +2,13 @@
 
 A work queue forgets what was acknowledged, and what was purged, alike. So two things are kept apart from it:
 
-    the floors     up to which number everything was acknowledged, as the queue's consumers said when nothing was wrong;
-                   they are in Postgres
+    the floors     up to which number everything was acknowledged, as the queue's consumers said when nothing was wrong,
+                   and what was gone behind that; they are in Postgres
     the audit      what JetStream tells of purges and deletions, for as long as one is connected
 
 Where the audit tells of one, or nobody listened for a while, whatever is above the floors and no longer in the queue is
-published again. Some of it was acknowledged meanwhile, and comes a second time: receivers know it by its id. It is no
-more than what was behind its consumer's oldest message in hand when the queue was last seen.
+published again. Some of it was acknowledged since the queue was last seen, and comes a second time: receivers know it
+by its id. (Where a queue has very many holes, also what was behind its consumer's oldest message in hand then.)
 
 When the floors may rise, so that no purge raises them:
 
@@ -85,7 +85,7 @@ class WorkQueues:
         """
         async with self._pool.acquire() as connection:
             complete = await all_marked(connection)
-            holes = await read_holes(link, stream.name)
+            holes = await read_holes(link.js, stream.name)
             since = await connection.fetchval(_QUERIES["now"]) - stream.reach(self._record.horizon)
             bounds = (stream.name, holes.created_at, holes.first_sequence, list(holes.numbers), since)
             found = 0
@@ -105,3 +105,7 @@ async def _raise(database: Connection | Pool, stream: str, floors: Floors) -> No
     patterns = [f"^({subject_pattern([subjects]).pattern})$" for subjects in filters]
     values = (list(filters), patterns, list(filters.values()))
     await database.execute(_QUERIES["raise_floors"], stream, floors.created_at, *values)
+    if floors.gone:
+        gone = ",".join(f"[{start},{end})" for start, end in floors.gone)
+        place = stream, floors.created_at, floors.first_sequence
+        await database.execute(_QUERIES["note_holes"], *place, f"{{{gone}}}")

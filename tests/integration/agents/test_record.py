@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agents import SETTINGS, Running, Tally, emitted, kept, place_orders, running_agent, settled
+from agents import SETTINGS, Counting, Running, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
 from delivery.agents.inspecting import verify
@@ -20,6 +20,7 @@ from delivery.nats import connect
 from delivery.settings import NatsSettings
 from delivery.streams import ensure_stream
 from embedded import EmbeddedNats
+from postroom.agent import Command, Envelope
 
 ORDERS = [f"order-{number}" for number in range(20)]
 RECORD = msgspec.structs.replace(SETTINGS, check_seconds=0.05)
@@ -97,6 +98,41 @@ async def test_what_was_lost_while_the_agent_was_away_is_published_at_its_start(
     await context.js.purge_stream(context.events)
     async with running_agent(context, tmp_path, settings=RARELY):
         await all_there(context, tmp_path, "/1")
+
+
+class Ordering(Counting):
+    """Gives each order to a worker."""
+
+    name = "ordering"
+
+    async def receive(self, envelope: Envelope) -> list[Command]:
+        return [Command("packing", payload={"order": envelope.id})]
+
+
+async def test_commands_that_were_done_are_not_published_again_with_a_queue_that_was_lost(
+    context: Context, tmp_path: Path
+):
+    """Also where one before them waits still, and others have their numbers now."""
+    commands = next(stream for stream in context.streams if stream.name.endswith("_COMMANDS"))
+    await place_orders(context, ORDERS)
+    async with running_agent(context, tmp_path, Ordering, settings=RECORD) as running:
+        await settled(context, "ordering_consumer")
+        await context.js.add_consumer(commands.name, durable_name="packer", ack_policy="explicit")
+        packer = await context.js.pull_subscribe_bind(durable="packer", stream=commands.name)
+        waiting, *done = await packer.fetch(len(ORDERS), timeout=5)
+        await asyncio.gather(*(message.ack_sync() for message in done))
+        await compared(running)
+
+        await context.js.delete_stream(commands.name)
+        await ensure_stream(context.js, commands)
+        later = [f"later-{number}" for number in range(len(ORDERS))]
+        await place_orders(context, later)
+        await settled(context, "ordering_consumer")
+        await compared(running)
+        ids = Counter((message.headers or {})["Nats-Msg-Id"] for message in await context.stored(commands.name))
+        assert running.runtime.counters.lost == 1
+    again = f"{waiting.headers['Nats-Msg-Id']}/1"
+    assert (ids[again], len(ids), set(ids.values())) == (1, 1 + len(later), {1})
 
 
 async def test_the_letters_that_a_stream_lost_are_published_again(context: Context, tmp_path: Path):

@@ -72,16 +72,27 @@ class Desk:
 
     async def work(self, js: Any, most: int) -> int:
         """Take up to `most` commands, do them, and acknowledge them."""
+        return len(await self._do(await self._take(js, most)))
+
+    async def work_but(self, js: Any, most: int, every: int) -> list[str]:
+        """Do the same, but for the first of each `every`, which stay in hand; return the ids of these."""
+        batch = await self._take(js, most)
+        await self._do([message for index, message in enumerate(batch) if index % every])
+        return [message.headers["Nats-Msg-Id"] for message in batch[::every]]
+
+    async def _take(self, js: Any, most: int) -> list[Any]:
         queue = await js.pull_subscribe_bind(durable="clerk", stream=self.stream)
         try:
-            batch = await queue.fetch(most, timeout=0.5)
+            return list(await queue.fetch(most, timeout=0.5))
         except TimeoutError:
-            return 0
+            return []
         finally:
             await queue.unsubscribe()
+
+    async def _do(self, batch: Sequence[Any]) -> Sequence[Any]:
         self.done.update(message.headers["Nats-Msg-Id"].partition("/")[0] for message in batch)
         await asyncio.gather(*(message.ack_sync() for message in batch))
-        return len(batch)
+        return batch
 
     async def work_on(self) -> None:
         """Work for as long as there is a server, a queue, and nobody who cancels it."""
@@ -281,6 +292,43 @@ async def test_what_was_settled_stays_so_though_a_new_queue_gives_its_numbers_to
     assert set(await desk.waiting()) == await desk.commands() - set(desk.done)
     assert await redriven(office, confirmed=False) == 60
     assert await redriven(office, confirmed=True) == 110
+
+
+async def test_what_was_done_behind_one_that_waits_is_settled_too(office: Any, desk: Desk, running: Any) -> None:
+    """The consumer's floor stands at its oldest message in hand, however much it has done since."""
+    await desk.put(50)
+    await publish(office, running)
+    async with watching(office) as watch:
+        await watch.round()
+        waiting = await desk.work_but(office.js, 50, every=10)
+        assert len(waiting) == 5
+        assert await rounds(watch) == [0, 0]
+        await office.js.delete_stream(desk.stream)
+        await desk.open(office.js)
+        await desk.put(60)
+        await publish(office, running)
+        await watch.round()
+        await publish(office, running)
+    identities = {identity.partition("/")[0] for identity in await desk.waiting()}
+    assert identities == await desk.commands() - set(desk.done)
+    assert set(waiting) <= identities
+
+
+async def test_of_what_was_purged_nothing_counts_as_done(office: Any, desk: Desk, running: Any) -> None:
+    """Seen from afar it looks the same: numbers that are gone behind one that is there."""
+    await desk.put(20)
+    await publish(office, running)
+    async with watching(office) as watch:
+        await rounds(watch)
+        for number in range(2, 20):
+            await office.js.delete_msg(desk.stream, number)
+        await asyncio.wait_for(watch.told.wait(), SECONDS)
+        assert sum(await rounds(watch)) == 18
+        await publish(office, running)
+        assert await rounds(watch) == [0, 0]
+        await office.js.delete_stream(desk.stream)
+        await desk.open(office.js)
+        assert sum(await rounds(watch)) == 20
 
 
 async def redriven(office: Any, *, confirmed: bool) -> int:
