@@ -68,7 +68,7 @@ class Upkeep:
         """Finish the round; a cancellation in its midst could get lost in the client of NATS."""
         self._stopping = True
         self._wake.set()
-        async with self._working:
+        async with self._working, self._one_at_a_time:
             if self._link is not None:
                 await self._link.close()
 
@@ -78,12 +78,18 @@ class Upkeep:
         Raises `PostroomError`, and `Fatal` (78) where a stream differs from its declaration and would lose messages.
         """
         async with self._one_at_a_time:
-            await self._declare(link)
-            await self._record.compare(link)
+            if not self._stopping:
+                await self._connected()  # what is done in a stream from its first message on is heard
+            await self._look(link)
+
+    async def _look(self, link: Link) -> None:
+        await self._declare(link)
+        await self._record.compare(link)
 
     async def _round(self) -> None:
-        link = await self._connected()
-        await self.look_after(link)
+        async with self._one_at_a_time:
+            link = await self._connected()
+            await self._look(link)
         await self._work_queues.check(link, self._audit)
         await self._record.prune()
         await self._once.forget()

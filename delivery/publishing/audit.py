@@ -6,6 +6,7 @@ It tells it once, to those that are connected: what happened while nobody listen
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from typing import Final
 
 import msgspec
@@ -32,6 +33,7 @@ class Audit:
 
     def __init__(self, noticed: Callable[[], None]) -> None:
         self.hears = False  # whether anything was heard at all: calls of one's own are told of too
+        self.before: set[tuple[str, datetime]] = set()  # the streams that were there before, by name and creation
         self._noticed = noticed
         self._streams: set[str] = set()
 

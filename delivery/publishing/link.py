@@ -86,8 +86,10 @@ class Link:
         try:
             await self._client.subscribe(SUBJECT, cb=audit.hear)
             await self._client.flush()
+            await self.streams.refresh(self.js)
         except Exception as error:
             raise from_nats(error, "listening to what is done to the streams") from error
+        audit.before = {(stream.name, stream.created_at) for stream in self.streams.pictures}
 
     def refusal(self, message: Outgoing) -> str | None:
         """Say why the server would not take a message, whatever its state; None where it would."""

@@ -7,8 +7,9 @@ A work queue forgets what was acknowledged, and what was purged, alike. So two t
     the audit      what JetStream tells of purges and deletions, for as long as one is connected
 
 Where the audit tells of one, or nobody listened for a while, whatever is above the floors and no longer in the queue is
-published again. Some of it was acknowledged since the queue was last seen, and comes a second time: receivers know it
-by its id. (Where a queue has very many holes, also what was behind its consumer's oldest message in hand then.)
+published again; in a queue that was made while somebody listened, nothing was purged unheard. Some of it was
+acknowledged since the queue was last seen, and comes a second time: receivers know it by its id. (Where a queue has
+very many holes, also what was behind its consumer's oldest message in hand then.)
 
 When the floors may rise, so that no purge raises them:
 
@@ -67,7 +68,11 @@ class WorkQueues:
         taken = audit.take(stream.name)
         before = self._seen.pop(stream.name, None)  # what fails from here on is begun anew with a search
         now = asyncio.get_running_loop().time()
-        if taken or before is None or before.floors.created_at != floors.created_at:
+        if before is not None and before.floors.created_at != floors.created_at:
+            before = None
+        if before is None and audit.hears and (stream.name, floors.created_at) not in audit.before:
+            before = _Seen(floors, now)  # it was made while somebody listened: nothing was purged
+        if taken or before is None:
             found, complete = await self._search(link, stream, floors)
             if complete:
                 self._seen[stream.name] = _Seen(floors, now)
