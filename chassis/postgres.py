@@ -15,6 +15,7 @@ from asyncpg.pool import PoolConnectionProxy
 
 from chassis.exits import Exit, Fatal
 from chassis.sql import load_queries, migrations
+from chassis.users import this_user
 
 _QUERIES: Final = load_queries("chassis", "migrations.sql")
 
@@ -65,6 +66,15 @@ async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
     """Open one connection; raises `Fatal` as `fatal_errors` says, and 78 where `url` is no such URL."""
     with _fatal_when_closed():
         return await asyncpg.connect(url, timeout=CONNECT_SECONDS)
+
+
+def acting(connection: Connection) -> str:
+    """Return who acts over a connection, for a log of what operators did: `alice as postroom`.
+
+    The first is the user that runs the program, as the system knows it, the second the role that Postgres let in, as
+    Postgres reports it. Nothing of the environment says either.
+    """
+    return f"{this_user()} as {connection.get_settings().session_authorization}"
 
 
 @asynccontextmanager
