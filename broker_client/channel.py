@@ -28,7 +28,6 @@ class Reply(NamedTuple):
     status: int
     content: bytes
     retry_after: str | None
-    date: str | None = None  # when it was made, by the clock of whoever answered; None for what a cache kept
 
 
 class Channel:
@@ -75,9 +74,7 @@ class Channel:
         async with self._open().request(
             method, self.base + path, data=body, headers=headers, allow_redirects=False
         ) as response:
-            head = response.headers
-            date = None if "Age" in head else head.get("Date")
-            return Reply(response.status, await self._read(response), head.get("Retry-After"), date)
+            return Reply(response.status, await self._read(response), response.headers.get("Retry-After"))
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         limit = self._settings.max_answer_bytes

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
+
+import typer
 
 from cli.configs import daemon_config
 from cli.findings import show_findings
 from cli.noun import Config, Json, noun
 from cli.output import fields, json_line, line
 
+AcceptLostIds = Annotated[
+    bool, typer.Option("--accept-lost-ids", help="Start with an outbox that lost rows: their ids may be taken again.")
+]
+
 app = noun("Run and check the daemon.")
 
 
 @app.command()
-def run(*, config: Config = None) -> None:
+def run(*, config: Config = None, accept_lost_ids: AcceptLostIds = False) -> None:
     """Accept, keep and relay until a signal says stop."""
     from daemon.main import run as run_daemon  # noqa: PLC0415
 
-    raise SystemExit(run_daemon(daemon_config(config)))
+    raise SystemExit(run_daemon(daemon_config(config), accept_lost_ids=accept_lost_ids))
 
 
 @app.command()

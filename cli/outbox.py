@@ -30,6 +30,7 @@ from cli.selection import (
 )
 
 if TYPE_CHECKING:
+    from daemon.maintenance import Recovery
     from postroom import AsyncClient, ListQuery, OutboxRow, RowFilter
     from postroom.message import SendRequest
     from postroom.operations import Verb
@@ -284,12 +285,23 @@ def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -
     loaded = daemon_config(config)
     confirm("Set the outbox's files aside and save what can be read into a new one?", yes=yes)
     recovery = recover_outbox(loaded)
-    if as_json:
-        json_line(recovery._asdict())
-        return
-    line(f"saved {recovery.rows} rows and {recovery.log_lines} lines of the operator log")
-    line(f"lost {recovery.buried} rows, whose ids stay used, and {recovery.lost_log_lines} lines of the log")
+    json_line(recovery._asdict()) if as_json else _show_recovery(recovery)
+    if not recovery.whole:
+        raise typer.Exit(Exit.FAILED)
+
+
+def _show_recovery(recovery: Recovery) -> None:
+    line(f"saved {recovery.saved} rows and {recovery.log_lines} lines of the operator log")
+    if recovery.missing is None:
+        line(f"missing: unknown, since the counters are damaged too; the ids of {recovery.buried} rows stay used")
+    else:
+        line(f"missing: {recovery.missing} rows; the ids of {recovery.buried} of them stay used")
+    line(f"missing: {recovery.lost_log_lines} lines of the operator log")
+    if recovery.damaged_frames:
+        line(f"{recovery.damaged_frames} pages of the write-ahead log are damaged: rows may be older than they were")
     line(f"the damaged files are kept as {recovery.damaged}")
+    if recovery.missing != 0:
+        line("the daemon starts again with `postroom daemon run --accept-lost-ids`: see what is missing first")
 
 
 def _filter_of(everything: bool, **filters: Any) -> RowFilter | None:  # noqa: FBT001 - an option handed through

@@ -32,30 +32,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the daemon that `--config FILE` describes; returns its exit code."""
     parser = argparse.ArgumentParser(prog="postroomd", description="The Postroom daemon of one mesh.")
     parser.add_argument("--config", type=Path, help="TOML file; without it the environment alone decides")
+    parser.add_argument("--accept-lost-ids", action="store_true", help="start with an outbox that lost rows")
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config)
     except Fatal as fatal:
         return _end(fatal)
-    return run(config)
+    return run(config, accept_lost_ids=options.accept_lost_ids)
 
 
-def run(config: DaemonConfig) -> int:
+def run(config: DaemonConfig, *, accept_lost_ids: bool = False) -> int:
     """Run the daemon until it is told to stop; returns its exit code, having said on standard error what went wrong."""
     os.umask(UMASK)
     configure(config.log_level)
     try:
-        runtime.run(serve(config))
+        runtime.run(serve(config, accept_lost_ids=accept_lost_ids))
     except Fatal as fatal:
         return _end(fatal)
     return Exit.OK
 
 
-async def serve(config: DaemonConfig) -> None:
+async def serve(config: DaemonConfig, *, accept_lost_ids: bool = False) -> None:
     """Build the daemon, run it until SIGTERM or SIGINT, and close it; raises `Fatal`."""
     stop = asyncio.Event()
     runtime.stop_on_signals(stop)
-    daemon = await Postroomd.open(config)
+    daemon = await Postroomd.open(config, accept_lost_ids=accept_lost_ids)
 
     async def wind_down() -> None:
         stopping()

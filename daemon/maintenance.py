@@ -6,7 +6,7 @@ from pathlib import Path
 
 from daemon.config import DaemonConfig, state_directory, token_file
 from ipc.tokens import rotate
-from outbox.recover import Recovery
+from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
 from outbox.recover import recover as recover_directory
 
 

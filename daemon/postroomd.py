@@ -59,8 +59,11 @@ class Postroomd:
         self._own: list[tuple[Path, int]] = []  # the socket files, with their inodes, that are ours to remove
 
     @classmethod
-    async def open(cls, config: DaemonConfig) -> Self:
-        """Build the rooms and open the outbox; raises `Fatal` that says what stands in the way."""
+    async def open(cls, config: DaemonConfig, *, accept_lost_ids: bool = False) -> Self:
+        """Build the rooms and open the outbox; raises `Fatal` that says what stands in the way.
+
+        `accept_lost_ids` is for an outbox that a recovery could not save whole.
+        """
         inherited = listen_sockets()
         if not inherited:
             refuse_path(socket_path(config))
@@ -68,7 +71,8 @@ class Postroomd:
         state = state_directory(config)
         async with AsyncExitStack() as undo:
             link = await undo.enter_async_context(BrokerLink(config.broker))
-            outbox = await undo.enter_async_context(await Outbox.open(state, config.outbox, look_up=link.accepted))
+            opening = Outbox.open(state, config.outbox, accept_lost_ids=accept_lost_ids, look_up=link.accepted)
+            outbox = await undo.enter_async_context(await opening)
             relay = Relay(outbox, link, config.relay, state_directory=state, mesh=config.mesh)
             receiver = _receiver(config, state, relay)
             services = _services(config, outbox, link, relay, receiver)

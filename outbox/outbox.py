@@ -104,6 +104,7 @@ class Outbox:
         directory: Path,
         settings: OutboxSettings | None = None,
         *,
+        accept_lost_ids: bool = False,
         clock: Callable[[], int] = now_ms,
         new_id: Callable[[], str] = new_id,
         look_up: LookUp | None = None,
@@ -112,7 +113,8 @@ class Outbox:
 
         `clock` gives ms since the epoch; `look_up` asks the broker for rows that it did not answer for. Raises `Fatal`:
         69 where another process owns the directory, 78 for a file that is damaged or was set aside (it names
-        `postroom outbox recover`) or newer than the program, 75 or 74 while the disk is full or fails.
+        `postroom outbox recover`), that was recovered with rows missing, unless `accept_lost_ids` is given once, or
+        that is newer than the program, 75 or 74 while the disk is full or fails.
         """
         settings = settings or OutboxSettings()
         walked = WalkedPast()
@@ -120,7 +122,7 @@ class Outbox:
         async with contextlib.AsyncExitStack() as undo:
             file = OwnedFile(directory, NAME)
             undo.callback(file.end, clean=False)
-            connection = await open_file(file)
+            connection = await open_file(file, accept_lost_ids=accept_lost_ids)
             undo.push_async_callback(connection.close)
             await connection.run(transactor.start)
             writer = Writer(connection, file.path, transactor, settings)
@@ -242,10 +244,6 @@ class Outbox:
             total += len(ids)
             expire = expire._replace(places=places)
         return total
-
-    def confirm_clock(self) -> None:
-        """Date new rows by the clock until it is set back: somebody who knows the time has agreed with it."""
-        self._writer.confirm_clock()
 
     def when_urged(self, relay: Callable[[], None]) -> None:
         """Call `relay` from now on whenever an operator wants rows sent now: they flush some, or resume the relay."""

@@ -1,8 +1,10 @@
 """Save what can be read of a damaged outbox into a new file: `postroom outbox recover`, on a stopped daemon.
 
-The damaged files are renamed once the new file is whole, never overwritten, never changed. Rows are read in stretches;
-a stretch that fails is halved until only the rows that cannot be read are left out. The index of the client_message_ids
-is read on its own: an id whose row is lost is buried as an aborted row, so that it stays used (seed §4.1).
+The damaged files are renamed once the new file is whole, never overwritten, never changed. Their pages are read
+without SQLite (outbox/pages.py), so that any of them may be damaged: every row that lies whole in them is in the new
+file. An id whose row is lost is kept used where an index or a part of the row still has it (seed §4.1). How many rows
+there were is said by the counters, else by the highest number that any row or index has; where neither can be
+believed it is unknown, and no recovery with anything missing ends like one without (`outbox_recovery` in schema.sql).
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from chassis.exits import Exit, Fatal
 from chassis.ownership import hand_over
@@ -25,40 +30,224 @@ from chassis.sqlite_file import OwnedFile, move, set_aside, sync
 from outbox.errors import recovery_failed
 from outbox.migrate import migrate
 from outbox.outbox import NAME, now_ms
+from outbox.pages import PAGE, Pages, Records, in_order
+from outbox.settled import PACKED_BYTES, checksum_of, find_moved, following, key_of, number_of, pack, read_salt, text_of
 from outbox.settled import QUERIES as SETTLED
-from outbox.settled import find_moved, key_of, number_of, read_salt, text_of
-from postroom.ids import new_id
-from postroom.message import Envelope
+from outbox.transaction import room_of
+from postroom.errors import PostroomError
+from postroom.ids import is_client_message_id
+from postroom.message import Envelope, check_envelope
 
 _QUERIES: Final = load_queries("outbox", "sql/recover.sql")
-_STRETCH: Final = 64  # rows read at once; each may have a payload of more than a megabyte
-_ROW_BYTES: Final = 100  # fewer than any row takes in the file
+_SAMPLE: Final = 100  # rows that show whether fingerprints are those of their messages
+_LEAST_OF_ROW: Final = 60  # bytes that a row takes of the file, however short its ids are
+_NUMBERED: Final = (  # tables and indexes that have the number of each row, or of each that was moved
+    *("outbox", "outbox_payload", "sqlite_autoindex_outbox_1", "sqlite_autoindex_outbox_2"),
+    *("outbox_settled", "outbox_settled_key"),
+)
+_DAMAGED: Final = "unreadable: the row was damaged"
+T = TypeVar("T")
 
 
 class Recovery(NamedTuple):
-    """What was saved, and where the damaged file lies now."""
+    """What was saved, what is missing, and where the damaged file lies now."""
 
     damaged: Path
-    rows: int
-    buried: int  # ids whose rows could not be read
+    saved: int  # rows
+    missing: int | None  # rows that were written and could not be saved; None where nothing says how many
+    buried: int  # of them: their ids stay used
     log_lines: int
     lost_log_lines: int
+    damaged_frames: int  # pages of the write-ahead log: what is saved from them may be older than it was
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing that was written is missing."""
+        return self.missing == 0 and not self.lost_log_lines and not self.damaged_frames
 
 
-def recover(directory: Path, *, clock: Callable[[], int] = now_ms, new_id: Callable[[], str] = new_id) -> Recovery:
+_Time = Annotated[int, Meta(ge=0, lt=2**53)]  # ms since the epoch
+_Number = Annotated[int, Meta(ge=0, lt=2**53)]
+_Id = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9._:~-]{1,160}\Z")]
+_Packed = Any  # str or bytes, which msgspec does not tell apart
+_Owner = Annotated[str, Meta(pattern=r"\A-?[0-9]{1,10}:-?[0-9]{1,10}\Z")]
+_Fingerprint = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Priority = Literal["now", "next", "low"]
+_AbortedBy = Literal["operator", "auto"]
+
+
+class _Live(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A row of the table `outbox`, in its order, as far as it can be checked by itself."""
+
+    seq: None
+    id: _Id
+    client_message_id: _Id
+    request_fingerprint: _Fingerprint
+    enqueued_at: _Time
+    attempts: _Number
+    next_attempt_at: _Time
+    status: Literal["pending", "inflight", "done", "dead", "aborted"]
+    lane: int | None
+    priority: _Priority
+    destination: str
+    submitted_by: _Owner
+    not_before: _Time | None
+    last_error: str | None
+    delivered_at: _Time | None
+    broker_message_id: str | None
+    history_id: _Number | None
+    duplicate: Literal[1] | None
+    unanswered_at: _Time | None
+    aborted_at: _Time | None
+    aborted_by: _AbortedBy | None
+    superseded_by: _Id | None
+    payload_bytes: _Number
+
+
+class _Moved(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A row of the table `outbox_settled`, in its order."""
+
+    seq: None
+    id: _Packed
+    client_message_id: _Packed
+    request_fingerprint: _Fingerprint
+    common: _Number
+    attempts: _Number
+    enqueued_at: _Time
+    settled_after: int
+    pruned_after: int
+    not_before: _Time | None
+    broker_message_id: _Packed | None
+    history_id: _Number | None
+    duplicate: Literal[1] | None
+    unanswered_at: _Time | None
+    aborted_by: _AbortedBy | None
+    superseded_by: _Number | None
+    checksum: int = 0
+
+
+class _Common(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, order=True):
+    """What moved rows share, as the index of `outbox_common` has it."""
+
+    destination: str
+    priority: _Priority
+    submitted_by: _Owner
+    last_error: str
+    number: _Number
+
+
+class _Tally(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The counters, in their order."""
+
+    only: None
+    pending: _Number
+    inflight: _Number
+    done: _Number
+    dead: _Number
+    aborted: _Number
+    payload_bytes: _Number
+    moved: _Number
+    waiting_room: _Number
+    kept_room: _Number
+
+    @property
+    def rows(self) -> int:
+        """All rows there are."""
+        return self.pending + self.inflight + self.done + self.dead + self.aborted
+
+
+class _LogLine(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A line of the operator log, in its order."""
+
+    seq: None
+    at: _Time
+    verb: str
+    actor: str
+    reason: str
+    row_id: str | None
+    detail: str | None
+
+
+class _CommonRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A row of the table `outbox_common`, in its order."""
+
+    number: None
+    destination: str
+    priority: _Priority
+    submitted_by: _Owner
+    last_error: str
+
+    def as_key(self, number: int) -> _Common:
+        """Return it as its index has it."""
+        return _Common(self.destination, self.priority, self.submitted_by, self.last_error, number)
+
+
+class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A row of the table `outbox_payload`, in its order."""
+
+    seq: None
+    payload: bytes
+
+
+class _Recovered(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A row of the table `outbox_recovery`, in its order."""
+
+    at: None
+    saved: _Number
+    missing: _Number | None
+    buried: _Number
+    accepted_at: _Time | None
+    accepted_by: str | None
+
+
+class _Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, order=True):
+    """A row of the table `relay_control`, in its order."""
+
+    destination: str
+    paused: Literal[0, 1]
+    rate_per_second: float | None
+
+
+class _Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, order=True):
+    """An entry of an index of ids."""
+
+    text: _Id
+    seq: _Number
+
+
+class _Key(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, order=True):
+    """A key of a moved row's id."""
+
+    key: int
+    seq: _Number
+
+
+class _Object(NamedTuple):
+    """A table or an index of the new file."""
+
+    name: str
+    root: int
+    table: bool
+    columns: int
+
+
+_NOBODY: Final = _Common("", "next", "-1:-1", "", 0)
+
+
+def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     """Save the rows of the outbox of `directory` into a new file, set the old one aside, and put the new in its place.
 
     The old one becomes `outbox.db.damaged-<ms>` once the new one is whole; until then a failure leaves everything as it
     was. After a kill between the two, the next call saves from what was set aside.
 
-    Raises `Fatal`: 69 while a daemon runs there, 78 where there is no outbox, 75 on a full disk, 74 on one that fails.
+    Raises `Fatal`: 69 where a daemon runs there, 78 where there is no outbox, 75 on a full disk, 74 on one that fails.
     """
     file = OwnedFile(directory, NAME, may_be_anothers=True)
     saved = False
     try:
         source = _source(file)
         now = clock()
-        fresh, recovery = _salvage(source, file.path, now, new_id)
+        fresh, recovery = _salvage(source, file.path, now)
         if source == file.path:
             recovery = recovery._replace(damaged=set_aside(source, now))
         fresh.rename(file.path)
@@ -81,19 +270,21 @@ def _source(file: OwnedFile) -> Path:
     return file.damaged
 
 
-def _salvage(source: Path, database: Path, now: int, new_id: Callable[[], str]) -> tuple[Path, Recovery]:
+def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
     """Fill a new file beside the database; return it, whole and on disk."""
     fresh = database.with_name(f"{database.name}.recovering")
     for part in PARTS:
         Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
     _create(fresh)
     with (
-        contextlib.closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, isolation_level=None)) as old,
+        contextlib.closing(Pages(source)) as pages,
         contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
     ):
         new.executescript(_QUERIES["pragmas"])
         migrate(new, fresh)
-        recovery = _copy(old, new, source, now, new_id)
+        new.execute(CONNECTION["begin"])
+        recovery = _Salvage(pages, new, now).run(source)
+        new.execute(CONNECTION["commit"])
         new.execute(CONNECTION["checkpoint_truncate"]).fetchall()
     sync(fresh)
     return fresh, recovery
@@ -108,91 +299,254 @@ def _create(file: Path) -> None:
         os.close(created)
 
 
-def _copy(
-    old: sqlite3.Connection, new: sqlite3.Connection, damaged: Path, now: int, new_id: Callable[[], str]
-) -> Recovery:
-    new.execute(CONNECTION["begin"])
-    most = damaged.stat().st_size // _ROW_BYTES
-    rows = sum(_keep(new, row) for row in _read(old, "rows", _last(old, ("last_seq", "last_seq_in_index"), most)))
-    rows += _keep_moved(old, new, most)
-    buried = sum(_bury(new, client_message_id, now, new_id) for client_message_id in _ids(old))
-    last_line = _last(old, ("last_log_line",), 0)
-    lines = 0
-    for line in _read(old, "log_lines", last_line):
-        new.execute(_QUERIES["keep_log_line"], line)
-        lines += 1
-    with contextlib.suppress(sqlite3.DatabaseError):
-        new.executemany(_QUERIES["keep_control"], old.execute(_QUERIES["controls"]))
-    new.execute(_QUERIES["recount"])
-    new.execute(CONNECTION["commit"])
-    return Recovery(damaged, rows, buried, lines, max(0, last_line - lines))
+class _Salvage:
+    """Fills a new file from the pages of a damaged one, in which tables and indexes have the places they have here."""
 
+    def __init__(self, pages: Pages, new: sqlite3.Connection, now: int) -> None:
+        self._pages = pages
+        self._new = new
+        self._now = now
+        self._salt = read_salt(new)
+        schema = [_Object(*row) for row in new.execute(_QUERIES["schema"])]
+        self._roots = {each.name: each.root for each in schema}
+        self._shapes = {each.name: (each.columns, True) for each in schema if each.table}
+        self._records = Records(pages, {each.root: each.table for each in schema}, self._shapes.values())
+        self._highest: Counter[str] = Counter()  # number that each table and each index knows of
+        self._without_message: dict[int, _Live] = {}  # rows that wait, by number
+        self._room = self._payload_bytes = self._moved = 0  # of the rows that were found
 
-def _last(old: sqlite3.Connection, queries: tuple[str, ...], otherwise: int) -> int:
-    """Return the first answer that one of the queries gives; a damaged file may not answer."""
-    for query in queries:
-        with contextlib.suppress(sqlite3.DatabaseError):
-            return old.execute(_QUERIES[query]).fetchone()[0] or 0
-    return otherwise
+    def run(self, source: Path) -> Recovery:
+        """Save everything, and count it."""
+        (keeps_payloads,) = self._new.execute(_QUERIES["trigger"], ("outbox_keeps_payloads",)).fetchone()
+        self._new.execute(_QUERIES["drop_trigger"])
+        self._read_indexes()
+        saved = self._keep_moved()
+        self._keep_payloads()
+        saved += self._keep_rows()
+        missing = self._missing(saved)
+        buried = self._bury()
+        self._new.execute(_QUERIES["drop_payloads_without_row"])
+        self._new.execute(keeps_payloads)
+        self._new.execute(_QUERIES["recount"])
+        lines, lost_lines = self._keep_log()
+        self._keep_controls()
+        for at, recovery in self._rows("outbox_recovery", _Recovered):
+            self._new.execute(_QUERIES["keep_recovery"], (at, *msgspec.structs.astuple(recovery)[1:]))
+        self._new.execute(_QUERIES["keep_recovery"], (self._now, saved, missing, buried, None, None))
+        return Recovery(source, saved, missing, buried, lines, lost_lines, self._pages.damaged_frames)
 
+    def _rows(self, table: str, kind: type[T]) -> Iterator[tuple[int, T]]:
+        """Yield the rows of a table that are what they should be, each with its number; the newest of each first."""
+        for row in self._records.rows(self._shapes[table]):
+            if self._is_number(row.rowid):
+                with contextlib.suppress(msgspec.ValidationError):
+                    found = msgspec.convert(row.values, kind)
+                    self._highest[table] = max(self._highest[table], row.rowid)
+                    yield row.rowid, found
 
-def _read(old: sqlite3.Connection, query: str, last: int) -> Iterator[tuple[Any, ...]]:
-    for first in range(1, last + 1, _STRETCH):
-        yield from _stretch(old, query, first, first + _STRETCH - 1)
+    def _keys(self, index: str, kind: type[T]) -> Iterator[tuple[T, bool]]:
+        """Yield the keys of an index that are what they should be, each with whether it is where it should be."""
+        for page in self._records.keys(self._roots[index]):
+            keys = []
+            for key in page:
+                with contextlib.suppress(msgspec.ValidationError):
+                    keys.append(msgspec.convert(key, kind))
+            yield from in_order(keys)
 
+    def _is_number(self, value: int) -> bool:
+        """Tell whether something may have this number: each takes some of the file, for ever."""
+        return 0 < value <= max(1_000_000, self._pages.count * PAGE // _LEAST_OF_ROW)
 
-def _stretch(old: sqlite3.Connection, query: str, first: int, last: int) -> Iterator[tuple[Any, ...]]:
-    """Yield what can be read from `first` to `last`."""
-    try:
-        yield from old.execute(_QUERIES[query], (first, last)).fetchall()
-    except sqlite3.DatabaseError:
-        if first < last:
-            middle = (first + last) // 2
-            yield from _stretch(old, query, first, middle)
-            yield from _stretch(old, query, middle + 1, last)
+    def _read_indexes(self) -> None:
+        """Note what the indexes say of each number."""
+        self._new.execute(_QUERIES["create_indexed"])
+        for query, name in (("indexed_name", "sqlite_autoindex_outbox_2"), ("indexed_id", "sqlite_autoindex_outbox_1")):
+            for key, sound in self._keys(name, _Entry):
+                if self._is_number(key.seq):
+                    self._new.execute(_QUERIES[query], {"seq": key.seq, "text": key.text, "sound": sound})
+                    self._highest[name] = max(self._highest[name], key.seq * sound)
+        for moved, sound in self._keys("outbox_settled_key", _Key):
+            if sound and self._is_number(moved.seq):
+                self._highest["outbox_settled_key"] = max(self._highest["outbox_settled_key"], moved.seq)
 
+    def _keep_moved(self) -> int:
+        """Write the rows that had been moved; returns how many."""
+        shared = {number: row.as_key(number) for number, row in self._rows("outbox_common", _CommonRow)}
+        shared |= {key.number: key for key, sound in self._keys("sqlite_autoindex_outbox_common_1", _Common) if sound}
+        for seq, row in self._rows("outbox_settled", _Moved):
+            if row.checksum != checksum_of((seq, *msgspec.structs.astuple(row)[1:-1])):
+                continue
+            self._moved += self._write_moved(seq, row, shared.get(row.common, _NOBODY))
+        return self._moved
 
-def _keep(new: sqlite3.Connection, row: tuple[Any, ...]) -> bool:
-    """Write a row that was read, unless it is garbage: the new file's own rules and the payload's form tell."""
-    *_, payload = row
-    try:
-        if payload:  # a row that was buried has none
-            msgspec.json.decode(payload, type=Envelope)
-        new.execute(_QUERIES["keep"], row[:-1])
-        new.execute(_QUERIES["keep_payload"], (payload,))
-    except (msgspec.MsgspecError, sqlite3.IntegrityError, TypeError):
-        return False
-    return True
-
-
-def _keep_moved(old: sqlite3.Connection, new: sqlite3.Connection, most: int) -> int:
-    """Write the moved rows, each with the key by which its id is found; returns how many it were."""
-    salt = read_salt(new)
-    kept = 0
-    for destination, priority, submitted_by, last_error, *row in _read(old, "moved", _last(old, ("last_moved",), most)):
-        common = number_of(new, (destination, priority, submitted_by, last_error))
-        new.execute(SETTLED["move"], (*row[:4], common, *row[4:]))
-        new.execute(SETTLED["key"], (key_of(text_of(row[2]), salt), row[0]))
-        kept += 1
-    return kept
-
-
-def _ids(old: sqlite3.Connection) -> Iterator[str]:
-    """Yield the ids of the index from both of its ends, up to what cannot be read."""
-    for query in ("ids", "ids_backwards"):
+    def _write_moved(self, seq: int, row: _Moved, shared: _Common) -> bool:
+        """Write a row as one that was moved; says whether it was whole, and not there before."""
+        ids = (row.id, row.client_message_id, row.broker_message_id or "")
+        if not all(isinstance(each, str) or (isinstance(each, bytes) and len(each) in PACKED_BYTES) for each in ids):
+            return False
+        name = text_of(row.client_message_id)
+        if not is_client_message_id(name) or self._is_kept(seq, name):
+            return False
+        common = number_of(self._new, (shared.destination, shared.priority, shared.submitted_by, shared.last_error))
+        values = (seq, *msgspec.structs.astuple(msgspec.structs.replace(row, common=common))[1:-1])
         try:
-            yield from (client_message_id for (client_message_id,) in old.execute(_QUERIES[query]))
-        except sqlite3.DatabaseError:
-            continue
-        return
+            self._new.execute(SETTLED["move"], (*values, checksum_of(values)))
+        except sqlite3.IntegrityError:
+            return False
+        self._new.execute(SETTLED["key"], (key_of(name, self._salt), seq))
+        return True
 
+    def _is_kept(self, seq: int, client_message_id: str) -> bool:
+        """Tell whether the new file has a row with this number, or with this id."""
+        (kept,) = self._new.execute(_QUERIES["is_kept"], (seq, client_message_id)).fetchone()
+        return bool(kept or find_moved(self._new, [client_message_id], self._salt))
 
-def _bury(new: sqlite3.Connection, client_message_id: str, now: int, new_id: Callable[[], str]) -> bool:
-    """Keep an id used whose row is lost; says whether it was."""
-    if new.execute(_QUERIES["is_kept"], (client_message_id,)).fetchone()[0]:
-        return False
-    if find_moved(new, [client_message_id], read_salt(new)):
-        return False
-    new.execute(_QUERIES["bury"], {"id": new_id(), "client_message_id": client_message_id, "now": now})
-    new.execute(_QUERIES["keep_payload"], (b"",))
-    return True
+    def _keep_payloads(self) -> None:
+        """Write every message; those without a row go again."""
+        for seq, row in self._rows("outbox_payload", _Payload):
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                msgspec.json.decode(row.payload, type=Envelope)
+                self._new.execute(_QUERIES["keep_payload"], (seq, row.payload))
+
+    def _keep_rows(self) -> int:
+        """Write the other rows; returns how many."""
+        rows = self._rows("outbox", _Live)
+        sample = list(islice(rows, _SAMPLE))
+        computed = sum(self._has_its_fingerprint(row, self._payload(seq, row)) for seq, row in sample)
+        strict = computed * 2 > len(sample)  # else they were not computed by Postroom, and tell nothing
+        return sum(self._keep_row(seq, row, strict=strict) for seq, row in chain(sample, rows))
+
+    def _keep_row(self, seq: int, row: _Live, *, strict: bool) -> bool:
+        name, row_id, sound_name, sound_id = self._indexed(seq)
+        if not is_client_message_id(row.client_message_id) or self._is_kept(seq, row.client_message_id):
+            return False
+        if (sound_name and name != row.client_message_id) or (sound_id and row_id != row.id):
+            return False
+        payload = self._payload(seq, row)
+        if payload is None or (strict and not self._has_its_fingerprint(row, payload)):
+            return self._keep_without_message(seq, row)
+        try:
+            self._new.execute(_QUERIES["keep"], (seq, *msgspec.structs.astuple(row)[1:]))
+        except sqlite3.IntegrityError:
+            return False
+        self._room += room_of(row.payload_bytes)
+        self._payload_bytes += row.payload_bytes
+        return True
+
+    def _keep_without_message(self, seq: int, row: _Live) -> bool:
+        """Keep what is left of a row: one that is done or aborted needs no message."""
+        settled_at = row.delivered_at if row.status == "done" else row.aborted_at if row.status == "aborted" else None
+        if settled_at is None:
+            self._without_message.setdefault(seq, row)
+            return False
+        successor = self._new.execute(_QUERIES["indexed_by_id"], (row.superseded_by,)).fetchone()
+        code = (row.last_error or "").partition(":")[0] if row.status == "aborted" else ""
+        moved = _Moved(
+            None,
+            pack(row.id),
+            pack(row.client_message_id),
+            row.request_fingerprint,
+            0,
+            row.attempts,
+            row.enqueued_at,
+            settled_at - row.enqueued_at,
+            self._now - settled_at,
+            row.not_before,
+            row.broker_message_id and pack(row.broker_message_id),
+            row.history_id,
+            row.duplicate,
+            row.unanswered_at,
+            row.aborted_by,
+            successor and successor[0],
+        )
+        if not self._write_moved(seq, moved, _Common(row.destination, row.priority, row.submitted_by, code, 0)):
+            return False
+        self._room += room_of(row.payload_bytes)
+        self._payload_bytes += row.payload_bytes
+        return True
+
+    def _indexed(self, seq: int) -> tuple[str | None, str | None, int, int]:
+        found = self._new.execute(_QUERIES["indexed"], (seq,)).fetchone()
+        return (None, None, 0, 0) if found is None else found
+
+    def _payload(self, seq: int, row: _Live) -> bytes | None:
+        found = self._new.execute(_QUERIES["payload"], (seq,)).fetchone()
+        return found[0] if found is not None and len(found[0]) == row.payload_bytes else None
+
+    @staticmethod
+    def _has_its_fingerprint(row: _Live, payload: bytes | None) -> bool:
+        try:
+            checked = None if payload is None else check_envelope(msgspec.json.decode(payload, type=Envelope))
+        except (PostroomError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return False
+        return checked is not None and checked.fingerprint == row.request_fingerprint
+
+    def _missing(self, saved: int) -> int | None:
+        """Return how many rows there were beyond those saved, None where neither counters nor numbers tell.
+
+        Counters are believed where all of them fit what was found: rows that are missing took room. A number is
+        believed where two of the tables and indexes know of one as high.
+        """
+        if not self._pages.is_current(self._roots["tally"]):
+            return None
+        for _, tally in self._rows("tally", _Tally):
+            missing = tally.rows - saved
+            waited = missing - (tally.moved - self._moved)
+            room = tally.waiting_room + tally.kept_room - self._room
+            payload_bytes = tally.payload_bytes - self._payload_bytes
+            if min(missing, waited, tally.moved - self._moved, payload_bytes) >= 0 and (
+                room >= waited * room_of(0) if waited else room == payload_bytes == 0
+            ):
+                return missing
+        highest = sorted(self._highest[each] for each in _NUMBERED)[-2:]
+        return max(0, highest[0] - saved) if highest[0] else None
+
+    def _bury(self) -> int:
+        """Keep the ids used whose rows are lost, as far as they are known; returns how many."""
+        buried = 0
+        for seq, name, row_id in self._new.execute(_QUERIES["indexed_and_lost"]).fetchall():
+            row = self._without_message.pop(seq, None)
+            buried += self._bury_row(seq, row.client_message_id if row else name, row.id if row else row_id, row)
+        for seq, row in sorted(self._without_message.items()):
+            buried += self._bury_row(seq, row.client_message_id, row.id, row)
+        return buried
+
+    def _bury_row(self, seq: int, name: str, row_id: str | None, row: _Live | None) -> bool:
+        """Write an aborted row without its message; what is not known of it is nobody's."""
+        if row_id is None:  # ids grow with numbers
+            before = self._new.execute(_QUERIES["id_before"], {"seq": seq}).fetchone()
+            row_id = following(text_of(before[0]) if before else "0" * 26)
+        moved = _Moved(
+            seq=None,
+            id=pack(row_id),
+            client_message_id=pack(name),
+            request_fingerprint=row.request_fingerprint if row else bytes(32),
+            common=0,
+            attempts=row.attempts if row else 0,
+            enqueued_at=row.enqueued_at if row else self._now,
+            settled_after=self._now - row.enqueued_at if row else 0,
+            pruned_after=0,
+            not_before=None,
+            broker_message_id=None,
+            history_id=None,
+            duplicate=None,
+            unanswered_at=row.unanswered_at if row else None,
+            aborted_by="auto",
+            superseded_by=None,
+        )
+        owner = (row.destination, row.priority, row.submitted_by) if row else ("", "next", _NOBODY.submitted_by)
+        return self._write_moved(seq, moved, _Common(*owner, _DAMAGED, 0))
+
+    def _keep_log(self) -> tuple[int, int]:
+        """Write the operator log; returns how many lines, and how many are missing."""
+        for seq, line in self._rows("operator_log", _LogLine):
+            self._new.execute(_QUERIES["keep_log_line"], (seq, *msgspec.structs.astuple(line)[1:]))
+        (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()
+        entries = (key.seq for key, sound in self._keys("operator_log_row", _Entry) if sound)
+        last = max(filter(self._is_number, entries), default=0)
+        return lines, max(0, max(last, self._highest["operator_log"]) - lines)
+
+    def _keep_controls(self) -> None:
+        """Write what operators told the relay."""
+        for control, _ in self._keys("relay_control", _Control):
+            self._new.execute(_QUERIES["keep_control"], msgspec.structs.astuple(control))

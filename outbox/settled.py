@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 from uuid import UUID
+from zlib import crc32
 
 import msgspec
 
@@ -31,12 +32,14 @@ _ULID_LENGTH: Final = 26  # characters of 5 bits, the first two of which are not
 _ULID_BYTES: Final = 16
 _UUID_LENGTH: Final = 36
 _UUID_TAG: Final = b"-"  # makes 17 bytes of a UUID
+PACKED_BYTES: Final = (_ULID_BYTES, _ULID_BYTES + 1)  # of a ULID, and of a UUID
 _PACKED: Final = "#"  # begins a packed id in the views: no id has it
 _FROM_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHJKMNPQRSTVWXYZ", b"abcdefghijklmnopqrstuv")
 _TO_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUV", b"ABCDEFGHJKMNPQRSTVWXYZ")
 
 _decode_existing: Final = msgspec.json.Decoder(list[Existing]).decode
 _decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
+_pack_values: Final = msgspec.msgpack.Encoder().encode
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -116,10 +119,10 @@ def number_of(db: sqlite3.Connection, shared: tuple[str, str, str, str]) -> int:
 def _kept(transaction: Transaction, row: _Prunable, common: int) -> tuple[object, ...]:
     """Return what `move` writes, in its order."""
     successor = None if row.superseded_by is None else find_row(transaction.db, row.superseded_by)
-    return (
+    values = (
         row.seq,
-        _pack(row.id),
-        _pack(row.client_message_id),
+        pack(row.id),
+        pack(row.client_message_id),
         bytes.fromhex(row.fingerprint),
         common,
         row.attempts,
@@ -127,13 +130,19 @@ def _kept(transaction: Transaction, row: _Prunable, common: int) -> tuple[object
         row.settled_at - row.enqueued_at,
         transaction.now - row.settled_at,
         row.not_before,
-        None if row.broker_message_id is None else _pack(row.broker_message_id),
+        None if row.broker_message_id is None else pack(row.broker_message_id),
         row.history_id,
         row.duplicate,
         row.unanswered_at,
         row.aborted_by,
         successor,
     )
+    return (*values, checksum_of(values))
+
+
+def checksum_of(values: tuple[object, ...]) -> int:
+    """Return the checksum of a moved row, of all its columns before it."""
+    return crc32(_pack_values(values)) - 2**31  # four bytes in the file
 
 
 def read_salt(db: sqlite3.Connection) -> bytes:
@@ -150,7 +159,7 @@ def last_id(db: sqlite3.Connection) -> str:
 
 def following(row_id: str) -> str:
     """Return an id right after this one."""
-    packed = _pack(row_id)
+    packed = pack(row_id)
     if isinstance(packed, str):
         return f"{packed}0"
     return text_of((int.from_bytes(packed, "big") + 1).to_bytes(_ULID_BYTES, "big"))
@@ -189,7 +198,7 @@ def answers(db: sqlite3.Connection, seqs: Sequence[int]) -> list[Existing]:
 
 def find_row(db: sqlite3.Connection, name: str) -> int | None:
     """Return the `seq` of the row with this id, else with this client_message_id, moved or not; None without one."""
-    for query, value in (("row_with_id", name), ("moved_with_id", _pack(name)), ("row_with_client_id", name)):
+    for query, value in (("row_with_id", name), ("moved_with_id", pack(name)), ("row_with_client_id", name)):
         if (found := db.execute(QUERIES[query], {"id": value}).fetchone()) is not None:
             return int(found[0])
     return find_moved(db, [name], read_salt(db)).get(name)
@@ -200,7 +209,7 @@ def find_rows(db: sqlite3.Connection, names: Sequence[str]) -> set[int]:
     if not names:
         return set()
     (found,) = db.execute(QUERIES["rows_named"], (_encode(names).decode(),)).fetchone()
-    moved = (db.execute(QUERIES["moved_with_id"], {"id": _pack(name)}).fetchone() for name in names)
+    moved = (db.execute(QUERIES["moved_with_id"], {"id": pack(name)}).fetchone() for name in names)
     return {
         *_decode_seqs(found),
         *(seq for (seq,) in filter(None, moved)),
@@ -208,7 +217,7 @@ def find_rows(db: sqlite3.Connection, names: Sequence[str]) -> set[int]:
     }
 
 
-def _pack(text: str) -> str | bytes:
+def pack(text: str) -> str | bytes:
     """Return an id as it is kept: ULIDs and UUIDs as bytes."""
     if len(text) == _ULID_LENGTH and _ULID(text):
         return int(text.encode().translate(_FROM_CROCKFORD), 32).to_bytes(_ULID_BYTES, "big")

@@ -1,7 +1,6 @@
 """What `postroom agent run` can be told: one TOML file; `POSTROOM_AGENT_<KEY>` overrides a key.
 
-`POSTROOM_NATS_URL` and `POSTROOM_MESH`, which `postroom up` writes, stand in for `nats.url` and `tenant` where neither
-says them.
+`POSTROOM_NATS_URL`, which `postroom up` writes, stands in for the agent's own `nats.url`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from delivery.subjects import DEFAULT_WORKSPACE
 from postroom.agent import Agent, agent_name
 
 PREFIX: Final = "POSTROOM_AGENT_"
-_SHARED: Final = {"POSTROOM_NATS_URL": "NATS_URL", "POSTROOM_MESH": "TENANT"}
+_SHARED: Final = {"POSTROOM_NATS_URL": "NATS_URL"}
 
 
 class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -83,9 +82,10 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
 ) -> AgentConfig:
     """Read and check the config; the arguments win. Raises `Fatal` (78) with the path of what is wrong."""
+    shared = {PREFIX + key: environ[name] for name, key in _SHARED.items() if name in environ}
     told = {"TENANT": tenant, "WORKSPACE": workspace}
     given = {PREFIX + key: value for key, value in told.items() if value is not None}
-    config = load(AgentConfig, file, prefix=PREFIX, environ={**environ, **given}, shared=_SHARED)
+    config = load(AgentConfig, file, prefix=PREFIX, environ={**shared, **environ, **given})
     if config.agent.keep_days < config.agent.horizon_days:
         raise Fatal(
             Exit.CONFIG,

@@ -136,6 +136,7 @@ CREATE TABLE outbox_settled (
     unanswered_at       INTEGER,
     aborted_by          TEXT CHECK (aborted_by IN ('operator', 'auto')),  -- NULL: it is done
     superseded_by       INTEGER,                         -- seq of the successor
+    checksum            INTEGER NOT NULL,                -- of all these, so that a recovery knows whether it is whole
     CONSTRAINT outcome CHECK (CASE WHEN aborted_by IS NULL THEN broker_message_id IS NOT NULL AND superseded_by IS NULL
                                    ELSE coalesce(broker_message_id, history_id, duplicate) IS NULL END)
 );
@@ -215,6 +216,16 @@ BEGIN SELECT RAISE(ABORT, 'the operator log is append-only'); END;
 
 CREATE TRIGGER operator_log_append_only_delete BEFORE DELETE ON operator_log
 BEGIN SELECT RAISE(ABORT, 'the operator log is append-only'); END;
+
+-- What `postroom outbox recover` saved. While something is missing that nobody accepted, the daemon does not start.
+CREATE TABLE outbox_recovery (
+    at          INTEGER PRIMARY KEY,
+    saved       INTEGER NOT NULL,
+    missing     INTEGER,                                 -- NULL: unknown
+    buried      INTEGER NOT NULL,                        -- of those: their ids stay used
+    accepted_at INTEGER,
+    accepted_by TEXT
+);
 
 -- What an operator told the relay: destination '' is everything.
 CREATE TABLE relay_control (

@@ -4,28 +4,75 @@ PRAGMA journal_mode = WAL;
 PRAGMA synchronous = OFF;
 PRAGMA foreign_keys = ON;
 
--- name: last_seq
--- The largest seq that any sound part of the damaged file knows.
-SELECT max(seq) FROM outbox;
+-- name: schema
+-- Where each table and each index begins, which of them is a table with rowids, and how many columns its records have.
+SELECT name, rootpage, type = 'table' AND name NOT IN ('relay_control', 'outbox_settled_key'),
+       (SELECT count(*) FROM pragma_table_xinfo(object.name) AS columns WHERE columns.hidden = 0)
+FROM sqlite_schema AS object WHERE rootpage > 0;
 
--- name: last_seq_in_index
--- The same from the index of the ids, where the table does not answer.
-SELECT max(seq) FROM outbox INDEXED BY sqlite_autoindex_outbox_2;
+-- name: trigger
+-- How a trigger was made.
+SELECT sql FROM sqlite_schema WHERE name = ?;
 
--- name: rows
--- The rows of a stretch of the damaged file, each with its payload.
-SELECT seq, id, client_message_id, request_fingerprint, enqueued_at, attempts, next_attempt_at, status, lane, priority,
-       destination, submitted_by, not_before, last_error, delivered_at, broker_message_id, history_id, duplicate,
-       unanswered_at, aborted_at, aborted_by, superseded_by, length(payload), payload
-FROM outbox JOIN outbox_payload USING (seq) WHERE seq BETWEEN ? AND ?;
+-- name: drop_trigger
+-- Let messages go whose rows are not found.
+DROP TRIGGER outbox_keeps_payloads;
 
--- name: ids
--- The client_message_ids that the damaged file's index still knows, also of rows that cannot be read.
-SELECT client_message_id FROM outbox INDEXED BY sqlite_autoindex_outbox_2 ORDER BY client_message_id;
+-- name: create_indexed
+-- What the damaged file's indexes of ids say of each number, and whether the entry is where it should be.
+CREATE TEMP TABLE indexed (
+    seq INTEGER PRIMARY KEY, name TEXT, id TEXT, sound_name INTEGER NOT NULL DEFAULT 0,
+    sound_id INTEGER NOT NULL DEFAULT 0
+);
 
--- name: ids_backwards
--- The same from the other end.
-SELECT client_message_id FROM outbox INDEXED BY sqlite_autoindex_outbox_2 ORDER BY client_message_id DESC;
+-- name: indexed_name
+-- Note the client_message_id of a number.
+INSERT INTO indexed (seq, name, sound_name) VALUES (:seq, :text, :sound)
+ON CONFLICT (seq) DO UPDATE SET name = coalesce(name, excluded.name), sound_name = excluded.sound_name;
+
+-- name: indexed_id
+-- Note the id of a number.
+INSERT INTO indexed (seq, id, sound_id) VALUES (:seq, :text, :sound)
+ON CONFLICT (seq) DO UPDATE SET id = coalesce(id, excluded.id), sound_id = excluded.sound_id;
+
+-- name: indexed
+-- What the indexes say of a number.
+SELECT name, id, sound_name, sound_id FROM indexed WHERE seq = ?;
+
+-- name: indexed_by_id
+-- The number of a row.
+SELECT seq FROM indexed WHERE id = ?;
+
+-- name: indexed_and_lost
+-- The ids of numbers that the new file has no row of, the oldest first.
+SELECT seq, name, id FROM indexed
+WHERE name IS NOT NULL AND NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.seq = indexed.seq)
+  AND NOT EXISTS (SELECT 1 FROM outbox_settled WHERE outbox_settled.seq = indexed.seq)
+ORDER BY seq;
+
+-- name: id_before
+-- The id of the last row before a number.
+SELECT id FROM (
+    SELECT * FROM (SELECT seq, id FROM outbox WHERE seq < :seq ORDER BY seq DESC LIMIT 1) UNION ALL
+    SELECT * FROM (SELECT seq, id FROM outbox_settled WHERE seq < :seq ORDER BY seq DESC LIMIT 1)
+) ORDER BY seq DESC LIMIT 1;
+
+-- name: is_kept
+-- Whether the new file has a number, or a client_message_id of a row that was not moved.
+SELECT EXISTS (SELECT 1 FROM outbox WHERE seq = ?1) OR EXISTS (SELECT 1 FROM outbox_settled WHERE seq = ?1)
+       OR EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?2);
+
+-- name: keep_payload
+-- Write the message of a row into the new file.
+INSERT INTO outbox_payload (seq, payload) VALUES (?, ?) ON CONFLICT DO NOTHING;
+
+-- name: payload
+-- The message of a row.
+SELECT payload FROM outbox_payload WHERE seq = ?;
+
+-- name: drop_payloads_without_row
+-- What is left of rows that are moved, or lost.
+DELETE FROM outbox_payload WHERE NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.seq = outbox_payload.seq);
 
 -- name: keep
 -- Write a row into the new file.
@@ -34,51 +81,23 @@ INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at
                     history_id, duplicate, unanswered_at, aborted_at, aborted_by, superseded_by, payload_bytes)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
--- name: keep_payload
--- Write the payload of the row just written into the new file.
-INSERT INTO outbox_payload (seq, payload) VALUES (last_insert_rowid(), ?);
-
--- name: is_kept
--- Whether the new file has a client_message_id.
-SELECT EXISTS (SELECT 1 FROM outbox WHERE client_message_id = ?1);
-
--- name: bury
--- An id whose row cannot be read stays used: an aborted row without its message, of nobody's.
-INSERT INTO outbox (id, client_message_id, request_fingerprint, enqueued_at, next_attempt_at, status, priority,
-                    destination, submitted_by, last_error, aborted_at, aborted_by, payload_bytes)
-VALUES (:id, :client_message_id, zeroblob(32), :now, :now, 'aborted', 'next', '', '-1:-1', 'unreadable: the row was damaged',
-        :now, 'auto', 0);
-
--- name: log_lines
--- A stretch of the damaged file's operator log.
-SELECT seq, at, verb, actor, reason, row_id, detail FROM operator_log WHERE seq BETWEEN ? AND ?;
-
--- name: last_log_line
--- The largest seq of the operator log.
-SELECT max(seq) FROM operator_log;
-
 -- name: keep_log_line
 -- Write a line of the operator log into the new file.
-INSERT INTO operator_log (seq, at, verb, actor, reason, row_id, detail) VALUES (?, ?, ?, ?, ?, ?, ?);
+INSERT INTO operator_log (seq, at, verb, actor, reason, row_id, detail) VALUES (?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING;
 
--- name: controls
--- What operators told the relay.
-SELECT destination, paused, rate_per_second FROM relay_control;
+-- name: log_lines
+-- How many lines there are.
+SELECT count(*) FROM operator_log;
 
 -- name: keep_control
--- Write it into the new file.
-INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?);
+-- Write what operators told the relay into the new file.
+INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?) ON CONFLICT DO NOTHING;
 
--- name: moved
--- The moved rows of a stretch of the damaged file.
-SELECT destination, priority, submitted_by, last_error, seq, id, client_message_id, request_fingerprint, attempts,
-       enqueued_at, settled_after, pruned_after, not_before, broker_message_id, history_id, duplicate, unanswered_at,
-       aborted_by, superseded_by
-FROM outbox_settled JOIN outbox_common ON number = common WHERE seq BETWEEN ? AND ?;
-
--- name: last_moved
--- The largest seq of a moved row.
-SELECT max(seq) FROM outbox_settled;
+-- name: keep_recovery
+-- Note what a recovery saved, and what was missing.
+INSERT INTO outbox_recovery (at, saved, missing, buried, accepted_at, accepted_by) VALUES (?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING;
 
 -- name: recount
 -- Count the rows of the new file, once.
@@ -92,3 +111,12 @@ UPDATE tally SET (pending, inflight, done, dead, aborted) = (
            coalesce(sum(room) FILTER (WHERE status IN ('done', 'aborted')), 0)
     FROM outbox
 ), moved = (SELECT count(*) FROM outbox_settled);
+
+-- name: unaccepted
+-- Whether something was lost that nobody has accepted yet: how much at most, NULL where that is unknown.
+SELECT count(*), CASE WHEN count(*) = count(missing) THEN sum(missing) END
+FROM outbox_recovery WHERE missing IS NOT 0 AND accepted_at IS NULL;
+
+-- name: accept
+-- Note who accepted what was lost.
+UPDATE outbox_recovery SET accepted_at = :now, accepted_by = :actor WHERE missing IS NOT 0 AND accepted_at IS NULL;

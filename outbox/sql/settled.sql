@@ -35,8 +35,8 @@ INSERT INTO outbox_common (destination, priority, submitted_by, last_error) VALU
 -- Keep what stays of rows; one group of VALUES per row, repeated.
 INSERT INTO outbox_settled (seq, id, client_message_id, request_fingerprint, common, attempts, enqueued_at,
                             settled_after, pruned_after, not_before, broker_message_id, history_id, duplicate,
-                            unanswered_at, aborted_by, superseded_by)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
+                            unanswered_at, aborted_by, superseded_by, checksum)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: key
 -- Let the ids of these rows be found; repeated likewise.

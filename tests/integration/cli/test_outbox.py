@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +169,33 @@ def test_recover_is_for_a_stopped_daemon(daemon: LoneDaemon) -> None:
     before = database.read_bytes()
     done = user.run("outbox", "recover", "--yes", "--json")
     assert done.code == 0, done.err
-    assert done.json[0]["rows"] == 3
+    assert (done.json[0]["saved"], done.json[0]["missing"]) == (3, 0)
     assert Path(done.json[0]["damaged"]).read_bytes() == before
+
+
+@pytest.mark.usefixtures("sent")
+def test_a_recovery_with_rows_missing_fails_and_the_daemon_starts_once_that_is_accepted(daemon: LoneDaemon) -> None:
+    user = Terminal(daemon.socket, **daemon.environment)
+    daemon.process.stop()
+    database = daemon.state / "outbox.db"
+    content = database.read_bytes()
+    page = content.index(b"topic:orders") // 4096 * 4096
+    database.write_bytes(content[:page] + b"\xa5" * 4096 + content[page + 4096 :])
+    recovered = user.run("outbox", "recover", "--yes")
+    assert recovered.code == 1
+    assert "missing: 3 rows" in recovered.out
+    refused = user.run("daemon", "run")
+    assert refused.code == 78
+    assert "3 rows are missing" in refused.err
+    with subprocess.Popen(
+        [sys.executable, "-m", "daemon", "--accept-lost-ids"], env={**os.environ, **daemon.environment}
+    ) as accepting:
+        with Client(daemon.socket, patience=30) as client:
+            client.ready()
+        accepting.terminate()
+    assert accepting.returncode == 0
+    with sqlite3.connect(database) as db:
+        assert db.execute("SELECT missing, accepted_by LIKE 'uid %' FROM outbox_recovery").fetchall() == [(3, 1)]
 
 
 def test_the_relay_is_paused_and_resumed(terminal: Terminal, daemon: LoneDaemon) -> None:

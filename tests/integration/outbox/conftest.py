@@ -34,9 +34,13 @@ def database(state: Path) -> Path:
 def open_outbox(state: Path, clock: Clock) -> OpenOutbox:
     numbers = count(1)
 
-    async def open_it(**settings: Any) -> Outbox:
+    async def open_it(*, accept_lost_ids: bool = False, **settings: Any) -> Outbox:
         return await Outbox.open(
-            state, OutboxSettings(**settings), clock=clock, new_id=lambda: f"ROW{next(numbers):023d}"
+            state,
+            OutboxSettings(**settings),
+            accept_lost_ids=accept_lost_ids,
+            clock=clock,
+            new_id=lambda: f"ROW{next(numbers):023d}",
         )
 
     return open_it

@@ -112,8 +112,9 @@ async def test_what_waits_is_not_pruned_even_by_hand(outbox: Outbox, database: P
         (seq,) = db.execute("SELECT seq FROM outbox WHERE id = ?", (row_id,)).fetchone()
         db.execute(
             "INSERT INTO outbox_settled (seq, id, client_message_id, request_fingerprint, common, attempts, "
-            "enqueued_at, settled_after, pruned_after, broker_message_id) SELECT ?, id, client_message_id, ?, common, "
-            "attempts, enqueued_at, settled_after, pruned_after, broker_message_id FROM outbox_settled",
+            "enqueued_at, settled_after, pruned_after, broker_message_id, checksum) "
+            "SELECT ?, id, client_message_id, ?, common, attempts, enqueued_at, settled_after, pruned_after, "
+            "broker_message_id, 0 FROM outbox_settled",
             (seq, send().fingerprint),
         )
         with pytest.raises(sqlite3.IntegrityError, match="never deleted"):

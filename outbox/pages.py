@@ -1,0 +1,459 @@
+"""The pages of a damaged SQLite file, read without SQLite, which gives up where the first of them is wrong.
+
+https://www.sqlite.org/fileformat2.html: a page is a leaf of a table or of an index, the way to leaves, a further page
+of a long record, or free. What is promised: every record of a table that lies whole in the file, or in the write-ahead
+log beside it, is found, whichever other bytes are damaged. One may be found more than once, the newest first: after the
+pages that the tables lead to come those that a damaged page of the log should have replaced, and those that no page
+leads to any more.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+PAGE: Final = 4096  # bytes: what every file of ours has
+_FREE: Final = struct.Struct(">II")  # at byte 32 of it: the first page of the free list, and how many are free
+_LOG_HEADER: Final = 32  # bytes
+_FRAME_HEADER: Final = 24
+_FRAME: Final = _FRAME_HEADER + PAGE
+_BIG_ENDIAN: Final = b"\x37\x7f\x06\x83"  # begins a log whose checksums are
+_GENERATIONS: Final = 2**20  # by so much may the first salt of frames be older that a new log has not overwritten yet
+_INDEX_WAY, _TABLE_WAY, _INDEX_LEAF, _TABLE_LEAF = 0x02, 0x05, 0x0A, 0x0D
+_LEAST: Final = 489  # bytes of a record that stay in its page where it has further ones
+_MOST_OF_ROW: Final = 4061  # bytes of a record of a table that lies whole in its page
+_MOST_OF_KEY: Final = 1002  # of an index
+_FURTHER: Final = PAGE - 4  # bytes of a record in a further page
+_VARINT: Final = 9  # bytes at most
+_LONGEST_HEADER: Final = 127  # bytes: of a record with few columns
+_INTEGERS: Final = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}  # bytes by type
+_CONSTANTS: Final = {0: None, 8: 0, 9: 1}
+_REAL: Final = 7
+_BLOB: Final = 12  # and every even number above; odd ones are text
+
+Record = tuple[Any, ...]
+K = TypeVar("K", bound=Any)
+Shape = tuple[int, bool]  # of a table's records: how many columns, and whether the first is the rowid
+
+
+class Wrong(Exception):
+    """These bytes are not what they should be."""
+
+
+class Row(NamedTuple):
+    """A record of a table."""
+
+    shape: Shape
+    rowid: int
+    values: Record
+
+
+class Pages:
+    """A file with the log beside it, page by page."""
+
+    def __init__(self, database: Path) -> None:
+        self._file = os.open(database, os.O_RDONLY | os.O_CLOEXEC)
+        self._in_file = os.fstat(self._file).st_size // PAGE
+        try:
+            self._log = os.open(f"{database}-wal", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._log = -1
+        self.damaged_frames = 0  # pages in the log that are not what was written
+        self._unsound: set[int] = set()
+        self._strays: list[int] = []
+        self._commits: list[int] = []  # places of sound frames that end a transaction
+        self._frames = self._read_log()
+        self.count = max(self._in_file, *self._frames, 0)
+        self._newest = lru_cache(maxsize=1024)(lambda number: next(self._contents(number)))
+
+    def close(self) -> None:
+        """Close both."""
+        os.close(self._file)
+        if self._log >= 0:
+            os.close(self._log)
+
+    def newest(self, number: int) -> bytes:
+        """Return the newest content of a page; raises `Wrong` where there is none."""
+        if not 0 < number <= self.count:
+            raise Wrong
+        return self._newest(number)
+
+    def older(self, number: int) -> Iterator[bytes]:
+        """Yield what a page held before, where the log has it damaged."""
+        contents = self._contents(number)
+        if any(place in self._unsound for place in self._frames.get(number, ())):
+            next(contents)
+            yield from contents
+
+    def _contents(self, number: int) -> Iterator[bytes]:
+        for place in reversed(self._frames.get(number, ())):
+            yield _read(self._log, _LOG_HEADER + place * _FRAME + _FRAME_HEADER, PAGE)
+        if number <= self._in_file or number not in self._frames:
+            yield _read(self._file, (number - 1) * PAGE, PAGE)
+
+    def is_current(self, number: int) -> bool:
+        """Tell whether the newest sound content of a page that every transaction writes is of the last one.
+
+        Not so where damaged frames come after it: two together may hide the end of its transaction, and the next.
+        """
+        sound = [place for place in self._frames.get(number, ()) if place not in self._unsound]
+        later = {place for place in self._unsound if not sound or place > sound[-1]}
+        hides_none = all(place + 1 not in later for place in later)
+        return not later or bool(
+            sound and hides_none and not any(sound[-1] <= end < place for end in self._commits for place in later)
+        )
+
+    def strays(self) -> Iterator[bytes]:
+        """Yield the contents of frames of the log that do not say which page they are."""
+        for place in self._strays:
+            yield _read(self._log, _LOG_HEADER + place * _FRAME + _FRAME_HEADER, PAGE)
+
+    def _read_log(self) -> dict[int, list[int]]:
+        """Return the places in the log of each page that it holds, the oldest first.
+
+        The checksum of a frame goes on from the one before, so for SQLite the log ends at the first damaged one. Here
+        the next is checked by what the damaged one has written as its own. What came after the last commit was never
+        answered for, and is left out, unless the commit may be what is damaged.
+        """
+        frames: dict[int, list[int]] = {}
+        uncommitted: list[tuple[int, int]] = []
+        last = 0
+        for place, frame, sound in self._generation():
+            number, committed = struct.unpack(">II", frame[:8])
+            last = place + 1
+            if not sound:
+                self._unsound.add(place)
+            if sound or 0 < number <= self._in_file + last:
+                uncommitted.append((number, place))
+            else:
+                self._strays.append(place)
+            if committed and sound:
+                self._commits.append(place)
+            if committed or not sound:
+                for each, where in uncommitted:
+                    frames.setdefault(each, []).append(where)
+                uncommitted.clear()
+        self.damaged_frames = len(self._unsound)
+        return frames
+
+    def _generation(self) -> Iterator[tuple[int, bytes, bool]]:
+        """Yield the frames that were written since the log began anew, each with its place and whether it is sound."""
+        size = os.fstat(self._log).st_size if self._log >= 0 else 0
+        places = range((size - _LOG_HEADER) // _FRAME)
+        if not places:
+            return
+        header = _read(self._log, 0, _LOG_HEADER)
+        order = ">" if header[:4] == _BIG_ENDIAN else "<"
+        salts = [_read(self._log, _LOG_HEADER + place * _FRAME + 8, 8) for place in places]
+        sound_header = _checksum(bytes(8), header[:24], order) == header[24:]
+        current = header[16:24] if sound_header else max(salts[:3], key=salts[:3].count)
+        last = max((place for place in places if salts[place] == current), default=-1)
+        while last + 1 < len(places) and any(salts[last + 1]) and not _is_older(salts[last + 1], current):
+            last += 1  # its header is damaged
+        before = header[24:]
+        for place in places[: last + 1]:
+            frame = _read(self._log, _LOG_HEADER + place * _FRAME, _FRAME)
+            sound = _checksum(before, frame[:8] + frame[_FRAME_HEADER:], order) == frame[16:24]
+            before = frame[16:24]
+            yield place, frame, sound and salts[place] == current
+
+
+def _is_older(salts: bytes, current: bytes) -> bool:
+    """Tell whether a frame is of an older log, over which this one is written: each counts its first salt up."""
+    return 0 < int.from_bytes(current[:4], "big") - int.from_bytes(salts[:4], "big") < _GENERATIONS
+
+
+def _checksum(before: bytes, data: bytes, order: str) -> bytes:
+    first, second = struct.unpack(">II", before)
+    words = iter(struct.unpack(f"{order}{len(data) // 4}I", data))
+    for word in words:
+        first = (first + word + second) & 0xFFFFFFFF
+        second = (second + next(words) + first) & 0xFFFFFFFF
+    return struct.pack(">II", first, second)
+
+
+def _read(file: int, offset: int, size: int) -> bytes:
+    """Read bytes; what the disk cannot give the second time either is zeros, as damaged as anything else."""
+    for _ in range(2):
+        with suppress(OSError):
+            return os.pread(file, size, offset).ljust(size, b"\0")
+    return bytes(size)
+
+
+class Records:
+    """What lies in the pages that these roots lead to, and in those that none leads to any more.
+
+    `roots` says of each whether it is a table's; the others are indexes'.
+    """
+
+    def __init__(self, pages: Pages, roots: Mapping[int, bool], shapes: Collection[Shape]) -> None:
+        self._pages = pages
+        self._shapes = frozenset(shapes)
+        self._leaves: list[int] = []  # of tables, or what should be one
+        self._whole = True  # no page that should lead to others was damaged
+        self._shape_of: dict[int, Shape] = {}  # of the rows of a page
+        reached: set[int] = set()
+        for root, table in roots.items():
+            self._walk(root, reached, table=table)
+        self._lost = self._orphans(reached)
+
+    def rows(self, shape: Shape) -> Iterator[Row]:
+        """Yield the rows of the tables whose rows have this shape, the newest of each first."""
+        for number in self._leaves:
+            if self._shape_of.get(number, shape) == shape:
+                for row in self._rows_of(self._pages.newest(number)):
+                    self._shape_of[number] = row.shape
+                    if row.shape == shape:
+                        yield row
+        older = (content for number in self._leaves for content in self._pages.older(number))
+        lost = (self._pages.newest(number) for number in self._lost)
+        for content in chain(self._pages.strays(), older, lost):
+            yield from (row for row in self._rows_of(content) if row.shape == shape)
+
+    def keys(self, root: int) -> Iterator[list[Record]]:
+        """Yield the keys of an index, those of one page together, as far as the way to them can be gone."""
+        waiting, reached = [root], {0}
+        while waiting:
+            number = waiting.pop()
+            if number in reached:
+                continue
+            reached.add(number)
+            with suppress(Wrong):
+                content = self._pages.newest(number)
+                if content[0] == _INDEX_WAY:
+                    waiting += _children(content)
+                if content[0] in (_INDEX_WAY, _INDEX_LEAF):
+                    yield [key for cell in _pointers(content) if (key := self._key(content, cell)) is not None]
+
+    def _walk(self, root: int, reached: set[int], *, table: bool) -> None:
+        """Find the leaves that a root leads to."""
+        way, leaf = (_TABLE_WAY, _TABLE_LEAF) if table else (_INDEX_WAY, _INDEX_LEAF)
+        waiting = [root]
+        while waiting:
+            number = waiting.pop()
+            if number in reached:
+                continue
+            try:
+                content = self._pages.newest(number)
+            except Wrong:
+                self._whole = False
+                continue
+            reached.add(number)
+            if content[0] == way:
+                waiting += _children(content)
+            sound = content[0] == leaf or (content[0] == way and _adds_up(content))
+            self._whole = self._whole and sound
+            if table and (content[0] == leaf or not sound):
+                self._leaves.append(number)
+
+    def _orphans(self, reached: set[int]) -> list[int]:
+        """Return the pages that may be leaves of tables, and that neither a page nor the free list leads to.
+
+        Where all pages are led to and the free list is damaged, they are free pages.
+        """
+        free = self._free()
+        if free is None and self._whole:
+            return []
+        known = reached | (free or set())
+        others = (0, _INDEX_WAY, _TABLE_WAY, _INDEX_LEAF)  # 0 begins a further page of a record
+        return [
+            number
+            for number in range(2, self._pages.count + 1)
+            if number not in known and self._pages.newest(number)[0] not in others
+        ]
+
+    def _free(self) -> set[int] | None:
+        """Return the free pages, None where their list is damaged."""
+        free: set[int] = set()
+        try:
+            trunk, count = _FREE.unpack_from(self._pages.newest(1), 32)
+            while trunk and trunk not in free:
+                content = self._pages.newest(trunk)
+                following, leaves = _FREE.unpack_from(content)
+                if leaves > PAGE // 4 - 2:
+                    return None
+                free |= {trunk, *struct.unpack_from(f">{leaves}I", content, 8)}
+                trunk = following
+        except Wrong:
+            return None
+        return free if len(free) == count else None
+
+    def _rows_of(self, content: bytes) -> Iterator[Row]:
+        """Yield the rows of a page: those its pointers lead to, and where they do not add up, all that lie in it."""
+        found: set[int] = set()
+        if content[0] == _TABLE_LEAF:
+            for cell in _pointers(content):
+                if (row := self._row(content, cell)) is not None:
+                    found.add(cell)
+                    yield row
+            if _adds_up(content):
+                return
+        for cell in range(PAGE - 4):
+            if cell not in found and (row := self._row(content, cell)) is not None:
+                yield row
+
+    def _row(self, content: bytes, cell: int) -> Row | None:
+        """Return the row in this cell, None where there is none of these shapes."""
+        try:
+            size, after = _varint(content, cell)
+            rowid, after = _varint(content, after)
+            types, _ = _types(content, after)
+            shape = (len(types), types[0] == 0)
+            if shape not in self._shapes or sum(map(_size, types)) + _varint(content, after)[0] != size:
+                return None
+            return Row(shape, rowid, _decode(self._record(content, after, size, _MOST_OF_ROW)))
+        except Wrong:
+            return None
+
+    def _key(self, content: bytes, cell: int) -> Record | None:
+        try:
+            size, after = _varint(content, cell + (4 if content[0] == _INDEX_WAY else 0))
+            return _decode(self._record(content, after, size, _MOST_OF_KEY))
+        except Wrong:
+            return None
+
+    def _record(self, content: bytes, start: int, size: int, most: int) -> bytes:
+        """Put a record together from its page and the further ones."""
+        rest = _LEAST + (size - _LEAST) % _FURTHER
+        here = size if size <= most else rest if rest <= most else _LEAST
+        if start + here > PAGE:
+            raise Wrong
+        record = [content[start : start + here]]
+        following = int.from_bytes(content[start + here : start + here + 4], "big")
+        for left in range(size - here, 0, -_FURTHER):
+            further = self._pages.newest(following)
+            record.append(further[4 : 4 + min(left, _FURTHER)])
+            following = int.from_bytes(further[:4], "big")
+        return b"".join(record)
+
+
+def _count(content: bytes) -> int:
+    return int.from_bytes(content[3:5], "big")
+
+
+def _pointers(content: bytes) -> Iterator[int]:
+    """Yield where the cells of a page begin, as far as that is within the page."""
+    start = 12 if content[0] in (_TABLE_WAY, _INDEX_WAY) else 8
+    for place in range(start, min(start + 2 * _count(content), PAGE - 1), 2):
+        cell = int.from_bytes(content[place : place + 2], "big")
+        if start <= cell < PAGE - 3:
+            yield cell
+
+
+def _children(content: bytes) -> Iterator[int]:
+    """Yield the pages that a page leads to, the last of them first."""
+    yield int.from_bytes(content[8:12], "big")
+    for cell in reversed(list(_pointers(content))):
+        yield int.from_bytes(content[cell : cell + 4], "big")
+
+
+def _adds_up(content: bytes) -> bool:
+    """Tell whether a page has as many cells as it says: each byte of its content is of a cell, or counted as free."""
+    way = content[0] in (_TABLE_WAY, _INDEX_WAY)
+    index = content[0] in (_INDEX_WAY, _INDEX_LEAF)
+    cells = list(_pointers(content))
+    try:
+        used = content[7] + sum(_extent(content, cell, way=way, index=index) for cell in cells)
+        free = int.from_bytes(content[1:3], "big")
+        while free:
+            following, size = struct.unpack_from(">HH", content, free)
+            used += size
+            if following and following <= free:
+                return False
+            free = following
+    except (Wrong, struct.error):
+        return False
+    return len(cells) == _count(content) and used == PAGE - int.from_bytes(content[5:7], "big")
+
+
+def _extent(content: bytes, cell: int, *, way: bool, index: bool) -> int:
+    """Return how many bytes of its page a cell takes."""
+    after = cell + (4 if way else 0)
+    if way and not index:
+        return _varint(content, after)[1] - cell
+    size, after = _varint(content, after)
+    if not index:
+        _, after = _varint(content, after)
+    most = _MOST_OF_KEY if index else _MOST_OF_ROW
+    rest = _LEAST + (size - _LEAST) % _FURTHER
+    here = size if size <= most else (rest if rest <= most else _LEAST) + 4
+    return max(4, after + here - cell)
+
+
+def _varint(content: bytes, start: int) -> tuple[int, int]:
+    value = 0
+    for place in range(start, min(start + _VARINT, len(content))):
+        byte = content[place]
+        if place == start + _VARINT - 1:
+            return _signed(value << 8 | byte), place + 1
+        value = value << 7 | byte & 0x7F
+        if byte < 0x80:  # noqa: PLR2004 - the last byte
+            return value, place + 1
+    raise Wrong
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _types(content: bytes, start: int) -> tuple[list[int], int]:
+    """Return the types of a record's columns, and where its values begin."""
+    size, after = _varint(content, start)
+    end = start + size
+    if size > _LONGEST_HEADER:
+        raise Wrong
+    types = []
+    while after < end:
+        kind, after = _varint(content, after)
+        types.append(kind)
+    if after != end or not types:
+        raise Wrong
+    return types, end
+
+
+def _size(kind: int) -> int:
+    if kind >= _BLOB:
+        return (kind - _BLOB) // 2
+    if kind in _CONSTANTS:
+        return 0
+    if kind == _REAL:
+        return 8
+    if kind not in _INTEGERS:
+        raise Wrong
+    return _INTEGERS[kind]
+
+
+def _decode(record: bytes) -> Record:
+    types, place = _types(record, 0)
+    values: list[Any] = []
+    for kind in types:
+        content = record[place : place + _size(kind)]
+        place += len(content)
+        if kind in _CONSTANTS:
+            values.append(_CONSTANTS[kind])
+        elif kind == _REAL:
+            values.append(struct.unpack(">d", content)[0])
+        elif kind in _INTEGERS:
+            values.append(int.from_bytes(content, "big", signed=True))
+        elif kind % 2 == 0:
+            values.append(content)
+        else:
+            try:
+                values.append(content.decode())
+            except UnicodeDecodeError as error:
+                raise Wrong from error
+    if place != len(record):
+        raise Wrong
+    return tuple(values)
+
+
+def in_order(keys: Sequence[K]) -> list[tuple[K, bool]]:
+    """Return the keys of a page, each with whether it is between its neighbours as it should be."""
+    wrong = {place + step for place, (one, other) in enumerate(pairwise(keys)) if not one < other for step in (0, 1)}
+    return [(key, place not in wrong) for place, key in enumerate(keys)]
