@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeVar
 from postroom.accept import OVERLOADED
 from postroom.errors import TryAgain
 
-WAIT_SECONDS: Final = 5.0  # for a share: a daemon hears that it has to wait long before it gives the post up
+WAIT_SECONDS: Final = 10.0  # for a share: no less than a crowd takes for a round, and below a daemon's patience
 _QUARTER: Final = 4
 _SLICE_SECONDS: Final = 0.0005
 _REST_PER_SLICE: Final = 2  # the rest after a slice, in durations of that slice: one thing may take long
