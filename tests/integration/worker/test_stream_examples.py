@@ -20,7 +20,8 @@ from waiting import until_so
 
 from delivery.database import migrate
 from delivery.nats import connect
-from delivery.settings import NatsSettings
+from delivery.settings import NatsSettings, StreamSettings
+from delivery.streams import ensure_stream
 from embedded import EmbeddedNats
 from embedded.processes import tethered
 
@@ -93,6 +94,7 @@ async def test_an_agent_of_meshforge_says_where_its_events_go(
     js = connection.jetstream()
     nats_url = servers("X", connection)["POSTROOM_X_NATS_URL"]
     scribe = ("agent", "run", "meshforge_scribe:Scribe", "--tenant", "default", "--workspace", "demo")
+    await ensure_stream(js, StreamSettings(name="MESHFORGE_COMMANDS", subjects=["cmd.>"], retention="workqueue"))
     alone = {"POSTROOM_NATS_URL": nats_url, "POSTROOM_AGENT_START_SECONDS": "3"}
     with running(*scribe, log=tmp_path / "alone", **alone):
         await until_so(lambda: _says(tmp_path / "alone", "no stream takes evt.default.demo.scribe.*"))
