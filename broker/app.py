@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
 from broker.accept import Accepting
 from broker.administration import Administration
-from broker.authentication import Authentication, member_of
+from broker.authentication import PRINCIPAL, Authentication, member_of
 from broker.config import BrokerConfig
 from broker.database import QUERIES, Database
 from broker.history import History
@@ -22,7 +23,7 @@ from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
 from broker.webhooks import Webhooks
-from chassis.routes import Route, application, json_response, openapi
+from chassis.routes import Handler, Route, application, json_response, openapi
 from delivery.http.addresses import Guard
 from postroom import administration as api
 from postroom.accept import (
@@ -37,6 +38,7 @@ from postroom.accept import (
 
 _READY_SECONDS: Final = 2.0
 _READ: Final = (400, 401, 403, 404, 503)
+_SENDING: Final = frozenset({"/v1/accept", "/v1/accepted"})
 _WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)
 
 
@@ -64,7 +66,43 @@ def build(services: Services) -> web.Application:
 
 
 def routes(services: Services) -> list[Route]:
-    """Return the table: method, path, handler, who may call, what goes in and out."""
+    """Return the table: method, path, handler, who may call, what goes in and out; what changes something is logged."""
+    return [
+        replace(route, handler=_logged(services.database, route))
+        if route.method != "GET" and route.path not in _SENDING
+        else route
+        for route in _table(services)
+    ]
+
+
+def _logged(database: Database, route: Route) -> Handler:
+    """Keep a row of what was done through a route once it is done: by whom, as the token says, and to what."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        answer = await route.handler(request)
+        principal = request[PRINCIPAL]
+        mesh, member = principal.whose
+        actor = f"{member} of {mesh}" if member else "administrator"
+        body = msgspec.json.decode(await request.read(), type=_Named) if route.body is not None else _Named()
+        named = (*request.match_info.values(), body.mesh, body.slug, body.name, body.member)
+        async with database.read(principal.whose) as connection:
+            subject = " ".join(name for name in named if name)
+            await connection.execute(QUERIES["log_operation"], actor, f"{route.method} {route.path}", subject)
+        return answer
+
+    return handle
+
+
+class _Named(msgspec.Struct):
+    """What a body names; the handler has checked it. An address may hold a secret, and is not kept."""
+
+    mesh: str | None = None
+    slug: str | None = None
+    name: str | None = None
+    member: str | None = None
+
+
+def _table(services: Services) -> list[Route]:
     accept = _Accept(services)
     control = _Control(services)
     admin = Administration(services.database, services.authentication)

@@ -460,6 +460,10 @@ SELECT pg_try_advisory_lock(hashtext('postroom.broker.orphan-check'));
 INSERT INTO mesh.orphan_check (checked_at, violations) VALUES ($1, $2)
 ON CONFLICT (only_row) DO UPDATE SET checked_at = excluded.checked_at, violations = excluded.violations;
 
+-- name: log_operation
+-- Keep that $1 did $2 to $3.
+INSERT INTO mesh.operator_log (actor, verb, subject) VALUES ($1, $2, $3);
+
 -- name: last_check
 -- What the last check for orphans found, and when it began.
 SELECT checked_at, violations FROM mesh.orphan_check;

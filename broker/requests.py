@@ -15,6 +15,7 @@ from broker.config import BrokerConfig
 from broker.shares import Shares
 from postroom.administration import in_words
 from postroom.errors import InvalidMessage, PostroomError
+from postroom.message import where
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -65,6 +66,9 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
     async with received(request) as body:
         try:
             return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            field, sentence = where(error)
+            raise InvalidMessage.of(400, "invalid_request", in_words(sentence), field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            sentence = f"the body is not what this route takes: {in_words(str(error))}"
+            sentence = f"the body is not what this route takes: {error}"
             raise InvalidMessage.of(400, "invalid_request", sentence) from error

@@ -119,6 +119,12 @@ def expired(row: ClaimedRow, max_age_hours: int) -> Settlement:
     return Settlement(row.row_id, Verdict.DEAD, last_error=f"expired: {detail}", burns_attempt=False)
 
 
+def not_dated(row: ClaimedRow, due_ms: int) -> Settlement:
+    """Give a row back that is too old to be posted, by a clock that nobody has confirmed."""
+    detail = "it may be too old to be posted, but the broker has not confirmed this machine's clock: check the time"
+    return returned(row, due_ms, f"clock_unconfirmed: {detail}")
+
+
 def _retry(row: ClaimedRow, answer: AcceptAnswer, due_ms: int, *, answered: bool) -> Settlement:
     return Settlement(
         row.row_id, Verdict.RETRY, last_error=_error_text(answer), next_attempt_at=due_ms, answered=answered

@@ -28,6 +28,7 @@ class Reply(NamedTuple):
     status: int
     content: bytes
     retry_after: str | None
+    date: str | None = None  # when it was made, by the clock of whoever answered; None for what a cache kept
 
 
 class Channel:
@@ -74,7 +75,9 @@ class Channel:
         async with self._open().request(
             method, self.base + path, data=body, headers=headers, allow_redirects=False
         ) as response:
-            return Reply(response.status, await self._read(response), response.headers.get("Retry-After"))
+            head = response.headers
+            date = None if "Age" in head else head.get("Date")
+            return Reply(response.status, await self._read(response), head.get("Retry-After"), date)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         limit = self._settings.max_answer_bytes

@@ -10,7 +10,7 @@ from typing import Final
 from broker_client.failures import Failure, RequestFailed
 from broker_client.link import BrokerLink
 from broker_client.settings import RelaySettings
-from broker_client.window import KeptFeatures, assumed_max_age_hours, max_age_hours
+from broker_client.window import HOUR, KeptFeatures, assumed_max_age_hours, margin_hours, max_age_hours
 from postroom.accept import Features
 
 _FRESH_SECONDS: Final = 15.0  # in which a daemon notices that the broker's database is another one
@@ -36,6 +36,11 @@ class FeatureCheck:
     def passed(self) -> bool:
         """Whether the broker has passed the check since the process started."""
         return self._identity is not None
+
+    @property
+    def margin_ms(self) -> int:
+        """Between the age at which a row goes dead and the end of the broker's window: how wrong a clock may be."""
+        return margin_hours(self.features, self.max_age_hours) * HOUR
 
     def is_due(self) -> bool:
         """Tell whether nothing may be posted before the check: the token is new, or gone, or the last one is old."""

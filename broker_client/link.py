@@ -15,6 +15,7 @@ from urllib.parse import quote
 import msgspec
 
 from broker_client.channel import Channel, Reply
+from broker_client.clock import ConfirmedClock
 from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import BrokerClientSettings
 from chassis.backoff import read_retry_after
@@ -60,6 +61,7 @@ class BrokerLink:
         """Check the settings; raises `Fatal` (78) for an address or a CA file that cannot be used."""
         self._channel = Channel(settings)
         self._clock = clock
+        self.clock = ConfirmedClock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -83,7 +85,7 @@ class BrokerLink:
 
         The broker recognises an id that it has accepted (its dedupe row), so posting a batch twice is harmless.
         """
-        reply = self._succeeded(await self._channel.request("POST", "/v1/accept", encode_batch(rows)))
+        reply = self._succeeded(await self._request("POST", "/v1/accept", encode_batch(rows)))
         answers = _decoded(reply, _decode_answers).answers
         _check_answers(rows, answers)
         return answers
@@ -106,7 +108,7 @@ class BrokerLink:
             for row in rows
         ]
         query = _encode(AcceptedQuery(messages=messages))
-        reply = self._succeeded(await self._channel.request("POST", "/v1/accepted", query))
+        reply = self._succeeded(await self._request("POST", "/v1/accepted", query))
         answers = _decoded(reply, _decode_answers).answers
         _check_answers(rows, answers)
         if strange := next((each for each in answers if each.status not in _LOOKED_UP), None):
@@ -115,7 +117,7 @@ class BrokerLink:
 
     async def features(self) -> Features:
         """Ask what the broker can do and whom the token speaks for; raises `RequestFailed`."""
-        return _decoded(self._succeeded(await self._channel.request("GET", "/v1/features")), _decode_features)
+        return _decoded(self._succeeded(await self._request("GET", "/v1/features")), _decode_features)
 
     async def topics(self) -> TopicList:
         """List the topics of the member's mesh; raises `PostroomError`."""
@@ -136,8 +138,13 @@ class BrokerLink:
         name = parse_destination(f"topic:{topic}").ref
         return f"/v1/topics/{quote((await self.features()).mesh, safe='')}/{name}/subscriptions"
 
-    async def _pass_on(self, method: str, path: str, body: bytes | None = None) -> Reply:
+    async def _request(self, method: str, path: str, body: bytes | None = None) -> Reply:
         reply = await self._channel.request(method, path, body)
+        self.clock.answered(reply.date, self._clock())
+        return reply
+
+    async def _pass_on(self, method: str, path: str, body: bytes | None = None) -> Reply:
+        reply = await self._request(method, path, body)
         if reply.status in _CALLERS_FAULT:
             problem = _decoded(reply, _decode_problem)
             problem.status = reply.status

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 import structlog
 
-from broker_client.answers import Outcome, expired, returned
+from broker_client.answers import Outcome, expired, not_dated, returned
 from broker_client.availability import Availability
 from broker_client.comparison import Comparison
 from broker_client.counters import RelayCounters
@@ -29,6 +29,7 @@ from broker_client.link import BrokerLink, now_ms
 from broker_client.pace import Controls
 from broker_client.posting import STORAGE_SECONDS, Posting
 from broker_client.settings import RelaySettings
+from broker_client.window import HOUR
 from outbox import Outbox
 from outbox.model import ClaimedRow, to_datetime
 from postroom.accept import Features
@@ -37,7 +38,6 @@ from postroom.sends import RelayStatus
 
 _log = structlog.get_logger(__name__)
 
-HOUR: Final = 3_600_000  # ms
 PROBE_MESSAGES: Final = 10  # claimed for a probe; what is least suspicious of them is posted
 IDLE_SECONDS: Final = 60.0  # longest wait for work, should nobody wake the relay
 GATHER_SECONDS: Final = 0.005  # for which work gathers while a post is under way: few posts are cheaper than many
@@ -174,6 +174,8 @@ class Relay:
         if self._controls_stale:
             await self._read_controls()
         if not 0 < self._seconds_until_expiry() <= self._settings.expiry_seconds:  # or the clock was set back
+            if self._link.clock.is_stale(self._clock(), self._check.margin_ms):
+                self._availability.features_due = True  # their answer tells the time
             await self._expire()
         self._give_back_stale()
         if (seconds := self._hold_seconds()) > 0:
@@ -231,15 +233,23 @@ class Relay:
     def _admit(self, rows: Batch) -> None:
         """Make batches of what may be posted; the rest is too old, beyond a destination's rate, or not for a probe."""
         now = self._clock()
-        oldest = now - self.max_age_hours * HOUR
+        oldest = self._link.clock.estimate(now) - self.max_age_hours * HOUR
         old = [row for row in rows if row.age_from < oldest]
         fresh, beyond = self._controls.admit([row for row in rows if row.age_from >= oldest], now)
+        dead = old if self._may_expire(now) else []
+        undated = [] if dead else old
+        self._availability.features_due = self._availability.features_due or bool(undated)
         batches = self._posting.suspects.divide(fresh)
         first, others = (batches[:1], batches[1:]) if self._availability.probing else (batches, [])
         self._ready.extend(first)
         beyond += [row for batch in others for row in batch]
-        self.counters.attempts[Outcome.EXPIRED] += len(old)
-        settlements = [expired(row, self.max_age_hours) for row in old] + [returned(row, now) for row in beyond]
+        self.counters.attempts[Outcome.EXPIRED] += len(dead)
+        later = now + round(self._settings.expiry_seconds * 1000)
+        settlements = [
+            *(expired(row, self.max_age_hours) for row in dead),
+            *(not_dated(row, later) for row in undated),
+            *(returned(row, now) for row in beyond),
+        ]
         if settlements:
             self._start(self._posting.settle(settlements), [*old, *beyond])
 
@@ -276,10 +286,19 @@ class Relay:
     async def _expire(self) -> None:
         now = self._clock()
         self._expire_at = now + round(self._settings.expiry_seconds * 1000)
-        count = await self._outbox.expire(now - self.max_age_hours * HOUR)
+        if not self._may_expire(now):
+            return
+        count = await self._outbox.expire(min(now, self._link.clock.estimate(now)) - self.max_age_hours * HOUR)
         self.counters.attempts[Outcome.EXPIRED] += count
         if count:
             _log.warning("messages_expired", rows=count, max_age_hours=self.max_age_hours)
+
+    def _may_expire(self, now: int) -> bool:
+        """Tell whether the broker confirmed the clock; the outbox hears of it, which dates new rows by that clock."""
+        confirmed = self._link.clock.is_confirmed(now, self._check.margin_ms)
+        if confirmed:
+            self._outbox.confirm_clock()
+        return confirmed
 
     def _seconds_until_expiry(self) -> float:
         return (self._expire_at - self._clock()) / 1000
@@ -295,7 +314,7 @@ class Relay:
                 asking.result()
                 await self._notice_database(last_done)
                 self._availability.reachable()
-                self._expire_at = 0  # by the age that now holds
+                await self._expire()  # by the age that now holds
         except RequestFailed as error:
             self._availability.failed(error, flight, self._clock())
         finally:

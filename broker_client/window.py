@@ -28,6 +28,7 @@ LEAST_MARGIN_HOURS: Final = 24
 MARGIN: Final = 0.1  # of the window
 PERMANENT_HOURS: Final = 168  # max_age where the broker never forgets an id
 PERMANENT_MOST_HOURS: Final = 720
+HOUR: Final = 3_600_000  # ms
 _DAY: Final = 24  # hours
 _FILE: Final = "broker-features.json"
 
@@ -70,6 +71,13 @@ def assumed_max_age_hours(features: Features | None, override: int | None) -> in
     dedupe = (features.client_message_id_dedupe if features else None) or DEFAULT_DEDUPE
     assumed = Features(mesh="", member="", max_batch=1, client_message_id_dedupe=dedupe)
     return max_age_hours(assumed, None) if override is None else override
+
+
+def margin_hours(features: Features | None, max_age: int) -> int:
+    """Return how many hours lie between `max_age` and the end of the broker's window, at least 24."""
+    dedupe = (features.client_message_id_dedupe if features else None) or DEFAULT_DEDUPE
+    window = min(dedupe.dedupe_retention_days or 0, MOST_RETENTION_DAYS) * _DAY
+    return max(LEAST_MARGIN_HOURS, window - max_age)
 
 
 class KeptFeatures:

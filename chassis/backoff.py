@@ -29,9 +29,20 @@ def read_retry_after(header: str | None, now_ms: int) -> float | None:
         return None
     text = header.strip()
     seconds = _seconds(text)
-    if seconds is None:
-        seconds = _seconds_until(text, now_ms)
+    if seconds is None and (moment := read_date(text)) is not None:
+        seconds = (moment - now_ms) / 1000
     return None if seconds is None else clamp_retry_after(seconds)
+
+
+def read_date(header: str | None) -> int | None:
+    """Read an HTTP date (RFC 9110 §5.6.7) as ms since the epoch; None where it is none."""
+    if header is None:
+        return None
+    try:
+        moment = parsedate_to_datetime(header)
+        return round((moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment).timestamp() * 1000)
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return None
 
 
 def _seconds(text: str) -> float | None:
@@ -40,13 +51,3 @@ def _seconds(text: str) -> float | None:
     except ValueError:
         return None
     return seconds if math.isfinite(seconds) else None
-
-
-def _seconds_until(text: str, now_ms: int) -> float | None:
-    try:
-        moment = parsedate_to_datetime(text)
-    except (ValueError, TypeError, OverflowError, IndexError):
-        return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return moment.timestamp() - now_ms / 1000

@@ -50,18 +50,34 @@ class Setting(NamedTuple):
         return prefix + "_".join(self.path).upper()
 
 
-def load(config: type[C], file: Path | None, *, prefix: str, environ: Mapping[str, str] = os.environ) -> C:
+def load(
+    config: type[C],
+    file: Path | None,
+    *,
+    prefix: str,
+    environ: Mapping[str, str] = os.environ,
+    shared: Mapping[str, str] | None = None,
+) -> C:
     """Decode `file` (or nothing) and the variables `<prefix><PATH>` into `config`.
 
-    A list is given in the environment as comma-separated words. Raises `Fatal` (78) with the path of what is wrong.
+    A list is given in the environment as comma-separated words. `shared` names the variables of all programs, as
+    `postroom up` writes them, for which setting (`NATS_URL`) each stands in where neither the file nor a variable of
+    the program's own says it: what a user names wins over what is merely there. Raises `Fatal` (78) with the path of
+    what is wrong.
     """
     _refuse_misspelt(config, prefix, environ)
     tree = _read(file) if file is not None else {}
+    said = {path for path, _ in _leaves(tree)}
+    own = {prefix + key: environ[name] for name, key in (shared or {}).items() if name in environ}
     for setting in settings(config):
-        if (text := environ.get(setting.variable(prefix))) is not None:
+        variable = setting.variable(prefix)
+        text = environ.get(variable)
+        if text is None and setting.path not in said:
+            text = own.get(variable)
+        if text is not None:
             _set(tree, setting, text)
     if file is None:
-        _refuse_too_little(config, prefix, environ)
+        _refuse_too_little(config, prefix, {**own, **environ})
     try:
         return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
     except msgspec.ValidationError as error:
@@ -116,6 +132,14 @@ def _read(file: Path) -> dict[str, Any]:
         raise Fatal(Exit.CONFIG, f"cannot read the config {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Fatal(Exit.CONFIG, f"{file} is not TOML: {error}") from error
+
+
+def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:

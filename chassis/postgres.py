@@ -15,6 +15,8 @@ from asyncpg.pool import PoolConnectionProxy
 
 from chassis.exits import Exit, Fatal
 from chassis.sql import load_queries, migrations
+from chassis.users import this_user
+from postroom.postgres_url import missing_file, why_refused
 
 _QUERIES: Final = load_queries("chassis", "migrations.sql")
 
@@ -58,13 +60,21 @@ _SENTENCES: Final[Mapping[Exit, str]] = {
     Exit.NOT_PERMITTED: "the database does not let the role of database_url do this: grant it the rights",
     Exit.FAILED: "the database refused",
 }
-_NO_URL: Final = "database_url is not a Postgres URL (postgresql://user@host/database)"
 
 
 async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
     """Open one connection; raises `Fatal` as `fatal_errors` says, and 78 where `url` is no such URL."""
-    with _fatal_when_closed():
+    with _fatal_when_closed(url):
         return await asyncpg.connect(url, timeout=CONNECT_SECONDS)
+
+
+def acting(connection: Connection) -> str:
+    """Return who acts over a connection, for a log of what operators did: `alice as postroom`.
+
+    The first is the user that runs the program, as the system knows it, the second the role that Postgres let in, as
+    Postgres reports it. Nothing of the environment says either.
+    """
+    return f"{this_user()} as {connection.get_settings().session_authorization}"
 
 
 @asynccontextmanager
@@ -92,7 +102,7 @@ async def open_pool(
     Postgres knows it as `name`, and `on_connect` is called with each connection before it is used for the first time.
     Raises `Fatal` as `connect` does.
     """
-    with _fatal_when_closed():
+    with _fatal_when_closed(url):
         return await asyncpg.create_pool(
             url,
             min_size=kept,
@@ -126,17 +136,19 @@ def fatal_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _fatal_when_closed() -> Iterator[None]:
+def _fatal_when_closed(url: str) -> Iterator[None]:
+    if (missing := missing_file(url)) is not None:
+        raise Fatal(Exit.CONFIG, missing)
     try:
         with fatal_errors():
             yield
     except ValueError as error:
-        raise Fatal(Exit.CONFIG, _NO_URL) from error
+        raise Fatal(Exit.CONFIG, why_refused(error)) from error
 
 
 def _fatal(error: Exception) -> Fatal:
     if isinstance(error, asyncpg.ClientConfigurationError):
-        return Fatal(Exit.CONFIG, _NO_URL)  # what it says may hold the password
+        return Fatal(Exit.CONFIG, why_refused(error))
     exits = (code for kinds, code in _EXITS if isinstance(error, kinds))
     code = next(exits, Exit.FAILED)
     return Fatal(code, f"{_SENTENCES[code]}: {_reason(error)}")

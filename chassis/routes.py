@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
+from postroom.message import where
 
 _log = structlog.get_logger(__name__)
 
@@ -115,7 +116,8 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
     try:
         return msgspec.convert(dict(pairs), query, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidMessage.of(400, "invalid_query", f"the query string is wrong: {error}") from error
+        field, sentence = where(error)
+        raise InvalidMessage.of(400, "invalid_query", f"the query string is wrong: {sentence}", field=field) from error
 
 
 def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, Any]:

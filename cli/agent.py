@@ -27,7 +27,10 @@ Name = Annotated[
     ),
 ]
 Tenant = Annotated[
-    str | None, typer.Option("--tenant", envvar="POSTROOM_MESH", help="The mesh that it works in.", metavar="SLUG")
+    str | None,
+    typer.Option(
+        "--tenant", help="The mesh that it works in [default: by the config or POSTROOM_MESH].", metavar="SLUG"
+    ),
 ]
 Workspace = Annotated[str | None, typer.Option("--workspace", help="Its workspace there [default: default].")]
 State = Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
 import typer
 
 from chassis.exits import Exit, Fatal
+from chassis.users import this_user
 from cli.jetstream import Credentials, NatsUrl, reached
 from cli.noun import Database, DryRun, Json, Mesh, Yes, noun
 from cli.output import ago, confirm, fields, json_line, line, listing, note, reason_or_ask, table
@@ -241,7 +241,7 @@ def _with_letters(
     reach: _Reach, work: Callable[[LetterOperations], Awaitable[Any]], unreachable: list[Any] | None = None
 ) -> Any:
     """Return what `work` returns; with a list for it, a NATS that cannot be reached is noted there and not raised."""
-    from chassis.postgres import check_version, connected  # noqa: PLC0415
+    from chassis.postgres import acting, check_version, connected  # noqa: PLC0415
     from delivery.database import ROOM  # noqa: PLC0415
     from delivery.dead_letters.operations import LetterOperations  # noqa: PLC0415
     from postroom import PostroomError  # noqa: PLC0415
@@ -262,7 +262,8 @@ def _with_letters(
                 if connection is None or unreachable is None:
                     raise
                 unreachable.append(error)
-            return await work(LetterOperations(connection, js, mesh, actor=getpass.getuser()))
+            actor = this_user() if connection is None else acting(connection)
+            return await work(LetterOperations(connection, js, mesh, actor=actor))
 
     return asyncio.run(run())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 from typing import Annotated, Final
 
 import typer
@@ -53,7 +52,7 @@ def failing(source: str) -> typer.Typer:
             raise Fatal(Exit.USAGE, f"name {source} by their ids (`postroom worker {source} list` shows them)")
         why = reason_or_ask(reason)
         confirm(f"Drop {len(chosen)} {source}, which will never be published?", yes=yes)
-        asyncio.run(drop_chosen(settings, source, chosen, actor=getpass.getuser(), reason=why))
+        asyncio.run(drop_chosen(settings, source, chosen, reason=why))
         for one in chosen:
             line(f"{one} dropped")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from cli.connect import with_daemon
-from cli.noun import Json, Socket, noun
+from cli.noun import Json, Socket, named, noun
 from cli.output import ago, json_line, line, note, table
 from cli.quantities import moment
 
@@ -25,7 +25,10 @@ Since = Annotated[
         "--since", parser=moment, help="Received in the last 90s, 15m, 7d, or from a time on.", metavar="TIME"
     ),
 ]
-From = Annotated[str | None, typer.Option("--from", help="Only from this member.", metavar="MEMBER")]
+From = Annotated[
+    str | None,
+    typer.Option("--from", help="Only from this member.", metavar="MEMBER", callback=named("member")),
+]
 To = Annotated[
     str | None, typer.Option("--to", help="Only to this destination, as in topic:orders.", metavar="DESTINATION")
 ]

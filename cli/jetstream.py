@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from chassis.exits import Exit, Fatal
+from chassis.users import this_user
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -41,7 +41,7 @@ async def reached(url: str | None, credentials: Path | None) -> AsyncIterator[Je
     if url is None:
         raise Fatal(Exit.USAGE, "say where NATS is: set POSTROOM_NATS_URL, or --nats-url")
     settings = NatsSettings(url=url, credentials_file=credentials)
-    connection = await connect(settings, name=f"postroom of {getpass.getuser()}", patience=PATIENCE, logged=False)
+    connection = await connect(settings, name=f"postroom of {this_user()}", patience=PATIENCE, logged=False)
     try:
         yield connection.jetstream()
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 import re
 import sys
 from collections.abc import Awaitable, Callable
@@ -258,12 +257,13 @@ def _operate(
     confirm(f"{verb.capitalize()} {chosen[0] if len(chosen) == 1 else f'{len(chosen)} jobs'}?", yes=yes)
 
     async def work(connection: Connection) -> int:
+        from chassis.postgres import acting  # noqa: PLC0415
         from postroom import PostroomError  # noqa: PLC0415
 
         failed = 0
         for job in chosen:
             try:
-                await act(connection, job, actor=getpass.getuser(), reason=why)
+                await act(connection, job, actor=acting(connection), reason=why)
             except PostroomError as error:
                 if len(chosen) == 1:
                     raise

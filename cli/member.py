@@ -11,7 +11,7 @@ import typer
 
 from chassis.exits import Exit, Fatal
 from cli.connect import mesh_of, with_broker
-from cli.noun import Json, Mesh, TokenFile, Url, Yes, noun
+from cli.noun import Json, Mesh, TokenFile, Url, Yes, named, noun
 from cli.output import confirm, json_line, line, listing
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = noun("Administer the members of a mesh.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The member.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The member.", callback=named("member"))]
 TokenOut = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write the token into this new file, mode 0600 [default: show it this once]."),

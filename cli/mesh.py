@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from cli.connect import with_broker
-from cli.noun import Json, TokenFile, Url, Yes, noun
+from cli.noun import Json, TokenFile, Url, Yes, named, noun
 from cli.output import confirm, json_line, line, listing
 
 app = noun("Administer meshes.")
 
-Slug = Annotated[str, typer.Argument(metavar="SLUG", help="The mesh, in snake_case.")]
+Slug = Annotated[str, typer.Argument(metavar="SLUG", help="The mesh, in snake_case.", callback=named("mesh"))]
 
 
 @app.command()

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from cli.quantities import moment
+
+
+def named(kind: Literal["mesh", "member", "topic", "queue"]) -> Callable[[Any], Any]:
+    """Make the check of an argument that is such a name, or of an option that is several."""
+
+    def check(value: Any) -> Any:
+        from postroom.administration import check_name  # noqa: PLC0415
+        from postroom.errors import InvalidMessage  # noqa: PLC0415
+
+        try:
+            for name in value if isinstance(value, list) else [value]:
+                if name is not None:
+                    check_name(kind, name)
+        except InvalidMessage as error:
+            raise typer.BadParameter(str(error)) from error
+        return value
+
+    return check
+
 
 Socket = Annotated[
     Path | None,
@@ -69,7 +89,13 @@ TokenFile = Annotated[
 ]
 Mesh = Annotated[
     str | None,
-    typer.Option("--mesh", envvar="POSTROOM_MESH", help="The mesh [default: the token's].", metavar="SLUG"),
+    typer.Option(
+        "--mesh",
+        envvar="POSTROOM_MESH",
+        help="The mesh [default: the token's].",
+        metavar="SLUG",
+        callback=named("mesh"),
+    ),
 ]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from chassis.exits import Exit, Fatal
+from chassis.users import this_user
 from cli.noun import Json, Reason, Yes, noun
 from cli.output import confirm, fields, json_line, line, note, reason_or_ask, table
 
@@ -142,7 +142,7 @@ def forget(
     confirm(f"Forget {scope}? What it stands for can then be done a second time.", yes=yes)
 
     async def work(store: Store) -> None:
-        if await store.forget(scope, getpass.getuser(), why):
+        if await store.forget(scope, this_user(), why):
             return
         row = await store.look(scope)
         if row is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.connect import mesh_of, with_broker
-from cli.noun import Json, Mesh, TokenFile, Url, Yes, noun
+from cli.noun import Json, Mesh, TokenFile, Url, Yes, named, noun
 from cli.output import confirm, json_line, line, listing
 
 if TYPE_CHECKING:
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 app = noun("Administer queues.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The queue: one to four words joined by dots.")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="The queue: one to four words joined by dots.", callback=named("queue")),
+]
 
 
 @app.command()

@@ -15,7 +15,7 @@ from cli.composing import Common, body_of, json_lines, meta_of, moment_of, plain
 from cli.connect import with_daemon
 from cli.files import read_plain_file
 from cli.lines import open_source
-from cli.noun import Json, Socket, noun
+from cli.noun import Json, Socket, named, noun
 from cli.output import json_line, line, note
 from cli.quantities import duration
 from cli.sending import send_lines
@@ -53,7 +53,9 @@ def send(
     meta: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Meta data; may be repeated.")] = None,
     priority: Annotated[str, typer.Option(help="now, next or low.")] = "next",
     reply_to: Annotated[str | None, typer.Option(metavar="ID", help="The message that this one answers.")] = None,
-    mention: Annotated[list[str] | None, typer.Option(metavar="MEMBER", help="May be repeated.")] = None,
+    mention: Annotated[
+        list[str] | None, typer.Option(metavar="MEMBER", help="May be repeated.", callback=named("member"))
+    ] = None,
     not_before: Annotated[str | None, typer.Option(metavar="TIME", help="Not before 2026-11-21T09:00:00Z.")] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the broker has accepted the message.")] = False,
     timeout: Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.connect import mesh_of, with_broker, with_daemon
-from cli.noun import Json, Mesh, Socket, TokenFile, Url, Yes, noun
+from cli.noun import Json, Mesh, Socket, TokenFile, Url, Yes, named, noun
 from cli.output import confirm, json_line, line, listing
 from cli.webhook import app as webhook
 
@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 app = noun("Administer topics, and who gets them.")
 app.add_typer(webhook, name="webhook")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The topic, in snake_case.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The topic, in snake_case.", callback=named("topic"))]
 Member = Annotated[
-    str | None, typer.Argument(metavar="[MEMBER]", help="Who [default: the daemon's own member, through its socket].")
+    str | None,
+    typer.Argument(
+        metavar="[MEMBER]",
+        help="Who [default: the daemon's own member, through its socket].",
+        callback=named("member"),
+    ),
 ]
 
 

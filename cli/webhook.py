@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.connect import mesh_of, with_broker
-from cli.noun import Json, Mesh, TokenFile, Url, Yes, noun
+from cli.noun import Json, Mesh, TokenFile, Url, Yes, named, noun
 from cli.output import confirm, json_line, line, listing, note
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = noun("Administer where the messages of a topic are posted to.")
 
-Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The topic, in snake_case.")]
+Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The topic, in snake_case.", callback=named("topic"))]
 Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="Where messages are posted to: http:// or https://.")]
 Id = Annotated[str, typer.Argument(metavar="ID", help="The webhook's id, as `list` shows it.")]
 

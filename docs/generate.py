@@ -22,7 +22,9 @@ _CONFIGURATION = """# Configuration
 One TOML file per process, given with `--config`. A dotted key is a table and a key: `outbox.max_bytes` stands as
 `max_bytes` under `[outbox]`. The variable beside a setting overrides the file; a list is given there as comma-separated
 words. An unknown key, a misspelt variable, a wrong type or a value out of range is refused with its path, and the
-process exits with 78.
+process exits with 78. The variables that `postroom up` writes (`POSTROOM_NATS_URL`, `POSTROOM_DATABASE_URL`,
+`POSTROOM_MESH`) stand in for an agent's and a worker's settings where nothing else says them: a file that is named, and
+an option that is given, win over them.
 Paths may begin with `~` and hold variables such as `${{CREDENTIALS_DIRECTORY}}`. Secrets stand in files that only their
 reader may read.
 

@@ -17,7 +17,7 @@ from ipc.counters import Counters
 from ipc.limits import Limits
 from outbox.model import Caller
 from postroom.errors import InvalidMessage
-from postroom.message import refuse_duplicate_keys, refuse_too_many_values
+from postroom.message import refuse_duplicate_keys, refuse_too_many_values, where
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -135,7 +135,8 @@ def decode_body(data: bytes, kind: type[T]) -> T:
     try:
         decoded = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise InvalidMessage.of(400, "invalid_field", str(error)) from error
+        field, sentence = where(error)
+        raise InvalidMessage.of(400, "invalid_field", sentence, field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"the body is not one JSON object in UTF-8: {error}"
         raise InvalidMessage.of(400, "invalid_json", detail) from error

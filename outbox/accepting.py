@@ -111,18 +111,18 @@ def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[Acce
 
 def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:
     submitted_by = f"{accept.caller.uid}:{accept.caller.gid}"
-    new_id, now = transaction.new_id, transaction.now
-    return [_new_row(send, new_id(), now, submitted_by) for send in accept.sends]
+    new_id, now, dated = transaction.new_id, transaction.now, transaction.dated
+    return [_new_row(send, new_id(), now, dated, submitted_by) for send in accept.sends]
 
 
-def _new_row(send: PreparedSend, row_id: str, now: int, submitted_by: str) -> _NewRow:
+def _new_row(send: PreparedSend, row_id: str, now: int, dated: int, submitted_by: str) -> _NewRow:
     not_before = None if send.not_before is None else to_milliseconds(send.not_before)
     due = now if not_before is None else max(now, not_before)
     return _NewRow(
         row_id,
         send.client_message_id,
         send.fingerprint,
-        now,
+        dated,
         due,
         lane_for(send.priority, due, now),
         send.priority,

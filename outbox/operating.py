@@ -100,7 +100,7 @@ class Requeue(NamedTuple):
             "number": transaction.next_seq,
             "id": successor,
             "client_message_id": client_message_id,
-            "now": now,
+            "now": transaction.dated,
             "next_attempt_at": due,
             "lane": lane_for(priority, due, now),
         }

@@ -228,7 +228,7 @@ class Reader:
             file_bytes=self._path.stat().st_size,
             wal_bytes=_size(Path(f"{self._path}-wal")),
             oldest_pending_at=oldest,
-            due_ms=0 if due_since is None else now - due_since,
+            due_ms=0 if due_since is None else max(0, now - due_since),
         )
 
     async def controls(self) -> dict[str, RelayControl]:

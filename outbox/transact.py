@@ -19,7 +19,7 @@ from outbox.accepting import Accept, accept_group
 from outbox.errors import from_sqlite
 from outbox.relaying import WalkedPast, hasten
 from outbox.settled import Prune, following, last_id, read_salt
-from outbox.transaction import Operation, Space, Transaction, read_space
+from outbox.transaction import Operation, Space, Transaction, last_dated, read_space
 from postroom.errors import PostroomError
 
 _SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it
@@ -46,6 +46,8 @@ class Transactor:
         self._max_bytes = max_bytes
         self._walked = walked
         self._latest = sys.maxsize  # the last time that was seen; before a start the clock may have been anywhere
+        self._clock_is_confirmed = False
+        self._dated = 0  # when the last row was enqueued
         self._salt = b""
         self._last_id = ""  # of a row
         self._short = False
@@ -57,7 +59,12 @@ class Transactor:
         """Read what it needs to know of the file; comes before everything else."""
         self._salt = read_salt(db)
         self._last_id = last_id(db)
+        self._dated = last_dated(db)
         self.space = read_space(db)
+
+    def confirm_clock(self) -> None:
+        """Date new rows by the clock until it is set back: somebody who knows the time has agreed with it."""
+        self._clock_is_confirmed = True
 
     @property
     def short(self) -> bool:
@@ -106,15 +113,19 @@ class Transactor:
     def _transact(self, db: sqlite3.Connection, group: Sequence[Operation[Any]]) -> list[Outcome]:
         try:
             db.execute(QUERIES["begin"])
+            now = self._clock()
+            set_back = now < self._latest - _SET_BACK
+            self._clock_is_confirmed = self._clock_is_confirmed and not set_back
             transaction = Transaction(
                 db,
-                now=self._clock(),
+                now=now,
+                dated=now if self._clock_is_confirmed else max(now, self._dated),
                 new_id=self._next_id,
                 space=self.space,
                 salt=self._salt,
                 max_bytes=self._max_bytes,
             )
-            if transaction.now < self._latest - _SET_BACK:
+            if set_back:
                 hasten(transaction, self._walked)
             outcomes = _run_all(transaction, group)
             transaction.write_counters()
@@ -125,6 +136,7 @@ class Transactor:
                 raise WriteFailed(str(error)) from error
             raise
         self._latest = transaction.now
+        self._dated = transaction.dated
         self.space = transaction.space
         self.last_bytes = transaction.logged_bytes
         self.logged_bytes += transaction.logged_bytes

@@ -40,16 +40,27 @@ def read_space(db: sqlite3.Connection) -> Space:
     return Space(waiting, kept, moved, newest_moved + 1 if newest_moved > newest else None)
 
 
-class Transaction:
-    """What an operation runs in. `now` is one moment for all of it, in ms since the epoch."""
+def last_dated(db: sqlite3.Connection) -> int:
+    """Return when the newest row was enqueued, in ms since the epoch; 0 where there is none."""
+    (dated,) = db.execute(_QUERIES["dated"]).fetchone()
+    return int(dated)
 
-    __slots__ = ("_changes", "_space", "db", "logged_bytes", "max_bytes", "new_id", "next_seq", "now", "salt")
+
+class Transaction:
+    """What an operation runs in. `now` is one moment for all of it, in ms since the epoch.
+
+    `dated` is when rows are enqueued that it writes: `now`, but never before the last one while nobody knows whether
+    the clock is right. A row that a clock dated years back would be too old to be sent as soon as the clock is right.
+    """
+
+    __slots__ = ("_changes", "_space", "dated", "db", "logged_bytes", "max_bytes", "new_id", "next_seq", "now", "salt")
 
     def __init__(
         self,
         db: sqlite3.Connection,
         *,
         now: int,
+        dated: int,
         new_id: Callable[[], str],
         space: Space,
         salt: bytes,
@@ -57,6 +68,7 @@ class Transaction:
     ) -> None:
         self.db = db
         self.now = now
+        self.dated = dated
         self.new_id = new_id
         self.salt = salt  # of the keys of moved rows (outbox/settled.py)
         self.next_seq = space.next_seq

@@ -133,6 +133,7 @@ class Writer:
         self._connection = connection
         self._path = path
         self._transactor = transactor
+        self.confirm_clock = transactor.confirm_clock
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._waiting = Queue()

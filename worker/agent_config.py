@@ -1,6 +1,7 @@
 """What `postroom agent run` can be told: one TOML file; `POSTROOM_AGENT_<KEY>` overrides a key.
 
-`POSTROOM_NATS_URL`, which `postroom up` writes, stands in for the agent's own `nats.url`.
+`POSTROOM_NATS_URL` and `POSTROOM_MESH`, which `postroom up` writes, stand in for `nats.url` and `tenant` where neither
+says them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from delivery.subjects import DEFAULT_WORKSPACE
 from postroom.agent import Agent, agent_name
 
 PREFIX: Final = "POSTROOM_AGENT_"
-_SHARED: Final = {"POSTROOM_NATS_URL": "NATS_URL"}
+_SHARED: Final = {"POSTROOM_NATS_URL": "NATS_URL", "POSTROOM_MESH": "TENANT"}
 
 
 class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -82,10 +83,9 @@ def load_config(
     environ: Mapping[str, str] = os.environ,
 ) -> AgentConfig:
     """Read and check the config; the arguments win. Raises `Fatal` (78) with the path of what is wrong."""
-    shared = {PREFIX + key: environ[name] for name, key in _SHARED.items() if name in environ}
     told = {"TENANT": tenant, "WORKSPACE": workspace}
     given = {PREFIX + key: value for key, value in told.items() if value is not None}
-    config = load(AgentConfig, file, prefix=PREFIX, environ={**shared, **environ, **given})
+    config = load(AgentConfig, file, prefix=PREFIX, environ={**environ, **given}, shared=_SHARED)
     if config.agent.keep_days < config.agent.horizon_days:
         raise Fatal(
             Exit.CONFIG,

@@ -12,7 +12,7 @@ import msgspec
 
 from chassis import logs, runtime
 from chassis.exits import Exit, Fatal
-from chassis.postgres import Connection
+from chassis.postgres import Connection, acting
 from delivery.database import open_database
 from delivery.publishing import Backlog, Redriven, Source, redrive, sources_of
 from delivery.publishing.failing import Dropped, Failing, drop_failing, list_dropped, list_failing
@@ -54,10 +54,10 @@ async def ask_failing(config: WorkerConfig, source: str, context: str | None) ->
         return await list_failing(connection, _named(source, sources), context)
 
 
-async def drop_chosen(config: WorkerConfig, source: str, ids: Sequence[str], *, actor: str, reason: str) -> None:
+async def drop_chosen(config: WorkerConfig, source: str, ids: Sequence[str], *, reason: str) -> None:
     """Take failing messages out of a source for good; raises `NotFound`."""
     async with _opened(config) as (connection, sources):
-        await drop_failing(connection, _named(source, sources), ids, actor=actor, reason=reason)
+        await drop_failing(connection, _named(source, sources), ids, actor=acting(connection), reason=reason)
 
 
 async def ask_dropped(config: WorkerConfig, source: str) -> list[Dropped]:

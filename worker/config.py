@@ -58,8 +58,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> WorkerConfig:
     """Read and check the config; raises `Fatal` (78) with the path of what is wrong."""
-    shared = {PREFIX + key: environ[name] for name, key in _SHARED.items() if name in environ and file is None}
-    config = load(WorkerConfig, file, prefix=PREFIX, environ={**shared, **environ})
+    config = load(WorkerConfig, file, prefix=PREFIX, environ=environ, shared=_SHARED if file is None else None)
     if config.record.keep_days < config.record.horizon_days:
         raise Fatal(
             Exit.CONFIG,

@@ -262,6 +262,15 @@ CREATE TABLE mesh.orphan_check (
   violations jsonb NOT NULL
 );
 
+-- What was administered through the broker: by whom, as the token says, and what. Rows are only added.
+CREATE TABLE mesh.operator_log (
+  id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+  at timestamptz NOT NULL DEFAULT clock_timestamp(),
+  actor text NOT NULL,  -- `administrator`, or a member as `bob of sea`
+  verb text NOT NULL,  -- method and path of the route
+  subject text NOT NULL  -- what the path and the body name
+);
+
 -- What may change afterwards -----------------------------------------------------------------------------------------
 
 CREATE FUNCTION mesh.refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -269,6 +278,9 @@ BEGIN
   RAISE EXCEPTION '%.% is written once: rows are only inserted, and deleted by retention', TG_TABLE_SCHEMA, TG_TABLE_NAME
     USING ERRCODE = 'restrict_violation';
 END $$;
+
+CREATE TRIGGER operator_log_is_append_only BEFORE UPDATE OR DELETE ON mesh.operator_log
+  FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
 
 CREATE TRIGGER written_once BEFORE UPDATE ON mesh.topic_message FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();
 CREATE TRIGGER written_once BEFORE UPDATE ON mesh.message_queue FOR EACH ROW EXECUTE FUNCTION mesh.refuse_change();

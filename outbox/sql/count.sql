@@ -10,3 +10,7 @@ SET pending = pending + :pending, inflight = inflight + :inflight, done = done +
 SELECT waiting_room, kept_room, moved,
        coalesce((SELECT max(seq) FROM outbox), 0), coalesce((SELECT max(seq) FROM outbox_settled), 0)
 FROM tally;
+
+-- name: dated
+-- When the newest row was enqueued, 0 where there is none.
+SELECT coalesce((SELECT enqueued_at FROM outbox ORDER BY seq DESC LIMIT 1), 0);

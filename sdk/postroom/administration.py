@@ -7,11 +7,13 @@ Times are UTC. A `broker_message_id` is a ULID written as a UUID: the same text 
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from postroom.errors import InvalidMessage
 from postroom.message import DestinationKind, Priority
 
 Role = Literal["member", "admin"]
@@ -44,6 +46,17 @@ _RULES: Final = {
     _SNAKE: f"a topic's name: {_SNAKE_RULE}",
     QUEUE_PATTERN: f"a queue's name: one to four words joined by dots, each {_WORD_RULE}",
 }
+
+
+_PATTERNS: Final = {"mesh": SLUG_PATTERN, "member": MEMBER_PATTERN, "topic": _SNAKE, "queue": QUEUE_PATTERN}
+
+
+def check_name(kind: Literal["mesh", "member", "topic", "queue"], name: str) -> str:
+    """Return `name` if it may be a mesh's, say; raises `InvalidMessage` that states the rule."""
+    pattern = _PATTERNS[kind]
+    if re.match(pattern, name) is None:
+        raise InvalidMessage.of(400, "invalid_name", f"{name!r} is not {_RULES[pattern]}", field=kind)
+    return name
 
 
 def in_words(sentence: str) -> str:

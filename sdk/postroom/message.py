@@ -193,7 +193,7 @@ def decode_request(data: bytes) -> SendRequest:
         if _quotes_in(data) != _quotes_of(request):
             refuse_duplicate_keys(data)
     except msgspec.ValidationError as error:
-        field, sentence = _where(error)
+        field, sentence = where(error)
         refuse("invalid_field", sentence, field)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         refuse("invalid_json", f"the body is not one JSON object in UTF-8: {error}")
@@ -416,8 +416,8 @@ def _holds_nul(value: Any) -> bool:
     return isinstance(value, list) and any(_holds_nul(child) for child in value)
 
 
-def _where(error: msgspec.ValidationError) -> tuple[str | None, str]:
-    """Split msgspec's sentence into the field it concerns and what it says."""
+def where(error: msgspec.ValidationError) -> tuple[str | None, str]:
+    """Split msgspec's sentence into the field it concerns and what it says, which names the field in words."""
     sentence, _, path = str(error).partition(" - at `$")
     field = path.rstrip("`").lstrip(".") or None
     if field is None and (named := re.search(r"field `([^`]+)`", sentence)):

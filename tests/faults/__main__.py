@@ -27,7 +27,7 @@ import uvloop
 from session import session_directory
 
 from embedded.processes import tethered
-from faults import brokers, disk, fuzz, growth, jobs, kills, neighbours, pairs, points, streams  # noqa: F401 - each makes its goals known
+from faults import brokers, disk, fuzz, growth, jobs, kills, neighbours, older, pairs, points, streams  # noqa: F401 - each makes its goals known
 from faults.campaign import GOALS, Campaign, Goal, Servers, Shown
 from faults.report import line, table
 from faults.sizes import SIZES
@@ -52,8 +52,10 @@ def main() -> int:
         parser.error(f"no such goal: {', '.join(sorted(unknown))}")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
+    os.umask(0o022)  # the unprivileged Postgres of root has to pass through what is made here, also in a lane
     os.chdir(PAGE.parents[1])
-    goals = [GOALS[name] for name in SIZES if name in (options.goals or GOALS)]
+    columns = {name: sizes.soak if options.soak else sizes.ci for name, sizes in SIZES.items()}
+    goals = [GOALS[name] for name, size in columns.items() if name in (options.goals or GOALS) and size.trials]
     if options.lane:
         sys.stdout.buffer.write(msgspec.json.encode(_one_by_one(goals, options, said=sys.stderr)))
         return 0

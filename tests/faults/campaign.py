@@ -41,7 +41,7 @@ class Servers:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._postgres = EmbeddedPostgres(directory / "postgres", durable=False)
+        self.postgres = EmbeddedPostgres(directory / "postgres", durable=False)
         self._redis = EmbeddedRedis(directory / "redis")
         self._databases = 0
 
@@ -53,11 +53,11 @@ class Servers:
         """Make a database and return its address."""
         self._databases += 1
         name = f"campaign_{self._databases}"
-        await create_database(self._postgres.start(), name)
-        return self._postgres.url_of(name)
+        await create_database(self.postgres.start(), name)
+        return self.postgres.url_of(name)
 
     def stop(self) -> None:
-        self._postgres.stop()
+        self.postgres.stop()
         self._redis.stop()
 
 

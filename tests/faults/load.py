@@ -86,7 +86,7 @@ def kept(state: Path) -> dict[str, str]:
         return dict(db.execute("SELECT client_message_id, status FROM outbox"))
 
 
-async def relayed(state: Path) -> None:
+async def relayed(state: Path, *, seconds: float = _REST_SECONDS) -> None:
     """Return when nothing waits in the outbox any more."""
 
     async def empty() -> bool:
@@ -95,9 +95,9 @@ async def relayed(state: Path) -> None:
         return not waiting
 
     try:
-        await until_so(empty, _REST_SECONDS)
+        await until_so(empty, seconds)
     except TimeoutError:
-        raise Missed(f"the outbox was not relayed within {_REST_SECONDS:.0f} s") from None
+        raise Missed(f"the outbox was not relayed within {seconds:.0f} s") from None
 
 
 async def accepted(database_url: str) -> Mapping[str, list[bytes]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, NamedTuple
@@ -21,6 +22,8 @@ _REST: Final = 0.05  # seconds between two messages or batches of one writer
 _APART: Final = 0.3  # seconds that the second fault comes after the first, at most
 _LAST: Final = 1.0  # seconds that both last then, at most
 _OPERATIONS: Final = 50  # on files, within which a fault of the disk comes
+_QUIET: Final = 5.0  # seconds between two strikes of the soak, at most
+_BACKLOG_SECONDS: Final = 120.0
 _DAY: Final = 86_400.0  # seconds
 
 
@@ -39,21 +42,40 @@ async def pairs(run: Run) -> None:
         async with writing(run, room, rest=_REST) as writers:
             for pair in range(1, run.size.trials + 1):
                 await writers.reached(run.size.load * pair // run.size.trials)
-                chosen = run.chance.sample(nemeses, 2)
-                for nemesis in chosen:
-                    await nemesis.strike()
-                    run.struck[nemesis.name] += 1
-                    await asyncio.sleep(run.chance.uniform(0, _APART))
-                await asyncio.sleep(run.chance.uniform(0, _LAST))
-                run.chance.shuffle(chosen)
-                for nemesis in chosen:
-                    await nemesis.heal()
-                if not room.daemon.running and room.daemon.exit_code == -signal.SIGKILL:
-                    room.daemon.start()  # the shim killed it
+                await _overlap(run, room, run.chance.sample(nemeses, 2))
                 run.trials += 1
         await relayed(room.state)
         await reckon(writers.acknowledged, room.database_url)
     run.figures.append(f"{len(writers.acknowledged):,} acknowledged")
+
+
+@goal("F20", "an hour of random faults")
+async def soak(run: Run) -> None:
+    """Let one fault or two strike every few seconds for so many minutes; soon after the last the backlog is gone."""
+    async with _house(run) as (room, nemeses):
+        end = time.monotonic() + 60 * run.size.trials
+        async with writing(run, room) as writers:
+            while time.monotonic() < end or len(writers.acknowledged) < run.size.load:
+                await _overlap(run, room, run.chance.sample(nemeses, run.chance.randrange(1, 3)))
+                await asyncio.sleep(run.chance.uniform(0, _QUIET))
+                run.trials += 1
+        await relayed(room.state, seconds=_BACKLOG_SECONDS)
+        await reckon(writers.acknowledged, room.database_url)
+    run.figures.append(f"{len(writers.acknowledged):,} acknowledged")
+
+
+async def _overlap(run: Run, room: Mailroom, nemeses: list[Nemesis]) -> None:
+    """Let faults strike one after the other, last for a while, and end in any order."""
+    for nemesis in nemeses:
+        await nemesis.strike()
+        run.struck[nemesis.name] += 1
+        await asyncio.sleep(run.chance.uniform(0, _APART))
+    await asyncio.sleep(run.chance.uniform(0, _LAST))
+    run.chance.shuffle(nemeses)
+    for nemesis in nemeses:
+        await nemesis.heal()
+    if not room.daemon.running and room.daemon.exit_code == -signal.SIGKILL:
+        room.daemon.start()  # the shim killed it
 
 
 @asynccontextmanager

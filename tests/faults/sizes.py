@@ -39,4 +39,6 @@ SIZES: Final[dict[str, Sizes]] = {
     "F16": Sizes(Size(100_000), Size(2_000_000), 6),  # requests
     "F17": Sizes(Size(9, 30), Size(9, 300), 10, Size(1, 10)),  # attacks, seconds of each
     "F17b": Sizes(Size(8, 30), Size(8, 300), 10),
+    "F20": Sizes(Size(0), Size(60, 1_000_000), 2.5),  # minutes, acknowledged; none in the first column
+    "F22": Sizes(Size(1, 50), Size(1, 2_000), 6),  # messages before each restore, and after it
 }

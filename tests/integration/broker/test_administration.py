@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import asyncpg
+import pytest
 from yarl import URL
 
 Message = Callable[..., dict[str, Any]]
@@ -134,3 +136,21 @@ async def test_a_member_need_not_name_its_mesh(broker: Any) -> None:
 
     assert [topic["name"] for topic in (await alice.get("/v1/topics")).body["topics"]] == ["orders"]
     assert len((await alice.get("/v1/members")).body["members"]) == 3
+
+
+async def test_what_is_administered_leaves_who_and_what_by_the_token(broker: Any, postgres: Any) -> None:
+    begun = await postgres.fetchval("SELECT coalesce(max(id), 0) FROM mesh.operator_log")
+    await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})
+    await broker.member("alice").post("/v1/topics/demo/news/subscriptions", {})
+    await broker.member("alice").delete("/v1/topics/demo/news/subscriptions/alice")
+    await broker.admin.delete("/v1/topics/demo/news")
+    await broker.admin.delete("/v1/topics/demo/news")  # is not there: nothing was done
+    rows = await postgres.fetch("SELECT actor, verb, subject FROM mesh.operator_log WHERE id > $1 ORDER BY id", begun)
+    assert [tuple(row) for row in rows] == [
+        ("administrator", "POST /v1/topics", "demo news"),
+        ("alice of demo", "POST /v1/topics/{mesh}/{name}/subscriptions", "demo news"),
+        ("alice of demo", "DELETE /v1/topics/{mesh}/{name}/subscriptions/{member}", "demo news alice"),
+        ("administrator", "DELETE /v1/topics/{mesh}/{name}", "demo news"),
+    ]
+    with pytest.raises(asyncpg.PostgresError):
+        await postgres.execute("UPDATE mesh.operator_log SET actor = 'nobody'")

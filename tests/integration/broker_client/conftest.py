@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,21 @@ class ScriptedBroker:
         self.gate = asyncio.Event()
         self.gate.set()
         self.url = ""
+        self.date: Callable[[], int] | None = lambda: round(time.time() * 1000)  # ms since the epoch; None: no `Date`
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.on_response_prepare.append(self._date_it)
         app.router.add_get("/v1/features", self._features)
         app.router.add_post("/v1/accept", self._accept)
         app.router.add_post("/v1/accepted", self._accepted)
         return app
+
+    async def _date_it(self, _request: web.Request, response: web.StreamResponse) -> None:
+        if self.date is None:
+            del response.headers["Date"]
+        else:
+            response.headers["Date"] = formatdate(self.date() / 1000, usegmt=True)
 
     async def _features(self, request: web.Request) -> web.StreamResponse:
         self.tokens.append(request.headers.get("Authorization"))
@@ -220,7 +229,9 @@ class Station:
 
 
 @pytest.fixture
-async def station(tmp_path: Path, token_file: Path) -> AsyncIterator[Callable[..., Awaitable[Station]]]:
+async def station(
+    tmp_path: Path, token_file: Path, scripted_broker: ScriptedBroker
+) -> AsyncIterator[Callable[..., Awaitable[Station]]]:
     """Open an outbox in the test's directory with a relay to `url`; opened again, it is the same outbox."""
     stations: list[Station] = []
 
@@ -228,6 +239,7 @@ async def station(tmp_path: Path, token_file: Path) -> AsyncIterator[Callable[..
         url: str, *, speed: float = 1000, link: dict[str, Any] | None = None, name: str = "state", **settings: Any
     ) -> Station:
         clock = FastClock(speed)
+        scripted_broker.date = clock.now_ms
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         broker_settings = BrokerClientSettings(**{"url": url, "token_file": token_file, **(link or {})})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pwd
 
 import asyncpg
 import pytest
@@ -46,6 +48,26 @@ def test_a_failing_event_is_listed_without_its_payload_and_dropped_with_a_reason
     assert user.run("worker", "events", "list", "--json").json == []
     (noted,) = user.run("worker", "events", "log", "--json").json
     assert (noted["id"], noted["reason"]) == (poison, "a test")
+
+
+def test_who_dropped_an_event_is_who_ran_the_command_in_the_role_that_postgres_let_in(
+    user: Terminal, poison: str, database_url: str
+) -> None:
+    user.environment.update(LOGNAME="ceo", USER="ceo", LNAME="ceo", USERNAME="ceo")
+    assert user.run("worker", "events", "drop", poison, "--reason", "a test", "--yes").code == 0
+    (noted,) = user.run("worker", "events", "log", "--json").json
+    assert noted["dropped_by"] == f"{pwd.getpwuid(os.getuid()).pw_name} as {_role(database_url)}"
+
+
+def _role(database_url: str) -> str:
+    async def ask() -> str:
+        connection = await asyncpg.connect(database_url)
+        try:
+            return str(await connection.fetchval("SELECT session_user"))
+        finally:
+            await connection.close()
+
+    return asyncio.run(ask())
 
 
 def test_an_event_that_does_not_fail_is_not_found(user: Terminal, poison: str) -> None:

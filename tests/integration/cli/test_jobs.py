@@ -15,6 +15,7 @@ from databases import migrated_database
 from ledgers import LEASE, Jobs
 from terminal import Terminal
 
+from chassis.users import this_user
 from embedded import EmbeddedPostgres
 from ledger.database import migrate
 from ledger.primitives import Answer, Child, enter_leg2, fail_activity, finish_work, spawn
@@ -236,10 +237,13 @@ def test_show_tells_children_apart_by_what_they_were_spawned_with(office: Office
 
 def test_a_job_is_cancelled_for_good_and_says_by_whom_and_why(office: Office) -> None:
     job = office.running()
+    office.user.environment.update(LOGNAME="ceo", USER="ceo")
     done = office.user.run("jobs", "cancel", str(job), "--reason", "the wrong day", "--yes")
     assert (done.code, done.out) == (0, f"{job} is cancelled\n")
     shown = office.user.run("jobs", "show", str(job)).out
     assert shown.count("the wrong day") == 2
+    assert f"{this_user()} as " in shown
+    assert "ceo" not in shown
     assert "├─ load" in shown
     assert "stopped" in shown
     for verb in ("cancel", "retry"):

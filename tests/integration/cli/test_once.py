@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from terminal import Outcome, Terminal
 
+from chassis.users import this_user
 from postroom.once import open_registry
 
 NAMES = ("--tenant", "acme", "--topic", "orders", "--group", "billing")
@@ -52,10 +53,12 @@ async def test_keys_are_listed_inspected_and_forgotten(url: str, terminal: Termi
     shown = (await run(terminal, "inspect", "k-1", *NAMES, "--json")).json[0]
     assert (shown["state"], shown["result"], shown["log"]) == ("COMMITTED", '{"charge":7}', [])
 
+    terminal.environment.update(LOGNAME="ceo", USER="ceo")
     done = await run(terminal, "forget", "k-1", *NAMES, "--reason", "never charged", "--yes")
     assert "is forgotten" in done.out
     shown = (await run(terminal, "inspect", "k-1", *NAMES, "--json")).json[0]
     assert (shown["state"], shown["log"][0]["reason"]) == (None, "never charged")
+    assert shown["log"][0]["actor"].partition(" as ")[0] == this_user()
     assert "never charged" in (await run(terminal, "inspect", "k-1", *NAMES)).out
     assert "no key 'k-3' of acme/orders" in (await run(terminal, "inspect", "k-3", *NAMES)).err
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -233,3 +234,20 @@ async def _is(condition: Callable[[], object]) -> bool:
 async def _slowly(_: Delivery) -> Done:
     await asyncio.sleep(0.001)
     return DONE
+
+
+async def test_a_reader_that_gets_nothing_though_messages_wait_says_so(
+    own: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "WATCH_SECONDS", 0.2)
+    script = Script()
+    async with own.consuming(script) as consumer:
+        await own.publish(["a"])
+        await script.saw(1)
+        assert consumer.trouble is None
+        await own.js.pause_consumer(own.events, DURABLE, (datetime.now(UTC) + timedelta(hours=1)).isoformat())
+        await own.publish(["b", "c"])
+        await until(lambda: _is(lambda: "2 messages wait" in (consumer.trouble or "")), "it says what waits")
+        await own.js.resume_consumer(own.events, DURABLE)
+        await script.saw(3)
+        await until(lambda: _is(lambda: consumer.trouble is None), "it says nothing more")

@@ -247,6 +247,7 @@ async def test_no_message_stops_a_flow_and_an_answer_that_postgres_refuses_is_bu
     jobs = Jobs(pool, NatsSettings(url=nats_url), [flow], JobSettings(check_seconds=0.05))
     running = asyncio.create_task(jobs.run())
     context = office.context
+    context.record = office.url
     try:
         with quiet_logs():
             await office.start("asking", "ask", {})

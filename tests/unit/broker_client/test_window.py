@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker_client.relay import HOUR
-from broker_client.window import KeptFeatures, assumed_max_age_hours, max_age_hours
+from broker_client.window import HOUR, KeptFeatures, assumed_max_age_hours, max_age_hours
 from chassis.exits import Exit, Fatal
 from postroom.accept import DedupeFeature, Features
 

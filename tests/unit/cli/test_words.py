@@ -9,6 +9,7 @@ import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from terminal import Terminal
 
 from cli.composing import body_of, meta_of, moment_of
 from cli.ending import printable
@@ -112,3 +113,33 @@ def test_nothing_printable_changes_and_nothing_else_gets_through(text: str) -> N
 def test_a_table_in_a_pipe_is_aligned_whatever_its_cells_hold(capsys: pytest.CaptureFixture[str]) -> None:
     table(("A", "TO", "ERROR"), [(1, "日本", None), (22, "x\ny", "late"), (None, "", "")])
     assert capsys.readouterr().out == "A   TO    ERROR\n1   日本\n22  x y   late\n\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "argument", "rule"),
+    [
+        (["mesh", "create", "shop-eu"], "SLUG", "a mesh's name: a lower-case letter"),
+        (["mesh", "delete", "Shop", "--yes"], "SLUG", "a mesh's name"),
+        (["mesh", "create", "cmd"], "SLUG", "not `cmd`"),
+        (["member", "create", "Alice", "--mesh", "demo"], "NAME", "a member's name"),
+        (["member", "create", "alice", "--mesh", "de-mo"], "--mesh", "a mesh's name"),
+        (["member", "revoke", "a b", "--mesh", "demo", "--yes"], "NAME", "a member's name"),
+        (["member", "rotate-token", "a\nb", "--mesh", "demo"], "NAME", "a member's name"),
+        (["topic", "create", "or-ders", "--mesh", "demo"], "NAME", "a topic's name"),
+        (["topic", "subscribe", "orders", "Bob", "--mesh", "demo"], "MEMBER", "a member's name"),
+        (["topic", "unsubscribe", "or-ders"], "NAME", "a topic's name"),
+        (["topic", "webhook", "list", "or-ders", "--mesh", "demo"], "TOPIC", "a topic's name"),
+        (["queue", "create", "a..b", "--mesh", "demo"], "NAME", "a queue's name: one to four words"),
+        (["send", "topic:orders", "x", "--mention", "Bob"], "mention", "a member's name"),
+        (["inbox", "list", "--from", "Bob"], "--from", "a member's name"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_by_its_argument_and_its_rule(
+    arguments: list[str], argument: str, rule: str
+) -> None:
+    refused = Terminal().run(*arguments)
+    assert refused.code == 2, refused
+    assert argument in refused.sentence()
+    assert rule in refused.sentence()
+    assert "$" not in refused.sentence()
+    assert "regex" not in refused.sentence()

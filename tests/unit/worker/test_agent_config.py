@@ -47,3 +47,23 @@ def test_what_may_have_to_be_published_again_must_be_kept():
     }
     with pytest.raises(Fatal, match=r"agent.keep_days \(6\) is shorter than agent.horizon_days \(7\)"):
         load_config(None, environ=environ)
+
+
+SURROUNDINGS = {"POSTROOM_NATS_URL": "nats://of-the-stack", "POSTROOM_MESH": "of_the_stack"}
+
+
+def test_what_the_file_says_wins_over_what_postroom_up_wrote(tmp_path: Path):
+    file = tmp_path / "agent.toml"
+    file.write_text('tenant = "mine"\n[nats]\nurl = "nats://mine"\n')
+    config = load_config(file, environ=SURROUNDINGS)
+    assert (config.tenant, config.nats.url) == ("mine", "nats://mine")
+    own = {**SURROUNDINGS, "POSTROOM_AGENT_NATS_URL": "nats://of-the-agent"}
+    assert load_config(file, tenant="told", environ=own).nats.url == "nats://of-the-agent"
+    assert load_config(file, tenant="told", environ=own).tenant == "told"
+
+
+def test_what_the_file_leaves_out_is_taken_from_what_postroom_up_wrote(tmp_path: Path):
+    file = tmp_path / "agent.toml"
+    file.write_text("max_deliver = 7\n")
+    for config in (load_config(file, environ=SURROUNDINGS), load_config(None, environ=SURROUNDINGS)):
+        assert (config.tenant, config.nats.url) == ("of_the_stack", "nats://of-the-stack")

@@ -87,7 +87,7 @@ ORDER BY coalesce(lease_until, settled_at) DESC
 LIMIT $5;
 
 -- name: forget
--- Forget a key that nobody has a lease on, and keep who wanted it and why.
+-- Forget a key that nobody has a lease on, and keep who wanted it, in which role, and why.
 --   $1 tenant  $2 topic  $3 group  $4 key  $5 actor  $6 reason
 WITH gone AS (
     DELETE FROM postroom_once.idempotency_keys
@@ -96,7 +96,7 @@ WITH gone AS (
     RETURNING *
 )
 INSERT INTO postroom_once.operator_log (verb, actor, reason, tenant, topic, consumer_group, key, state, attempts)
-SELECT 'forget', $5, $6, tenant, topic, consumer_group, key, state, attempts FROM gone
+SELECT 'forget', $5::text || ' as ' || session_user, $6, tenant, topic, consumer_group, key, state, attempts FROM gone
 RETURNING id;
 
 -- name: forgotten

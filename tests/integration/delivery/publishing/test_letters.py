@@ -11,6 +11,7 @@ from delivery.dead_letters import DeadLetter
 from delivery.dead_letters.operations import LetterFilter, LetterOperations
 from delivery.publishing import EVENTS, LETTERS
 from delivery.streams import dead_letter_stream, ensure_stream
+from postroom.errors import Unavailable
 
 
 @pytest.fixture
@@ -67,6 +68,17 @@ async def test_the_same_death_has_one_letter_however_often_it_is_buried(office: 
     await publish(office)
     assert await unsettled(office) == []
     await office.bury("a", consumer="shipping")
+    assert len(await unsettled(office)) == 1
+
+
+@pytest.mark.usefixtures("stream")
+async def test_a_letter_that_postgres_does_not_take_is_not_taken_for_kept(office: Any) -> None:
+    """Then its message is not acknowledged, and comes again."""
+    await office.pool.execute("ALTER TABLE postroom.dead_letters RENAME TO elsewhere")
+    with pytest.raises(Unavailable, match="Postgres has not taken it"):
+        await office.bury("a")
+    await office.pool.execute("ALTER TABLE postroom.elsewhere RENAME TO dead_letters")
+    await office.bury("a")
     assert len(await unsettled(office)) == 1
 
 
