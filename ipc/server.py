@@ -34,7 +34,7 @@ from ipc.limits import Limits
 from ipc.peers import Policy, peer_of
 from ipc.request import Request
 from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query
-from ipc.turns import REQUEST, Turns
+from ipc.turns import REQUEST, REST, Turns
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -114,8 +114,7 @@ class Server(TimedServer):
                 return
             except OSError as error:  # no descriptor is left: nobody is turned away, they wait
                 _log.warning("cannot_accept", error=error.strerror)
-                self._running_loop.remove_reader(listener)
-                self._running_loop.call_later(_PAUSE, self._accept_again, listener)
+                self._rest(listener, _PAUSE)
                 return
             if self._crowd.is_full and not self._may_come(sock):
                 self._count_drop("too_many_connections")
@@ -126,7 +125,14 @@ class Server(TimedServer):
             self._arriving.add(arriving)
             arriving.add_done_callback(self._arriving.discard)
             if (accepted := accepted + 1) == _ACCEPTED_A_TURN:
+                if not self.turns.alone:
+                    self._rest(listener, REST)
                 return
+
+    def _rest(self, listener: socket.socket, seconds: float) -> None:
+        """Accept nobody for a while: others have their turn."""
+        self._running_loop.remove_reader(listener)
+        self._running_loop.call_later(seconds, self._accept_again, listener)
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 TURN: Final = 8 * 1024  # bytes, about a millisecond
 REQUEST: Final = 1024  # what reading and answering a request counts as
-_REST: Final = 0.001  # seconds, after the work of one turn
+REST: Final = 0.001  # seconds, after the work of one turn
 _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
 _PRESENT_SECONDS: Final = 1.0  # how long somebody who asked for nothing more counts as being there
 
@@ -52,13 +52,18 @@ class Turns:
         self._arm(0)
         return True
 
+    @property
+    def alone(self) -> bool:
+        """Whether nobody but one uid has had work done lately."""
+        return len(self._present | self._before) <= 1
+
     def _arm(self, done: int) -> None:
         """Have the next turn come, after one in which `done` bytes of those in line were worked on."""
         if self._coming:
             return
         self._coming = True
-        if done and len(self._present | self._before) > 1:
-            self._loop.call_later(min(_REST * done / TURN, _LONGEST_REST), self._next)
+        if done and not self.alone:
+            self._loop.call_later(min(REST * done / TURN, _LONGEST_REST), self._next)
         else:
             self._loop.call_soon(self._next)
 
