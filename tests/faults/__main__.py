@@ -27,7 +27,7 @@ import uvloop
 from session import session_directory
 
 from embedded.processes import tethered
-from faults import brokers, disk, fuzz, growth, jobs, kills, neighbours, older, pairs, points, streams  # noqa: F401 - each makes its goals known
+from faults import brokers, clocks, damage, disk, fuzz, growth, jobs, kills, neighbours, older, pairs, points, streams  # noqa: F401 - each makes its goals known
 from faults.campaign import GOALS, Campaign, Goal, Servers, Shown
 from faults.report import line, table
 from faults.sizes import SIZES

@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Final, NamedTuple, Self, TypeVar
 
 import aiohttp
@@ -15,6 +16,7 @@ import asyncpg
 import msgspec
 from mailroom import TOPIC, Mailroom
 from redis import Redis
+from waiting import until_so
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from faults.campaign import Run, create_database, goal
@@ -25,7 +27,8 @@ from postroom.message import SendRequest, prepare
 
 T = TypeVar("T")
 
-_LATENCY: Final = 0.02  # seconds from Postgres to the broker: of a network, and time for a kill to fall into
+_LATENCY: Final = 0.05  # seconds from Postgres to the broker: of a network, and time for a kill to fall into
+_BACK_SECONDS: Final = 60.0  # until messages are accepted again after a restart
 _REST: Final = 0.3  # seconds between two messages or batches of one writer
 _POSTS: Final = 32  # of one id at once
 _IDS: Final = 20  # in one post
@@ -60,6 +63,8 @@ async def restarted_postgres(run: Run) -> None:
         async with writing(run, room, rest=_REST) as writers:
             for restart in range(1, run.size.trials + 1):
                 await writers.reached(run.size.load * restart // run.size.trials)
+                held = await _count(server.url_of("own"))
+                await until_so(partial(_more_than, server.url_of("own"), held), _BACK_SECONDS)
                 await asyncio.sleep(run.chance.uniform(3, 10))
                 if run.chance.random() < 1 / 2:
                     killed(server)
@@ -217,6 +222,17 @@ class Poster:
             if answer.status != 200:
                 return [AcceptAnswer(status=answer.status, client_message_id=name) for name, _ in messages]
         return msgspec.json.decode(content, type=AcceptResponse).answers
+
+
+async def _count(url: str) -> int:
+    connection = await asyncpg.connect(url)
+    messages = await connection.fetchval("SELECT count(*) FROM mesh.topic_message")
+    await connection.close()
+    return int(messages)
+
+
+async def _more_than(url: str, messages: int) -> bool:
+    return await _count(url) > messages
 
 
 def _parts(whole: Sequence[T], size: int) -> list[Sequence[T]]:

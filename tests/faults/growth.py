@@ -21,7 +21,7 @@ from mailroom import TOPIC
 from chassis.sql import load_queries
 from faults.campaign import Run, goal
 from outbox import Outbox
-from outbox.settled import QUERIES, _pack, key_of, number_of, read_salt
+from outbox.settled import QUERIES, checksum_of, key_of, number_of, pack, read_salt
 from postroom import AsyncClient, PostroomError, new_id
 
 MIB: Final = 1024 * 1024
@@ -155,7 +155,8 @@ async def _filled(run: Run, rows: int) -> Path:
 def _settled(ids: list[str], first: int, common: int) -> Iterator[tuple[object, ...]]:
     now = time.time_ns() // 1_000_000 - 10 * 86_400_000
     for number, name in enumerate(ids, first):
-        broker_id = _pack(str(UUID(int=number)))
+        broker_id = pack(str(UUID(int=number)))
         fingerprint = hashlib.sha256(name.encode()).digest()
-        packed = (number, _pack(new_id()), _pack(name), fingerprint, common, 1, now, 50, 1000)
-        yield (*packed, None, broker_id, number, None, None, None, None)
+        row = (number, pack(new_id()), pack(name), fingerprint, common, 1, now, 50, 1000)
+        values = (*row, None, broker_id, number, None, None, None, None)
+        yield (*values, checksum_of(values))

@@ -27,7 +27,7 @@ SIZES: Final[dict[str, Sizes]] = {
     "F3": Sizes(Size(1), Size(1), 10),
     "F4": Sizes(Size(20, 2_000), Size(100, 10_000), 5, Size(3, 300)),  # cuts, acknowledged
     "F5": Sizes(Size(50, 10_000), Size(300, 100_000), 10),  # pairs, acknowledged
-    "F6": Sizes(Size(36, 20_000), Size(450, 300_000), 12, Size(5, 500)),  # restarts, acknowledged
+    "F6": Sizes(Size(36, 20_000), Size(450, 300_000), 12, Size(8, 500)),  # restarts, acknowledged
     "F7": Sizes(Size(2_000), Size(10_000), 5, Size(100)),  # ids
     "F8": Sizes(Size(1, 2_500), Size(1, 25_000), 5),  # committed ids, retried under each of four faults
     "F9": Sizes(Size(10, 1_000), Size(50, 10_000), 8, Size(2, 100)),  # losses, accepted
@@ -39,6 +39,8 @@ SIZES: Final[dict[str, Sizes]] = {
     "F16": Sizes(Size(100_000), Size(2_000_000), 6),  # requests
     "F17": Sizes(Size(9, 30), Size(9, 300), 10, Size(1, 10)),  # attacks, seconds of each
     "F17b": Sizes(Size(8, 30), Size(8, 300), 10),
+    "F15": Sizes(Size(200, 400), Size(2_000, 2_000), 6),  # random damages, rows
+    "F18": Sizes(Size(100, 10_000), Size(1_000, 100_000), 6),  # jumps, acknowledged
     "F20": Sizes(Size(0), Size(60, 1_000_000), 2.5),  # minutes, acknowledged; none in the first column
     "F22": Sizes(Size(1, 50), Size(1, 2_000), 6),  # messages before each restore, and after it
 }
