@@ -30,7 +30,7 @@ async def run_on_a_small_disk(tmp_path: Path, program: str, *, megabytes: int = 
     It has room for so many `files` and directories, itself among them; 0: for any number.
     """
     namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
-    small = f'mount -t tmpfs -o size={megabytes}m,nr_inodes={files} tmpfs "{tmp_path}"'
+    small = f'mount -t tmpfs -o size={megabytes}m,nr_inodes={files},mode=700 tmpfs "{tmp_path}"'
     probe = await asyncio.create_subprocess_exec(*namespace, "sh", "-c", small, stderr=asyncio.subprocess.DEVNULL)
     if await probe.wait():
         pytest.skip("this machine lets nobody mount a tmpfs")
