@@ -20,7 +20,7 @@ from chassis.sql import load_queries
 from outbox.errors import outbox_full
 from outbox.lanes import lane_for
 from outbox.model import AcceptedRow, Caller, Existing
-from outbox.settled import answers, find_moved
+from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
 from postroom.errors import PostroomError
 from postroom.message import PreparedSend, Priority
@@ -141,13 +141,19 @@ def to_milliseconds(moment: datetime) -> int:
 
 
 def _accept(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
-    space = transaction.space
     looked_up = (
-        _room(rows) > transaction.headroom
-        or space.next_seq is not None
-        or (space.moved and find_moved(transaction.db, [row.client_message_id for row in rows], transaction.salt))
+        _room(rows) > transaction.headroom or transaction.next_seq is not None or _may_be_moved(transaction, rows)
     )
     return _accept_what_is_new(transaction, rows) if looked_up else _write(transaction, rows)
+
+
+def _may_be_moved(transaction: Transaction, rows: Sequence[_NewRow]) -> bool:
+    """Tell whether one of the ids is a moved row's; most are newer than all of those."""
+    highest = transaction.highest_key
+    names = (
+        [row.client_message_id for row in rows if least_key(row.client_message_id) <= highest] if highest >= 0 else []
+    )
+    return bool(names and find_moved(transaction.db, names, transaction.salt))
 
 
 def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:

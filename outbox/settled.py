@@ -96,6 +96,7 @@ def _move(transaction: Transaction, rows: Sequence[_Prunable]) -> None:
     transaction.insert(QUERIES["move"], kept)
     keys = [(key_of(row.client_message_id, transaction.salt), row.seq) for row in rows]
     transaction.insert(QUERIES["key"], sorted(keys))
+    transaction.highest_key = max(transaction.highest_key, *(key for key, _ in keys))
     seqs = (_encode([row.seq for row in rows]).decode(),)
     transaction.execute(QUERIES["leave"], seqs)
     transaction.execute(QUERIES["leave_payloads"], seqs)
@@ -166,13 +167,18 @@ def following(row_id: str) -> str:
 
 
 def key_of(client_message_id: str, salt: bytes) -> int:
-    """Return the key of an id: 40 bits that change little from one id to the next, and 24 of a hash.
+    """Return the key of an id: 40 bits that change little from one id to the next, and 24 of a hash."""
+    return least_key(client_message_id) | int.from_bytes(sha256(salt + client_message_id.encode()).digest()[:3], "big")
 
-    In a ULID the characters 5 to 9 are its time, of 32 ms to 12 days; a number at the end of an id changes in its last
-    three.
+
+def least_key(client_message_id: str) -> int:
+    """Return the least key that an id may have: ids that are minted later have a greater one.
+
+    In a ULID the characters 4 to 8 are its time, of a second to a year; a number at the end of an id changes in its
+    last three.
     """
-    near = client_message_id[4:9] if len(client_message_id) == _ULID_LENGTH else client_message_id[-8:-3]
-    return int.from_bytes(near.encode() + sha256(salt + client_message_id.encode()).digest()[:3], "big")
+    near = client_message_id[3:8] if len(client_message_id) == _ULID_LENGTH else client_message_id[-8:-3]
+    return int.from_bytes(near.encode(), "big") << 24
 
 
 def find_moved(db: sqlite3.Connection, client_message_ids: Sequence[str], salt: bytes) -> dict[str, int]:

@@ -32,12 +32,13 @@ class Space(NamedTuple):
     kept: int  # done and aborted rows that still have their payload
     moved: int  # rows that were moved to `outbox_settled`
     next_seq: int | None = None  # of the next row, where the newest one was moved
+    highest_key: int = -1  # of a moved row's id
 
 
 def read_space(db: sqlite3.Connection) -> Space:
     """Return what of the file is used."""
-    waiting, kept, moved, newest, newest_moved = db.execute(_QUERIES["space"]).fetchone()
-    return Space(waiting, kept, moved, newest_moved + 1 if newest_moved > newest else None)
+    waiting, kept, moved, newest, newest_moved, highest_key = db.execute(_QUERIES["space"]).fetchone()
+    return Space(waiting, kept, moved, newest_moved + 1 if newest_moved > newest else None, highest_key)
 
 
 def last_dated(db: sqlite3.Connection) -> int:
@@ -53,7 +54,19 @@ class Transaction:
     the clock is right. A row that a clock dated years back would be too old to be sent as soon as the clock is right.
     """
 
-    __slots__ = ("_changes", "_space", "dated", "db", "logged_bytes", "max_bytes", "new_id", "next_seq", "now", "salt")
+    __slots__ = (
+        "_changes",
+        "_space",
+        "dated",
+        "db",
+        "highest_key",
+        "logged_bytes",
+        "max_bytes",
+        "new_id",
+        "next_seq",
+        "now",
+        "salt",
+    )
 
     def __init__(
         self,
@@ -72,6 +85,7 @@ class Transaction:
         self.new_id = new_id
         self.salt = salt  # of the keys of moved rows (outbox/settled.py)
         self.next_seq = space.next_seq
+        self.highest_key = space.highest_key
         self.logged_bytes = _COMMIT_BYTES  # about what the transaction adds to the WAL
         self.max_bytes = max_bytes
         self._space = space
@@ -85,10 +99,14 @@ class Transaction:
     @property
     def space(self) -> Space:
         """What of the file is used now."""
-        waiting, kept, moved, _ = self._space
+        waiting, kept, moved, *_ = self._space
         changes = self._changes
         return Space(
-            waiting + changes["waiting_room"], kept + changes["kept_room"], moved + changes["moved"], self.next_seq
+            waiting + changes["waiting_room"],
+            kept + changes["kept_room"],
+            moved + changes["moved"],
+            self.next_seq,
+            self.highest_key,
         )
 
     def execute(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> int:

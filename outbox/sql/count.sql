@@ -8,7 +8,8 @@ SET pending = pending + :pending, inflight = inflight + :inflight, done = done +
 -- name: space
 -- The counters that an accept needs, and the newest row of the outbox beside the newest that was moved.
 SELECT waiting_room, kept_room, moved,
-       coalesce((SELECT max(seq) FROM outbox), 0), coalesce((SELECT max(seq) FROM outbox_settled), 0)
+       coalesce((SELECT max(seq) FROM outbox), 0), coalesce((SELECT max(seq) FROM outbox_settled), 0),
+       coalesce((SELECT max(key) FROM outbox_settled_key), -1)
 FROM tally;
 
 -- name: dated

@@ -304,7 +304,7 @@ from outboxes import ALICE, WHY, done, send
 from outbox import AcceptedRow, Outbox, OutboxSettings
 
 async def main(directory):
-    outbox = await Outbox.open(directory, OutboxSettings(max_bytes=2 * 1024 * 1024))
+    outbox = await Outbox.open(directory / "state", OutboxSettings(max_bytes=2 * 1024 * 1024))
     ballast = Path(f"{directory}/ballast")
     sent, met = 0, set()
     for round_ in range(300):
