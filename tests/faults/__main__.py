@@ -94,7 +94,7 @@ def _one_by_one(goals: Sequence[Goal], options: argparse.Namespace, said: TextIO
 async def _in_lanes(goals: Sequence[Goal], options: argparse.Namespace) -> list[Shown]:
     """Run goals side by side, each in a process of its own: most of them wait more than they work."""
     shown: list[Shown] = []
-    waiting = iter(goals)
+    waiting = iter(sorted(goals, key=lambda goal: -SIZES[goal.name].minutes))  # the longest first
 
     async def lane() -> None:
         for goal in waiting:

@@ -22,9 +22,9 @@ class Sizes(NamedTuple):
 
 
 SIZES: Final[dict[str, Sizes]] = {
-    "F1": Sizes(Size(200, 50_000), Size(1_000, 500_000), 10, Size(5, 1_000)),  # kills, acknowledged
-    "F2": Sizes(Size(1), Size(1), 6),  # it counts the operations itself
-    "F3": Sizes(Size(1), Size(1), 10),
+    "F1": Sizes(Size(200, 50_000), Size(1_000, 500_000), 15, Size(5, 1_000)),  # kills, acknowledged
+    "F2": Sizes(Size(1), Size(1), 15),  # it counts the operations itself
+    "F3": Sizes(Size(1), Size(1), 30),
     "F4": Sizes(Size(20, 2_000), Size(100, 10_000), 5, Size(3, 300)),  # cuts, acknowledged
     "F5": Sizes(Size(50, 10_000), Size(300, 100_000), 10),  # pairs, acknowledged
     "F6": Sizes(Size(36, 20_000), Size(450, 300_000), 12, Size(8, 500)),  # restarts, acknowledged
@@ -36,10 +36,10 @@ SIZES: Final[dict[str, Sizes]] = {
     "F12": Sizes(Size(1), Size(1), 5),
     "F13": Sizes(Size(100), Size(1_000), 6),  # kills with 100 k rows; a fifth as many with 3 M
     "F14": Sizes(Size(20, 5_000), Size(200, 50_000), 5),  # full disks, acknowledged
+    "F15": Sizes(Size(200, 400), Size(2_000, 2_000), 6),  # random damages, rows
     "F16": Sizes(Size(100_000), Size(2_000_000), 6),  # requests
     "F17": Sizes(Size(9, 30), Size(9, 300), 10, Size(1, 10)),  # attacks, seconds of each
     "F17b": Sizes(Size(8, 30), Size(8, 300), 10),
-    "F15": Sizes(Size(200, 400), Size(2_000, 2_000), 6),  # random damages, rows
     "F18": Sizes(Size(100, 10_000), Size(1_000, 100_000), 6),  # jumps, acknowledged
     "F20": Sizes(Size(0), Size(60, 1_000_000), 2.5),  # minutes, acknowledged; none in the first column
     "F22": Sizes(Size(1, 50), Size(1, 2_000), 6),  # messages before each restore, and after it
