@@ -107,7 +107,7 @@ def test_status_shows_every_process_and_the_backlog(stack: Stack) -> None:
     assert all(rows[name]["pid"] == process.pid for name, process in pids(stack).items() if process)
     assert rows["daemon"]["backlog"] == {"pending": 0, "inflight": 0, "dead": 0}
     assert "@" not in rows["nats"]["address"]  # no password
-    assert set(rows["worker"]["backlog"]) == {"unpublished events", "unpublished deliveries"}
+    assert set(rows["worker"]["backlog"]) == {f"unpublished {source}" for source in ("events", "deliveries", "letters")}
     assert rows["nats"]["backlog"] == {"dead in DEMO_DLQ": 0}
     assert rows["postgres"]["backlog"] == {"running jobs": 0, "failed jobs": 0, "steps that no worker knows": 0}
 

@@ -155,7 +155,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["start", f"{NAME}:unfinished"], 78, "has no activity"),
         (["start", f"{NAME}:flow", "--request", "{"], 2, "the request is no JSON"),
         (["start", f"{NAME}:flow", "--request", '"\\u0000"'], 2, r"(\u0000 cannot be converted to text)"),
-        (["start", f"{NAME}:flow", "--mesh", "No Such"], 2, "there is no mesh 'No Such'"),
+        (["start", f"{NAME}:flow", "--mesh", "No Such"], 2, "'No Such' is not a mesh's name"),
         (["start", f"{NAME}:flow", "--job", "seven"], 2, "'seven' is no UUID"),
         (["show", "seven"], 2, "'seven' is no UUID"),
         (["cancel", "seven", "--reason", "x", "--yes"], 2, "'seven' is no UUID"),
