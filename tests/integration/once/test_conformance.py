@@ -345,7 +345,8 @@ async def test_a_key_that_an_operator_has_forgotten_runs_again_and_leaves_who_an
     assert (await started(registry)).attempt == 1
     (act,) = await store.forgotten(SCOPE)
     was = "PENDING" if state == "EXPIRED" else state
-    assert act[1:] == ("alice", "it was never charged", was, 1)
+    assert act[1] in {"alice", "alice as postroom"}  # Postgres adds the role that it let in
+    assert act[2:] == ("it was never charged", was, 1)
 
 
 async def test_a_key_that_somebody_works_on_is_not_forgotten_nor_one_that_is_not_there(bench: Any) -> None:
