@@ -30,7 +30,7 @@ async def test_random_bytes(tmp_path: Path, *, logged: bool) -> None:
 @pytest.mark.timeout(3600)
 async def test_each_page_of_2_mb_in_turn_and_200_random_damages(tmp_path: Path) -> None:
     (tmp_path / "logged").mkdir()
-    files = await filled(tmp_path, 1100, logged=False)
+    files = await filled(tmp_path, 1600, logged=False)
     before = written(files)
     assert len(files[""]) > 2_000_000
     for start in range(0, len(files[""]), PAGE):
