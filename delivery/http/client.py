@@ -6,6 +6,7 @@ the reason of a failure. Whatever a handler does, `call` returns an `Answer`.
 
 from __future__ import annotations
 
+import errno
 import ssl
 import stat
 import time
@@ -77,7 +78,7 @@ class HandlerClient:
         except aiohttp.ClientSSLError as error:  # its certificate, or ours: nothing was sent
             return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {clean(str(error))}")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return Answer(None, UNREACHABLE, f"no connection to {self.name}: {clean(str(error))}")
+            return Answer(None, self._code_of(error), f"no connection to {self.name}: {clean(str(error))}")
         except TimeoutError:
             detail = f"{self.name} gave no answer within {self._settings.timeout_seconds:g} s"
             return Answer(None, "handler_timed_out", detail)
@@ -87,6 +88,11 @@ class HandlerClient:
             return Answer(
                 None, "handler_answer_invalid", f"{self.name} did not answer in HTTP ({type(error).__name__})"
             )
+
+    def _code_of(self, error: aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError) -> str:
+        """Tell an address that the guard refuses, which no waiting changes, from one where nobody is."""
+        refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.EACCES
+        return "address_not_allowed" if refused and self._guard is not None else UNREACHABLE
 
     def _signature(self, body: bytes) -> dict[str, str]:
         return {} if self._secret is None else {SIGNATURE: sign(self._secret, body, int(self._clock()))}
