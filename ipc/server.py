@@ -177,7 +177,8 @@ class Server(TimedServer):
     async def _answer(self, request: Request) -> web.StreamResponse:
         self._crowd.begins(request.connection)
         try:
-            await request.take_turn(REQUEST)
+            if not self.turns.may_have(request.caller.uid, self.turns.request):
+                await request.take_turn(self.turns.request)
             with request.counted(self._counters):
                 return await self._routed(request)
         except MethodNotAllowed as error:

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 TURN: Final = 8 * 1024  # bytes, about a millisecond
 REQUEST: Final = 1024  # what reading and answering a request counts as
+_ALONE: Final = 64  # the same of a uid beside which nobody is: a newcomer waits for some ten milliseconds at most
 REST: Final = 0.001  # seconds, after the work of one turn
 _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
 _PRESENT_SECONDS: Final = 1.0  # how long somebody who asked for nothing more counts as being there
@@ -32,6 +33,7 @@ class Turns:
         self._present: set[int] = set()  # who has had work done lately
         self._before: set[int] = set()  # and who had before that
         self._present_since = self._loop.time()
+        self.request = _ALONE  # what a request counts as at present
 
     async def take(self, uid: int, count: int) -> None:
         """Return when `uid` may have `count` bytes of work done, at once where it has had less than a turn."""
@@ -45,7 +47,9 @@ class Turns:
     def may_have(self, uid: int, count: int) -> bool:
         """Have `count` bytes of work done in this turn, and say True; False where `uid` has to wait."""
         spent = self._spent.get(uid, 0)
-        self._present.add(uid)
+        if uid not in self._present:
+            self._present.add(uid)
+            self.request = _ALONE if self.alone else REQUEST
         if spent >= TURN or uid in self._lines:
             return False
         self._spent[uid] = spent + count
@@ -73,6 +77,7 @@ class Turns:
         self._spent.clear()
         if (now := self._loop.time()) - self._present_since > _PRESENT_SECONDS:
             self._before, self._present, self._present_since = self._present, set(self._lines), now
+            self.request = _ALONE if self.alone else REQUEST
         done = 0
         while self._lines and done < TURN:
             for uid, line in list(self._lines.items()):

@@ -85,6 +85,8 @@ class Queue:
         They are returned in the order in which they came.
         """
         self._sort()
+        if len(self._lines) == 1:
+            return self._take_of_one(most)
         most_each = min(most, PART_ROWS) if len(self._callers) > 1 else most
         group: list[Waiting] = []
         taken: dict[int | None, int] = {}
@@ -106,6 +108,18 @@ class Queue:
                 going = True
         return sorted(group, key=itemgetter(0))
 
+    def _take_of_one(self, most: int) -> list[Waiting]:
+        """Take as much where one caller alone waits."""
+        ((caller, line),) = self._lines.items()
+        group = [line.popleft()]
+        rows = group[0].operation.rows
+        most = min(most, PART_ROWS) if len(self._callers) > 1 else most
+        while line and (rows := rows + line[0].operation.rows) <= most:
+            group.append(line.popleft())
+        if not line:
+            del self._lines[caller]
+        return group
+
     def drain(self) -> Iterator[Waiting]:
         """Take everything."""
         self._sort()
@@ -115,12 +129,14 @@ class Queue:
 
     def _sort(self) -> None:
         now = self._clock()
-        while self._arrived:
-            waiting = self._arrived.popleft()
+        arrived, lines = self._arrived, self._lines
+        while arrived:
+            waiting = arrived.popleft()
             caller = waiting.operation.caller.uid if isinstance(waiting.operation, Accept) else None
-            self._lines.setdefault(caller, deque()).append(waiting)
-            if caller is not None:
-                self._callers[caller] = now
+            if (line := lines.get(caller)) is None:
+                line = lines[caller] = deque()
+            line.append(waiting)
+        self._callers |= {caller: now for caller in lines if caller is not None}
         for caller, seen in list(self._callers.items()):
             if now - seen > _PRESENT_SECONDS:
                 del self._callers[caller]

@@ -9,7 +9,7 @@ import pytest
 
 from ipc.connection import Connection
 from ipc.crowd import Crowd
-from ipc.turns import TURN, Turns
+from ipc.turns import REQUEST, TURN, Turns
 from outbox.model import Caller
 
 MALLORY, ALICE, BOB = 1, 2, 3
@@ -46,6 +46,14 @@ async def test_who_is_not_in_line_waits_for_nobody() -> None:
         waiting.cancel()
     await asyncio.gather(*line, return_exceptions=True)
     await turns.take(MALLORY, 1)
+
+
+async def test_a_request_counts_for_less_while_nobody_else_is_there() -> None:
+    turns = Turns()
+    assert turns.may_have(MALLORY, turns.request)
+    alone = turns.request
+    assert turns.may_have(ALICE, 1)
+    assert alone < turns.request == REQUEST
 
 
 async def test_those_in_line_share_a_turn() -> None:
