@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import resource
-import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ import pytest
 import redis
 import session
 import uvloop
+from janitor import clear_up
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 
@@ -66,7 +66,7 @@ def short_directory(session_directory: Path) -> Iterator[Path]:
     directory = session_directory / str(next(_numbers))
     directory.mkdir(mode=0o711)
     yield directory
-    shutil.rmtree(directory)
+    clear_up(directory)  # also of what a test that failed has left running there
 
 
 @pytest.fixture(scope="session")
