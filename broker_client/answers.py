@@ -7,7 +7,7 @@
 | 429                        | pending, due after `retry_after`                                |
 | 5xx                        | pending, exponential backoff with full jitter by its attempts   |
 
-No attempt count ever kills a row. The functions are pure: clock and randomness come in as arguments.
+No attempt count ever kills a row. The functions are pure: randomness comes in as an argument.
 """
 
 from __future__ import annotations
@@ -40,21 +40,16 @@ class Outcome(StrEnum):
     EXPIRED = "expired"
 
 
-class Timing(NamedTuple):
-    """What a retry's due time depends on."""
+class Backoff(NamedTuple):
+    """What the wait before a retry depends on."""
 
-    now_ms: int
     rng: Random
     settings: RelaySettings
 
-    def after(self, seconds: float) -> int:
-        """Return the moment `seconds` from now, in ms since the epoch."""
-        return self.now_ms + round(seconds * 1000)
-
-    def backoff(self, failures: int) -> int:
-        """Return the moment at which to try again after `failures` failures."""
+    def wait_ms(self, failures: int) -> int:
+        """Return how long to wait after `failures` failures."""
         first, most = self.settings.backoff_first_seconds, self.settings.backoff_most_seconds
-        return self.after(full_jitter(failures, self.rng, first=first, most=most))
+        return round(full_jitter(failures, self.rng, first=first, most=most) * 1000)
 
 
 _OUTCOMES: Final = {
@@ -72,7 +67,7 @@ def outcome_of(answer: AcceptAnswer) -> Outcome:
     return _OUTCOMES.get(answer.status, other)
 
 
-def settlement_for(row: ClaimedRow, answer: AcceptAnswer, timing: Timing) -> Settlement:
+def settlement_for(row: ClaimedRow, answer: AcceptAnswer, backoff: Backoff) -> Settlement:
     """Turn the broker's answer for `row` into what becomes of the row."""
     match outcome_of(answer):
         case Outcome.ACCEPTED | Outcome.DUPLICATE:
@@ -86,18 +81,20 @@ def settlement_for(row: ClaimedRow, answer: AcceptAnswer, timing: Timing) -> Set
         case Outcome.CONFLICT | Outcome.REJECTED:
             return Settlement(row.row_id, Verdict.DEAD, last_error=_error_text(answer), answered=True)
         case Outcome.RATE_LIMITED:
-            return _retry(row, answer, _after_limit(row, answer, timing), answered=True)
+            return _retry(row, answer, _wait_after_limit(row, answer, backoff), answered=True)
         case _:  # the broker itself may not know what became of it
-            return _retry(row, answer, timing.backoff(row.attempts + 1), answered=False)
+            return _retry(row, answer, backoff.wait_ms(row.attempts + 1), answered=False)
 
 
-def backed_off(row: ClaimedRow, reason: str, timing: Timing, *, answered: bool | None) -> Settlement:
+def backed_off(row: ClaimedRow, reason: str, backoff: Backoff, *, answered: bool | None) -> Settlement:
     """Back off the one message that makes every request with it fail; `answered` as `returned` has it."""
-    due = timing.backoff(row.attempts + 1)
-    return Settlement(row.row_id, Verdict.RETRY, last_error=clean(reason), next_attempt_at=due, answered=answered)
+    wait_ms = backoff.wait_ms(row.attempts + 1)
+    return Settlement(row.row_id, Verdict.RETRY, last_error=clean(reason), wait_ms=wait_ms, answered=answered)
 
 
-def returned(row: ClaimedRow, due_ms: int, reason: str | None = None, *, answered: bool | None = None) -> Settlement:
+def returned(
+    row: ClaimedRow, reason: str | None = None, *, wait_ms: int = 0, answered: bool | None = None
+) -> Settlement:
     """Give a row back as if it had not been claimed: it was never posted, or its request failed as a whole.
 
     `answered` is False where that request may have taken effect.
@@ -107,7 +104,7 @@ def returned(row: ClaimedRow, due_ms: int, reason: str | None = None, *, answere
         row.row_id,
         Verdict.RETRY,
         last_error=last_error,
-        next_attempt_at=due_ms,
+        wait_ms=wait_ms,
         burns_attempt=False,
         answered=answered,
     )
@@ -119,21 +116,19 @@ def expired(row: ClaimedRow, max_age_hours: int) -> Settlement:
     return Settlement(row.row_id, Verdict.DEAD, last_error=f"expired: {detail}", burns_attempt=False)
 
 
-def not_dated(row: ClaimedRow, due_ms: int) -> Settlement:
+def not_dated(row: ClaimedRow, wait_ms: int) -> Settlement:
     """Give a row back that is too old to be posted, by a clock that nobody has confirmed."""
     detail = "it may be too old to be posted, but the broker has not confirmed this machine's clock: check the time"
-    return returned(row, due_ms, f"clock_unconfirmed: {detail}")
+    return returned(row, f"clock_unconfirmed: {detail}", wait_ms=wait_ms)
 
 
-def _retry(row: ClaimedRow, answer: AcceptAnswer, due_ms: int, *, answered: bool) -> Settlement:
-    return Settlement(
-        row.row_id, Verdict.RETRY, last_error=_error_text(answer), next_attempt_at=due_ms, answered=answered
-    )
+def _retry(row: ClaimedRow, answer: AcceptAnswer, wait_ms: int, *, answered: bool) -> Settlement:
+    return Settlement(row.row_id, Verdict.RETRY, last_error=_error_text(answer), wait_ms=wait_ms, answered=answered)
 
 
-def _after_limit(row: ClaimedRow, answer: AcceptAnswer, timing: Timing) -> int:
+def _wait_after_limit(row: ClaimedRow, answer: AcceptAnswer, backoff: Backoff) -> int:
     seconds = answer.problem.retry_after if answer.problem is not None else None
-    return timing.backoff(row.attempts + 1) if seconds is None else timing.after(clamp_retry_after(seconds))
+    return backoff.wait_ms(row.attempts + 1) if seconds is None else round(clamp_retry_after(seconds) * 1000)
 
 
 def _error_text(answer: AcceptAnswer) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 
 import structlog
 
-from broker_client.answers import Outcome, Timing, backed_off, outcome_of, returned, settlement_for
+from broker_client.answers import Backoff, Outcome, backed_off, outcome_of, returned, settlement_for
 from broker_client.availability import Availability
 from broker_client.counters import RelayCounters
 from broker_client.failures import Failure, RequestFailed
@@ -49,7 +49,7 @@ class Posting:
         self._settings = settings
         self._availability = availability
         self._clock = clock
-        self._rng = rng
+        self._backoff = Backoff(rng, settings)
         self._sleep = sleep
         self.suspects = Suspects()
         self.counters = RelayCounters()
@@ -89,9 +89,8 @@ class Posting:
         self, batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer], flight: int
     ) -> tuple[list[Outcome], list[Settlement]]:
         now = self._clock()
-        timing = Timing(now, self._rng, self._settings)
         outcomes = [outcome_of(answer) for answer in answers]
-        settlements = [settlement_for(row, answer, timing) for row, answer in zip(batch, answers, strict=True)]
+        settlements = [settlement_for(row, answer, self._backoff) for row, answer in zip(batch, answers, strict=True)]
         self.suspects.clear(batch)
         self._availability.succeeded(flight, now)
         if len(batch) > 1 and all(outcome is Outcome.RATE_LIMITED for outcome in outcomes):
@@ -109,17 +108,17 @@ class Posting:
         to_blame = suspicious and self.suspects.failed(batch, self._availability.answered)
         if to_blame and len(batch) == 1:
             _log.warning("message_backed_off", client_message_id=batch[0].client_message_id, reason=reason)
-            timing = Timing(now, self._rng, self._settings)
-            return [Outcome.FAILED], [backed_off(batch[0], reason, timing, answered=answered)]
+            return [Outcome.FAILED], [backed_off(batch[0], reason, self._backoff, answered=answered)]
         if not to_blame:
             self._availability.failed(error, flight, now)
-        due = now if to_blame or busy else self._due_after_pause(now, suspicious=suspicious)
-        return [Outcome.RETURNED] * len(batch), [returned(row, due, reason, answered=answered) for row in batch]
+        wait = 0 if to_blame or busy else self._wait_for_pause(now, suspicious=suspicious)
+        settlements = [returned(row, reason, wait_ms=wait, answered=answered) for row in batch]
+        return [Outcome.RETURNED] * len(batch), settlements
 
-    def _due_after_pause(self, now: int, *, suspicious: bool) -> int:
-        """Return when a batch that failed is due: after the pause, suspects a little later than the probe."""
+    def _wait_for_pause(self, now: int, *, suspicious: bool) -> int:
+        """Return the ms until a batch that failed is due: after the pause, suspects a little later than the probe."""
         pause = max(0, self._availability.resume_at - now)
-        return now + pause + (pause // SUSPECTS_LATER if suspicious else 0)
+        return pause + (pause // SUSPECTS_LATER if suspicious else 0)
 
     def _least_retry_after(self, answers: Sequence[AcceptAnswer]) -> float:
         asked = [answer.problem.retry_after or 0 for answer in answers if answer.problem is not None]

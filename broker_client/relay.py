@@ -244,11 +244,11 @@ class Relay:
         self._ready.extend(first)
         beyond += [row for batch in others for row in batch]
         self.counters.attempts[Outcome.EXPIRED] += len(dead)
-        later = now + round(self._settings.expiry_seconds * 1000)
+        later = round(self._settings.expiry_seconds * 1000)
         settlements = [
             *(expired(row, self.max_age_hours) for row in dead),
             *(not_dated(row, later) for row in undated),
-            *(returned(row, now) for row in beyond),
+            *map(returned, beyond),
         ]
         if settlements:
             self._start(self._posting.settle(settlements), [*old, *beyond])
@@ -258,7 +258,7 @@ class Relay:
         outage = self._availability.probing and self._ready_flight != self._availability.flight
         if self._ready and (self._controls.paused or outage):
             rows = self._take_ready()
-            self._start(self._posting.settle([returned(row, self._clock()) for row in rows]), rows)
+            self._start(self._posting.settle([returned(row) for row in rows]), rows)
 
     def _take_ready(self) -> list[ClaimedRow]:
         rows = [row for batch in self._ready for row in batch]
@@ -354,9 +354,8 @@ class Relay:
             if self._claim is not None:
                 rows += await self._claim
                 self._claim = None
-            now = self._clock()
-            settlements = [returned(row, now) for row in rows]
-            settlements += [returned(row, now, answered=False) for row in self._broken_off]
+            settlements = [returned(row) for row in rows]
+            settlements += [returned(row, answered=False) for row in self._broken_off]
             if settlements:
                 await self._outbox.settle(settlements)
         except PostroomError as error:

@@ -81,9 +81,10 @@ class Verdict(StrEnum):
 class Settlement(NamedTuple):
     """What the relay makes of one claimed row; it only touches a row that is still `inflight`.
 
-    `RETRY` sets `next_attempt_at` (ms since the epoch) and, where `burns_attempt`, counts the attempt. `duplicate`
-    marks a `DONE` row that the broker had accepted before. `answered` says whether the broker answered for the row
-    (True), was sent it and did not (False: it may have been accepted), or was not sent it (None).
+    `RETRY` makes it due again after `wait_ms`, by the outbox's clock when it is settled, and, where `burns_attempt`,
+    counts the attempt. `duplicate` marks a `DONE` row that the broker had accepted before. `answered` says whether the
+    broker answered for the row (True), was sent it and did not (False: it may have been accepted), or was not sent it
+    (None).
     """
 
     row_id: str
@@ -91,7 +92,7 @@ class Settlement(NamedTuple):
     broker_message_id: str | None = None
     history_id: int | None = None
     last_error: str | None = None
-    next_attempt_at: int | None = None
+    wait_ms: int = 0
     burns_attempt: bool = True
     duplicate: bool = False
     answered: bool | None = None

@@ -168,7 +168,7 @@ class Settle(NamedTuple):
         ]
         dead = [(s.row_id, s.last_error, s.answered) for s in self.settlements if s.verdict is Verdict.DEAD]
         retry = [
-            (s.row_id, s.next_attempt_at, s.last_error, int(s.burns_attempt), s.answered)
+            (s.row_id, s.wait_ms, s.last_error, int(s.burns_attempt), s.answered)
             for s in self.settlements
             if s.verdict is Verdict.RETRY
         ]

@@ -86,14 +86,14 @@ FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS l
 WHERE outbox.id = answer.id AND outbox.status = 'inflight';
 
 -- name: settle_retry
--- Not now: [[id, next_attempt_at, last_error or null, attempts burnt, whether a post was answered], …].
+-- Not now, and never before `not_before`: [[id, ms to wait, last_error or null, attempts burnt, whether a post was answered], …].
 UPDATE outbox
-SET status = 'pending', attempts = attempts + answer.burnt, next_attempt_at = answer.next_attempt_at,
+SET status = 'pending', attempts = attempts + answer.burnt, next_attempt_at = max(:now + answer.wait, coalesce(not_before, 0)),
     last_error = coalesce(answer.last_error, outbox.last_error),
     unanswered_at = CASE answer.answered WHEN 0 THEN :now WHEN 1 THEN NULL ELSE unanswered_at END,
-    lane = CASE WHEN answer.next_attempt_at > :now THEN 3
+    lane = CASE WHEN answer.wait > 0 OR not_before > :now THEN 3
                 WHEN priority = 'now' THEN 0 WHEN priority = 'next' THEN 1 ELSE 2 END
-FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS next_attempt_at,
+FROM (SELECT json_extract(value, '$[0]') AS id, json_extract(value, '$[1]') AS wait,
              json_extract(value, '$[2]') AS last_error, json_extract(value, '$[3]') AS burnt,
              json_extract(value, '$[4]') AS answered
       FROM json_each(:settlements)) AS answer

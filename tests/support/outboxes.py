@@ -89,11 +89,11 @@ def dead(row_id: str, last_error: str = "topic_not_found: there is no topic orde
     return Settlement(row_id, Verdict.DEAD, last_error=last_error, answered=True)
 
 
-def retry(row_id: str, at: int, *, burns_attempt: bool = True) -> Settlement:
+def retry(row_id: str, wait_ms: int = 0, *, burns_attempt: bool = True) -> Settlement:
     return Settlement(
         row_id,
         Verdict.RETRY,
-        next_attempt_at=at,
+        wait_ms=wait_ms,
         last_error="unavailable: the broker is away",
         burns_attempt=burns_attempt,
     )

@@ -121,6 +121,7 @@ async def test_what_is_older_than_the_retention_is_deleted_at_a_start(
     await until(lambda: ids_in(again.state) == [])
 
 
+@pytest.mark.usefixtures("js")
 async def test_a_receiver_that_has_stopped_says_that_it_is_not_open(start: Start) -> None:
     running = await start()
     await running.stop()

@@ -117,7 +117,7 @@ class Model(RuleBasedStateMachine):
     @rule(names=st.lists(IDS, unique=True, min_size=1, max_size=6), answer=st.sampled_from(["done", "dead", "pending"]))
     def settle(self, names: list[str], answer: str) -> None:
         at = self.clock.now + 5_000
-        make = {"done": done, "dead": dead, "pending": lambda row_id: retry(row_id, at)}[answer]
+        make = {"done": done, "dead": dead, "pending": lambda row_id: retry(row_id, 5_000)}[answer]
         known = [name for name in names if name in self.ids]
         settled = self.do(self.outbox.settle([make(self.ids[name]) for name in known]))
         inflight = [self.rows[name] for name in known if self.rows[name].status == "inflight"]

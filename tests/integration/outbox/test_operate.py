@@ -108,9 +108,9 @@ async def test_a_held_row_is_requeued_free(outbox: Outbox) -> None:
     assert [row.row_id for row in await outbox.claim()] == [successor.id]
 
 
-async def test_hold_and_release_keep_the_time_of_the_next_attempt(outbox: Outbox, clock: Clock) -> None:
+async def test_hold_and_release_keep_the_time_of_the_next_attempt(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "inflight")
-    await outbox.settle([retry(row_id, clock.now + 60_000)])
+    await outbox.settle([retry(row_id, 60_000)])
     held = await outbox.hold(row_id, **WHY)
     assert held.held
     released = await outbox.release(row_id, **WHY)
@@ -119,9 +119,9 @@ async def test_hold_and_release_keep_the_time_of_the_next_attempt(outbox: Outbox
     assert await outbox.claim() == []
 
 
-async def test_flush_retries_now_but_never_before_its_time(outbox: Outbox, clock: Clock) -> None:
+async def test_flush_retries_now_but_never_before_its_time(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "inflight")
-    await outbox.settle([retry(row_id, clock.now + 60_000)])
+    await outbox.settle([retry(row_id, 60_000)])
     (later,) = await accepted(outbox, send("later", not_before=START + 60_000))
     await outbox.flush(row_id, **WHY)
     await outbox.flush(later.row_id, **WHY)

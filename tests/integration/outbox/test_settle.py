@@ -42,7 +42,7 @@ async def test_a_refused_message_is_dead_with_its_reason(outbox: Outbox) -> None
 
 async def test_a_delayed_message_is_due_again_later(outbox: Outbox, clock: Clock) -> None:
     row_id = await row_in(outbox, "inflight")
-    await outbox.settle([retry(row_id, clock.now + 500)])
+    await outbox.settle([retry(row_id, 500)])
     row = await found(outbox)
     assert (row.status, row.attempts, row.last_error) == ("pending", 1, "unavailable: the broker is away")
     assert await outbox.claim() == []
@@ -50,22 +50,37 @@ async def test_a_delayed_message_is_due_again_later(outbox: Outbox, clock: Clock
     assert [row.attempts for row in await outbox.claim()] == [1]
 
 
-async def test_an_outage_burns_no_attempt(outbox: Outbox, clock: Clock) -> None:
+async def test_an_outage_burns_no_attempt(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "inflight")
-    await outbox.settle([retry(row_id, clock.now, burns_attempt=False)])
+    await outbox.settle([retry(row_id, burns_attempt=False)])
     assert (await found(outbox)).attempts == 0
 
 
-async def test_one_settlement_holds_answers_of_every_kind(outbox: Outbox, clock: Clock) -> None:
+async def test_one_settlement_holds_answers_of_every_kind(outbox: Outbox) -> None:
     await accepted(outbox, send("a"), send("b"), send("c"))
     a, b, c = await outbox.claim()
-    assert await outbox.settle([retry(c.row_id, clock.now), done(a.row_id), dead(b.row_id)]) == 3
+    assert await outbox.settle([retry(c.row_id), done(a.row_id), dead(b.row_id)]) == 3
     assert [(await found(outbox, each)).status for each in "abc"] == ["done", "dead", "pending"]
     assert (await outbox.counts()).rows == {"pending": 1, "inflight": 0, "done": 1, "dead": 1, "aborted": 0}
 
 
+@pytest.mark.parametrize("wait_ms", [0, 500])
+async def test_a_retry_is_due_by_the_clock_of_the_moment_it_is_settled(
+    outbox: Outbox, clock: Clock, wait_ms: int
+) -> None:
+    await accepted(outbox, send("now"), send("later", not_before=START + 60_000))
+    clock.forward(10**9)  # wrong, for a moment: both are claimed
+    claimed = await outbox.claim()
+    clock.forward(-(10**9))
+    await outbox.settle([retry(row.row_id, wait_ms) for row in claimed])
+    due = [await found(outbox, name) for name in ("now", "later")]
+    assert [row.next_attempt_at.timestamp() * 1000 for row in due] == [START + wait_ms, START + 60_000]
+    clock.forward(1)
+    assert [row.client_message_id for row in await outbox.claim()] == ["now"]
+
+
 @pytest.mark.parametrize("status", ["pending", "done", "dead", "aborted"])
-@pytest.mark.parametrize("answer", [done, dead, lambda row_id: retry(row_id, START)], ids=["done", "dead", "retry"])
+@pytest.mark.parametrize("answer", [done, dead, retry], ids=["done", "dead", "retry"])
 async def test_only_an_inflight_row_is_settled(outbox: Outbox, status: str, answer: object) -> None:
     row_id = await row_in(outbox, status)
     before = await found(outbox)
@@ -112,7 +127,7 @@ async def test_a_settled_send_is_not_waited_for(outbox: Outbox) -> None:
 async def test_pending_rows_that_are_too_old_die(outbox: Outbox, clock: Clock) -> None:
     await accepted(outbox, send("waiting"))
     (waiting,) = await outbox.claim()
-    await outbox.settle([retry(waiting.row_id, START + 10**9)])
+    await outbox.settle([retry(waiting.row_id, 10**9)])
     await accepted(outbox, send("held"), send("low", priority="low"))
     held = await found(outbox, "held")
     await outbox.hold(held.id, **WHY)
@@ -138,7 +153,7 @@ async def test_the_age_of_a_row_counts_from_its_not_before(outbox: Outbox, clock
     assert await outbox.expire(START + 60_000) == 0
     clock.forward(60)
     assert [row.client_message_id for row in await outbox.claim()] == ["later"]
-    await outbox.settle([retry((await found(outbox, "later")).id, clock.now)])
+    await outbox.settle([retry((await found(outbox, "later")).id)])
     assert await outbox.expire(START + 60_001) == 1
     assert (await found(outbox, "later")).status == "dead"
 
@@ -152,7 +167,7 @@ async def test_rows_that_were_meant_for_later_hide_no_expired_row(outbox: Outbox
         clock.forward(60)
         for _ in range(3):  # each wakes 500
             assert await outbox.claim(excluded={"topic:orders"}) == []
-    await outbox.settle([retry(old.row_id, clock.now + (0 if due else 120_000))])
+    await outbox.settle([retry(old.row_id, 0 if due else 120_000)])
     assert await outbox.expire(START + 1) == 1
     assert (await found(outbox, "old")).status == "dead"
     assert (await outbox.counts()).rows["pending"] == 1200
