@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_configuration_reference_is_what_the_types_say():
@@ -15,7 +15,7 @@ def test_the_configuration_reference_is_what_the_types_say():
     assert generator["CONFIGURATION"].read_text() == generator["configuration"](), "run `make docs`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_leads_to_a_file(page):
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
