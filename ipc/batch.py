@@ -19,7 +19,7 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from chassis.routes import NDJSON
 from ipc.accept_table import Answered, answer
-from ipc.budget import Budget, Share
+from ipc.budget import NOBODY, Budget
 from ipc.request import Request, check_media, start_body
 from ipc.services import Services
 from ipc.turns import TURN
@@ -58,12 +58,11 @@ class Batch:
         self._services = services
         self._request = request
         self._limits = services.limits
-        self._share = Share(services.budget, request.caller.uid)
 
     async def run(self) -> web.StreamResponse:
         """Stream answers until the request ends; raises `InvalidMessage` before the first byte of an answer."""
         check_media(self._request, NDJSON)
-        start_body(self._request, self._share, 1)
+        start_body(self._request, self._services.budget, 1)
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         await response.prepare(self._request)
         self._request.connection.between_lines = True
@@ -76,7 +75,8 @@ class Batch:
         return response
 
     async def _stream(self, response: web.StreamResponse) -> None:
-        with closing(Splitter(self._limits.request_bytes, self._share)) as splitter:
+        uid = self._request.caller.uid
+        with closing(Splitter(self._limits.request_bytes, self._services.budget, uid)) as splitter:
             chunks: asyncio.Queue[Chunk | None] = asyncio.Queue(_WAITING_CHUNKS)
             reader = asyncio.create_task(self._read_chunks(chunks, splitter), name="batch-reader")
             try:
@@ -191,15 +191,16 @@ async def arrived_lines(request: Request, splitter: Splitter) -> AsyncIterator[l
 
 
 class Splitter:
-    """Cuts a stream of bytes into lines; what it holds or has yielded draws on `budget` until it is released.
+    """Cuts a stream of bytes into lines; what it holds or has yielded draws on `budget`, for `uid`, until released.
 
     It holds at most one unfinished line of `limit` bytes. A line that is longer (413), or for which the budget has no
     room (429), becomes its refusal, draws on nothing, and its bytes are dropped as they come.
     """
 
-    def __init__(self, limit: int, budget: Budget | Share) -> None:
+    def __init__(self, limit: int, budget: Budget, uid: int = NOBODY) -> None:
         self._limit = limit
         self._budget = budget
+        self._uid = uid
         self._held = 0
         self._partial = bytearray()
         self._refusal: PostroomError | None = None
@@ -226,7 +227,7 @@ class Splitter:
     def release(self, count: int) -> None:
         """Give back the room of lines that have `count` bytes together."""
         self._held -= count
-        self._budget.give_back(count)
+        self._budget.give_back(count, self._uid)
 
     def close(self) -> None:
         """Drop what is unfinished, and give all room back that has not been released."""
@@ -266,5 +267,5 @@ class Splitter:
         if len(self._partial) + len(piece) > self._limit:
             detail = f"the line has more than {self._limit} bytes (limits.request_bytes)"
             raise InvalidMessage.of(413, "request_too_large", detail)
-        self._budget.take(len(piece))
+        self._budget.take(len(piece), self._uid)
         self._held += len(piece)

@@ -6,14 +6,15 @@ whoever comes alone has the whole limit, and finds room however much another uid
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
 from postroom.errors import TryAgain
 
 _BUSY_RETRY: Final = 1.0  # seconds
-_NOBODY: Final = -1  # whoever has no uid
+NOBODY: Final = -1  # whoever has no uid
 
 
 class Budget:
@@ -24,7 +25,7 @@ class Budget:
         self._size = size
         self._full = full
         self._code = code
-        self._held: dict[int, int] = {}
+        self._held: defaultdict[int, int] = defaultdict(int)
         self.held = 0  # by all together
 
     @property
@@ -32,50 +33,31 @@ class Budget:
         """How much one uid could take if all that is held were its own."""
         return self._size - self.held
 
-    def ask(self, count: int, uid: int = _NOBODY) -> None:
+    def ask(self, count: int, uid: int = NOBODY) -> None:
         """Raise `TryAgain` (429) where `uid` may not have `count` more; nothing is taken."""
-        if self._held.get(uid, 0) + count > 2 * self._size - self.held - count:
-            raise TryAgain.of(429, self._code, self._full, retryable=True, retry_after=_BUSY_RETRY)
+        self.take(count, uid)
+        self.give_back(count, uid)
 
-    def take(self, count: int, uid: int = _NOBODY) -> None:
+    def take(self, count: int, uid: int = NOBODY) -> None:
         """Hold `count` more; raises `TryAgain` (429), and takes nothing, where `uid` may not have them."""
-        self.ask(count, uid)
-        self._held[uid] = self._held.get(uid, 0) + count
+        held = self._held.get(uid, 0) + count
+        if held > 2 * self._size - self.held - count:
+            raise TryAgain.of(429, self._code, self._full, retryable=True, retry_after=_BUSY_RETRY)
+        self._held[uid] = held
         self.held += count
 
-    def give_back(self, count: int, uid: int = _NOBODY) -> None:
+    def give_back(self, count: int, uid: int = NOBODY) -> None:
         """Hold `count` less."""
         self.held -= count
-        left = self._held.get(uid, 0) - count
-        if left:
-            self._held[uid] = left
-        else:
-            self._held.pop(uid, None)
+        self._held[uid] -= count
+        if not self._held[uid]:
+            del self._held[uid]
 
     @contextmanager
-    def holding(self, count: int, uid: int = _NOBODY) -> Iterator[None]:
+    def holding(self, count: int, uid: int = NOBODY) -> Iterator[None]:
         """Hold `count` for the block; raises `TryAgain` (429) where `uid` may not have them."""
         self.take(count, uid)
         try:
             yield
         finally:
             self.give_back(count, uid)
-
-
-class Share(NamedTuple):
-    """What one uid may do with a budget."""
-
-    budget: Budget
-    uid: int
-
-    def ask(self, count: int) -> None:
-        """Raise `TryAgain` (429) where `count` more may not be had."""
-        self.budget.ask(count, self.uid)
-
-    def take(self, count: int) -> None:
-        """Hold `count` more."""
-        self.budget.take(count, self.uid)
-
-    def give_back(self, count: int) -> None:
-        """Hold `count` less."""
-        self.budget.give_back(count, self.uid)

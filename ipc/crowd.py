@@ -60,17 +60,17 @@ class Crowd:
 
     def begins(self, guest: Connection) -> None:
         """Note that a request of this connection is being answered."""
-        self._move(guest, self._idle, self._busy)
+        uid = guest.caller.uid
+        if guest in self._idle.get(uid, ()):
+            del self._idle[uid][guest]
+            self._busy[uid][guest] = None
 
     def ends(self, guest: Connection) -> None:
         """Note that it has been."""
-        self._move(guest, self._busy, self._idle)
-
-    def _move(self, guest: Connection, source: defaultdict[int, Row], target: defaultdict[int, Row]) -> None:
         uid = guest.caller.uid
-        if guest in source.get(uid, ()):
-            del source[uid][guest]
-            target[uid][guest] = None
+        if guest in self._busy.get(uid, ()):
+            del self._busy[uid][guest]
+            self._idle[uid][guest] = None
 
     def _resize(self, uid: int, by: int) -> None:
         before = self._sizes.get(uid, 0)

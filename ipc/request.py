@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NoReturn, TypeVar
 
@@ -11,9 +9,8 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
-from ipc.budget import Budget, Share
+from ipc.budget import Budget
 from ipc.connection import Connection
-from ipc.counters import Counters
 from ipc.limits import Limits
 from outbox.model import Caller
 from postroom.errors import InvalidMessage
@@ -26,7 +23,7 @@ class Request(web.BaseRequest):
     """A request on a `Connection`; `params` are the variable parts of its path."""
 
     params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
-    _keeps_others_out = False
+    keeps_others_out = False  # whether it counts among those that the server answers at once
 
     @property
     def connection(self) -> Connection:
@@ -42,22 +39,10 @@ class Request(web.BaseRequest):
         """Return when `count` bytes may be worked on for this caller: others have their turn too."""
         await self.connection.turns.take(self.caller.uid, count)
 
-    @contextmanager
-    def counted(self, counters: Counters) -> Iterator[None]:
-        """Count the request among those being answered; raises `TryAgain` (429) where the caller has too many."""
-        self.connection.requests.take(1, self.caller.uid)
-        self._keeps_others_out = True
-        counters.in_flight += 1
-        try:
-            yield
-        finally:
-            counters.in_flight -= 1
-            self.only_waits()
-
     def only_waits(self) -> None:
         """Note that the request has nothing left to do but to wait: it stays, and must keep no other out."""
-        if self._keeps_others_out:
-            self._keeps_others_out = False
+        if self.keeps_others_out:
+            self.keeps_others_out = False
             self.connection.requests.give_back(1, self.caller.uid)
 
 
@@ -80,28 +65,28 @@ class BodyReader:
 
     async def _receive(self, request: Request) -> bytes:
         """Take in the body as it comes; what has arrived, not what is promised, draws on the budget."""
-        share = Share(self._budget, request.caller.uid)
-        start_body(request, share, request.content_length or 1)
+        uid = request.caller.uid
+        start_body(request, self._budget, request.content_length or 1)
         received = bytearray()
         try:
             while chunk := await request.content.readany():
                 if len(received) + len(chunk) > self._limit:
                     self._refuse(f"more than {self._limit} bytes")
-                share.take(len(chunk))
+                self._budget.take(len(chunk), uid)
                 received += chunk
             return bytes(received)
         finally:
-            share.give_back(len(received))
+            self._budget.give_back(len(received), uid)
 
     def _refuse(self, size: str) -> NoReturn:
         detail = f"the request has {size}, the limit is {self._limit} (limits.request_bytes)"
         raise InvalidMessage.of(413, "request_too_large", detail)
 
 
-def start_body(request: Request, share: Share, size: int) -> None:
+def start_body(request: Request, budget: Budget, size: int) -> None:
     """Start the body's deadline, and tell a caller that waits for `100 Continue` to go on.
 
-    Such a caller is refused (429) where its `share` has no room for `size` bytes now: it has not sent them in vain.
+    Such a caller is refused (429) where `budget` has no room for its `size` bytes now: it has not sent them in vain.
     """
     request.connection.begin()
     expect = request.headers.get(hdrs.EXPECT)
@@ -109,7 +94,7 @@ def start_body(request: Request, share: Share, size: int) -> None:
         return
     if expect.lower() != "100-continue":
         raise InvalidMessage.of(417, "expectation_failed", "the only expectation that can be met is 100-continue")
-    share.ask(size)
+    budget.ask(size, request.caller.uid)
     if request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

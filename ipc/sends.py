@@ -38,23 +38,28 @@ class Sends:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._outbox = services.outbox
         self._destinations = services.destinations
         self._counters = services.counters
         self._read = BodyReader(services.limits, services.budget).read
-        self._holding = services.budget.holding
+        self._budget = services.budget
         self._waits = services.waits
         self._body_bytes = services.limits.body_bytes
 
     async def send(self, request: Request) -> web.StreamResponse:
         """Accept one message: 202 once its row is on disk, else what the accept table says (seed §4.5.1)."""
         began = perf_counter()
+        caller = request.caller
         try:
             check_media(request, JSON)
             body = await self._read(request)
-            with self._holding(len(body), request.caller.uid):  # until it is on disk
+            self._budget.take(len(body), caller.uid)  # until it is on disk
+            try:
                 prepared = await self._prepared(request, body)
-                (row,) = await self._destinations.accept(self._services.outbox, (prepared,), request.caller)
-            outcome = row if isinstance(row, PostroomError) else answer(row, prepared, request.caller)
+                (row,) = await self._destinations.accept(self._outbox, (prepared,), caller)
+            finally:
+                self._budget.give_back(len(body), caller.uid)
+            outcome = row if isinstance(row, PostroomError) else answer(row, prepared, caller)
             if isinstance(outcome, PostroomError):
                 raise outcome
         except PostroomError as error:
@@ -107,7 +112,7 @@ class Sends:
         return await self._visible(ids, request.caller)
 
     async def _wait(self, request: Request, unsettled: Sequence[str], seconds: float) -> None:
-        waiting = asyncio.ensure_future(self._services.outbox.wait_all(unsettled, seconds))
+        waiting = asyncio.ensure_future(self._outbox.wait_all(unsettled, seconds))
         ends: set[asyncio.Future[Any]] = {waiting, request.connection.until_end()}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
@@ -119,7 +124,7 @@ class Sends:
         """Find the rows; another uid's does not exist for anyone but an operator."""
         known = [each for each in ids if is_client_message_id(each)]
         may_operate = self._services.policy.may_operate(caller)
-        rows = await self._services.outbox.find_all(known) if known else []
+        rows = await self._outbox.find_all(known) if known else []
         return [row for row in rows if may_operate or submitted_by(row, caller)]
 
     async def _prepared(self, request: Request, data: bytes) -> PreparedSend:

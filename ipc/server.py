@@ -175,12 +175,20 @@ class Server(TimedServer):
         return Request(message, payload, protocol, writer, task, self._running_loop)
 
     async def _answer(self, request: Request) -> web.StreamResponse:
-        self._crowd.begins(request.connection)
+        connection = request.connection
+        uid = connection.caller.uid
+        self._crowd.begins(connection)
         try:
-            if not self.turns.may_have(request.caller.uid, self.turns.request):
-                await request.take_turn(self.turns.request)
-            with request.counted(self._counters):
-                return await self._routed(request)
+            if not self.turns.may_have(uid, self.turns.request):
+                await self.turns.line_up(uid, self.turns.request)
+            self.requests.take(1, uid)
+            request.keeps_others_out = True
+            self._counters.in_flight += 1
+            try:
+                return await self._routed(request, connection)
+            finally:
+                self._counters.in_flight -= 1
+                request.only_waits()
         except MethodNotAllowed as error:
             return self._refused(request, error, {"Allow": error.allow})
         except PostroomError as error:
@@ -193,16 +201,15 @@ class Server(TimedServer):
             _log.exception("unforeseen_error", method=request.method, path=request.path[:200])
             return problem_answer(INTERNAL_ERROR, close=True)
         finally:
-            self._crowd.ends(request.connection)
+            self._crowd.ends(connection)
 
-    async def _routed(self, request: Request) -> web.StreamResponse:
+    async def _routed(self, request: Request, connection: Connection) -> web.StreamResponse:
         route = self._table.fixed.get((request.method, request.raw_path))
         if route is None:
             refuse_tokens_in_query(request)
             route, request.params = self._table.find(request.method, request.rel_url.raw_path)
             if route.query is None and request.query_string:
                 raise InvalidMessage.of(400, "invalid_query", f"{route.path} takes no query parameters")
-        connection = request.connection
         if connection.is_tcp and self._tcp_guard is not None:
             self._tcp_guard.check(request)
         if not self._policy.may_call(connection.caller):

@@ -37,12 +37,8 @@ class Turns:
 
     async def take(self, uid: int, count: int) -> None:
         """Return when `uid` may have `count` bytes of work done, at once where it has had less than a turn."""
-        if self.may_have(uid, count):
-            return
-        turn = self._loop.create_future()
-        self._lines.setdefault(uid, deque()).append((turn, count))
-        self._arm(0)
-        await turn
+        if not self.may_have(uid, count):
+            await self.line_up(uid, count)
 
     def may_have(self, uid: int, count: int) -> bool:
         """Have `count` bytes of work done in this turn, and say True; False where `uid` has to wait."""
@@ -55,6 +51,13 @@ class Turns:
         self._spent[uid] = spent + count
         self._arm(0)
         return True
+
+    def line_up(self, uid: int, count: int) -> asyncio.Future[None]:
+        """Put `uid` at the end of its line; the future is done when it may have `count` bytes of work done."""
+        turn = self._loop.create_future()
+        self._lines.setdefault(uid, deque()).append((turn, count))
+        self._arm(0)
+        return turn
 
     @property
     def alone(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
@@ -38,11 +38,12 @@ class Accept(NamedTuple):
 
     sends: Sequence[PreparedSend]
     caller: Caller
+    rows: int  # of ordinary size that it may write
 
-    @property
-    def rows(self) -> int:
-        """How many rows of ordinary size it may write."""
-        return sum(_ordinary_rows(send) for send in self.sends)
+    @classmethod
+    def of(cls, sends: Sequence[PreparedSend], caller: Caller) -> Self:
+        """Count the rows of the sends."""
+        return cls(sends, caller, sum(map(_ordinary_rows, sends)))
 
     def parts(self, most: int) -> Iterator[Accept]:
         """Split it, so that no part writes more than `most` rows of ordinary size, one large message alone excepted."""
@@ -50,11 +51,11 @@ class Accept(NamedTuple):
         rows = 0
         for send in self.sends:
             if part and rows + _ordinary_rows(send) > most:
-                yield Accept(part, self.caller)
+                yield Accept(part, self.caller, rows)
                 part, rows = [], 0
             part.append(send)
             rows += _ordinary_rows(send)
-        yield Accept(part, self.caller)
+        yield Accept(part, self.caller, rows)
 
     def run(self, transaction: Transaction) -> AcceptOutcome:
         """Accept them."""

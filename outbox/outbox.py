@@ -152,20 +152,22 @@ class Outbox:
         A send that fails alone (507) has its error in its place. Concurrent calls share a transaction; a call with more
         than a transaction may hold takes several.
         """
-        accept = Accept(sends, caller)
+        accept = Accept.of(sends, caller)
         most = min(self._settings.max_group_rows, PART_ROWS)
-        if accept.rows <= most:
+        if len(sends) == 1 or accept.rows <= most:
             outcomes = await self._writer.submit(accept)
         else:
             parts = [self._writer.submit(part) for part in accept.parts(most)]
             outcomes = [outcome for part in await asyncio.gather(*parts) for outcome in part]
-        if any(isinstance(outcome, AcceptedRow) and outcome.inserted for outcome in outcomes):
-            self._work.set()
+        for outcome in outcomes:
+            if isinstance(outcome, AcceptedRow) and outcome.inserted:
+                self._work.set()
+                break
         return outcomes
 
     async def known(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | None]:
         """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
-        return await self._writer.submit(Known(Accept(sends, caller)))
+        return await self._writer.submit(Known(Accept.of(sends, caller)))
 
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send, None where the id is free."""

@@ -99,7 +99,7 @@ class Transactor:
 
     def _alone(self, db: sqlite3.Connection, operation: Operation[Any]) -> Outcome:
         if isinstance(operation, Accept):
-            return [self._send_alone(db, Accept((send,), operation.caller)) for send in operation.sends]
+            return [self._send_alone(db, Accept.of((send,), operation.caller)) for send in operation.sends]
         return self.run([operation], db)[0]
 
     def _send_alone(self, db: sqlite3.Connection, send: Accept) -> Outcome:

@@ -15,7 +15,7 @@ SEND = prepare(b'{"to":"topic:orders"}')
 
 
 def put(queue: Queue, caller: Caller | None, rows: int = 1) -> None:
-    operation = Expire(0, 1) if caller is None else Accept([SEND] * rows, caller)
+    operation = Expire(0, 1) if caller is None else Accept.of([SEND] * rows, caller)
     queue.append(operation, asyncio.get_running_loop().create_future())
 
 
