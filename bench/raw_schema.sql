@@ -1,4 +1,4 @@
--- The seed's table (daemon-spec-v9 §4.5.2) and its indexes: what any outbox with these columns has to write.
+-- A table with the columns of an outbox (docs/contract/send.md#send-50) and its indexes: what any of them has to write.
 CREATE TABLE outbox (
     id TEXT PRIMARY KEY,
     client_message_id TEXT NOT NULL UNIQUE,

@@ -1,4 +1,4 @@
-"""A baseline: how fast this disk and this SQLite commit rows of the seed's table, with nothing around them."""
+"""A baseline: how fast this disk and this SQLite commit rows of an outbox, with nothing around them."""
 
 from __future__ import annotations
 

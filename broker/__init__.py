@@ -1,1 +1,1 @@
-"""The accept service: HTTP in front, Postgres behind, Redis for the limiter (spec accept.md)."""
+"""The accept service: HTTP in front, Postgres behind, Redis for the limiter (docs/contract/accept.md#accept-9)."""

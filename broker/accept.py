@@ -1,4 +1,4 @@
-"""`POST /v1/accept`: a batch goes through B0, B1, B2 and B3, and every message gets its own answer (spec accept.md).
+"""`POST /v1/accept`: a batch goes through B0 to B3, and each message is answered (docs/contract/accept.md#accept-9).
 
     B0  the dedupe rows that hold these ids already: 200 or 409, before anything that can fail
     B1  the limiter, then the message itself: 429 or 4xx, and nothing left behind but a unit of the limiter

@@ -1,4 +1,4 @@
-"""Administration: meshes, members, topics, subscriptions and queues (spec accept.md, "Routes").
+"""Administration: meshes, members, topics, subscriptions and queues (docs/contract/accept.md#accept-4).
 
 Who may call is in the table of routes; which mesh a member may touch is checked here, by `own_mesh`: always its own.
 """

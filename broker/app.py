@@ -1,4 +1,4 @@
-"""The broker's API: one literal table of routes, and the application built from it (spec accept.md, "Routes")."""
+"""The broker's API: one table of routes, and the application built from it (docs/contract/accept.md#accept-1)."""
 
 from __future__ import annotations
 

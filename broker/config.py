@@ -1,4 +1,4 @@
-"""What a broker can be told: one TOML file; `POSTROOM_BROKER_<KEY>` overrides a key (spec operate.md, "Config")."""
+"""The broker's config: one TOML file; `POSTROOM_BROKER_<KEY>` overrides a key (docs/contract/operate.md#operate-19)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from postroom.message import MAX_BODY_BYTES
 
 PREFIX: Final = "POSTROOM_BROKER_"
 MAX_DAYS: Final = 36_500  # a hundred years; what lies further ahead is no time that Postgres has
-MIN_DEDUPE_DAYS: Final = 7  # seed §4.8: a daemon keeps trying for days, and must be recognised when it gets through
+MIN_DEDUPE_DAYS: Final = 7  # docs/contract/accept.md#accept-3: a daemon tries for days, and must then be recognised
 
 
 class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -38,7 +38,7 @@ class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How long messages are kept and ids are recognised (spec accept.md, "Retention and checks")."""
+    """How long messages are kept and ids are recognised (docs/contract/accept.md#accept-37)."""
 
     mode: Annotated[
         Literal["retention_scoped", "permanent"],

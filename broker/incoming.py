@@ -1,4 +1,4 @@
-"""B1 for one message: from the bytes of a batch to the values of its rows (spec accept.md, "The phases").
+"""B1 for one message: from the bytes of a batch to the values of its rows (docs/contract/accept.md#accept-11).
 
 Reading takes three steps, because B0 comes before anything that can fail: `split` finds where each message of a batch
 begins and ends, `read_item` takes only its id and fingerprint, and `check` decodes it once its id is known to be new.

@@ -1,4 +1,4 @@
-"""The rate limiter of B1: a fixed window per mesh and per member (spec accept.md, "Limiter"; seed §4.6.4).
+"""The rate limiter of B1: a fixed window per mesh and per member (docs/contract/accept.md#accept-25).
 
 An id takes at most one unit per window, so a retry costs nothing: what makes it so is the set of ids that the window
 keeps. Redis decides, in one round trip per batch and within a deadline. When it fails, a breaker gives it a rest, and

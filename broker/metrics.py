@@ -1,4 +1,4 @@
-"""The broker's metrics, in a registry of their own: `postroom_broker_<what>_<unit>` (spec operate.md, "Telemetry")."""
+"""The broker's metrics, in one registry, as `postroom_broker_<what>_<unit>` (docs/contract/operate.md#operate-31)."""
 
 from __future__ import annotations
 

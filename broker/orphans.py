@@ -1,4 +1,4 @@
-"""The orphan check: does every accept have all its rows, and every row its accept (spec accept.md; seed §4.7.3).
+"""The orphan check: does every accept have all its rows, and every row its accept (docs/contract/accept.md#accept-38).
 
 It reads one snapshot, so that it may run beside accepts and sweeps; each violation is a bug or a damaged database. What
 the last one found is kept, for whoever is asked how the database is.

@@ -373,7 +373,7 @@ WITH forgotten AS (
 SELECT count(*) FROM forgotten;
 
 -- name: find_orphans
--- Every row that an accept must have written and did not, or that is left without its accept, by kind (seed §4.7.3).
+-- Every row that an accept should have written, or that is left without one (docs/contract/accept.md#accept-38).
 -- $1 is how long an event is kept at least, from the accept on: an older one may have been pruned. $2 is how long an id
 -- is recognised at least: an older event may have outlived its message and the tombstone of that.
 WITH live AS MATERIALIZED (

@@ -1,4 +1,4 @@
-"""Reading request bodies: limits come before any work (spec operate.md, "Security")."""
+"""Reading request bodies: limits come before any work (docs/contract/operate.md#operate-36)."""
 
 from __future__ import annotations
 

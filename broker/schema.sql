@@ -2,10 +2,10 @@
 
 -- Everything that the accept transaction writes, and the meshes, members, topics and queues that it checks against.
 --
--- Names are the seed's (daemon-spec-v9 §4.7); the event outbox, which it writes too, is delivering's. Ids that a caller or an operator sees are text or uuid; the
--- small integers stay inside. The tables that take a row per message have no foreign keys: the accept statement holds
--- the rows it refers to with share locks, which is one lock per distinct destination instead of one check per message,
--- and the orphan check proves the result.
+-- What one accept writes is docs/contract/accept.md#accept-14; the event outbox is in a schema of its own. Ids that a
+-- caller or an operator sees are text or uuid; the small integers stay inside. The tables that take a row per message
+-- have no foreign keys: the accept statement holds the rows it refers to with share locks, which is one lock per
+-- distinct destination instead of one check per message, and the orphan check proves the result.
 
 CREATE SCHEMA mesh;
 

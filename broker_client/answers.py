@@ -1,4 +1,4 @@
-"""How the relay reads the broker's answer for one message: the first table of spec send.md, "Relaying".
+"""How the relay reads the broker's answer for one message: the table of docs/contract/send.md#send-60.
 
 | answer                     | row                                                             |
 |----------------------------|-----------------------------------------------------------------|

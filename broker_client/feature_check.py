@@ -19,7 +19,7 @@ _FRESH_SECONDS: Final = 15.0  # in which a daemon notices that the broker's data
 class FeatureCheck:
     """Asks for the features at a start, after the broker was away, whenever the token changes, and now and then.
 
-    Until they are known, those last seen count, kept on disk, else the defaults (spec send.md, "Relaying").
+    Until they are known, those last seen count, kept on disk, else the defaults (docs/contract/send.md#send-73).
     """
 
     def __init__(self, link: BrokerLink, settings: RelaySettings, state_directory: Path, mesh: str | None) -> None:

@@ -1,7 +1,7 @@
 """What the daemon says to its broker: accept, features, topics; and the check that an answer makes sense.
 
-An answer that is no JSON, or about other ids, raises `RequestFailed` like a lost connection does
-(spec send.md, "Relaying", second table).
+An answer that is not JSON, or is about other ids, raises `RequestFailed` like a lost connection does
+(docs/contract/send.md#send-65).
 """
 
 from __future__ import annotations

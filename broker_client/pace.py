@@ -1,4 +1,4 @@
-"""What operators told the relay (spec send.md, "Requeue"): pauses and rates, of everything or of one destination."""
+"""The pauses and rates that operators set, for everything or for one destination (docs/contract/send.md#send-90)."""
 
 from __future__ import annotations
 

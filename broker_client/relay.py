@@ -1,7 +1,7 @@
 """The relay: claims due rows, posts them in batches to the broker, and settles what the broker answers.
 
 It promises that neither an outage nor a wrong token burns attempts or kills anything: only a message's own refusal or
-its age does (spec send.md, "Relaying"; seed §4.6.1, §4.11). A post whose answer is lost is posted again; the broker's
+its age does (docs/contract/send.md#send-61). A post whose answer is lost is posted again; the broker's
 dedupe row makes that harmless. What a crash leaves `inflight`, the outbox takes back at the next start.
 
 One loop decides; up to `posts_at_once` tasks post and settle, so that claims, posts and settlements overlap.

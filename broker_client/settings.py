@@ -35,7 +35,7 @@ class BrokerClientSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
 
 
 class RelaySettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """How the relay drains the outbox (spec send.md, "Relaying")."""
+    """How the relay drains the outbox (docs/contract/send.md#send-58)."""
 
     batch_messages: Annotated[int, Meta(ge=1, le=1000, description="most messages in one post")] = 500
     batch_bytes: Annotated[int, Meta(ge=1024, le=64 * MIB, description="most payload in one post, in bytes")] = MIB

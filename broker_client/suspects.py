@@ -1,4 +1,4 @@
-"""Finding the one message that makes every batch with it fail: halving (spec send.md, "Relaying", second table).
+"""Finds the one message that makes every batch with it fail, by halving (docs/contract/send.md#send-64).
 
 A batch that fails as a whole makes its rows suspects: each may only be posted again in a batch of half that size. What
 is answered is cleared. So a batch shrinks around its cause until that message is alone. Only memory: after a restart

@@ -1,4 +1,4 @@
-"""How old a row may become: derived from how long the broker recognises an id (seed §4.8; spec send.md, "Relaying").
+"""How old a row may become: it follows from how long the broker recognises an id (docs/contract/send.md#send-70).
 
 A row may only be posted again while the broker still keeps its dedupe row. So the broker's window, less a margin for
 clocks and sweeps, bounds every row's age. A broker that cannot promise a window stops the daemon with exit code 78.

@@ -1,4 +1,4 @@
-"""`postroom dlq …`: see what could not be handled, send it again, or drop it (spec delivery.md; operate.md, "CLI")."""
+"""`postroom dlq …`: see, replay and drop what could not be handled (docs/contract/delivery.md#delivery-51)."""
 
 from __future__ import annotations
 

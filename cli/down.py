@@ -1,4 +1,4 @@
-"""`postroom down`: stop what `up` started in one state directory, and nothing else (spec operate.md, "CLI")."""
+"""`postroom down`: stop only what `up` started in one state directory (docs/contract/operate.md#operate-10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`postroom inbox …`: read what the daemon has received, and follow it (spec delivery.md, "The daemon's inbox")."""
+"""`postroom inbox …`: read what the daemon has received, and follow it (docs/contract/delivery.md#delivery-82)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`postroom jobs …`: start jobs, see what became of them, end them or let them go on (spec jobs.md)."""
+"""`postroom jobs …`: start, list, show, cancel and retry jobs (docs/contract/jobs.md#jobs-30)."""
 
 from __future__ import annotations
 

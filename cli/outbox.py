@@ -1,4 +1,4 @@
-"""`postroom outbox …`: see and repair what the daemon keeps (spec send.md, "Requeue"; operate.md, "CLI")."""
+"""`postroom outbox …`: see and repair what the daemon keeps (docs/contract/send.md#send-14)."""
 
 from __future__ import annotations
 

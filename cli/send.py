@@ -1,4 +1,4 @@
-"""`postroom send`: hand in one message, or a file or pipe of them (spec operate.md, "CLI")."""
+"""`postroom send`: hand in one message, or a file or pipe of them (docs/contract/operate.md#operate-7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`postroom status`: every process that `up` started, where it is, and how far behind (spec operate.md, "CLI")."""
+"""`postroom status`: every process that `up` started, its place and backlog (docs/contract/operate.md#operate-6)."""
 
 from __future__ import annotations
 

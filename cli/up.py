@@ -1,4 +1,4 @@
-"""`postroom up`: start everything on this machine, and keep it running (spec operate.md, "CLI")."""
+"""`postroom up`: start everything on this machine, and keep it running (docs/contract/operate.md#operate-9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The daemon's config: one TOML file, overridden by `POSTROOM_DAEMON_…` (spec operate.md, "Config").
+"""The daemon's config: one TOML file, overridden by `POSTROOM_DAEMON_…` (docs/contract/operate.md#operate-19).
 
 Paths default to the XDG directories of the user; `/run/postroom` and `/var/lib/postroom` for root.
 """

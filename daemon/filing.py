@@ -34,7 +34,7 @@ class FilingCounters(msgspec.Struct):
 
 
 class Filing:
-    """Files batches: one transaction each, and `Done` only after its commit (spec delivery.md).
+    """Files batches: one transaction each, and `Done` only after its commit (docs/contract/delivery.md#delivery-80).
 
     A message that was filed before is left out by its key in the file, so a batch that comes again is harmless. While
     the disk is full a batch waits in hand, however long: a message is never buried for that.

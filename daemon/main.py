@@ -1,4 +1,4 @@
-"""postroomd's main: options → build → named tasks → wait → stop (spec README.md, "Processes").
+"""postroomd's main: options → build → named tasks → wait → stop (docs/contract/operate.md#operate-3).
 
 Exit codes: 0 stopped, 69 already running, 74 the disk failed under a commit, 78 the config or the broker cannot be
 used, 1 anything else. The first task that dies ends the process.

@@ -1,4 +1,4 @@
-"""The daemon's metrics (spec operate.md, "Telemetry"): plain integers kept elsewhere, put in order when scraped."""
+"""The daemon's metrics (docs/contract/operate.md#operate-31): plain integers kept elsewhere, sorted when scraped."""
 
 from __future__ import annotations
 

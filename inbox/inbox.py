@@ -36,7 +36,7 @@ def now_ms() -> int:
 
 
 class Inbox:
-    """What one daemon has received (spec delivery.md). Every method may be called from any task of one event loop.
+    """What one daemon has received (docs/contract/delivery.md#delivery-80). Any task of one event loop may call it.
 
     A message is here once, by mesh, sender and client_message_id, however often it is filed. Positions grow, also past
     a file that was set aside. Each method raises `PostroomError`: 507 `disk_full` while the disk is full, 503

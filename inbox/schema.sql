@@ -1,4 +1,4 @@
--- The inbox of one daemon: one SQLite file, written by one connection (spec delivery.md, "The daemon's inbox").
+-- The inbox of one daemon: one SQLite file, written by one connection (docs/contract/delivery.md#delivery-80).
 --
 -- This file is the schema as it stands; migrations/ is how a file gets there. A test proves them equal.
 

@@ -1,7 +1,8 @@
-"""The accept table (seed daemon-spec-v9 §4.5.1), word for word: what a send is told, by its id's row and its content.
+"""The accept table (docs/contract/send.md#send-37): what a send is answered, by its id's row and its content.
 
 The single and the batch route answer from here. Nothing here writes: the outbox has looked, and inserted where there
-was no row. To a caller of another uid every cell says the same, and nothing about the row (spec send.md).
+was no row. To a caller of another uid every cell says the same, and nothing about the row
+(docs/contract/send.md#send-40).
 """
 
 from __future__ import annotations

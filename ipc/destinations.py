@@ -1,4 +1,4 @@
-"""Which destinations the config lets callers use (spec send.md: "well formed and allowed by the config")."""
+"""Which destinations the config lets callers use (docs/contract/send.md#send-19)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a caller may ask for, and how slow it may be (spec send.md, "The socket"; bad-input.md, "Before HTTP")."""
+"""How much a caller may ask for, and how slow it may be (docs/contract/send.md#send-27)."""
 
 from __future__ import annotations
 

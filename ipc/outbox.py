@@ -1,4 +1,4 @@
-"""`/v1/outbox…`: what an operator sees of the rows, and how an operator repairs them (spec send.md, "Requeue")."""
+"""`/v1/outbox…`: how an operator sees the rows and repairs them (docs/contract/send.md#send-14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, and what they may do (spec send.md, "The socket").
+"""Who is at the other end of a connection, and what they may do (docs/contract/send.md#send-5).
 
 The uid and gid of a Unix peer are read once, when the connection is accepted, from the kernel (`SO_PEERCRED`): they are
 those of the process that called connect(2). Whoever presents the local token over TCP can read a file that only the

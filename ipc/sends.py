@@ -47,7 +47,7 @@ class Sends:
         self._body_bytes = services.limits.body_bytes
 
     async def send(self, request: Request) -> web.StreamResponse:
-        """Accept one message: 202 once its row is on disk, else what the accept table says (seed §4.5.1)."""
+        """Accept one message: 202 once its row is on disk, else by the accept table (docs/contract/send.md#send-37)."""
         began = perf_counter()
         caller = request.caller
         try:

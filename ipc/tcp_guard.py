@@ -1,4 +1,4 @@
-"""What protects the loopback TCP port from other users and from web pages (spec send.md, "The socket").
+"""What protects the loopback TCP port from other users and from web pages (docs/contract/send.md#send-6).
 
 Every request needs the local token; its `Host` must name this machine, and no header may say that a page of another
 origin sent it. A token in a query string ends up in logs and histories: it is refused on every socket.

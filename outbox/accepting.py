@@ -1,4 +1,4 @@
-"""Accepting sends: seed §4.5.1 steps 3 to 6, for any number of sends at once.
+"""Accepting sends: look-ups and inserts for any number of sends at once (docs/contract/send.md#send-36).
 
 All sends of a group go through one INSERT that leaves out the ids that exist, so the usual case needs no look-up, and
 through one that writes their payloads: the numbers of the rows just written are consecutive. Where some were left out,

@@ -1,4 +1,4 @@
-"""One verb for many rows, each in a transaction's own right (spec operate.md)."""
+"""One verb for many rows, each as if it had a transaction of its own (docs/contract/send.md#send-92)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def outbox_full(max_bytes: int) -> TryAgain:
 
 
 def write_failed(path: Path, error: BaseException) -> Fatal:
-    """End the process: the disk failed under a commit (spec send.md, "Accepting")."""
+    """End the process: the disk failed under a commit (docs/contract/send.md#send-47)."""
     return Fatal(Exit.IO_ERROR, f"writing {path} failed: {error}; check the disk, then start again")
 
 

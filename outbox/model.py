@@ -1,6 +1,6 @@
 """The outbox's words: what goes in and out of its operations, and the one table of its state machine.
 
-The states are the seed's five (daemon-spec-v9 §4.5.2). `held` and `not_before` are columns beside them.
+The five states are docs/contract/send.md#send-51. `held` and `not_before` are columns beside them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Caller(NamedTuple):
 class AcceptedRow(NamedTuple):
     """What the row under a send's id is, after the transaction that looked (and inserted it, where `inserted`).
 
-    `fingerprint` is the row's frozen one: equal to the request's for a match (seed §4.5.1).
+    `fingerprint` is the row's frozen one: equal to the request's for a match (docs/contract/send.md#send-37).
     """
 
     inserted: bool

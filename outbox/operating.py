@@ -1,6 +1,6 @@
 """What an operator does to rows: each verb is one operation with a reason, and one line of the operator log.
 
-Seed §4.6.3 and spec send.md, "Requeue". A verb that the row's state forbids is a `Conflict` that says why.
+The rules begin at docs/contract/send.md#send-83. A verb that the row's state forbids is a `Conflict` that says why.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def now_ms() -> int:
 
 
 class Outbox:
-    """The durable queue of one daemon (spec send.md). Every method may be called from any task of one event loop.
+    """The durable queue of one daemon (docs/contract/send.md#send-42). Any task of one event loop may call it.
 
     What a method that writes returns is on disk. Each raises `PostroomError`: 507 `disk_full` while the disk is full,
     503 `outcome_unknown` after the disk failed under a commit; the outbox then takes nothing any more, `failed` is set
@@ -147,7 +147,7 @@ class Outbox:
     # Sending
 
     async def accept(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | PostroomError]:
-        """Write the sends that are new, in order; an outcome per send, once it is on disk (seed §4.5.1).
+        """Write new sends, in order; an outcome per send, once it is on disk (docs/contract/send.md#send-36).
 
         A send that fails alone (507) has its error in its place. Concurrent calls share a transaction; a call with more
         than a transaction may hold takes several.
@@ -313,7 +313,7 @@ class Outbox:
         patch: PreparedSend | None = None,
         force: bool = False,
     ) -> OutboxRow:
-        """Retire a dead or pending row and write its successor, in one transaction; returns the successor (§4.6.3).
+        """Retire a dead or pending row and return the successor written with it (docs/contract/send.md#send-83).
 
         A row that the broker did not answer for is looked up there first: 409 `already_accepted` where it has it (the
         row is `done` then), and, without `force`, 409 `outcome_unknown` where it cannot be asked.

@@ -2,9 +2,10 @@
 
 The damaged files are renamed once the new file is whole, never overwritten, never changed. Their pages are read
 without SQLite (outbox/pages.py), so that any of them may be damaged: every row that lies whole in them is in the new
-file. An id whose row is lost is kept used where an index or a part of the row still has it (seed §4.1). How many rows
-there were is said by the counters, else by the highest number that any row or index has; where neither can be
-believed it is unknown, and no recovery with anything missing ends like one without (`outbox_recovery` in schema.sql).
+file. An id whose row is lost is kept used where an index or a part of the row still has it
+(docs/contract/send.md#send-96). How many rows there were is said by the counters, else by the highest number that any
+row or index has; where neither can be believed it is unknown, and no recovery with anything missing ends like one
+without (`outbox_recovery` in schema.sql).
 """
 
 from __future__ import annotations

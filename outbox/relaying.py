@@ -1,4 +1,4 @@
-"""What the relay does with rows: claim them, settle them, give up what is too old (spec send.md, "Relaying")."""
+"""What the relay does with rows: claim, settle, expire (docs/contract/send.md#send-58)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Claim(NamedTuple):
         return self.limit
 
     def run(self, transaction: Transaction) -> ClaimResult:
-        """Claim: one transaction, seed §4.5.2's `pending` to `inflight`; `read_claimed` gets the rows after it.
+        """Claim: one transaction, `pending` to `inflight`; `read_claimed` gets the rows after it.
 
         Everybody waits while this runs, and reading takes as long as writing; what is inflight does not change.
         """
@@ -225,7 +225,7 @@ class Expire(NamedTuple):
 
 
 class Reclaim(NamedTuple):
-    """At a start: what was inflight goes back to pending and has one attempt more (spec send.md, "Relaying")."""
+    """At a start: what was inflight is pending again with one attempt more (docs/contract/send.md#send-76)."""
 
     rows: int = 1
 

@@ -1,12 +1,13 @@
--- The outbox of one daemon: one SQLite file, written by one connection (spec send.md, seed daemon-spec-v9 §4.5.2).
+-- The outbox of one daemon: one SQLite file, written by one connection (docs/contract/send.md#send-41).
 --
 -- This file is the schema as it stands; migrations/ is how a file gets there. A test proves them equal.
 --
 -- Why it looks as it does (all measured on 1 KiB messages, four bytes of index entry cost as much as a Python call):
 --   * A rowid table, its key named `seq`: rows and every index grow at their right edge, and `seq` is the age order.
---   * The seed's table with one column moved: `payload` lives in `outbox_payload`, written in the same transaction and
---     read by the claim alone. A row changes its state twice or more, its payload never: side by side, 500 rows that
---     are claimed or settled are 175 pages to write, apart 31. It costs an accept a tenth. `outbox_whole` shows both.
+--   * The columns are those of docs/contract/send.md#send-50. `payload` lives in `outbox_payload`, written in the same
+--     transaction and read by the claim alone. A row changes its state twice or more, its payload never: side by side,
+--     500 rows that are claimed or settled are 175 pages to write, apart 31. It costs an accept a tenth. `outbox_whole`
+--     shows both.
 --   * What is done or aborted moves to `outbox_settled` when its payload goes: both of its rows leave whole pages behind
 --     for new ones, however small the payloads are, and what an id needs to stay used is 140 bytes (outbox/settled.py).
 --     The newest row of all stays where it is: numbers go on from it.
@@ -234,7 +235,7 @@ CREATE TABLE relay_control (
     rate_per_second REAL    CHECK (rate_per_second > 0)
 ) WITHOUT ROWID;
 
--- The seed's table in one piece, for a look into the file by hand.
+-- A row in one piece (docs/contract/send.md#send-50), for a look into the file by hand.
 CREATE VIEW outbox_whole AS
 SELECT seq, id, client_message_id, request_fingerprint, payload, enqueued_at, attempts, next_attempt_at, status,
        last_error, delivered_at, broker_message_id, history_id, aborted_at, aborted_by, superseded_by, priority,

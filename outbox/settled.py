@@ -1,4 +1,4 @@
-"""What is kept of a settled row whose payload is gone: some 140 bytes, by which its id stays used (seed §4.1).
+"""What is kept of a settled row whose payload was removed: some 140 bytes (docs/contract/send.md#send-56).
 
 `Prune` moves rows there, oldest first. The pages that a row and its payload leave are free for new ones, whatever their
 size; emptied in their place, small payloads would free nothing.

@@ -1,4 +1,4 @@
-"""Running a group of operations in one transaction, each as if it had its own (spec send.md, "Accepting").
+"""Running a group of operations in one transaction, each as if it had its own (docs/contract/send.md#send-43).
 
 The group runs without savepoints, which would cost two steps an operation. Where anything but a `PostroomError` goes
 wrong before the commit, the whole transaction is undone and every operation, every send, runs again in a transaction

@@ -40,7 +40,7 @@ from outbox.transaction import Operation
 
 T = TypeVar("T")
 
-WAL_LIMIT: Final = 64 * 1024 * 1024  # bytes; spec send.md, "Accepting"
+WAL_LIMIT: Final = 64 * 1024 * 1024  # bytes; docs/contract/send.md#send-46
 WARN_AT: Final = 0.8  # of max_bytes
 _RESTART_AT: Final = WAL_LIMIT // 4  # bytes; beyond it the readers are waited for
 _GROUPS_A_CHECKPOINT: Final = 4  # of large groups: after each one it would cost as much as the group

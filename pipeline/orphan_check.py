@@ -1,4 +1,4 @@
-"""`orphan-check`: every accept has all its rows, and every row its accept (spec accept.md, "Retention and checks").
+"""`orphan-check`: every accept has all its rows, and every row its accept (docs/contract/accept.md#accept-38).
 
 Gives the answer of `postroom broker orphan-check`, for databases where one statement takes too long. All tables are
 read as one snapshot shows them, so that it may run beside accepts and sweeps. It writes nothing.

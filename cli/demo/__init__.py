@@ -1,4 +1,4 @@
-"""`postroom demo`: a whole run on real parts, with everything that may go wrong on the way (spec operate.md, "CLI").
+"""`postroom demo`: a whole run on real parts, with all that may go wrong (docs/contract/operate.md#operate-6).
 
 It works on a temporary directory of its own unless told otherwise. However it ends, nothing keeps running: every
 process ends with this one, and the files of a run that was killed are removed by the next.

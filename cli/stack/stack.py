@@ -56,7 +56,7 @@ class Stack:
             program.stop()
 
     def environment(self) -> Mapping[str, str]:
-        """Return the variables by which every verb finds the stack (spec operate.md, "CLI")."""
+        """Return the variables by which every verb finds the stack (docs/contract/operate.md#operate-9)."""
         redis = {} if self.redis is None else {"POSTROOM_REDIS_URL": self.redis.url}
         return redis | {
             "POSTROOM_SOCKET": self.daemon.url,

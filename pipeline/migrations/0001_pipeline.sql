@@ -3,8 +3,8 @@
 
 CREATE SCHEMA pipeline;
 
--- How many messages each member had accepted in each window of the limiter (spec accept.md, "Limiter"). Retention deletes
--- from the history, so a window's count only grows.
+-- How many messages each member had accepted in each window of the limiter (docs/contract/accept.md#accept-32).
+-- Retention deletes from the history, so a window's count only grows.
 CREATE TABLE pipeline.rate_limit_counter (
   mesh text COLLATE "C" NOT NULL,
   member text COLLATE "C" NOT NULL,

@@ -1,4 +1,4 @@
-"""What the broker's administration and history routes say: meshes, members, topics, queues, messages (spec accept.md).
+"""What the broker's administration and history routes take and answer (docs/contract/accept.md#accept-4).
 
 A request is a struct that refuses unknown fields; a list comes as one object with one field, so that it can grow.
 A member's token implies its mesh: `mesh` may then be left out of a query, and naming another one is a 403.

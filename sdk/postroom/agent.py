@@ -8,9 +8,10 @@
         async def receive(self, envelope: Envelope) -> Emit:
             return Emit("order_priced", {"order": envelope.payload["order"], "total": 42})
 
-`postroom agent run shop:Pricing` runs it (spec delivery.md, "Agent runtime"). What `receive` returns is stored together
-with the message that caused it, in one transaction, and published afterwards: each once, whatever crashes. A message
-whose `receive` raised is delivered again, and dead-lettered in the end; one that was stored is never received again.
+`postroom agent run shop:Pricing` runs it (docs/contract/delivery.md#delivery-55). What `receive` returns is stored
+together with the message that caused it, in one transaction, and published afterwards: each once, whatever crashes. A
+message whose `receive` raised is delivered again, and dead-lettered in the end; one that was stored is never received
+again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class InvalidAgent(PostroomError):
 
 
 class Envelope(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One message as an agent sees it, and as its store keeps it (spec delivery.md, "Agent runtime").
+    """One message as an agent sees it, and as its store keeps it (docs/contract/delivery.md#delivery-59).
 
     The fields stand in the order of their names, so that encoding one gives the canonical order of RFC 8785.
     """

@@ -1,4 +1,4 @@
-"""`send_many`: a stream of messages through `POST /v1/send/batch`, NDJSON both ways (spec send.md, "The socket").
+"""`send_many`: a stream of messages through `POST /v1/send/batch`, NDJSON both ways (docs/contract/send.md#send-11).
 
 Promises: every message gets exactly one result; at most `WINDOW` messages are sent and unanswered; a message that a
 broken connection left unanswered goes out again under the same id, which makes the second try harmless at the daemon.

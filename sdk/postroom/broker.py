@@ -1,4 +1,4 @@
-"""`BrokerClient`: administer a broker, and read what it has accepted (spec accept.md, "Routes").
+"""`BrokerClient`: administer a broker, and read what it has accepted (docs/contract/accept.md#accept-4).
 
 A member's token implies its mesh, which may then be left out. What the broker-wide administrator's token may do, a
 member with the role `admin` may do within its own mesh.

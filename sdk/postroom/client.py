@@ -2,7 +2,7 @@
 
 Every send carries an id that is minted before the first try, so that whatever is tried again (a refused or broken
 connection, 429, 503, 507) can't become a second message: the daemon's outbox row under that id makes the second try
-a no-op (spec send.md, "Accepting").
+a no-op (docs/contract/send.md#send-37).
 """
 
 from __future__ import annotations

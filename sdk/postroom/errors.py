@@ -15,7 +15,7 @@ PROBLEM_JSON: Final = "application/problem+json"
 
 
 class Problem(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An `application/problem+json` body (RFC 9457; members: spec send.md, "Errors").
+    """An `application/problem+json` body (RFC 9457; docs/contract/send.md#send-23).
 
     `code` is a stable snake_case word to switch on; `detail` says what happened, to what, and what to do.
     `retryable` says whether the same request can succeed later. The rest is set where it applies.
@@ -29,7 +29,7 @@ class Problem(msgspec.Struct, kw_only=True, omit_defaults=True):
     retryable: bool
     field: str | None = None
     retry_after: float | None = None  # seconds
-    # a 409 of the daemon (seed §4.5.1) or of the broker
+    # a 409 of the daemon (docs/contract/send.md#send-39) or of the broker (docs/contract/accept.md#accept-17)
     conflict: str | None = None
     request_fingerprint: str | None = None  # first 8 bytes, hex
     broker_fingerprint_prefix: str | None = None  # first 8 bytes, hex

@@ -1,4 +1,4 @@
-"""The fingerprint that binds an id to its content (spec send.md, "Fingerprint").
+"""The fingerprint that binds an id to its content (docs/contract/send.md#send-32).
 
     sha256( envelope_version 00 destination_kind 00 destination_ref 00 reply_to or "" 00
             priority 00 meta_canonical_json 00 body_hash )
@@ -113,5 +113,5 @@ def fingerprint(
 
 
 def prefix(fingerprint_bytes: bytes) -> str:
-    """Return the 16 hex digits of a fingerprint that a 409 shows (seed §4.5.1)."""
+    """Return the 16 hex digits of a fingerprint that a 409 shows (docs/contract/send.md#send-39)."""
     return fingerprint_bytes[:PREFIX_BYTES].hex()

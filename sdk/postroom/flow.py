@@ -22,9 +22,9 @@
         ...
 
 A worker runs it where its config says `flows = ["export:flow"]`, and `postroom jobs start` begins a job of it: a tree
-whose root is the flow's first activity, and which ends when nothing is open (spec jobs.md). Whatever a handler
-writes on `ctx.connection()` is committed with the digit that proves the step, or not at all, so it happens exactly
-once; an effect anywhere else may happen again where a worker died, and goes under `ctx.idempotency_key`.
+whose root is the flow's first activity, and which ends when nothing is open (docs/contract/jobs.md#jobs-28). Whatever a
+handler writes on `ctx.connection()` is committed with the digit that proves the step, or not at all, so it happens
+exactly once; an effect anywhere else may happen again where a worker died, and goes under `ctx.idempotency_key`.
 
 An agent that takes the request answers by emitting any event: it names its cause by itself. Any other program answers
 with an event whose `causation_id` is the request's message id (`postroom.emit`, or `meta.causation_id` of a send), or

@@ -1,4 +1,4 @@
-"""What a handler of messages is sent: the body of the POST that a consumer makes (seed sds-047 §12).
+"""What a handler receives: the body of the POST that a consumer makes (docs/contract/delivery.md#delivery-41).
 
     request = msgspec.json.decode(body, type=HandlerRequest)
 

@@ -1,6 +1,6 @@
 """Identifiers: minting ULIDs and checking the ids that callers bring.
 
-A `client_message_id` is never released once a row holds it (seed daemon-spec-v9 §4.1), so its form is checked
+A `client_message_id` is never released once a row holds it (docs/contract/send.md#send-30), so its form is checked
 before anything is written. Minted ids are ULIDs in time order, which keeps every index append-only.
 """
 
@@ -67,5 +67,5 @@ def new_id() -> str:
 
 
 def is_client_message_id(text: str) -> bool:
-    """Tell whether `text` may be an id: 1 to 128 characters of `A-Za-z0-9._:~-` (spec send.md, "The socket")."""
+    """Tell whether `text` may be an id: 1 to 128 characters of `A-Za-z0-9._:~-` (docs/contract/send.md#send-29)."""
     return _CLIENT_MESSAGE_ID.fullmatch(text) is not None

@@ -1,7 +1,7 @@
 """One message: what a caller posts, what travels to the broker, and every rule that both ends check.
 
 `prepare` turns the bytes of a request into a `PreparedSend`: decoded, checked, fingerprinted, encoded for the broker.
-It is phase A of seed daemon-spec-v9 §4.6.1: a message it refuses leaves no trace and consumes no id.
+A message that it refuses leaves no trace and consumes no id (docs/contract/send.md#send-25).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Destination(NamedTuple):
 
 
 class SendRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The JSON body of `POST /v1/send` and of each line of a batch (spec send.md, "The socket").
+    """The JSON body of `POST /v1/send` and of each line of a batch (docs/contract/send.md#send-18).
 
     `body` is text; `body_base64` is bytes; at most one of them. `not_before` is an RFC 3339 time with an offset.
     """

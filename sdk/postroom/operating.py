@@ -1,4 +1,4 @@
-"""The operator's half of the client: see and repair the outbox, pause and resume the relay (spec send.md, "Requeue").
+"""The operator's half of the client: see and repair rows, pause the relay (docs/contract/send.md#send-14).
 
 A change is tried again only where it surely did not happen; where that is not known, `Unavailable` is raised and
 `inspect` tells.

@@ -1,4 +1,4 @@
-"""What an operator asks of a daemon: the bodies and queries of the outbox and relay routes (spec send.md, "Requeue").
+"""What an operator asks of a daemon: bodies and queries of the outbox and relay routes (docs/contract/send.md#send-14).
 
     GET  /v1/outbox                 ListQuery       → OutboxPage
     GET  /v1/outbox/{id}                            → RowChain

@@ -1,4 +1,4 @@
-"""What a daemon has received: the answers and queries of `GET /v1/inbox` and `GET /v1/events` (spec delivery.md)."""
+"""What a daemon has received: the types of `/v1/inbox` and `/v1/events` (docs/contract/delivery.md#delivery-82)."""
 
 from __future__ import annotations
 

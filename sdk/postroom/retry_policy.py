@@ -1,4 +1,4 @@
-"""How often a message may be attempted, and how long it waits in between, where its sender says so (seed DriftQ).
+"""How often a message may be attempted, and how long it waits in between (docs/contract/delivery.md#delivery-76).
 
 The sender puts the policy into the message's `meta`; an event or command that is emitted by other means has it as
 `retry_policy` at the top of its payload:

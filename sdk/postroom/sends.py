@@ -15,7 +15,7 @@ SETTLED: frozenset[RowStatus] = frozenset({"done", "dead", "aborted"})
 
 
 class SendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The body of a 202 or 200 to a send (seed §4.5.1): kept on disk, whatever happens next.
+    """The body of a 202 or 200 to a send (docs/contract/send.md#send-37): kept on disk, whatever happens next.
 
     `duplicate` says that the row was there before: the same message had been sent under this id.
     """

@@ -1,4 +1,4 @@
-"""Where a daemon's socket is: `POSTROOM_SOCKET`, else the only one under the usual directories (spec send.md)."""
+"""Where a daemon's socket is: `POSTROOM_SOCKET`, else the only one there is (docs/contract/send.md#send-1)."""
 
 from __future__ import annotations
 

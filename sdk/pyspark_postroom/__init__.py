@@ -1,7 +1,7 @@
 """Found by Spark itself, which imports every module named `pyspark_*` and asks it for its `DefaultSource`.
 
 A failing import here would break every Python source of the session, so this imports nothing: the class comes when it
-is asked for, and what it needs of Postroom when a write begins (spec spark.md, "Executors post through the daemon").
+is asked for, and what it needs of Postroom when a write begins (docs/contract/spark.md#spark-1).
 """
 
 

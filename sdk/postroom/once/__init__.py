@@ -1,4 +1,4 @@
-"""Doing something once: the durable idempotency registry (spec delivery.md, "Idempotency registry and retries").
+"""Doing something once: the durable idempotency registry (docs/contract/delivery.md#delivery-68).
 
     from postroom.once import open_registry
 

@@ -1,4 +1,4 @@
-"""The words of the idempotency registry: a scope, its states, what a worker is told (spec delivery.md, seed DriftQ).
+"""The words of the idempotency registry: scopes, states, answers to a worker (docs/contract/delivery.md#delivery-69).
 
     (none) ──▶ PENDING ──▶ COMMITTED
                  ▲  │

@@ -1,4 +1,4 @@
-"""The Spark source `postroom_history`: accepted messages as a DataFrame (spec spark.md, "Reading the history").
+"""The Spark source `postroom_history`: accepted messages as a DataFrame (docs/contract/spark.md#spark-12).
 
     spark.read.format("postroom_history").option("mesh", "sea").option("since", "2026-11-01").load()
     spark.readStream.format("postroom_history").option("max_rows_per_batch", 100_000).load()

@@ -1,4 +1,4 @@
-"""The options of the source `postroom_history`, checked before anything is read (spec spark.md, "Reading the history").
+"""The options of the source `postroom_history`, checked before anything is read (docs/contract/spark.md#spark-12).
 
 Straight from Postgres, not through the broker: its history route answers one page of JSON after the other, each as a
 member may see it. That is a fraction of the rate, on the machine that has to accept meanwhile, and a job over the whole

