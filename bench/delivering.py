@@ -21,11 +21,11 @@ from nats.js.errors import NotFoundError
 from bench.load import BODY_BYTES
 from bench.mailroom import MESH
 from bench.processes import await_http, free_port, handler, program
-from chassis.sql import read_sql
-from delivery.database import migrate
-from delivery.streams import default_streams, ensure_stream
-from delivery.subjects import event_subject, stream_name
 from embedded import EmbeddedNats, EmbeddedPostgres
+from postroom.chassis.sql import read_sql
+from postroom.delivery.database import migrate
+from postroom.delivery.streams import default_streams, ensure_stream
+from postroom.delivery.subjects import event_subject, stream_name
 
 MESSAGES: Final = 20_000
 _AGGREGATES: Final = 100
@@ -113,7 +113,7 @@ def _worker(directory: Path, nats_url: str, database: str) -> Iterator[None]:
     port = free_port()
     settings = {"NATS_URL": nats_url, "DATABASE_URL": database, "LISTEN_PORT": str(port), "LOG_LEVEL": "error"}
     environment = {f"POSTROOM_WORKER_{name}": value for name, value in settings.items()}
-    with program(directory / "worker.log", "worker", environment=environment):
+    with program(directory / "worker.log", "postroom.worker", environment=environment):
         await_http(f"http://127.0.0.1:{port}/ready")
         yield
 

@@ -16,10 +16,10 @@ from bench.delivering import running_streams, until_count
 from bench.mailroom import MESH
 from bench.processes import program
 from bench.report import Floor, Measured, Ratio, judge, judge_floor, show
-from chassis.sql import load_queries
-from delivery.subjects import event_subject
 from embedded import EmbeddedPostgres
-from ledger.database import migrate
+from postroom.chassis.sql import load_queries
+from postroom.delivery.subjects import event_subject
+from postroom.ledger.database import migrate
 
 TRANSITIONS: Final = 3000
 _OF_A_JOB: Final = 10  # activities; the last to be answered closes it
@@ -69,7 +69,7 @@ async def _prepare(pool: asyncpg.Pool[asyncpg.Record], js: JetStreamContext) -> 
 async def _worker(directory: Path, nats_url: str, database: str, pool: asyncpg.Pool[asyncpg.Record]) -> float:
     settings = {"NATS_URL": nats_url, "DATABASE_URL": database, "FLOWS": "bench.quiet_flow:flow", "LOG_LEVEL": "error"}
     environment = {f"POSTROOM_WORKER_{name}": value for name, value in settings.items()}
-    with program(directory / "worker.log", "worker", environment=environment):
+    with program(directory / "worker.log", "postroom.worker", environment=environment):
 
         async def done() -> int:
             return int(await pool.fetchval(_QUERIES["done"]))

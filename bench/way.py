@@ -20,9 +20,9 @@ import nats
 from bench.load import message, percentiles
 from bench.mailroom import MESH, Broker, broker
 from bench.processes import Daemon, Handler, await_http, daemon, free_port, handler, program
-from delivery.subjects import stream_name
 from embedded import EmbeddedNats
 from postroom import AsyncClient
+from postroom.delivery.subjects import stream_name
 
 RATE: Final = 200  # sends a second
 STAGES: Final = ("send to accept", "accept to published", "published to handler", "send to handler")
@@ -61,7 +61,7 @@ def _programs(directory: Path, nats_url: str, running: Broker) -> Iterator[tuple
     page = {"POSTROOM_WORKER_LISTEN_PORT": port, "POSTROOM_WORKER_LOG_LEVEL": "error"}
     with ExitStack() as stack:
         receiver = stack.enter_context(handler(directory))
-        stack.enter_context(program(directory / "worker.log", "worker", environment={**servers, **page}))
+        stack.enter_context(program(directory / "worker.log", "postroom.worker", environment={**servers, **page}))
         await_http(f"http://127.0.0.1:{port}/ready")
         words = ["consumer", "run", "--context", MESH, "--name", "bench", "--handler", receiver.url]
         stack.enter_context(program(directory / "consumer.log", "cli", *words, environment=servers))

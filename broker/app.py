@@ -23,8 +23,6 @@ from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
 from broker.webhooks import Webhooks
-from chassis.routes import Handler, Route, application, json_response, openapi
-from delivery.http.addresses import Guard
 from postroom import administration as api
 from postroom.accept import (
     AcceptBatch,
@@ -35,6 +33,8 @@ from postroom.accept import (
     PayloadFeature,
     RateLimitFeature,
 )
+from postroom.chassis.routes import Handler, Route, application, json_response, openapi
+from postroom.delivery.http.addresses import Guard
 
 _READY_SECONDS: Final = 2.0
 _READ: Final = (400, 401, 403, 404, 503)

@@ -25,9 +25,9 @@ from typing import Final, Literal
 from aiohttp import web
 
 from broker.database import QUERIES, Database, unavailable_as_503
-from chassis.exits import Exit, Fatal
-from chassis.postgres import CONNECT_SECONDS
 from postroom.administration import Role
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import CONNECT_SECONDS
 from postroom.errors import InvalidMessage, NotPermitted
 
 Access = Literal["anyone", "member", "reader", "mesh_admin", "broker_admin"]

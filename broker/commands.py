@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-from broker import orphans
 from broker.config import BrokerConfig, events_kept, load_config
 from broker.database import QUERIES, check_version
 from broker.main import run
 from broker.migrate import migrate
-from chassis import logs, postgres, runtime
-from chassis.exits import Exit, Fatal
+from postroom.chassis import logs, postgres, runtime
+from postroom.chassis.exits import Exit, Fatal
+from postroom.worker.orphans import Violation, check
 
 
 async def run_broker(config: BrokerConfig) -> Exit:
@@ -44,9 +45,19 @@ async def begin_incarnation(config: BrokerConfig) -> Exit:
     return Exit.OK
 
 
+async def find_orphans(url: str, *, events_kept: timedelta) -> list[Violation]:
+    """Return every violation of accept's atomicity in the database at `url`, and keep them where that may be written.
+
+    Raises `Fatal`, also where its schema is not this program's.
+    """
+    async with postgres.connected(url) as connection:
+        await check_version(connection)
+        return (await check(connection, events_kept)).violations
+
+
 async def check_orphans(config: BrokerConfig) -> Exit:
     """Print every violation of accept's atomicity; exit code 1 where there is one."""
-    violations = await orphans.check(config.database_url, events_kept=events_kept(config.retention))
+    violations = await find_orphans(config.database_url, events_kept=events_kept(config.retention))
     for kind, rows, examples in violations:
         sys.stdout.write(f"{kind}: {rows} rows, such as {', '.join(map(str, examples))}\n")
     if not violations:

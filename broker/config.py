@@ -11,15 +11,14 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from chassis.config import SECRET, load
-from chassis.exits import Exit, Fatal
-from delivery.webhooks.settings import AddressSettings, networks_of
-from postroom.accept import MAX_BATCH
+from postroom.accept import MAX_BATCH, MIN_DEDUPE_DAYS
+from postroom.chassis.config import SECRET, load
+from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.webhooks.settings import AddressSettings, networks_of
 from postroom.message import MAX_BODY_BYTES
 
 PREFIX: Final = "POSTROOM_BROKER_"
 MAX_DAYS: Final = 36_500  # a hundred years; what lies further ahead is no time that Postgres has
-MIN_DEDUPE_DAYS: Final = 7  # docs/contract/accept.md#accept-3: a daemon tries for days, and must then be recognised
 
 
 class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

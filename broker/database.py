@@ -17,9 +17,9 @@ import asyncpg
 
 from broker.migrate import ROOMS
 from broker.shares import Shares
-from chassis import postgres
-from chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool
-from chassis.sql import load_queries
+from postroom.chassis import postgres
+from postroom.chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool
+from postroom.chassis.sql import load_queries
 from postroom.errors import InvalidMessage, TryAgain
 
 QUERIES: Final = load_queries("broker")
@@ -54,7 +54,7 @@ class Database:
     async def open(cls, url: str, *, connections: int) -> Self:
         """Connect and check the schema's version.
 
-        Raises `Fatal` as `chassis.postgres.fatal_errors` says, and 78 where its schema is not this program's.
+        Raises `Fatal` as `postroom.chassis.postgres.fatal_errors` says, and 78 where its schema is not this program's.
         """
         async with AsyncExitStack() as undo:
             # and one to sweep on

@@ -17,9 +17,9 @@ from aiohttp import web
 
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
-from chassis.routes import decode_query, json_response
-from delivery.history import history_message
 from postroom.administration import HistoryPage, HistoryQuery
+from postroom.chassis.routes import decode_query, json_response
+from postroom.delivery.history import history_message
 from postroom.errors import Gone, NotFound
 from postroom.message import parse_destination
 

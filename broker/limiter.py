@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 
 from broker.config import LimiterConfig
 from broker.metrics import Metrics
-from chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import TryAgain
 
 _log = structlog.get_logger(__name__)

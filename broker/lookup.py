@@ -16,8 +16,8 @@ from broker.accept import Accepting, answer_taken
 from broker.authentication import Member
 from broker.database import QUERIES, Database
 from broker.store import Taken
-from chassis.postgres import Connection
 from postroom.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, SentMessage
+from postroom.chassis.postgres import Connection
 from postroom.errors import NotFound, TryAgain
 
 _WAIT_SECONDS: Final = 3.0  # for posts that began before; below the patience of whoever asks

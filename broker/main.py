@@ -20,10 +20,10 @@ from broker.metrics import Metrics
 from broker.retention import Sweeper
 from broker.server import serving
 from broker.store import AcceptStore
-from chassis.runtime import run_until_stopped, stop_on_signals
-from chassis.systemd import answer_watchdog, notify, watchdog_seconds
-from delivery.http.addresses import Guard
-from delivery.webhooks.settings import networks_of
+from postroom.chassis.runtime import run_until_stopped, stop_on_signals
+from postroom.chassis.systemd import answer_watchdog, notify, watchdog_seconds
+from postroom.delivery.http.addresses import Guard
+from postroom.delivery.webhooks.settings import networks_of
 
 _log = structlog.get_logger(__name__)
 

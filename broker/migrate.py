@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from chassis import postgres
+from postroom.chassis import postgres
 
-ROOMS: Final = ("delivery", "broker", "ledger")
+ROOMS: Final = ("postroom.delivery", "broker", "postroom.ledger")
 
 
 async def migrate(url: str) -> list[str]:
     """Bring the database to this program's version and return the names of what was applied, in order.
 
-    Raises `Fatal` as `chassis.postgres.migrate` does.
+    Raises `Fatal` as `postroom.chassis.postgres.migrate` does.
     """
     return await postgres.migrate(url, *ROOMS)

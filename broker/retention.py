@@ -19,7 +19,7 @@ import structlog
 from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.metrics import Metrics
-from chassis.postgres import UNREACHABLE, Connection
+from postroom.chassis.postgres import UNREACHABLE, Connection
 
 _log = structlog.get_logger(__name__)
 

@@ -22,7 +22,7 @@ from broker.database import QUERIES, Database
 from broker.identifiers import MessageIds
 from broker.incoming import Checked, Item, event
 from broker.shares import Slices
-from delivery.subjects import command_subject, event_subject
+from postroom.delivery.subjects import command_subject, event_subject
 from postroom.message import DestinationKind
 
 _WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections

@@ -12,9 +12,9 @@ from broker.administration import find_topic_id, missing, path_mesh
 from broker.authentication import PRINCIPAL
 from broker.database import QUERIES, Database
 from broker.requests import decode_body
-from chassis.routes import json_response
-from delivery.http.addresses import Guard
 from postroom import administration as api
+from postroom.chassis.routes import json_response
+from postroom.delivery.http.addresses import Guard
 from postroom.errors import Conflict, NotFound
 
 MOST_PER_TOPIC: Final = 10  # each is a consumer at every worker

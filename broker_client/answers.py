@@ -19,10 +19,10 @@ from random import Random
 from typing import Final, NamedTuple
 
 from broker_client.settings import RelaySettings
-from chassis.backoff import clamp_retry_after, full_jitter
-from chassis.words import clean
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
+from postroom.chassis.backoff import clamp_retry_after, full_jitter
+from postroom.chassis.words import clean
 
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 

@@ -15,8 +15,8 @@ import aiohttp
 from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import BrokerClientSettings
 from broker_client.token import TokenFile
-from chassis.exits import Exit, Fatal
-from chassis.words import clean
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.words import clean
 
 _CHUNK: Final = 64 * 1024
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})

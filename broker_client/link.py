@@ -18,9 +18,6 @@ from broker_client.channel import Channel, Reply
 from broker_client.clock import ConfirmedClock
 from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import BrokerClientSettings
-from chassis.backoff import read_retry_after
-from chassis.config import MASK
-from chassis.words import clean
 from outbox.model import Accepted, ClaimedRow, DoneRow, Unanswered
 from postroom.accept import (
     OVERLOADED,
@@ -32,6 +29,9 @@ from postroom.accept import (
     SentMessage,
 )
 from postroom.administration import Subscribe, Subscription, TopicList
+from postroom.chassis.backoff import read_retry_after
+from postroom.chassis.config import MASK
+from postroom.chassis.words import clean
 from postroom.errors import Problem, error_for
 from postroom.ids import is_client_message_id
 from postroom.message import parse_destination

@@ -16,11 +16,11 @@ from broker_client.link import BrokerLink
 from broker_client.reactions import REACTIONS
 from broker_client.settings import RelaySettings
 from broker_client.suspects import Suspects
-from chassis.backoff import clamp_retry_after
-from chassis.words import clean
 from outbox import Outbox
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
+from postroom.chassis.backoff import clamp_retry_after
+from postroom.chassis.words import clean
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)

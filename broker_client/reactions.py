@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import RelaySettings
-from chassis.backoff import RETRY_AFTER_LEAST, full_jitter
+from postroom.chassis.backoff import RETRY_AFTER_LEAST, full_jitter
 
 
 class Reaction(NamedTuple):

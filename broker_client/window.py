@@ -14,10 +14,10 @@ from typing import Final
 import msgspec
 import structlog
 
-from chassis.exits import Exit, Fatal
-from chassis.ownership import open_private
-from chassis.words import clean
 from postroom.accept import DEDUPE_MODES, DedupeFeature, Features
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import open_private
+from postroom.chassis.words import clean
 
 _log = structlog.get_logger(__name__)
 

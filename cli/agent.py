@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.noun import Config, DryRun, Json, Since, Yes, noun
 from cli.output import confirm, fields, json_line, line
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from delivery.agents.inspecting import Verified
     from postroom.agent import Agent
-    from worker.agent_config import AgentConfig
+    from postroom.delivery.agents.inspecting import Verified
+    from postroom.worker.agent_config import AgentConfig
 
 app = noun("Run agents, and look at their event stores.")
 
@@ -42,7 +42,7 @@ State = Annotated[
 @app.command()
 def run(*, agent: Name = None, config: Config = None, tenant: Tenant = None, workspace: Workspace = None) -> None:
     """Handle messages until a signal says stop. Those of one agent on one host share its store and its work."""
-    from worker.agent import main  # noqa: PLC0415
+    from postroom.worker.agent import main  # noqa: PLC0415
 
     agent_class, loaded = _load(agent, config, tenant, workspace)
     raise SystemExit(main(agent_class, loaded))
@@ -59,8 +59,8 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Build an agent's state from its store and show it; nothing is handled and nothing is published."""
-    from delivery.agents.inspecting import replay as replay_store  # noqa: PLC0415
-    from delivery.agents.rebuilding import Differs  # noqa: PLC0415
+    from postroom.delivery.agents.inspecting import replay as replay_store  # noqa: PLC0415
+    from postroom.delivery.agents.rebuilding import Differs  # noqa: PLC0415
 
     agent_class, database = _stored(agent, config, tenant, workspace, state_directory)
     try:
@@ -90,7 +90,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Compute a store's state hash anew; exit code 1, and the first position that differs, where it is another."""
-    from delivery.agents.inspecting import verify as verify_store  # noqa: PLC0415
+    from postroom.delivery.agents.inspecting import verify as verify_store  # noqa: PLC0415
 
     _, database = _stored(agent, config, tenant, workspace, state_directory)
     verified = asyncio.run(verify_store(database))
@@ -115,7 +115,7 @@ def republish(
     as_json: Json = False,
 ) -> None:
     """Publish again what an agent published since a time; the agent does it, within seconds or when it is started."""
-    from delivery.agents.republishing import republish as republish_since  # noqa: PLC0415
+    from postroom.delivery.agents.republishing import republish as republish_since  # noqa: PLC0415
 
     _, database = _stored(agent, config, tenant, workspace, state_directory)
     if not dry_run:
@@ -142,8 +142,8 @@ def _show(verified: Verified, *, as_json: bool) -> None:
 def _load(
     agent: str | None, config: Path | None, tenant: str | None, workspace: str | None
 ) -> tuple[type[Agent[Any]], AgentConfig]:
-    from delivery.agents.loading import load_agent  # noqa: PLC0415
-    from worker.agent_config import load_config  # noqa: PLC0415
+    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
+    from postroom.worker.agent_config import load_config  # noqa: PLC0415
 
     loaded = load_config(config, tenant=tenant, workspace=workspace)
     name = agent or loaded.agent_class
@@ -158,9 +158,9 @@ def _stored(
     agent: str | None, config: Path | None, tenant: str | None, workspace: str | None, directory: Path | None
 ) -> tuple[type[Agent[Any]], Path]:
     """Return an agent and where its store lies; without a config where both are given."""
-    from delivery.agents.loading import load_agent  # noqa: PLC0415
-    from delivery.agents.runtime import database  # noqa: PLC0415
-    from worker.agent_config import state_directory  # noqa: PLC0415
+    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
+    from postroom.delivery.agents.runtime import database  # noqa: PLC0415
+    from postroom.worker.agent_config import state_directory  # noqa: PLC0415
 
     if agent is not None and directory is not None:
         return load_agent(agent), database(directory)

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import NoReturn
 
-from chassis.exits import Exit
 from cli.connect import with_broker
 from cli.noun import Config, Json, TokenFile, Url, noun
 from cli.output import fields, json_line
+from postroom.chassis.exits import Exit
 
 app = noun("Run and check the broker.")
 
@@ -37,11 +37,11 @@ def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
     """Check that every accept has all its rows; exit code 1 where one has not."""
     if not as_json:
         _command("orphan-check", config)
+    from broker.commands import find_orphans  # noqa: PLC0415
     from broker.config import events_kept, load_config  # noqa: PLC0415
-    from broker.orphans import check  # noqa: PLC0415
 
     settings = load_config(config)
-    violations = asyncio.run(check(settings.database_url, events_kept=events_kept(settings.retention)))
+    violations = asyncio.run(find_orphans(settings.database_url, events_kept=events_kept(settings.retention)))
     for violation in violations:
         json_line(violation._asdict())
     if violations:

@@ -11,16 +11,13 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Final
 
-from chassis.exits import Fatal
-from chassis.findings import Finding
 from cli.connect import read_token
 from cli.dependencies import look_at_servers
 from postroom import AsyncClient, BrokerClient, PostroomError
+from postroom.chassis.exits import Fatal
+from postroom.chassis.findings import Finding
 
-PROGRAMS: Final = (
-    *("broker", "broker_client", "chassis", "cli", "daemon", "delivery", "embedded", "inbox", "ipc", "ledger"),
-    *("outbox", "pipeline", "worker"),
-)
+PROGRAMS: Final = (*("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline"),)
 OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables
 TWO_CONNECTIONS_SQLITE: Final = (3, 51, 3)  # the first without the bug that forbids a second writer or checkpointer
 FREE_BYTES: Final = 1024**3

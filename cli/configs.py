@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chassis.exits import Fatal
+from postroom.chassis.exits import Fatal
 
 if TYPE_CHECKING:
     from daemon.config import DaemonConfig

@@ -61,8 +61,8 @@ def run(
 
     Directly, POSTROOM_NATS_URL and POSTROOM_DATABASE_URL name the servers, as `postroom up` writes them.
     """
-    from worker.consumer import main  # noqa: PLC0415
-    from worker.consumer_config import PREFIX, direct_config, load_config  # noqa: PLC0415
+    from postroom.worker.consumer import main  # noqa: PLC0415
+    from postroom.worker.consumer_config import PREFIX, direct_config, load_config  # noqa: PLC0415
 
     direct = (context, name, handler, stream, subject, secret_file)
     if not any(direct) and (config is not None or any(variable.startswith(PREFIX) for variable in os.environ)):

@@ -38,9 +38,9 @@ def rotate_token(*, config: Config = None) -> None:
 @app.command()
 def check(*, config: Config = None, as_json: Json = False) -> None:
     """Show the effective config, secrets masked, and try everything that it names."""
-    from chassis.config import effective  # noqa: PLC0415
-    from chassis.findings import Finding  # noqa: PLC0415
     from daemon.checks import check as find  # noqa: PLC0415
+    from postroom.chassis.config import effective  # noqa: PLC0415
+    from postroom.chassis.findings import Finding  # noqa: PLC0415
 
     loaded = daemon_config(config)
     settings = {".".join(setting.path): value for setting, value in effective(loaded)}

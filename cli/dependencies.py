@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from chassis.exits import Exit, Fatal
-from chassis.findings import Finding
 from cli import jetstream
 from postroom import PostroomError
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.findings import Finding
 
 _REDIS_MILLISECONDS: Final = 5000
 
@@ -39,7 +39,7 @@ _VARIABLES: Final = {
 
 
 async def _postgres(url: str, _: Mapping[str, str]) -> str:
-    from chassis.postgres import connected  # noqa: PLC0415
+    from postroom.chassis.postgres import connected  # noqa: PLC0415
 
     async with connected(url) as connection:
         version = connection.get_server_version()
@@ -64,9 +64,9 @@ async def _redis(url: str, _: Mapping[str, str]) -> str:
 
 async def _nats(url: str, environ: Mapping[str, str]) -> str:
     """Ask for JetStream, without which NATS is of no use here."""
-    from delivery.errors import NATS_ERRORS, from_nats  # noqa: PLC0415
-    from delivery.nats import connect  # noqa: PLC0415
-    from delivery.settings import NatsSettings  # noqa: PLC0415
+    from postroom.delivery.errors import NATS_ERRORS, from_nats  # noqa: PLC0415
+    from postroom.delivery.nats import connect  # noqa: PLC0415
+    from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
 
     file = environ.get("POSTROOM_NATS_CREDENTIALS_FILE")
     settings = NatsSettings(url=url, credentials_file=None if file is None else Path(file))

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
 
 import typer
 
-from chassis.exits import Exit, Fatal
-from chassis.users import this_user
 from cli.jetstream import Credentials, NatsUrl, reached
 from cli.noun import Database, DryRun, Json, Mesh, Yes, noun
 from cli.output import ago, confirm, fields, json_line, line, listing, note, reason_or_ask, table
 from cli.quantities import age
 from cli.selection import chosen_ids
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.users import this_user
 
 if TYPE_CHECKING:
-    from delivery.dead_letters.operations import LetterFilter, LetterOperations, StoredLetter
+    from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations, StoredLetter
 
     Act: TypeAlias = Callable[[LetterOperations, StoredLetter, str], Awaitable[dict[str, Any]]]
 
@@ -241,10 +241,10 @@ def _with_letters(
     reach: _Reach, work: Callable[[LetterOperations], Awaitable[Any]], unreachable: list[Any] | None = None
 ) -> Any:
     """Return what `work` returns; with a list for it, a NATS that cannot be reached is noted there and not raised."""
-    from chassis.postgres import acting, check_version, connected  # noqa: PLC0415
-    from delivery.database import ROOM  # noqa: PLC0415
-    from delivery.dead_letters.operations import LetterOperations  # noqa: PLC0415
     from postroom import PostroomError  # noqa: PLC0415
+    from postroom.chassis.postgres import acting, check_version, connected  # noqa: PLC0415
+    from postroom.delivery.database import ROOM  # noqa: PLC0415
+    from postroom.delivery.dead_letters.operations import LetterOperations  # noqa: PLC0415
 
     mesh, database, nats_url, credentials = reach
     if mesh is None:
@@ -285,7 +285,7 @@ def _filter(
     consumer: str | None,
     older_than: float | None,
 ) -> LetterFilter:
-    from delivery.dead_letters.operations import LetterFilter  # noqa: PLC0415
+    from postroom.delivery.dead_letters.operations import LetterFilter  # noqa: PLC0415
 
     return LetterFilter(
         ids=None if ids is None else frozenset(ids),

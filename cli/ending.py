@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import typer
 
-from chassis.exits import EXIT_OF, Exit, Fatal
+from postroom.chassis.exits import EXIT_OF, Exit, Fatal
 
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
 READER_GONE: Final = 141  # 128 + SIGPIPE: whoever read the output went away, as `head` does

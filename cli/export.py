@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from chassis.exits import Exit, Fatal
 from cli.output import json_line
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import AsyncClient, ListQuery

@@ -7,10 +7,10 @@ from typing import Annotated, Final
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.noun import Config, Json, Yes, noun
 from cli.output import ago, confirm, line, listing, reason_or_ask
 from cli.selection import chosen_ids
+from postroom.chassis.exits import Exit, Fatal
 
 Context = Annotated[
     str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
@@ -31,8 +31,8 @@ def failing(source: str) -> typer.Typer:
     @app.command("list")
     def list_(*, context: Context = None, config: Config = None, as_json: Json = False) -> None:
         """List what fails, oldest first, and how many wait behind each; never their payloads."""
-        from worker.commands import ask_failing  # noqa: PLC0415
-        from worker.config import load_config  # noqa: PLC0415
+        from postroom.worker.commands import ask_failing  # noqa: PLC0415
+        from postroom.worker.config import load_config  # noqa: PLC0415
 
         listing(
             asyncio.run(ask_failing(load_config(config), source, context)),
@@ -44,8 +44,8 @@ def failing(source: str) -> typer.Typer:
     @app.command()
     def drop(*, ids: Ids = None, reason: Why = None, config: Config = None, yes: Yes = False) -> None:
         """Take out for good what fails, so that what waits behind it goes; who did it, and why, is in `log`."""
-        from worker.commands import drop_chosen  # noqa: PLC0415
-        from worker.config import load_config  # noqa: PLC0415
+        from postroom.worker.commands import drop_chosen  # noqa: PLC0415
+        from postroom.worker.config import load_config  # noqa: PLC0415
 
         settings, chosen = load_config(config), chosen_ids(ids)
         if not chosen:
@@ -59,8 +59,8 @@ def failing(source: str) -> typer.Typer:
     @app.command()
     def log(*, config: Config = None, as_json: Json = False) -> None:
         """Show what operators dropped, and why."""
-        from worker.commands import ask_dropped  # noqa: PLC0415
-        from worker.config import load_config  # noqa: PLC0415
+        from postroom.worker.commands import ask_dropped  # noqa: PLC0415
+        from postroom.worker.config import load_config  # noqa: PLC0415
 
         listing(
             asyncio.run(ask_dropped(load_config(config), source)),

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from chassis.exits import Exit
 from cli.output import json_line, table
+from postroom.chassis.exits import Exit
 
 if TYPE_CHECKING:
-    from chassis.findings import Finding
+    from postroom.chassis.findings import Finding
 
 
 def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from chassis.exits import Exit, Fatal
-from chassis.users import this_user
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.users import this_user
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -35,8 +35,8 @@ Credentials = Annotated[
 @asynccontextmanager
 async def reached(url: str | None, credentials: Path | None) -> AsyncIterator[JetStreamContext]:
     """Lend a context of JetStream at `url`; raises `Unavailable` or `NotPermitted` where a person waited in vain."""
-    from delivery.nats import connect  # noqa: PLC0415
-    from delivery.settings import NatsSettings  # noqa: PLC0415
+    from postroom.delivery.nats import connect  # noqa: PLC0415
+    from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
 
     if url is None:
         raise Fatal(Exit.USAGE, "say where NATS is: set POSTROOM_NATS_URL, or --nats-url")

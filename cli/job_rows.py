@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from cli.output import ago
 
 if TYPE_CHECKING:
-    from ledger.messages import MessageRow
-    from ledger.operating import ActivityRow, JobRow, JobTree
+    from postroom.ledger.messages import MessageRow
+    from postroom.ledger.operating import ActivityRow, JobRow, JobTree
 
 COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
 STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "REQUEST", "ERROR")
@@ -61,14 +61,14 @@ def told(found: MessageRow) -> list[tuple[str, Any]]:
 
 def drawn(found: JobTree) -> Iterator[tuple[str, ActivityRow]]:
     """Draw the tree: what stands before each step, and the step."""
-    from ledger.drawing import draw  # noqa: PLC0415
+    from postroom.ledger.drawing import draw  # noqa: PLC0415
 
     return draw(found.activities, key=lambda activity: activity.id, parent=lambda activity: activity.parent)
 
 
 def folded(found: JobTree) -> Iterator[tuple[str, ActivityRow, int]]:
     """Draw the tree with leaves that look the same as one line, and their number."""
-    from ledger.drawing import draw, fold  # noqa: PLC0415
+    from postroom.ledger.drawing import draw, fold  # noqa: PLC0415
 
     folded = fold(
         found.activities,

@@ -11,15 +11,15 @@ from uuid import UUID, uuid4
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.job_rows import COLUMNS, STEPS, cells, described, drawn, folded, step_cells, step_name, told
 from cli.noun import Database, Json, Mesh, Reason, Yes, noun
 from cli.output import confirm, fields, json_line, line, note, reason_or_ask, table
 from cli.selection import chosen_ids
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from chassis.postgres import Connection
-    from ledger.operating import JobTree
+    from postroom.chassis.postgres import Connection
+    from postroom.ledger.operating import JobTree
 
 T = TypeVar("T")
 
@@ -81,9 +81,9 @@ def start(
         postroom jobs start nightly_export:flow --request '{"day": "2026-01-31"}'
         postroom jobs start nightly_export:flow --job 6fa459ea-ee8a-3ca4-894e-db77e160355e --request - < request.json
     """  # noqa: D301 - \b: as it stands
-    from ledger.loading import load_flow  # noqa: PLC0415
-    from ledger.operating import start as begin  # noqa: PLC0415
-    from ledger.primitives import Start  # noqa: PLC0415
+    from postroom.ledger.loading import load_flow  # noqa: PLC0415
+    from postroom.ledger.operating import start as begin  # noqa: PLC0415
+    from postroom.ledger.primitives import Start  # noqa: PLC0415
 
     if mesh is None:
         raise Fatal(Exit.USAGE, "say which mesh with --mesh, or set POSTROOM_MESH")
@@ -114,7 +114,7 @@ def list_(
         postroom jobs list --state failed
         postroom jobs list --flow nightly-export --limit 5 --json
     """  # noqa: D301 - \b: as it stands
-    from ledger.operating import JobFilter, find_jobs  # noqa: PLC0415
+    from postroom.ledger.operating import JobFilter, find_jobs  # noqa: PLC0415
 
     _check_state(state)
     wanted = JobFilter(mesh=mesh, flow=flow, state=state)
@@ -165,7 +165,7 @@ def retry(
         postroom jobs retry 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the disk has room again"
         postroom jobs list --state failed --json | postroom jobs retry - --reason mended --yes
     """  # noqa: D301 - \b: as it stands
-    from ledger.retrying import retry_job  # noqa: PLC0415
+    from postroom.ledger.retrying import retry_job  # noqa: PLC0415
 
     _operate("retry", retry_job, jobs, reason, database, yes=yes, as_json=as_json)
 
@@ -179,7 +179,7 @@ def cancel(
     \b
         postroom jobs cancel 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the wrong day"
     """  # noqa: D301 - \b: as it stands
-    from ledger.operating import cancel_job  # noqa: PLC0415
+    from postroom.ledger.operating import cancel_job  # noqa: PLC0415
 
     _operate("cancel", cancel_job, jobs, reason, database, yes=yes, as_json=as_json)
 
@@ -210,8 +210,8 @@ def explain(
 
 
 def _explain_ledger(ledger: str, *, as_json: bool) -> None:
-    from ledger.digits import explain as read  # noqa: PLC0415
-    from ledger.digits import kind_of  # noqa: PLC0415
+    from postroom.ledger.digits import explain as read  # noqa: PLC0415
+    from postroom.ledger.digits import kind_of  # noqa: PLC0415
 
     meanings = read(ledger)
     if as_json:
@@ -224,8 +224,8 @@ def _explain_ledger(ledger: str, *, as_json: bool) -> None:
 
 
 def _explain_message(database: str | None, message: str, *, as_json: bool) -> None:
-    from ledger.digits import explain as read  # noqa: PLC0415
-    from ledger.messages import find_message  # noqa: PLC0415
+    from postroom.ledger.digits import explain as read  # noqa: PLC0415
+    from postroom.ledger.messages import find_message  # noqa: PLC0415
 
     for number, found in enumerate(_with_database(database, lambda connection: find_message(connection, message))):
         if as_json:
@@ -257,8 +257,8 @@ def _operate(
     confirm(f"{verb.capitalize()} {chosen[0] if len(chosen) == 1 else f'{len(chosen)} jobs'}?", yes=yes)
 
     async def work(connection: Connection) -> int:
-        from chassis.postgres import acting  # noqa: PLC0415
         from postroom import PostroomError  # noqa: PLC0415
+        from postroom.chassis.postgres import acting  # noqa: PLC0415
 
         failed = 0
         for job in chosen:
@@ -278,15 +278,15 @@ def _operate(
 
 
 def _find(database: str | None, job: UUID) -> JobTree:
-    from ledger.operating import show_job  # noqa: PLC0415
+    from postroom.ledger.operating import show_job  # noqa: PLC0415
 
     return _with_database(database, lambda connection: show_job(connection, job))
 
 
 def _with_database(url: str | None, work: Callable[[Connection], Awaitable[T]]) -> T:
     """Run `work` with a connection to the database of jobs, whose tables are this program's."""
-    from chassis.postgres import check_version, connected  # noqa: PLC0415
-    from ledger.database import ROOMS  # noqa: PLC0415
+    from postroom.chassis.postgres import check_version, connected  # noqa: PLC0415
+    from postroom.ledger.database import ROOMS  # noqa: PLC0415
 
     if url is None:
         raise Fatal(Exit.USAGE, "say where the jobs are: set POSTROOM_DATABASE_URL, or --database")
@@ -319,7 +319,7 @@ def _check_traceparent(text: str | None) -> None:
 
 
 def _check_state(state: str | None) -> None:
-    from ledger.states import JOB_STATES  # noqa: PLC0415
+    from postroom.ledger.states import JOB_STATES  # noqa: PLC0415
 
     if state is not None and state not in JOB_STATES:
         raise typer.BadParameter(f"{state!r} is no state: {', '.join(JOB_STATES)}", param_hint="--state")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
-from chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import SendRequest

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.connect import mesh_of, with_broker
 from cli.noun import Json, Mesh, TokenFile, Url, Yes, named, noun
 from cli.output import confirm, json_line, line, listing
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import BrokerClient

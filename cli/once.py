@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from chassis.exits import Exit, Fatal
-from chassis.users import this_user
 from cli.noun import Json, Reason, Yes, noun
 from cli.output import confirm, fields, json_line, line, note, reason_or_ask, table
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.users import this_user
 
 if TYPE_CHECKING:
     from postroom.errors import NotFound

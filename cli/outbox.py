@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.configs import daemon_config
 from cli.connect import with_daemon
 from cli.export import export_rows
@@ -28,6 +27,7 @@ from cli.selection import (
     chosen_ids,
     row_filter,
 )
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from daemon.maintenance import Recovery

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.ending import printable
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chassis.exits import Exit, Fatal
 from cli.files import read_plain_file
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom.message import SendRequest

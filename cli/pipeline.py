@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from chassis.exits import Exit
 from cli.noun import Json, noun
 from cli.output import fields, json_line, line, note, table
+from postroom.chassis.exits import Exit
 
 app = noun("Run the pipelines over the history, with Spark.")
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from chassis.exits import Exit, Fatal
 from cli.connect import with_daemon
 from cli.output import confirm, json_line, line, note
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import AsyncClient, OutboxRow, RowFilter

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.output import note
 from cli.quantities import age
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import RowFilter

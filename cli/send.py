@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Final, TextIO
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.composing import Common, body_of, json_lines, meta_of, moment_of, plain_lines
 from cli.connect import with_daemon
 from cli.files import read_plain_file
@@ -19,6 +18,7 @@ from cli.noun import Json, Socket, named, noun
 from cli.output import json_line, line, note
 from cli.quantities import duration
 from cli.sending import send_lines
+from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import AsyncClient, OutboxRow, PostroomError, SendResult

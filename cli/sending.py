@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, TextIO
 
-from chassis.exits import Exit
 from cli.connect import with_daemon
 from cli.lines import Source, size_of
 from cli.output import json_line, line, note
+from postroom.chassis.exits import Exit
 
 if TYPE_CHECKING:
     from postroom import AsyncClient, BatchResult, SendRequest

@@ -17,8 +17,8 @@ from typing import Annotated, Final, NamedTuple
 
 import typer
 
-from chassis.exits import Exit, Fatal
 from cli.noun import DryRun, noun
+from postroom.chassis.exits import Exit, Fatal
 
 app = noun()
 

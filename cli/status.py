@@ -24,9 +24,9 @@ _ANSWER_SECONDS: Final = 2.0
 @app.command()
 def status(*, state: State = None, as_json: Json = False) -> None:
     """Show every process of `postroom up`, its pid, its address and its backlog; exit code 69 unless all run."""
-    from chassis.exits import Exit  # noqa: PLC0415
     from cli.stack import Stack  # noqa: PLC0415
     from cli.stack.supervisor import supervisor_of  # noqa: PLC0415
+    from postroom.chassis.exits import Exit  # noqa: PLC0415
 
     layout = layout_of(state)
     layout.check()
@@ -66,8 +66,8 @@ async def _answer(asked: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     """Wait for what to show; what to say instead where there is no answer in time, or an error for one."""
     from aiohttp import ClientError  # noqa: PLC0415
 
-    from chassis.exits import Fatal  # noqa: PLC0415
     from postroom import PostroomError  # noqa: PLC0415
+    from postroom.chassis.exits import Fatal  # noqa: PLC0415
 
     try:
         return await asyncio.wait_for(asked, _ANSWER_SECONDS)
@@ -102,8 +102,8 @@ async def _unpublished(stack: Stack) -> dict[str, Any]:
 
 async def _jobs(stack: Stack) -> dict[str, Any]:
     """Ask Postgres for the jobs that an operator looks after."""
-    from chassis.postgres import connected  # noqa: PLC0415
-    from ledger.operating import count_jobs  # noqa: PLC0415
+    from postroom.chassis.postgres import connected  # noqa: PLC0415
+    from postroom.ledger.operating import count_jobs  # noqa: PLC0415
 
     async with connected(stack.postgres.url) as connection:
         counts = await count_jobs(connection)
@@ -118,10 +118,10 @@ async def _jobs(stack: Stack) -> dict[str, Any]:
 
 async def _dead_letters(stack: Stack) -> dict[str, Any]:
     """Ask the record, and JetStream for those of agents, how many dead letters each mesh has."""
-    from chassis.postgres import connected  # noqa: PLC0415
-    from delivery.dead_letters.operations import count_letters  # noqa: PLC0415
-    from delivery.nats import connect  # noqa: PLC0415
-    from delivery.settings import NatsSettings  # noqa: PLC0415
+    from postroom.chassis.postgres import connected  # noqa: PLC0415
+    from postroom.delivery.dead_letters.operations import count_letters  # noqa: PLC0415
+    from postroom.delivery.nats import connect  # noqa: PLC0415
+    from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
 
     settings = NatsSettings(url=stack.nats.url)
     connection = await connect(settings, name="postroom status", patience=_ANSWER_SECONDS, logged=False)

@@ -64,10 +64,10 @@ def layout_of(state: Path | None) -> Layout:
 
 def _run(layout: Layout) -> None:
     """Start everything, say how to use it, and supervise it until Ctrl-C or SIGTERM."""
-    from chassis.systemd import notify  # noqa: PLC0415
     from cli.stack import Stack, fatal_failures  # noqa: PLC0415
     from cli.stack.interruption import Interrupted, interruptible  # noqa: PLC0415
     from cli.stack.supervisor import keep_running, supervising  # noqa: PLC0415
+    from postroom.chassis.systemd import notify  # noqa: PLC0415
 
     stack = Stack(layout.state)
     with interruptible(), supervising(layout), fatal_failures():

@@ -31,7 +31,7 @@ def run(*, config: Config = None, flow: Flows = None) -> None:
 
     Any number of workers may run, beside the one of `postroom up` too: they share the work.
     """
-    from worker.commands import main  # noqa: PLC0415
+    from postroom.worker.commands import main  # noqa: PLC0415
 
     raise SystemExit(main(config, flow or ()))
 
@@ -39,8 +39,8 @@ def run(*, config: Config = None, flow: Flows = None) -> None:
 @app.command()
 def backlog(*, context: Context = None, config: Config = None, as_json: Json = False) -> None:
     """Show what waits to be published, and since when."""
-    from worker.commands import ask_backlogs  # noqa: PLC0415
-    from worker.config import load_config  # noqa: PLC0415
+    from postroom.worker.commands import ask_backlogs  # noqa: PLC0415
+    from postroom.worker.config import load_config  # noqa: PLC0415
 
     found = asyncio.run(ask_backlogs(load_config(config), context))
     if as_json:
@@ -63,8 +63,8 @@ def redrive(
     as_json: Json = False,
 ) -> None:
     """Publish again what was published since a time and is not known to be handled; inboxes skip what they have."""
-    from worker.commands import redrive_since  # noqa: PLC0415
-    from worker.config import load_config  # noqa: PLC0415
+    from postroom.worker.commands import redrive_since  # noqa: PLC0415
+    from postroom.worker.config import load_config  # noqa: PLC0415
 
     settings = load_config(config)
     if not dry_run:

@@ -14,14 +14,14 @@ from pathlib import Path
 from broker_client.failures import RequestFailed
 from broker_client.link import BrokerLink
 from broker_client.window import max_age_hours
-from chassis.exits import Fatal
-from chassis.findings import Finding
-from chassis.listener import refuse_path
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
-from delivery.nats import connect
-from delivery.settings import NatsSettings
 from ipc.tokens import LocalToken
 from postroom.accept import Features
+from postroom.chassis.exits import Fatal
+from postroom.chassis.findings import Finding
+from postroom.chassis.listener import refuse_path
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError
 
 

@@ -14,13 +14,13 @@ import msgspec
 from msgspec import Meta, field
 
 from broker_client.settings import BrokerClientSettings, RelaySettings
-from chassis.config import load
-from chassis.exits import Exit, Fatal
-from delivery.settings import NatsSettings
 from inbox import InboxSettings
 from ipc.limits import Limits
 from outbox.settings import OutboxSettings
 from postroom.administration import SLUG_PATTERN
+from postroom.chassis.config import load
+from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.settings import NatsSettings
 
 PREFIX: Final = "POSTROOM_DAEMON_"
 

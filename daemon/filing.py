@@ -10,10 +10,10 @@ from typing import Final
 import msgspec
 import structlog
 
-from delivery.consuming import DONE, Dead, Delivery, Settle
 from inbox import Inbox
 from postroom.administration import HistoryMessage, HistoryQuery
 from postroom.broker import BrokerClient
+from postroom.delivery.consuming import DONE, Dead, Delivery, Settle
 from postroom.errors import Gone, PostroomError
 
 _log = structlog.get_logger(__name__)

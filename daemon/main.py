@@ -16,12 +16,12 @@ from typing import Final
 
 import structlog
 
-from chassis import runtime
-from chassis.exits import Exit, Fatal
-from chassis.logs import configure
 from daemon.config import DaemonConfig, load_config
 from daemon.postroomd import Postroomd
 from daemon.service_manager import ready, stopping
+from postroom.chassis import runtime
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.logs import configure
 
 UMASK: Final = 0o077
 

@@ -13,12 +13,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from broker_client.counters import LATENCY_BOUNDS as POST_BOUNDS
 from broker_client.counters import RelayCounters
 from broker_client.relay import Relay
-from chassis.metrics import exposition
 from daemon.receiver import Receiver
 from ipc.counters import LATENCY_BOUNDS as ACCEPT_BOUNDS
 from ipc.counters import Counters
 from outbox import Outbox
 from outbox.model import Missing, OutboxCounts
+from postroom.chassis.metrics import exposition
 
 PREFIX: Final = "postroom_daemon_"
 _process = ProcessCollector(registry=None)

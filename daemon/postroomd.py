@@ -18,8 +18,6 @@ import structlog
 
 from broker_client.link import BrokerLink
 from broker_client.relay import Relay
-from chassis.listener import loopback_listener, refuse_path, remove, unix_listener
-from chassis.systemd import listen_sockets
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
@@ -33,6 +31,8 @@ from ipc.services import NoInbox, Services
 from ipc.tcp_guard import TcpGuard
 from ipc.tokens import LocalToken
 from outbox import Outbox
+from postroom.chassis.listener import loopback_listener, refuse_path, remove, unix_listener
+from postroom.chassis.systemd import listen_sockets
 
 _log = structlog.get_logger(__name__)
 

@@ -19,15 +19,15 @@ from nats.aio.client import Client
 
 from broker_client.settings import BrokerClientSettings
 from daemon.filing import Filing, FilingCounters, refill
-from delivery.consuming import Consumer
-from delivery.dead_letters import StreamLetters
-from delivery.nats import connect
-from delivery.settings import ConsumerSettings, NatsSettings
-from delivery.subjects import inbox_subject, stream_name
 from inbox import Broken, Inbox, InboxSettings, now_ms
 from inbox.errors import unavailable
 from postroom.accept import Features
 from postroom.broker import BrokerClient
+from postroom.delivery.consuming import Consumer
+from postroom.delivery.dead_letters import StreamLetters
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.subjects import inbox_subject, stream_name
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Final
 
 from broker_client.relay import Relay
-from chassis.systemd import notify, watchdog_seconds
 from outbox import Outbox
+from postroom.chassis.systemd import notify, watchdog_seconds
 from postroom.errors import PostroomError
 
 STATUS_SECONDS: Final = 5.0

@@ -4,16 +4,16 @@ from pathlib import Path
 
 from broker.config import PREFIX as BROKER_PREFIX
 from broker.config import BrokerConfig
-from chassis.reference import reference
 from daemon.config import PREFIX as DAEMON_PREFIX
 from daemon.config import DaemonConfig
-from delivery.settings import StreamSettings
-from worker.agent_config import PREFIX as AGENT_PREFIX
-from worker.agent_config import AgentConfig
-from worker.config import PREFIX as WORKER_PREFIX
-from worker.config import WorkerConfig
-from worker.consumer_config import PREFIX as CONSUMER_PREFIX
-from worker.consumer_config import ConsumerConfig
+from postroom.chassis.reference import reference
+from postroom.delivery.settings import StreamSettings
+from postroom.worker.agent_config import PREFIX as AGENT_PREFIX
+from postroom.worker.agent_config import AgentConfig
+from postroom.worker.config import PREFIX as WORKER_PREFIX
+from postroom.worker.config import WorkerConfig
+from postroom.worker.consumer_config import PREFIX as CONSUMER_PREFIX
+from postroom.worker.consumer_config import ConsumerConfig
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from chassis.sqlite import is_full
+from postroom.chassis.sqlite import is_full
 from postroom.errors import InvalidMessage, PostroomError, TryAgain
 
 

@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
-from chassis.sql import load_queries
-from chassis.sqlite import open_reader
-from chassis.sqlite_file import OwnedFile
 from inbox.errors import invalid_cursor, invalid_event_id
 from inbox.model import MessageFilter, Page, StoredMessage, row_of
 from inbox.opening import open_file
 from inbox.reading import PAGE_BYTES, FileState, Reader
 from inbox.writer import Writer
 from postroom.administration import HistoryMessage
+from postroom.chassis.sql import load_queries
+from postroom.chassis.sqlite import open_reader
+from postroom.chassis.sqlite_file import OwnedFile
 from postroom.errors import PostroomError
 from postroom.ids import new_id
 

@@ -6,8 +6,8 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from chassis import sqlite_migrate
-from chassis.sql import migrations
+from postroom.chassis import sqlite_migrate
+from postroom.chassis.sql import migrations
 
 APPLICATION_ID: Final = int.from_bytes(b"PSTI", "big")  # in the file's header
 MIGRATIONS: Final = migrations("inbox")

@@ -8,12 +8,12 @@ from typing import Final
 
 import structlog
 
-from chassis.sql import load_queries
-from chassis.sqlite import QUERIES as SQLITE
-from chassis.sqlite import Connection
-from chassis.sqlite_file import OwnedFile, set_aside
-from chassis.sqlite_opening import Damaged, open_owned
 from inbox.migrate import migrate
+from postroom.chassis.sql import load_queries
+from postroom.chassis.sqlite import QUERIES as SQLITE
+from postroom.chassis.sqlite import Connection
+from postroom.chassis.sqlite_file import OwnedFile, set_aside
+from postroom.chassis.sqlite_opening import Damaged, open_owned
 
 _QUERIES: Final = load_queries("inbox", "sql/write.sql")
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-from chassis.sql import load_queries
-from chassis.sqlite import Connection, in_snapshot, is_broken
 from inbox.errors import from_sqlite, unavailable
 from inbox.model import MessageFilter, Page, StoredMessage
+from postroom.chassis.sql import load_queries
+from postroom.chassis.sqlite import Connection, in_snapshot, is_broken
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 
-from chassis.sqlite import QUERIES, Connection, is_broken
 from inbox.errors import broken, from_sqlite, unavailable
+from postroom.chassis.sqlite import QUERIES, Connection, is_broken
 
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]

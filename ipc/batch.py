@@ -17,13 +17,13 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
-from chassis.routes import NDJSON
 from ipc.accept_table import Answered, answer
 from ipc.budget import NOBODY, Budget
 from ipc.request import Request, check_media, start_body
 from ipc.services import Services
 from ipc.turns import TURN
 from outbox.model import AcceptedRow, Caller
+from postroom.chassis.routes import NDJSON
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.message import PreparedSend, prepare
 from postroom.sends import BatchResult

@@ -18,12 +18,12 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
 
-from chassis.deadlines import NEVER, Deadlines, TimedConnection, has_passed
 from ipc.answers import problem_answer
 from ipc.budget import Budget
 from ipc.peers import peer_of
 from ipc.turns import Turns
 from outbox.model import Caller
+from postroom.chassis.deadlines import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.errors import Problem
 
 

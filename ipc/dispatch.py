@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from chassis.routes import Route
 from ipc.answers import problem_of
+from postroom.chassis.routes import Route
 from postroom.errors import NotFound, PostroomError
 
 MAX_SEGMENT: Final = 512  # characters of one variable part of a path

@@ -17,12 +17,12 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from chassis.routes import decode_query
 from inbox import Inbox, MessageFilter, StoredMessage
 from ipc.answers import json_answer
 from ipc.request import Request
 from ipc.services import Services
 from ipc.turns import Lanes
+from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, TryAgain
 from postroom.received import EventsQuery, InboxQuery
 

@@ -7,11 +7,11 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from chassis.routes import NDJSON, Handler, decode_query
 from ipc.answers import JSON, json_answer
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
 from outbox import RowFilter, now_ms
+from postroom.chassis.routes import NDJSON, Handler, decode_query
 from postroom.errors import InvalidMessage
 from postroom.message import PreparedSend, SendRequest, check_client_message_id, prepare_request
 from postroom.operations import (

@@ -13,8 +13,8 @@ import struct
 from collections.abc import Collection
 from typing import Final
 
-from chassis.users import user_name
 from outbox.model import Caller
+from postroom.chassis.users import user_name
 
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ROOT: Final = 0

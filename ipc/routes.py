@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from chassis.routes import NDJSON, Route, openapi
 from ipc.control import EXPOSITION, Control
 from ipc.inbox import EVENT_STREAM, InboxDesk
 from ipc.outbox import OutboxDesk
@@ -16,6 +15,7 @@ from ipc.sends import Sends
 from ipc.services import Services
 from ipc.topics import Topics
 from postroom.administration import Subscription, TopicList
+from postroom.chassis.routes import NDJSON, Route, openapi
 from postroom.message import SendRequest
 from postroom.operations import (
     AbortRequest,

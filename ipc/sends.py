@@ -11,7 +11,6 @@ import msgspec
 from aiohttp import web
 from multidict import istr
 
-from chassis.routes import decode_query
 from ipc.accept_table import answer
 from ipc.answers import JSON, Answer, json_answer
 from ipc.batch import Batch
@@ -19,6 +18,7 @@ from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
 from ipc.turns import TURN
 from outbox.model import Caller
+from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 from postroom.ids import is_client_message_id
 from postroom.message import PreparedSend, decode_request, prepare_request

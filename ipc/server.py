@@ -22,8 +22,6 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
-from chassis.deadlines import TimedServer
-from chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route
 from ipc.answers import Answer, problem_answer, problem_of
 from ipc.budget import Budget
 from ipc.connection import Connection
@@ -35,6 +33,8 @@ from ipc.peers import Policy, peer_of
 from ipc.request import Request
 from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query
 from ipc.turns import REQUEST, REST, Turns
+from postroom.chassis.deadlines import TimedServer
+from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 _log = structlog.get_logger(__name__)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from chassis.exits import Exit, Fatal
-from chassis.ownership import hand_over, private_directory
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import hand_over, private_directory
 
 GRACE_SECONDS: Final = 60.0
 _TOKEN_BYTES: Final = 32  # of randomness

@@ -16,12 +16,12 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from chassis.sql import load_queries
 from outbox.errors import outbox_full
 from outbox.lanes import lane_for
 from outbox.model import AcceptedRow, Caller, Existing
 from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
+from postroom.chassis.sql import load_queries
 from postroom.errors import PostroomError
 from postroom.message import PreparedSend, Priority
 

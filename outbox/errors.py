@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
-from chassis.exits import Exit, Fatal
-from chassis.sqlite import is_full, result_code
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.sqlite import is_full, result_code
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, TryAgain
 
 

@@ -12,12 +12,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from chassis.sql import load_queries
 from outbox.model import Comparison, DoneRow, Missing
 from outbox.operating import Order, log
 from outbox.relaying import WalkedPast
 from outbox.settled import text_of
 from outbox.transaction import Transaction
+from postroom.chassis.sql import load_queries
 
 _QUERIES: Final = load_queries("outbox", "sql/missing.sql")
 _SCAN: Final = 500  # rows that one look-up asks for at most

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from chassis.exits import Exit, Fatal
-from chassis.sql import load_queries
-from chassis.sqlite import Connection
-from chassis.sqlite_file import OwnedFile
-from chassis.sqlite_opening import Damaged, open_owned
 from outbox.migrate import migrate
 from outbox.model import Caller
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.sql import load_queries
+from postroom.chassis.sqlite import Connection
+from postroom.chassis.sqlite_file import OwnedFile
+from postroom.chassis.sqlite_opening import Damaged, open_owned
 
 _QUERIES: Final = load_queries("outbox", "sql/recover.sql")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from chassis.sql import load_queries
 from outbox.accepting import to_milliseconds
 from outbox.errors import id_taken, payload_pruned, reason_missing, row_not_found, unanswered, wrong_state
 from outbox.lanes import HELD, lane_for
@@ -16,6 +15,7 @@ from outbox.model import Caller
 from outbox.relaying import WalkedPast
 from outbox.settled import find_moved, find_row, unpack
 from outbox.transaction import Transaction, room_of
+from postroom.chassis.sql import load_queries
 from postroom.message import PreparedSend, Priority
 from postroom.operations import Verb as Verb  # noqa: PLC0414 - one of this module's words too
 from postroom.sends import RowStatus

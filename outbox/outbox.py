@@ -11,9 +11,6 @@ from typing import Final, Self
 
 import structlog
 
-from chassis.exits import Exit, Fatal
-from chassis.sqlite import open_reader
-from chassis.sqlite_file import OwnedFile
 from outbox.accepting import Accept, Known
 from outbox.bulk import Bulk
 from outbox.errors import already_accepted
@@ -41,6 +38,9 @@ from outbox.settled import Prune
 from outbox.transact import Transactor
 from outbox.watchers import Watchers
 from outbox.writer import PART_ROWS, Writer
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.sqlite import open_reader
+from postroom.chassis.sqlite_file import OwnedFile
 from postroom.errors import PostroomError
 from postroom.ids import new_id
 from postroom.message import PreparedSend, check_client_message_id

@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from chassis.sql import load_queries
 from outbox.model import Accepted, Unanswered
 from outbox.reading import Reader
 from outbox.transaction import Transaction
 from outbox.writer import Writer
+from postroom.chassis.sql import load_queries
 from postroom.errors import PostroomError
 from postroom.sends import RowStatus
 

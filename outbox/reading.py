@@ -11,9 +11,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from chassis.sql import load_queries
-from chassis.sqlite import QUERIES as CONNECTION
-from chassis.sqlite import Connection, in_snapshot
 from outbox.errors import row_not_found
 from outbox.missing import read_comparison, read_last_history_id, read_missing, read_stretch
 from outbox.model import (
@@ -29,6 +26,9 @@ from outbox.model import (
 )
 from outbox.relaying import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, unpack
+from postroom.chassis.sql import load_queries
+from postroom.chassis.sqlite import QUERIES as CONNECTION
+from postroom.chassis.sqlite import Connection, in_snapshot
 from postroom.errors import InvalidMessage
 from postroom.message import Priority
 from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus

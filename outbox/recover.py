@@ -22,12 +22,6 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from chassis.exits import Exit, Fatal
-from chassis.ownership import hand_over
-from chassis.sql import load_queries
-from chassis.sqlite import PARTS
-from chassis.sqlite import QUERIES as CONNECTION
-from chassis.sqlite_file import OwnedFile, move, set_aside, sync
 from outbox.errors import recovery_failed
 from outbox.migrate import migrate
 from outbox.outbox import NAME, now_ms
@@ -35,6 +29,12 @@ from outbox.pages import PAGE, Pages, Records, in_order
 from outbox.settled import PACKED_BYTES, checksum_of, find_moved, following, key_of, number_of, pack, read_salt, text_of
 from outbox.settled import QUERIES as SETTLED
 from outbox.transaction import room_of
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import hand_over
+from postroom.chassis.sql import load_queries
+from postroom.chassis.sqlite import PARTS
+from postroom.chassis.sqlite import QUERIES as CONNECTION
+from postroom.chassis.sqlite_file import OwnedFile, move, set_aside, sync
 from postroom.errors import PostroomError
 from postroom.ids import is_client_message_id
 from postroom.message import Envelope, check_envelope

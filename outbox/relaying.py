@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from chassis.sql import load_queries
 from outbox.lanes import ALL, DUE
 from outbox.model import ClaimedRow, Settlement, Verdict
 from outbox.transaction import Transaction
+from postroom.chassis.sql import load_queries
 
 _QUERIES: Final = load_queries("outbox", "sql/relay.sql")
 _SCAN: Final = 20_000  # index entries that one claim may walk past in a lane: about a millisecond

@@ -21,9 +21,9 @@ from zlib import crc32
 
 import msgspec
 
-from chassis.sql import load_queries
 from outbox.model import Existing
 from outbox.transaction import Transaction
+from postroom.chassis.sql import load_queries
 
 QUERIES: Final = load_queries("outbox", "sql/settled.sql")
 _ULID: Final = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}").fullmatch

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Final
 
-from chassis.sqlite import QUERIES, is_broken
 from outbox.accepting import Accept, accept_group
 from outbox.errors import from_sqlite
 from outbox.relaying import WalkedPast, hasten
 from outbox.settled import Prune, following, last_id, read_salt
 from outbox.transaction import Operation, Space, Transaction, last_dated, read_space
+from postroom.chassis.sqlite import QUERIES, is_broken
 from postroom.errors import PostroomError
 
 _SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-from chassis.sql import load_queries
+from postroom.chassis.sql import load_queries
 from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/count.sql")

@@ -10,11 +10,11 @@ Whose operations wait is looked at before a group is made: where there are sever
 rotation, and none more than `PART_ROWS`, so that a caller with a few large batches does not make the others wait for
 all of them. A caller that is alone fills the group.
 
-Checkpoints run on the same connection (chassis/sqlite.py). SQLite's own would run inside a commit, before its answers,
-and every 4 MB: everybody waits 13 to 18 ms for one. Here they run after the group has been answered, and every 1 MiB
-(`outbox.checkpoint_bytes`): 5 to 7 ms, which mostly pass while the event loop reads the next requests. They cost a
-tenth of the throughput instead of a twentieth. A group of batches writes more
-than that by itself: several of them share a checkpoint.
+Checkpoints run on the same connection (`postroom.chassis.sqlite`). SQLite's own would run inside a commit, before its
+answers, and every 4 MB: everybody waits 13 to 18 ms for one. Here they run after the group has been answered, and
+every 1 MiB (`outbox.checkpoint_bytes`): 5 to 7 ms, which mostly pass while the event loop reads the next requests.
+They cost a tenth of the throughput instead of a twentieth. A group of batches writes more than that by itself: several
+of them share a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 
-from chassis.exits import Fatal
-from chassis.sqlite import QUERIES, Connection, is_broken, is_full
 from outbox.accepting import Accept
 from outbox.errors import outcome_unknown, stopped, write_failed
 from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
 from outbox.transaction import Operation
+from postroom.chassis.exits import Fatal
+from postroom.chassis.sqlite import QUERIES, Connection, is_broken, is_full
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from chassis import postgres
+from postroom.chassis import postgres
 
 ROOM: Final = "pipeline"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal
 
 O = TypeVar("O", bound=msgspec.Struct)  # noqa: E741 - options
 

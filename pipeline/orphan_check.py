@@ -22,13 +22,13 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from broker.config import MIN_DEDUPE_DAYS
-from broker.orphans import Violation
-from chassis.sql import load_queries
 from pipeline.options import Database
 from pipeline.registry import Outcome
 from pipeline.running import submitted
 from pipeline.tables import Snapshot, read_table, snapshot
+from postroom.accept import MIN_DEDUPE_DAYS
+from postroom.chassis.sql import load_queries
+from postroom.worker.orphans import Violation
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from broker.config import LimiterConfig
-from chassis.postgres import connected
 from pipeline.database import migrate
 from pipeline.options import History, history_options
 from pipeline.registry import Outcome
 from pipeline.running import submitted
 from pipeline.tables import QUERIES
 from pipeline.writing import write_rows
+from postroom.chassis.postgres import connected
 from postroom.spark.history import HistorySource
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal
 
 
 class Pipeline(NamedTuple):

@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from chassis.exits import EXIT_OF, Exit, Fatal
 from pipeline.options import parse
 from pipeline.progress import progress
 from pipeline.registry import Outcome, find
 from pipeline.spark_errors import own_sentences
+from postroom.chassis.exits import EXIT_OF, Exit, Fatal
 from postroom.errors import PostroomError
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from chassis.postgres import connected
 from pipeline.database import migrate
 from pipeline.options import History, history_options
 from pipeline.registry import Outcome
 from pipeline.running import submitted
 from pipeline.tables import QUERIES
 from pipeline.writing import write_rows
+from postroom.chassis.postgres import connected
 from postroom.spark.history import HistorySource
 
 if TYPE_CHECKING:

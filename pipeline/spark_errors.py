@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from chassis.exits import EXIT_OF, Exit, Fatal
+from postroom.chassis.exits import EXIT_OF, Exit, Fatal
 
 _OURS: Final = re.compile(r"^postroom\.errors\.(\w+): (.+)$", re.MULTILINE)
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from pyspark.sql.types import LongType, StringType, StructType
 
-from chassis.exits import Exit, Fatal
-from delivery.agents.inspecting import verify
 from pipeline.options import Struct
 from pipeline.registry import Outcome
 from pipeline.running import submitted
+from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.agents.inspecting import verify
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

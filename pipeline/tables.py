@@ -19,8 +19,8 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from broker.database import check_version
-from chassis.postgres import Connection, connected
-from chassis.sql import load_queries
+from postroom.chassis.postgres import Connection, connected
+from postroom.chassis.sql import load_queries
 from postroom.spark.history_copying import copy
 
 if TYPE_CHECKING:

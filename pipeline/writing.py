@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from chassis.postgres import connected
+from postroom.chassis.postgres import connected
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row

@@ -31,7 +31,6 @@ def demo(
     ] = None,
 ) -> None:
     """Send a file of events through broker stops and a killed daemon to a handler, and count that nothing is lost."""
-    from chassis.exits import Exit, Fatal  # noqa: PLC0415
     from cli.demo.acts import EVENTS, Demo  # noqa: PLC0415
     from cli.demo.programs import DemoStack  # noqa: PLC0415
     from cli.demo.receiver import Receiver  # noqa: PLC0415
@@ -39,6 +38,7 @@ def demo(
     from cli.stack import Layout, fatal_failures  # noqa: PLC0415
     from cli.stack.interruption import interruptible  # noqa: PLC0415
     from cli.stack.supervisor import supervising  # noqa: PLC0415
+    from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
 
     if not EVENTS.exists():
         sentence = (

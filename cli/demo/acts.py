@@ -11,7 +11,6 @@ from typing import Final
 
 import msgspec
 
-from chassis.exits import Exit, Fatal
 from cli.demo.delivering import COMMANDS, QUEUE, Delivering
 from cli.demo.programs import EXAMPLES, DemoStack
 from cli.demo.receiver import Receiver
@@ -21,6 +20,7 @@ from cli.demo.stage import Stage
 from cli.stack.layout import MESH
 from embedded import EmbeddedServer
 from postroom import PostroomError
+from postroom.chassis.exits import Exit, Fatal
 from postroom.message import SendRequest
 from postroom.sends import BatchResult
 

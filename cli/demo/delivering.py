@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from chassis.exits import Exit, Fatal
-from chassis.postgres import connected
 from cli.demo.programs import CONSUMER
 from cli.demo.receiver import POISON
 from cli.demo.reckoning import ANSWER, TOPIC, Handled
 from cli.demo.scene import Scene
 from cli.stack.layout import MESH
-from delivery.dead_letters.operations import LetterFilter, LetterOperations, StoredLetter
-from delivery.nats import connect
-from delivery.settings import NatsSettings
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import connected
+from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations, StoredLetter
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 
 T = TypeVar("T")
 

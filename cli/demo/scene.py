@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from chassis.exits import Exit, Fatal
 from cli.demo.programs import DemoStack
 from cli.demo.receiver import Receiver
 from cli.demo.reckoning import Told
 from cli.demo.stage import Stage
 from postroom import Client
+from postroom.chassis.exits import Exit, Fatal
 
 PATIENCE: Final = 60.0  # seconds that a client keeps trying while a process is away
 WAIT_SECONDS: Final = 300.0

@@ -12,10 +12,10 @@ import socket
 import subprocess
 from typing import Final
 
-from chassis.exits import Exit, Fatal
-from chassis.ownership import open_private
 from cli.stack.commands import module_command
 from cli.stack.layout import Layout
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import open_private
 
 _MAX_NOTIFICATION: Final = 4096  # bytes
 _SAID: Final = "postroom: "  # before the sentence with which a command ends

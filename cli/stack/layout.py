@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from chassis.exits import Exit, Fatal
-from chassis.ownership import private_directory
 from embedded.sockets import socket_directory
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import private_directory
 
 MESH: Final = "demo"
 SENDER: Final = "alice"  # as whom the daemon acts

@@ -31,7 +31,9 @@ _BACKLOG: Final = "postroom_worker_backlog_messages"
 
 
 class Program(EmbeddedServer):
-    """A program of Postroom with a config file of its own, started as `python -m <name>`."""
+    """A program of Postroom with a config file of its own, started as `python -m <module>`."""
+
+    module: str
 
     def __init__(self, layout: Layout, directory: Path) -> None:
         super().__init__(directory)
@@ -46,7 +48,7 @@ class Program(EmbeddedServer):
         write_secret(self.config_file, toml(self._settings()))
 
     def _command(self) -> list[str]:
-        return module_command(self.name, "--config", self.config_file)
+        return module_command(self.module, "--config", self.config_file)
 
     def _ready(self, process: ProcessIdentity) -> bool:  # noqa: ARG002 - the address is this process's alone
         async def ask() -> bool:
@@ -100,7 +102,7 @@ class PageProgram(PortProgram):
 class BrokerProgram(PortProgram):
     """The broker."""
 
-    name = "broker"
+    name = module = "broker"
 
     def __init__(self, layout: Layout, postgres: EmbeddedServer, redis: EmbeddedServer | None) -> None:
         super().__init__(layout, layout.state / "broker")
@@ -138,7 +140,7 @@ class BrokerProgram(PortProgram):
 class DaemonProgram(Program):
     """The daemon of the mesh, which acts as one member."""
 
-    name = "daemon"
+    name = module = "daemon"
 
     def __init__(self, layout: Layout, broker: BrokerProgram, nats: EmbeddedServer) -> None:
         super().__init__(layout, layout.daemon_directory)
@@ -172,6 +174,7 @@ class WorkerProgram(PageProgram):
     """The worker, which publishes what the broker accepted."""
 
     name = "worker"
+    module = "postroom.worker"
 
     def __init__(self, layout: Layout, postgres: EmbeddedServer, nats: EmbeddedServer) -> None:
         super().__init__(layout, layout.state / "worker")

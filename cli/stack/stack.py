@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from chassis.exits import Exit, Fatal
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from cli.stack.mesh import create_mesh
 from cli.stack.programs import BrokerProgram, DaemonProgram, WorkerProgram
 from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer
+from postroom.chassis.exits import Exit, Fatal
 
 _PLAIN: Final = re.compile(r"[\w@%+=:,./?-]+")  # what a shell takes as it is in an assignment
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from chassis.exits import Exit, Fatal
-from chassis.ownership import open_private
 from cli.stack.layout import Layout
 from cli.stack.stack import Stack
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import wait_for_any
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import open_private
 
 _STEADY_SECONDS: Final = 60.0  # a program that ran for longer has recovered: its next end is the first again
 _MOST_SECONDS: Final = 60.0  # between an end and the next start

@@ -10,6 +10,7 @@ from postroom.errors import Problem
 from postroom.message import Envelope
 
 DEDUPE_MODES = ("retention_scoped", "permanent")
+MIN_DEDUPE_DAYS = 7  # docs/contract/accept.md#accept-3: a daemon tries for days, and must then be recognised
 MAX_BATCH = 1000  # messages in one accept request
 OVERLOADED = "overloaded"  # code of a 503 by a broker that has as much at work as it takes: it works, ask for less
 

@@ -19,7 +19,7 @@ from mailroom import MESH
 from waiting import until_so
 
 from faults.campaign import Missed, Run, goal
-from ledger.primitives import Start, start_job
+from postroom.ledger.primitives import Start, start_job
 
 _WORKERS: Final = 3
 _LEASE: Final = 0.5  # seconds
@@ -57,7 +57,7 @@ async def _haunt(run: Run, chain: Chain) -> None:
         chain.programs[f"worker {number}"].start()
     if run.without:
         for name, program in chain.programs.items():
-            program.become("faults.without", run.without, "worker")
+            program.become("faults.without", run.without, "postroom.worker")
             chain.restart(name)
     database = await asyncpg.connect(chain.room.database_url)
     await database.execute(zombie_flow.EFFECTS)

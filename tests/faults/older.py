@@ -21,10 +21,10 @@ from receiving import ids_in
 from restores import back_up, restore
 from waiting import until_so
 
-from chassis.sqlite import PARTS
 from faults.campaign import Missed, Run, goal
 from faults.load import kept, mailroom, reckon, relayed
 from postroom import AsyncClient, new_id
+from postroom.chassis.sqlite import PARTS
 
 _WHY: Final = "the campaign put an older copy back"
 

@@ -20,8 +20,8 @@ _LATE: Final = 0.01  # seconds after the answer
 
 def commit_before_answer() -> None:
     """Answer what waits for a group, and commit it a moment later."""
-    from chassis.sqlite import QUERIES
     from outbox.writer import Writer
+    from postroom.chassis.sqlite import QUERIES
 
     queries, commit = QUERIES._queries, Writer._commit
 
@@ -40,7 +40,7 @@ def commit_before_answer() -> None:
 
 def synchronous_full() -> None:
     """Let SQLite sync when it checkpoints, not when it commits."""
-    from chassis.sqlite import QUERIES
+    from postroom.chassis.sqlite import QUERIES
 
     pragmas = QUERIES["write_pragmas"]
     QUERIES._queries["write_pragmas"] = pragmas.replace("synchronous = FULL", "synchronous = NORMAL")
@@ -49,7 +49,7 @@ def synchronous_full() -> None:
 
 def record() -> None:
     """Never compare the streams with what was published."""
-    from delivery.publishing.record import Record
+    from postroom.delivery.publishing.record import Record
 
     async def see_nothing(self: Record, link: object) -> int:
         del self, link
@@ -60,9 +60,9 @@ def record() -> None:
 
 def fence() -> None:
     """Commit a step's effect although its lease is another's, and let no lost lease end a handler."""
-    from ledger import leg1, leg2
-    from ledger.errors import Fault
-    from ledger.running import StepTransaction
+    from postroom.ledger import leg1, leg2
+    from postroom.ledger.errors import Fault
+    from postroom.ledger.running import StepTransaction
 
     conclude = StepTransaction.conclude
 

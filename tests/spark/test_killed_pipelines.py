@@ -22,7 +22,7 @@ from pyarrow import parquet
 from rough_write import wait_until
 from write_jobs import in_database
 
-from delivery.agents.store import Owner, Store
+from postroom.delivery.agents.store import Owner, Store
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ import pytest
 from histories import History, run
 from pyspark.sql import SparkSession
 
-from broker.orphans import check as check_in_sql
+from broker.commands import find_orphans as check_in_sql
 from pipeline.days import write_days
 from pipeline.registry import Outcome
 from pipeline.running import run_by_name
@@ -196,7 +196,7 @@ def test_the_delivery_report_gives_percentiles_by_day_and_a_picture(
 
 def test_a_database_of_another_version_is_refused(spark: SparkSession, database_url: str) -> None:
     del spark
-    from chassis.exits import Fatal  # noqa: PLC0415
+    from postroom.chassis.exits import Fatal  # noqa: PLC0415
 
     with pytest.raises(Fatal, match="postroom broker migrate"):
         run_by_name("orphan-check", [f"database_url={database_url}"])

@@ -18,14 +18,14 @@ from jetstream import Context
 from post import PostOffice
 from pyspark.sql import SparkSession
 
-from chassis.exits import Exit, Fatal
-from delivery.agents.runtime import AgentRuntime
-from delivery.consuming import Delivery, Outcome
-from delivery.nats import connect
-from delivery.settings import NatsSettings
 from pipeline.options import described, parse
 from pipeline.registry import PIPELINES
 from pipeline.running import run_by_name, submitted
+from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.agents.runtime import AgentRuntime
+from postroom.delivery.consuming import Delivery, Outcome
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 from postroom.spark.java import provide_java
 
 START = datetime(2026, 11, 21, tzinfo=UTC)

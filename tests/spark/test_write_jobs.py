@@ -17,9 +17,9 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from write_jobs import cancel, completions, holding, in_database, shown
 
-from ledger.operating import start
-from ledger.primitives import Start
 from postroom import Conflict, InvalidMessage, PostroomError
+from postroom.ledger.operating import start
+from postroom.ledger.primitives import Start
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import WritePlan, plan_write
 from postroom.spark.posting import post as send

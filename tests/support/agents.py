@@ -15,12 +15,12 @@ from jetstream import QUICK, Context, named, until
 from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
-from delivery.agents.consumers import open_consumers
-from delivery.agents.runtime import AgentRuntime
-from delivery.agents.settings import AgentSettings
-from delivery.consuming import Consumer
-from delivery.settings import ConsumerSettings
 from postroom.agent import Agent, Emit, Envelope, agent_name, fill_subjects
+from postroom.delivery.agents.consumers import open_consumers
+from postroom.delivery.agents.runtime import AgentRuntime
+from postroom.delivery.agents.settings import AgentSettings
+from postroom.delivery.consuming import Consumer
+from postroom.delivery.settings import ConsumerSettings
 
 STOP_SECONDS = 3
 SETTINGS = AgentSettings(retry_seconds=0.05, publish_seconds=1)

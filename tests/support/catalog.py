@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncpg
 
-from chassis.sql import load_queries
+from postroom.chassis.sql import load_queries
 
-_PREPARE = load_queries("chassis", "migrations.sql")["prepare_migrations"]
+_PREPARE = load_queries("postroom.chassis", "migrations.sql")["prepare_migrations"]
 
 _CATALOG = """
 SELECT 'column', table_schema || '.' || table_name || '.' || column_name,

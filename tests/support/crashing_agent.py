@@ -18,14 +18,14 @@ from typing import Any
 from agents import Counting, settled
 from jetstream import QUICK, Context
 
-from chassis import logs
-from delivery.agents.consumers import open_consumers
-from delivery.agents.runtime import AgentRuntime
-from delivery.agents.settings import AgentSettings
-from delivery.consuming import Consumer, Delivery, Outcome, Settle
-from delivery.nats import connect
-from delivery.settings import ConsumerSettings, NatsSettings
 from postroom.agent import Emit, Envelope, fill_subjects
+from postroom.chassis import logs
+from postroom.delivery.agents.consumers import open_consumers
+from postroom.delivery.agents.runtime import AgentRuntime
+from postroom.delivery.agents.settings import AgentSettings
+from postroom.delivery.consuming import Consumer, Delivery, Outcome, Settle
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import ConsumerSettings, NatsSettings
 
 ACK_WAIT = 0.3  # seconds
 SETTINGS = AgentSettings(group_messages=3, retry_seconds=0.05)

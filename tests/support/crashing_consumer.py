@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from chassis.runtime import run as run_program
-from worker import consumer
-from worker.consumer_config import load_config
+from postroom.chassis.runtime import run as run_program
+from postroom.worker import consumer
+from postroom.worker.consumer_config import load_config
 
 STEPS = ("claim", "call", "settle", "ack")
 LETTER_STEPS = ("keep", "ack")

@@ -16,11 +16,11 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from delivery.database import open_database
-from delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
-from delivery.publishing.link import Link
-from delivery.publishing.streams import Streams
-from delivery.settings import NatsSettings
+from postroom.delivery.database import open_database
+from postroom.delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
+from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.streams import Streams
+from postroom.delivery.settings import NatsSettings
 
 EMIT = (
     "SELECT count(postroom.emit($1, 'order', 'order-' || n % 3, 'order_placed', '{}')) FROM generate_series(1, 20) AS n"

@@ -11,10 +11,10 @@ import asyncpg
 from jetstream import DURABLE, Context, until
 from nats.js.errors import NotFoundError
 
-from delivery.http.settings import HandlerSettings
-from delivery.settings import NatsSettings
-from worker.consumer import Services, open_services
-from worker.consumer_config import ConsumerConfig
+from postroom.delivery.http.settings import HandlerSettings
+from postroom.delivery.settings import NatsSettings
+from postroom.worker.consumer import Services, open_services
+from postroom.worker.consumer_config import ConsumerConfig
 
 
 class Inbox:

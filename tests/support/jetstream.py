@@ -15,13 +15,13 @@ from nats.aio.client import Client
 from nats.js.api import ConsumerInfo, RawStreamMsg
 from nats.js.errors import NotFoundError
 
-from chassis.postgres import connected
-from delivery.consuming import DONE, Consumer, Delivery, Outcome, Settle
-from delivery.dead_letters import DeadLetter, DeadLetters, StreamLetters
-from delivery.dead_letters.operations import LetterFilter, LetterOperations
-from delivery.publishing.source import identifying
-from delivery.settings import BackoffSettings, ConsumerSettings
-from delivery.streams import default_streams, ensure_stream
+from postroom.chassis.postgres import connected
+from postroom.delivery.consuming import DONE, Consumer, Delivery, Outcome, Settle
+from postroom.delivery.dead_letters import DeadLetter, DeadLetters, StreamLetters
+from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations
+from postroom.delivery.publishing.source import identifying
+from postroom.delivery.settings import BackoffSettings, ConsumerSettings
+from postroom.delivery.streams import default_streams, ensure_stream
 
 DURABLE = "sea__from_us"
 SECONDS = 60.0

@@ -8,8 +8,8 @@ from uuid import UUID, uuid4
 
 import asyncpg
 
-from ledger.digits import render
-from ledger.primitives import Leg1, Leg2, Request, Start, complete_leg1, enter_leg1, enter_leg2, start_job
+from postroom.ledger.digits import render
+from postroom.ledger.primitives import Leg1, Leg2, Request, Start, complete_leg1, enter_leg1, enter_leg2, start_job
 
 LEASE = timedelta(seconds=30)
 _RUN_OUT = (

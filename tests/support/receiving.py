@@ -18,10 +18,10 @@ from lone_daemon import LoneDaemon
 from nats.js import JetStreamContext
 
 from broker_client.window import KeptFeatures
-from delivery.streams import default_streams, ensure_stream
 from postroom import AsyncClient, InboxMessage, InboxQuery
 from postroom.accept import DedupeFeature, Features
 from postroom.administration import HistoryMessage
+from postroom.delivery.streams import default_streams, ensure_stream
 
 _DEDUPE: Final = DedupeFeature(version=1, mode="permanent", request_fingerprint=True)
 _SECONDS: Final = 30.0  # that a slow machine may need

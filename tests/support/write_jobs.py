@@ -12,7 +12,7 @@ from uuid import UUID
 import asyncpg
 from waiting import until_so
 
-from ledger.operating import JobTree, cancel_job, show_job
+from postroom.ledger.operating import JobTree, cancel_job, show_job
 
 T = TypeVar("T")
 

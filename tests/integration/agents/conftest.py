@@ -9,8 +9,8 @@ from agents import Counting
 from jetstream import Context
 from nats.aio.client import Client
 
-from delivery.nats import connect
-from delivery.settings import NatsSettings
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 from agents import SETTINGS, Counting, Tally, attempted, running_agent, settled
 from jetstream import Context, until
 
-from delivery.agents.runtime import AgentRuntime
-from delivery.consuming import Delivery, Outcome
 from postroom.agent import Emit, Envelope
+from postroom.delivery.agents.runtime import AgentRuntime
+from postroom.delivery.consuming import Delivery, Outcome
 
 
 class Witness(Counting):

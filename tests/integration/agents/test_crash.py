@@ -18,8 +18,8 @@ import pytest
 from agents import Counting, Tally, attempted, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context
 
-from delivery.agents.inspecting import verify
 from embedded.processes import tethered
+from postroom.delivery.agents.inspecting import verify
 
 SUPPORT = Path(__file__).parents[2] / "support"
 MAX_DELIVER = 5  # of the crashing agent

@@ -8,10 +8,10 @@ FULL_DISK = """
 import asyncio, os, sys
 from functools import partial
 from pathlib import Path
-from chassis import logs
-from delivery.agents.records import NO_HASH, next_hash
-from delivery.agents.store import Changes, Event, Owner, Store, read_head
-from delivery.agents.writing import durably
+from postroom.chassis import logs
+from postroom.delivery.agents.records import NO_HASH, next_hash
+from postroom.delivery.agents.store import Changes, Event, Owner, Store, read_head
+from postroom.delivery.agents.writing import durably
 
 KEPT_FREE = 500 * 1024  # bytes: the log has room for some events more, the file has none for the 1 MiB in the log
 

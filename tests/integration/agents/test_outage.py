@@ -9,9 +9,9 @@ import msgspec
 from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
-from delivery.nats import connect
-from delivery.settings import NatsSettings
 from embedded import EmbeddedNats
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 
 ORDERS = 300
 

@@ -13,14 +13,14 @@ import pytest
 from agents import SETTINGS, Counting, Running, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
-from delivery.agents.inspecting import verify
-from delivery.agents.publishing import Message, Publisher
-from delivery.agents.store import Mark, Owner, Store
-from delivery.nats import connect
-from delivery.settings import NatsSettings
-from delivery.streams import ensure_stream
 from embedded import EmbeddedNats
 from postroom.agent import Command, Envelope
+from postroom.delivery.agents.inspecting import verify
+from postroom.delivery.agents.publishing import Message, Publisher
+from postroom.delivery.agents.store import Mark, Owner, Store
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
+from postroom.delivery.streams import ensure_stream
 
 ORDERS = [f"order-{number}" for number in range(20)]
 RECORD = msgspec.structs.replace(SETTINGS, check_seconds=0.05)

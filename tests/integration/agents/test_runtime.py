@@ -10,12 +10,12 @@ import pytest
 from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
 from jetstream import Context, until
 
-from chassis.exits import Exit, Fatal
-from delivery.agents.store import Look, Wanted
-from delivery.consuming import DONE, Outcome
-from delivery.message import Delivery
-from delivery.streams import ensure_stream
 from postroom.agent import Agent, Command, Emit, Envelope
+from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.agents.store import Look, Wanted
+from postroom.delivery.consuming import DONE, Outcome
+from postroom.delivery.message import Delivery
+from postroom.delivery.streams import ensure_stream
 
 ORDERS = [f"order-{number}" for number in range(20)]
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"

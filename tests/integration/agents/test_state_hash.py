@@ -11,10 +11,10 @@ import pytest
 from agents import SETTINGS, Counting
 from jetstream import Context
 
-from chassis.exits import Fatal
-from delivery.agents.inspecting import replay, verify
-from delivery.agents.runtime import AgentRuntime
-from delivery.consuming import Delivery, Done, Outcome
+from postroom.chassis.exits import Fatal
+from postroom.delivery.agents.inspecting import replay, verify
+from postroom.delivery.agents.runtime import AgentRuntime
+from postroom.delivery.consuming import Delivery, Done, Outcome
 
 START = datetime(2026, 11, 21, tzinfo=UTC)
 

@@ -14,11 +14,11 @@ from waiting import until_so
 
 from broker.commands import begin_incarnation
 from broker.migrate import migrate
-from chassis.exits import Exit
 from embedded import EmbeddedPostgres
 from embedded.postgres import _SETTINGS
 from postroom import BrokerClient, Gone
 from postroom.administration import HistoryQuery
+from postroom.chassis.exits import Exit
 
 Message = Callable[..., dict[str, Any]]
 

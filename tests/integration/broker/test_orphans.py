@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from broker.orphans import find_orphans
-from delivery.publishing import DELIVERIES, EVENTS, Source
-from delivery.publishing.failing import drop_failing, list_dropped, list_failing
+from postroom.delivery.publishing import DELIVERIES, EVENTS, Source
+from postroom.delivery.publishing.failing import drop_failing, list_dropped, list_failing
+from postroom.worker.orphans import find_orphans
 
 KEPT = timedelta(days=30)
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from broker.migrate import migrate
-from chassis.postgres import _SERVER_SETTINGS
 from embedded import EmbeddedPostgres
+from postroom.chassis.postgres import _SERVER_SETTINGS
 
 Message = Callable[..., dict[str, Any]]
 Trouble = Callable[[str], Any]

@@ -23,7 +23,7 @@ from broker.config import BrokerConfig
 from broker.main import open_services
 from broker.migrate import migrate
 from broker.server import serving
-from chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal
 
 Message = Callable[..., dict[str, Any]]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from broker import orphans
+from broker.commands import find_orphans
 from broker.database import Database
 from broker.migrate import migrate
-from chassis.exits import Exit, Fatal
-from chassis.postgres import fatal_errors
 from embedded import EmbeddedPostgres
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import fatal_errors
 
 PASSWORD = "the-guest's-password"
 COMMANDS = (
@@ -93,7 +93,7 @@ def refusal(request: pytest.FixtureRequest, guarded: EmbeddedPostgres) -> tuple[
 
 async def test_a_refusal_is_one_sentence_and_its_exit_code(refusal: tuple[str, Exit, str]) -> None:
     url, code, words = refusal
-    for work in (migrate(url), Database.open(url, connections=1), orphans.check(url, events_kept=timedelta(days=30))):
+    for work in (migrate(url), Database.open(url, connections=1), find_orphans(url, events_kept=timedelta(days=30))):
         with pytest.raises(Fatal, match=words) as refused:
             await work
         assert refused.value.exit_code == code
@@ -131,7 +131,7 @@ async def test_whatever_else_postgres_refuses_is_a_failure(database_url: str) ->
 
 
 async def test_a_server_that_hangs_is_said_to_give_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chassis.postgres.CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr("postroom.chassis.postgres.CONNECT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as hung:
         url = f"postgresql://guest@127.0.0.1:{hung.getsockname()[1]}/own"
         with pytest.raises(Fatal, match=r"cannot open the database \(database_url\): no answer in time$") as refused:

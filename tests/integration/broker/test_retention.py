@@ -12,8 +12,8 @@ import pytest
 
 from broker.config import RetentionConfig
 from broker.database import QUERIES
-from broker.orphans import find_orphans
 from broker.retention import Sweeper, step
+from postroom.worker.orphans import find_orphans
 
 LIFE = timedelta(days=RetentionConfig().dedupe_days)
 

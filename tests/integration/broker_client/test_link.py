@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from broker_client import BrokerClientSettings, BrokerLink, Failure, RequestFailed
-from chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import InvalidMessage, NotFound
 
 MIB = 1024 * 1024

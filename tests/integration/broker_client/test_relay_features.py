@@ -11,8 +11,8 @@ from aiohttp.test_utils import TestServer
 from relaying import FEATURES
 from waiting import until
 
-from chassis.exits import Exit, Fatal
 from outbox.model import Caller
+from postroom.chassis.exits import Exit, Fatal
 from postroom.message import prepare
 
 ME = Caller(0, 0)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import asyncpg
 
-from chassis.postgres import UNREACHABLE, open_pool
+from postroom.chassis.postgres import UNREACHABLE, open_pool
 
 KILL = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'doomed'"
 USERS = 4

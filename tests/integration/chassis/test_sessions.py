@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncpg
 
-from chassis.postgres import open_pool
+from postroom.chassis.postgres import open_pool
 
 
 async def test_a_transaction_is_read_committed_whatever_the_database_says(database_url: str) -> None:

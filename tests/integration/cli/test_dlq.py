@@ -15,13 +15,13 @@ from databases import migrated_database
 from jetstream import DURABLE, Context, Script
 from terminal import Terminal
 
-from delivery.consuming import DONE, Dead
-from delivery.database import migrate
-from delivery.dead_letters import DeadLetter, RecordedLetters
-from delivery.dead_letters.operations import count_letters
-from delivery.nats import connect
-from delivery.settings import NatsSettings
 from embedded import EmbeddedPostgres
+from postroom.delivery.consuming import DONE, Dead
+from postroom.delivery.database import migrate
+from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
+from postroom.delivery.dead_letters.operations import count_letters
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 
 POISON = Dead("unprocessable", "the total is negative")
 

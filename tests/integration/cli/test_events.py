@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from terminal import Terminal
 
-from delivery.database import migrate
+from postroom.delivery.database import migrate
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from databases import migrated_database
 from ledgers import LEASE, Jobs
 from terminal import Terminal
 
-from chassis.users import this_user
 from embedded import EmbeddedPostgres
-from ledger.database import migrate
-from ledger.primitives import Answer, Child, enter_leg2, fail_activity, finish_work, spawn
-from ledger.setting_aside import set_aside
+from postroom.chassis.users import this_user
+from postroom.ledger.database import migrate
+from postroom.ledger.primitives import Answer, Child, enter_leg2, fail_activity, finish_work, spawn
+from postroom.ledger.setting_aside import set_aside
 
 FLOW = """
 from postroom.flow import Flow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from terminal import Outcome, Terminal
 
-from chassis.users import this_user
+from postroom.chassis.users import this_user
 from postroom.once import open_registry
 
 NAMES = ("--tenant", "acme", "--topic", "orders", "--group", "billing")

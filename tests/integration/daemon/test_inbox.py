@@ -17,9 +17,9 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 from receiving import ids_in, publish, received, receiving_daemon, stream_of
 
-from delivery.dead_letters import DeadLetter
-from delivery.subjects import stream_name
 from postroom import AsyncClient, EventsQuery, InboxMessage, NotFound
+from postroom.delivery.dead_letters import DeadLetter
+from postroom.delivery.subjects import stream_name
 
 _meshes = count(1)
 

@@ -13,8 +13,8 @@ import pytest
 from mailroom import MESH, Mailroom, Process
 from receiving import received
 
-from delivery.subjects import stream_name
 from postroom import AsyncClient, BrokerClient, InboxMessage
+from postroom.delivery.subjects import stream_name
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ async def mailroom(
         "POSTROOM_WORKER_DATABASE_URL": database_url,
         "POSTROOM_WORKER_NATS_URL": nats_of_mesh,
     }
-    worker = Process(place, "worker", settings)
+    worker = Process(place, "postroom.worker", settings)
     await room.open()
     worker.start()
     yield room

@@ -16,9 +16,9 @@ from waiting import until, until_so
 
 from broker_client.settings import BrokerClientSettings
 from daemon.receiver import Receiver
-from delivery.settings import NatsSettings
 from inbox import InboxSettings
 from postroom.accept import Features
+from postroom.delivery.settings import NatsSettings
 from postroom.errors import TryAgain
 
 _meshes = count(1)

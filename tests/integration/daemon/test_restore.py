@@ -20,12 +20,12 @@ from broker.config import BrokerConfig
 from broker.main import open_services
 from broker.migrate import migrate
 from broker_client import BrokerClientSettings, RelaySettings, feature_check
-from chassis.exits import Exit
 from daemon.config import DaemonConfig, SocketSettings
 from daemon.postroomd import Postroomd
 from embedded import EmbeddedPostgres
 from postroom import AsyncClient, BrokerClient, Gone, SendRequest
 from postroom.administration import HistoryQuery
+from postroom.chassis.exits import Exit
 from postroom.sends import Health
 
 ADMIN_TOKEN = "the administrator's token of this drill"

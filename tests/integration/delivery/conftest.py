@@ -8,8 +8,8 @@ import pytest
 from jetstream import Context
 from nats.aio.client import Client
 
-from delivery.nats import connect
-from delivery.settings import NatsSettings
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from random import Random
 
 from jetstream import DURABLE, QUICK
 
-from delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Settle
-from delivery.dead_letters import DeadLetter, StreamLetters
-from delivery.nats import connect
-from delivery.settings import ConsumerSettings, NatsSettings
-from delivery.streams import stream_name
+from postroom.delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Settle
+from postroom.delivery.dead_letters import DeadLetter, StreamLetters
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.streams import stream_name
 
 
 def die() -> None:

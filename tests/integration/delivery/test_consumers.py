@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from nats.js import JetStreamContext
 
-from delivery.consumers import Consumers
-from delivery.consuming import ConsumerCounters
-from delivery.settings import NatsSettings
+from postroom.delivery.consumers import Consumers
+from postroom.delivery.consuming import ConsumerCounters
+from postroom.delivery.settings import NatsSettings
 
 
 class Reckoning:

@@ -6,10 +6,10 @@ from contextlib import suppress
 import pytest
 from jetstream import Context, Script, running, until
 
-from delivery.consuming import DONE, Dead, Delivery, Done, Retry
-from delivery.dead_letters import DeadLetter, StreamLetters
-from delivery.pulling import Pull
-from delivery.settings import BackoffSettings, StreamSettings
+from postroom.delivery.consuming import DONE, Dead, Delivery, Done, Retry
+from postroom.delivery.dead_letters import DeadLetter, StreamLetters
+from postroom.delivery.pulling import Pull
+from postroom.delivery.settings import BackoffSettings, StreamSettings
 
 POISON = Dead("unprocessable", "the total is negative")
 NOT_NOW = Retry("the database is away")

@@ -12,11 +12,11 @@ import pytest
 from jetstream import DURABLE, Context, Script, until
 from nats.errors import Error
 
-from delivery import pulling
-from delivery.consuming import DONE, Dead, Delivery, Done
-from delivery.nats import connect
-from delivery.settings import NatsSettings
 from embedded import EmbeddedNats
+from postroom.delivery import pulling
+from postroom.delivery.consuming import DONE, Dead, Delivery, Done
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 from postroom.errors import Unavailable
 
 FAST = {"connect_seconds": 1.0, "reconnect_seconds": 0.05, "ping_seconds": 0.5}

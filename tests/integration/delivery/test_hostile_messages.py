@@ -13,13 +13,13 @@ import pytest
 from hostile import HostileMessage, byte_writer, odd_messages, odd_subjects, quiet_logs, random_messages
 from jetstream import Context, Script
 
-from chassis.postgres import connected
-from delivery.consuming import Consumer
-from delivery.database import migrate
-from delivery.dead_letters.operations import LetterFilter, LetterOperations
-from delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
-from delivery.publishing.audit import SUBJECT, Audit
-from delivery.publishing.displaced import message_id_at
+from postroom.chassis.postgres import connected
+from postroom.delivery.consuming import Consumer
+from postroom.delivery.database import migrate
+from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations
+from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
+from postroom.delivery.publishing.audit import SUBJECT, Audit
+from postroom.delivery.publishing.displaced import message_id_at
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

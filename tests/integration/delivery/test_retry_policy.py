@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from jetstream import Context, Script
 
-from delivery.consuming import DONE, Retry
-from delivery.settings import BackoffSettings
+from postroom.delivery.consuming import DONE, Retry
+from postroom.delivery.settings import BackoffSettings
 
 AN_HOUR = BackoffSettings(first_seconds=3600, most_seconds=3600)
 NOT_NOW = Retry("the database is away")

@@ -11,18 +11,18 @@ from jetstream import Context, Script, until
 from nats.js.api import RetentionPolicy
 from nats.js.errors import NotFoundError
 
-from chassis.config import load
-from chassis.exits import Fatal
-from delivery.settings import (
+from postroom.chassis.config import load
+from postroom.chassis.exits import Fatal
+from postroom.delivery.settings import (
     DAY,
     ConsumerSettings,
     KindDefaults,
     StreamDefaults,
     StreamSettings,
 )
-from delivery.streams import default_changes, default_streams, ensure_consumer, ensure_stream
+from postroom.delivery.streams import default_changes, default_streams, ensure_consumer, ensure_stream
 from postroom.errors import Conflict, NotFound, TryAgain
-from worker.config import WorkerConfig
+from postroom.worker.config import WorkerConfig
 
 
 @pytest.fixture

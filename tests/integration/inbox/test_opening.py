@@ -7,8 +7,8 @@ import pytest
 from inboxes import message
 from outboxes import START, Clock, opened
 
-from chassis.exits import Exit, Fatal
 from inbox import Inbox
+from postroom.chassis.exits import Exit, Fatal
 
 OpenInbox = Callable[[], Awaitable[Inbox]]
 

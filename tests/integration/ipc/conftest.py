@@ -17,7 +17,6 @@ from uuid import uuid4
 import pytest
 from wire import Reply, encode, parse
 
-from chassis.listener import loopback_listener, unix_listener
 from inbox import Inbox
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
@@ -31,6 +30,7 @@ from ipc.tokens import LocalToken
 from outbox import Outbox, OutboxSettings
 from outbox.model import Caller
 from postroom.administration import Subscription, TopicList
+from postroom.chassis.listener import loopback_listener, unix_listener
 from postroom.errors import NotFound
 from postroom.sends import RelayStatus
 

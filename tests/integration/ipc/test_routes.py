@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wire import encode, parse
 
-from chassis.routes import Route
 from ipc.dispatch import MethodNotAllowed, Table
 from ipc.peers import Policy
 from ipc.routes import CALLER, OPERATOR, routes
+from postroom.chassis.routes import Route
 from postroom.errors import NotFound
 from postroom.operations import VERBS
 

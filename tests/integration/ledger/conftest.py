@@ -10,7 +10,7 @@ from databases import migrated_database
 from ledgers import Jobs
 
 from embedded import EmbeddedPostgres
-from ledger.database import migrate
+from postroom.ledger.database import migrate
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,10 @@ import asyncpg
 import pytest
 from ledgers import LEASE, Jobs
 
-from ledger.engine import Engine, TryLater
-from ledger.primitives import Answer, Start, complete_leg1, enter_leg1, enter_leg2, release, spawn, start_job
-from ledger.retrying import retry_job
 from postroom.flow import Context, Flow, Job
+from postroom.ledger.engine import Engine, TryLater
+from postroom.ledger.primitives import Answer, Start, complete_leg1, enter_leg1, enter_leg2, release, spawn, start_job
+from postroom.ledger.retrying import retry_job
 from postroom.retry_policy import RetryPolicy
 
 COMMANDS = "SELECT id, payload::text FROM postroom.outbox_events WHERE event_type = 'pages' ORDER BY position"

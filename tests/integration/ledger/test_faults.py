@@ -9,8 +9,8 @@ import asyncpg
 import pytest
 from ledgers import LEASE, Jobs, asking
 
-from ledger.errors import Duplicate, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow, Then
-from ledger.primitives import (
+from postroom.ledger.errors import Duplicate, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow, Then
+from postroom.ledger.primitives import (
     Child,
     complete_leg1,
     enter_leg1,

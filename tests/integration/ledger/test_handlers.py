@@ -13,9 +13,9 @@ import asyncpg
 import pytest
 from ledgers import LEASE, Jobs
 
-from ledger.engine import Engine, TryLater
-from ledger.primitives import Start, start_job
 from postroom.flow import Context, Flow, Job
+from postroom.ledger.engine import Engine, TryLater
+from postroom.ledger.primitives import Start, start_job
 from postroom.retry_policy import RetryPolicy
 
 Wrong = Callable[[Context], Awaitable[Any]]

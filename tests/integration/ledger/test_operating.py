@@ -12,9 +12,10 @@ import pytest
 from ledgers import LEASE, Jobs, asking
 
 from broker.migrate import migrate
-from ledger.errors import Duplicate, Inactive, LeaseLost
-from ledger.operating import QUERIES, JobFilter, cancel_job, find_jobs, show_job, start
-from ledger.primitives import (
+from postroom.errors import Conflict, InvalidMessage, NotFound
+from postroom.ledger.errors import Duplicate, Inactive, LeaseLost
+from postroom.ledger.operating import QUERIES, JobFilter, cancel_job, find_jobs, show_job, start
+from postroom.ledger.primitives import (
     Answer,
     Child,
     Leg2,
@@ -28,8 +29,7 @@ from ledger.primitives import (
     finish_work,
     spawn,
 )
-from ledger.retrying import retry_job
-from postroom.errors import Conflict, InvalidMessage, NotFound
+from postroom.ledger.retrying import retry_job
 
 MANY_COMPLETED = """
 INSERT INTO ledger.job (id, context, flow, state, semaphore, ended_at)

@@ -8,8 +8,8 @@ from uuid import uuid4
 import pytest
 from ledgers import LEASE, Jobs, asking
 
-from ledger.errors import Duplicate
-from ledger.primitives import Child, complete_leg1, enter_leg1, finish_job, finish_work, release, spawn
+from postroom.ledger.errors import Duplicate
+from postroom.ledger.primitives import Child, complete_leg1, enter_leg1, finish_job, finish_work, release, spawn
 
 
 async def test_leg_1_is_entered_completed_and_replayed(jobs: Jobs) -> None:

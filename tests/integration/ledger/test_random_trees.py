@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from ledgers import LEASE, Jobs
 
-from ledger import digits
-from ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
-from ledger.leg1 import run_leg1
-from ledger.leg2 import run_leg2
-from ledger.primitives import QUERIES, Answer
-from ledger.running import HandlerFailed, Running
 from postroom.flow import Context, Flow, Job, Step
+from postroom.ledger import digits
+from postroom.ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
+from postroom.ledger.leg1 import run_leg1
+from postroom.ledger.leg2 import run_leg2
+from postroom.ledger.primitives import QUERIES, Answer
+from postroom.ledger.running import HandlerFailed, Running
 
 T = TypeVar("T")
 

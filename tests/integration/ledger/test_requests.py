@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from ledgers import Jobs
 
-from ledger.requests import MOST_AT_ONCE, QUERIES, find_overdue
+from postroom.ledger.requests import MOST_AT_ONCE, QUERIES, find_overdue
 
 MANY = 5000
 OVERDUE = """

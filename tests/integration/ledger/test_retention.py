@@ -10,12 +10,12 @@ import asyncpg
 import pytest
 from ledgers import Jobs
 
-from chassis.postgres import Pool
-from ledger.database import migrate
-from ledger.operating import cancel_job, start
-from ledger.primitives import Child, Start, fail_activity, finish_job, spawn
-from ledger.retention import JobRetention
+from postroom.chassis.postgres import Pool
 from postroom.errors import Conflict
+from postroom.ledger.database import migrate
+from postroom.ledger.operating import cancel_job, start
+from postroom.ledger.primitives import Child, Start, fail_activity, finish_job, spawn
+from postroom.ledger.retention import JobRetention
 
 TABLES = ("job", "activity", "guid", "request", "operator_log")
 

@@ -13,9 +13,9 @@ from uuid import UUID, uuid4
 import pytest
 from ledgers import LEASE, Jobs, asking
 
-from ledger.errors import Duplicate, Fault, Then
-from ledger.operating import show_job
-from ledger.primitives import (
+from postroom.ledger.errors import Duplicate, Fault, Then
+from postroom.ledger.operating import show_job
+from postroom.ledger.primitives import (
     Answer,
     Child,
     complete_leg1,
@@ -26,7 +26,7 @@ from ledger.primitives import (
     finish_work,
     spawn,
 )
-from ledger.retrying import retry_job
+from postroom.ledger.retrying import retry_job
 
 MOST_ACTIVITIES = 12
 MOST_CYCLES = 4

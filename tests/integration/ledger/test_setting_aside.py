@@ -11,11 +11,11 @@ import asyncpg
 import pytest
 from ledgers import LEASE, Jobs
 
-from ledger.engine import Engine, TryLater
-from ledger.operating import JobFilter, cancel_job, count_jobs, find_jobs, show_job
-from ledger.primitives import Answer, Start, fail_activity, start_job
-from ledger.retrying import retry_job
 from postroom.flow import Context, Flow
+from postroom.ledger.engine import Engine, TryLater
+from postroom.ledger.operating import JobFilter, cancel_job, count_jobs, find_jobs, show_job
+from postroom.ledger.primitives import Answer, Start, fail_activity, start_job
+from postroom.ledger.retrying import retry_job
 from postroom.retry_policy import RetryPolicy
 
 ASKED = "SELECT id FROM ledger.request WHERE activity_id = $1"

@@ -8,10 +8,10 @@ import asyncpg
 import pytest
 from ledgers import LEASE, Jobs
 
-from ledger.errors import Inactive
-from ledger.operating import show_job
-from ledger.primitives import Answer, Child, Start, enter_leg2, fail_activity, finish_job, spawn, start_job
-from ledger.retrying import retry_job
+from postroom.ledger.errors import Inactive
+from postroom.ledger.operating import show_job
+from postroom.ledger.primitives import Answer, Child, Start, enter_leg2, fail_activity, finish_job, spawn, start_job
+from postroom.ledger.retrying import retry_job
 
 
 async def with_children(jobs: Jobs, threshold: int, count: int) -> tuple[Start, list[UUID], bool]:

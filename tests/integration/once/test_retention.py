@@ -10,7 +10,7 @@ import pytest
 from waiting import until_so
 from workers import worker
 
-from delivery.database import migrate
+from postroom.delivery.database import migrate
 from postroom.once import Result, Scope, Store, open_registry
 from postroom.once.sqlite import SqliteStore
 

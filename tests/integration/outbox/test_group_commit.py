@@ -91,7 +91,7 @@ FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
 from outboxes import ALICE, WHY, send
-from chassis import logs
+from postroom.chassis import logs
 from outbox import AcceptedRow, Outbox, RowFilter
 
 async def main(directory):
@@ -120,8 +120,8 @@ async def test_a_full_file_system_refuses_and_the_outbox_goes_on_when_space_is_b
 START_ON_A_FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
-from chassis import logs
-from chassis.exits import Fatal
+from postroom.chassis import logs
+from postroom.chassis.exits import Fatal
 from outbox import Outbox
 
 async def start(directory, ballast):
@@ -160,8 +160,8 @@ async def test_a_start_on_a_full_disk_ends_so_that_it_is_tried_again(tmp_path: P
 START_WHERE_NO_FILE_FITS = """
 import asyncio, sys
 from pathlib import Path
-from chassis import logs
-from chassis.exits import Fatal
+from postroom.chassis import logs
+from postroom.chassis.exits import Fatal
 from outbox import Outbox
 
 async def main(directory):
@@ -228,10 +228,10 @@ async def test_a_warning_is_logged_once_at_80_percent(
 FAILING_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
-from chassis import logs
+from postroom.chassis import logs
 from outboxes import ALICE, WHY, send
 from postroom.errors import PostroomError
-from chassis.exits import Fatal
+from postroom.chassis.exits import Fatal
 from outbox import Outbox
 
 async def main(directory):

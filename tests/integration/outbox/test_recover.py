@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from outboxes import START, WHY, accepted, counted, opened, row_in, send
 
-from chassis.exits import Exit, Fatal
 from outbox import Outbox
 from outbox.recover import recover
+from postroom.chassis.exits import Exit, Fatal
 
 OpenOutbox = Callable[..., Awaitable[Outbox]]
 PAGE = 4096
@@ -181,7 +181,7 @@ async def test_a_recovery_that_fails_leaves_the_outbox_where_it_was(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from chassis.exits import Fatal
+from postroom.chassis.exits import Fatal
 from outbox.recover import recover
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 4096, 4 * 4096))

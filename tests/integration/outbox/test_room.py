@@ -299,7 +299,7 @@ async def test_what_was_pruned_is_frozen(outbox: Outbox, database: Path, change:
 FULL_DISK = """
 import asyncio, contextlib, os, sys
 from pathlib import Path
-from chassis import logs
+from postroom.chassis import logs
 from outboxes import ALICE, WHY, done, send
 from outbox import AcceptedRow, Outbox, OutboxSettings
 

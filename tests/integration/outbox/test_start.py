@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from outboxes import Clock, accepted, opened, row_in, send
 
-from chassis.exits import Exit, Fatal
 from outbox import Outbox
+from postroom.chassis.exits import Exit, Fatal
 
 OpenOutbox = Callable[..., Awaitable[Outbox]]
 

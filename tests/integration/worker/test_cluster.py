@@ -21,10 +21,10 @@ from nats_cluster import running_cluster
 from waiting import until, until_so
 
 from broker.migrate import migrate
-from delivery.http.settings import HandlerSettings
-from delivery.settings import ConsumerSettings, NatsSettings
 from embedded.processes import tethered
-from worker.consumer_config import ConsumerConfig
+from postroom.delivery.http.settings import HandlerSettings
+from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.worker.consumer_config import ConsumerConfig
 
 ADVICE = ("declare one", "declare it", "lower max_bytes", "adapt the config", "no room", "would lose")
 
@@ -41,7 +41,7 @@ def worker_in(directory: Path, database_url: str, nats_url: str) -> Iterator[Pat
         "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.5",
     }
     with log.open("wb") as output:
-        process = subprocess.Popen(tethered([sys.executable, "-m", "worker"]), stderr=output, env=environment)
+        process = subprocess.Popen(tethered([sys.executable, "-m", "postroom.worker"]), stderr=output, env=environment)
     try:
         yield log
     finally:

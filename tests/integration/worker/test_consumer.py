@@ -18,10 +18,10 @@ from http_consumers import settled
 from jetstream import Context
 from nats.aio.client import Client
 
-from delivery.database import migrate
-from delivery.nats import connect
-from delivery.settings import NatsSettings
 from embedded.processes import tethered
+from postroom.delivery.database import migrate
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 
 Running = Callable[..., AbstractAsyncContextManager["asyncio.subprocess.Process"]]
 

@@ -21,15 +21,15 @@ from jetstream import Context
 from waiting import until_so
 from workers import worker
 
-from delivery.nats import connect
-from delivery.settings import NatsSettings
 from embedded.processes import tethered
-from ledger.database import migrate, open_jobs_pool
-from ledger.primitives import Start, start_job
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 from postroom.flow import Context as FlowContext
 from postroom.flow import Flow
-from worker.job_settings import JobSettings
-from worker.jobs import Jobs
+from postroom.ledger.database import migrate, open_jobs_pool
+from postroom.ledger.primitives import Start, start_job
+from postroom.worker.job_settings import JobSettings
+from postroom.worker.jobs import Jobs
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 QUICK = {
@@ -210,7 +210,7 @@ async def test_a_flow_that_cannot_be_imported_ends_the_worker(office: Office, fl
         "POSTROOM_WORKER_NATS_URL": "nats://127.0.0.1:1",
         "POSTROOM_WORKER_FLOWS": flow,
     }
-    command = tethered([sys.executable, "-m", "worker"])
+    command = tethered([sys.executable, "-m", "postroom.worker"])
     ended = await asyncio.to_thread(
         subprocess.run, command, env=environment, capture_output=True, text=True, check=False
     )

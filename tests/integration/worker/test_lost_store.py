@@ -21,8 +21,8 @@ from waiting import until_so
 from workers import worker
 
 from broker.migrate import migrate
-from delivery.dead_letters import DeadLetter, RecordedLetters
 from embedded import EmbeddedNats
+from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
 
 DONE, WAITING = "cmd.demo.default.done.run", "cmd.demo.default.waiting.run"
 EMIT = "SELECT count(postroom.emit_command('demo', $1, '{}', 'queue', 'a' || n % 20)) FROM generate_series(1, $2) AS n"

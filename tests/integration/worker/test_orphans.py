@@ -14,12 +14,13 @@ from histories import History
 from waiting import until_so
 from workers import worker
 
-from broker.database import QUERIES
-from broker.orphans import check
-from chassis.postgres import Pool
-from worker.orphans import OrphanCheck, OrphanCheckSettings
+from broker.commands import find_orphans
+from postroom.chassis.postgres import Pool
+from postroom.chassis.sql import load_queries
+from postroom.worker.orphans import OrphanCheck, OrphanCheckSettings
 
 KEPT = timedelta(days=30)
+LEAD = load_queries("postroom.worker", "orphans.sql")["lead_checking"]
 DAMAGE = ("CREATE TABLE lost AS SELECT * FROM mesh.topic_message", "DELETE FROM mesh.topic_message")
 
 
@@ -71,7 +72,7 @@ async def test_what_was_found_is_told_by_every_worker_until_a_check_finds_nothin
     assert first.last == second.last  # one check for both
 
     await execute(pool, "INSERT INTO mesh.topic_message SELECT * FROM lost")
-    assert await check(history.url, events_kept=KEPT) == []  # by hand
+    assert await find_orphans(history.url, events_kept=KEPT) == []  # by hand
     await second.look()
     assert second.reasons() == []
 
@@ -97,7 +98,7 @@ async def test_a_check_that_another_process_is_at_is_left_to_it_and_missed_after
     night = Night()
     check = nightly(history, pool, night)
     async with pool.acquire() as another:
-        assert await another.fetchval(QUERIES["lead_checking"])
+        assert await another.fetchval(LEAD)
         await check.look()
         assert (check.last, check.reasons()) == (None, [])
         night.now += timedelta(hours=27)

@@ -18,12 +18,12 @@ from nats.errors import Error
 from nats.js import JetStreamContext
 from waiting import until_so
 
-from delivery.database import migrate
-from delivery.nats import connect
-from delivery.settings import NatsSettings, StreamSettings
-from delivery.streams import ensure_stream
 from embedded import EmbeddedNats
 from embedded.processes import tethered
+from postroom.delivery.database import migrate
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings, StreamSettings
+from postroom.delivery.streams import ensure_stream
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "streams"
 

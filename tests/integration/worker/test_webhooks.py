@@ -28,12 +28,12 @@ from broker.app import build
 from broker.config import BrokerConfig
 from broker.main import open_services
 from broker.migrate import migrate
-from delivery.nats import connect
-from delivery.settings import NatsSettings
-from delivery.webhooks.settings import AddressSettings
-from delivery.webhooks.webhooks import STRETCH
 from postroom import BrokerClient
 from postroom.administration import NewWebhook
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
+from postroom.delivery.webhooks.settings import AddressSettings
+from postroom.delivery.webhooks.webhooks import STRETCH
 from postroom.errors import NotPermitted
 from postroom.message import prepare
 from postroom.signatures import SIGNATURE, verify

@@ -29,12 +29,12 @@ from broker.identifiers import MessageIds
 from broker.incoming import Item, check, read_items
 from broker.migrate import migrate
 from broker.store import AcceptStore, Candidate
-from delivery.publishing import DELIVERIES, Record, RecordSettings
-from delivery.publishing.link import Link
-from delivery.publishing.source import Outgoing, Place
-from delivery.settings import NatsSettings
 from embedded import EmbeddedNats
 from postroom.administration import HistoryMessage
+from postroom.delivery.publishing import DELIVERIES, Record, RecordSettings
+from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.source import Outgoing, Place
+from postroom.delivery.settings import NatsSettings
 from postroom.message import MAX_BODY_BYTES, prepare
 
 DIGEST = b"d" * 32
@@ -386,7 +386,7 @@ async def test_a_wrong_config_or_schema_ends_it_with_78_and_a_sentence(
 ) -> None:
     file = tmp_path / "worker.toml"
     file.write_text(settings.replace("{url}", database_url))
-    command = [sys.executable, "-m", "worker", "--config", str(file)]
+    command = [sys.executable, "-m", "postroom.worker", "--config", str(file)]
     ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (78, True, False), ended.stderr
 

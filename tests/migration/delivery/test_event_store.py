@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from chassis import sqlite_migrate
-from chassis.sql import read_sql
-from delivery.agents.records import NO_HASH, Record, encode_record, next_hash
-from delivery.agents.store import APPLICATION_ID, MIGRATIONS
 from postroom.agent import Envelope
+from postroom.chassis import sqlite_migrate
+from postroom.chassis.sql import read_sql
+from postroom.delivery.agents.records import NO_HASH, Record, encode_record, next_hash
+from postroom.delivery.agents.store import APPLICATION_ID, MIGRATIONS
 
 
 def described(db: sqlite3.Connection) -> tuple[object, ...]:
@@ -27,7 +27,7 @@ def migrated() -> sqlite3.Connection:
 
 def test_the_schema_and_the_migrations_are_equal():
     with closing(sqlite3.connect(":memory:")) as whole, closing(migrated()) as stepwise:
-        whole.executescript(read_sql("delivery.agents", "schema.sql"))
+        whole.executescript(read_sql("postroom.delivery.agents", "schema.sql"))
         assert described(whole) == described(stepwise)
 
 

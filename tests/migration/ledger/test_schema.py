@@ -6,8 +6,8 @@ import asyncpg
 import pytest
 from catalog import catalog, rebuild
 
-from chassis.sql import read_sql
-from ledger.database import migrate
+from postroom.chassis.sql import read_sql
+from postroom.ledger.database import migrate
 
 JOB = "INSERT INTO ledger.job (id, context, flow) VALUES ('00000000-0000-0000-0000-000000000001', 'sea', 'export')"
 ROOT = (
@@ -21,8 +21,8 @@ GUID = "INSERT INTO ledger.guid (activity_id, guid, job_id, ledger) SELECT id, '
 async def test_the_schema_file_and_the_migrations_make_the_same_database(database_url: str) -> None:
     await migrate(database_url)
     by_migrations = await catalog(database_url, "postroom", "ledger")
-    ours = [read_sql("ledger", file) for file in ("schema.sql", "primitives.sql")]
-    await rebuild(database_url, read_sql("delivery", "schema.sql"), *ours)
+    ours = [read_sql("postroom.ledger", file) for file in ("schema.sql", "primitives.sql")]
+    await rebuild(database_url, read_sql("postroom.delivery", "schema.sql"), *ours)
 
     assert len(by_migrations) > 60
     assert await catalog(database_url, "postroom", "ledger") == by_migrations

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from chassis.sql import migrations, read_sql
 from outbox.migrate import APPLICATION_ID, NEWEST, migrate
+from postroom.chassis.sql import migrations, read_sql
 
 
 def described(db: sqlite3.Connection) -> tuple[object, ...]:

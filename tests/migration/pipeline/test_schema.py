@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from catalog import catalog, rebuild
 
-from chassis.sql import read_sql
 from pipeline.database import migrate
+from postroom.chassis.sql import read_sql
 
 
 async def test_the_schema_file_and_the_migrations_make_the_same_database(database_url: str) -> None:

@@ -10,8 +10,9 @@ import rfc8785
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delivery.agents.clock import after, later, to_microseconds
-from delivery.agents.records import (
+from postroom.agent import Envelope
+from postroom.delivery.agents.clock import after, later, to_microseconds
+from postroom.delivery.agents.records import (
     NO_HASH,
     Record,
     canonical,
@@ -21,7 +22,6 @@ from delivery.agents.records import (
     payload_of,
     with_payload,
 )
-from postroom.agent import Envelope
 from postroom.errors import InvalidMessage
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from delivery.agents.underway import Begun, Underway
+from postroom.delivery.agents.underway import Begun, Underway
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from broker.config import PREFIX, BrokerConfig, load_config
-from chassis.config import MASK, effective, settings
-from chassis.exits import Exit, Fatal
+from postroom.chassis.config import MASK, effective, settings
+from postroom.chassis.exits import Exit, Fatal
 
 ENVIRON = {
     "POSTROOM_BROKER_DATABASE_URL": "postgresql://user:secret@host/db",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from broker_client.window import HOUR, KeptFeatures, assumed_max_age_hours, max_age_hours
-from chassis.exits import Exit, Fatal
 from postroom.accept import DedupeFeature, Features
+from postroom.chassis.exits import Exit, Fatal
 
 
 def features(days: int | None = 7, mode: str = "retention_scoped", version: int = 1, *, fingerprint: bool = True):

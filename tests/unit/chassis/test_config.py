@@ -4,8 +4,8 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from chassis.config import MASK, SECRET, effective, load, settings
-from chassis.exits import Exit, Fatal
+from postroom.chassis.config import MASK, SECRET, effective, load, settings
+from postroom.chassis.exits import Exit, Fatal
 
 
 class Limits(msgspec.Struct, forbid_unknown_fields=True):

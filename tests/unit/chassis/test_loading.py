@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 PROGRAM = """
-from chassis.loading import load_named
+from postroom.chassis.loading import load_named
 print(load_named("pricing:NAME", what="agent", example="module:Agent"))
-import worker  # what a program imports later is ours all the same
-print(worker.__name__)
+import postroom.worker  # what a program imports later is ours all the same
+print(postroom.worker.__name__)
 """
 
 
@@ -21,4 +21,4 @@ def test_a_module_of_the_current_directory_is_found_and_its_neighbours_hide_none
     done = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.stdout.split() == ["found", "worker"], done.stderr
+    assert done.stdout.split() == ["found", "postroom.worker"], done.stderr

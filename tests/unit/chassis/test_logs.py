@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from chassis.logs import mask
+from postroom.chassis.logs import mask
 
 
 def logged(script: str) -> list[dict[str, object]]:
-    head = "import structlog; from chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
+    head = "import structlog; from postroom.chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
     ran = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in ran.stderr.splitlines()]
 
@@ -37,9 +37,7 @@ def test_half_a_character_in_an_error_is_logged_as_an_escape():
 
 
 def test_a_log_that_cannot_be_written_stops_nobody():
-    script = (
-        "import structlog; from chassis import logs; logs.configure(); structlog.get_logger().info('lost'); print('on')"
-    )
+    script = "import structlog; from postroom.chassis import logs; logs.configure(); structlog.get_logger().info('lost'); print('on')"
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, check=False)
     assert ran.stdout == b"on\n"

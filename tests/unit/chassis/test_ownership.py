@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from chassis.listener import unix_listener
-from chassis.ownership import check_private, hand_over, open_private, private_directory, refuse_link
+from postroom.chassis.listener import unix_listener
+from postroom.chassis.ownership import check_private, hand_over, open_private, private_directory, refuse_link
 
 
 def test_a_file_is_given_to_the_owner_of_its_directory(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_a_group_may_write_to_a_directory_where_it_is_this_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o770)
-    monkeypatch.setattr("chassis.ownership._is_private_group", lambda _: True)
+    monkeypatch.setattr("postroom.chassis.ownership._is_private_group", lambda _: True)
     check_private(tmp_path)
-    monkeypatch.setattr("chassis.ownership._is_private_group", lambda _: False)
+    monkeypatch.setattr("postroom.chassis.ownership._is_private_group", lambda _: False)
     with pytest.raises(OSError, match="others may write"):
         check_private(tmp_path)
 
@@ -114,7 +114,7 @@ def test_programs_that_start_at_once_in_one_directory_all_listen(short_directory
 def test_who_keeps_the_directory_locked_keeps_nobody_from_listening(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chassis.listener._LONGEST_WAIT", 0.05)
+    monkeypatch.setattr("postroom.chassis.listener._LONGEST_WAIT", 0.05)
     held = os.open(short_directory, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
     unix_listener(short_directory / "s.sock").close()

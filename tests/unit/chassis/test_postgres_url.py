@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from chassis.exits import Exit, Fatal
-from chassis.postgres import connect
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import connect
 from postroom.errors import InvalidMessage, Unavailable
 from postroom.spark.database import connect as connect_spark
 

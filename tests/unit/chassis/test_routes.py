@@ -2,7 +2,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from chassis.routes import Route, application, decode_query, json_response, openapi
+from postroom.chassis.routes import Route, application, decode_query, json_response, openapi
 from postroom.errors import NotFound, NotPermitted
 
 

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from chassis.exits import Exit, Fatal
-from chassis.runtime import run_until_stopped, stop_on_signals
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.runtime import run_until_stopped, stop_on_signals
 
 
 async def forever(ended: list[str]) -> None:

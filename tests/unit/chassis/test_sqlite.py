@@ -3,8 +3,8 @@ import sqlite3
 
 import pytest
 
-from chassis.exits import Exit
-from chassis.sqlite import exit_after, is_broken, is_damage
+from postroom.chassis.exits import Exit
+from postroom.chassis.sqlite import exit_after, is_broken, is_damage
 
 
 def failure(code: int) -> sqlite3.Error:

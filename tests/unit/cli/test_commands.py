@@ -22,7 +22,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", ["broker", "cli", "daemon", "worker"])
+@pytest.mark.parametrize("module", ["broker", "cli", "daemon", "postroom.worker"])
 def test_a_users_file_of_the_same_name_is_not_run_instead(module: str, project: Path) -> None:
     done = subprocess.run(
         module_command(module, "--help"), cwd=project, capture_output=True, text=True, check=False, timeout=60

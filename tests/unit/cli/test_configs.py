@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chassis.exits import Exit
 from cli import main
+from postroom.chassis.exits import Exit
 
 VERBS = [("daemon", "check"), ("daemon", "run"), ("daemon", "rotate-token"), ("outbox", "recover", "--yes")]
 

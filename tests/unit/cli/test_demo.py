@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chassis.exits import Exit
 from cli import main
+from postroom.chassis.exits import Exit
 
 
 def test_without_the_source_tree_the_demo_says_where_it_can_run(

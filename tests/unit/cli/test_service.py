@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from chassis.exits import Exit, Fatal
 from cli import service
+from postroom.chassis.exits import Exit, Fatal
 
 UNITS = Path(__file__).parents[3] / "systemd"
 

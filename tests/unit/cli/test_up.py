@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from chassis.exits import Exit
 from cli import main
 from cli.stack import Layout
 from cli.stack.detaching import last_words
 from cli.up import explain
+from postroom.chassis.exits import Exit
 
 
 def test_the_line_to_copy_works_in_a_directory_with_a_space(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

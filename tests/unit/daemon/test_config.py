@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from chassis.config import effective, settings
-from chassis.exits import Exit, Fatal
 from daemon.config import DaemonConfig, load_config, socket_path, state_directory, token_file
 from postroom.administration import CreateMesh
+from postroom.chassis.config import effective, settings
+from postroom.chassis.exits import Exit, Fatal
 
 LEAST = {
     "POSTROOM_DAEMON_MESH": "demo",

@@ -11,8 +11,8 @@ from inboxes import message
 
 from daemon.filing import Filing, FilingCounters
 from daemon.receiver import consumer_settings
-from delivery.consuming import Dead, Delivery, Done, Outcome
 from inbox import Inbox
+from postroom.delivery.consuming import Dead, Delivery, Done, Outcome
 
 
 def delivery(number: int, data: bytes) -> Delivery:

@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from delivery.consuming import delay_after
-from delivery.dead_letters.letter import DeadLetter, is_dead_letter, letter_id, letter_of
-from delivery.dead_letters.operations import LetterFilter, StoredLetter, replay_id
-from delivery.message import Delivery, message_id_of
-from delivery.settings import BackoffSettings
+from postroom.delivery.consuming import delay_after
+from postroom.delivery.dead_letters.letter import DeadLetter, is_dead_letter, letter_id, letter_of
+from postroom.delivery.dead_letters.operations import LetterFilter, StoredLetter, replay_id
+from postroom.delivery.message import Delivery, message_id_of
+from postroom.delivery.settings import BackoffSettings
 
 DIED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

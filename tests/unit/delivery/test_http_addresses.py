@@ -12,12 +12,12 @@ import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
 from handlers import serving
 
-from chassis.exits import Exit, Fatal
-from delivery.http import addresses
-from delivery.http.addresses import Guard
-from delivery.http.client import HandlerClient
-from delivery.http.settings import HandlerSettings
-from delivery.webhooks.settings import AddressSettings, networks_of
+from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.http import addresses
+from postroom.delivery.http.addresses import Guard
+from postroom.delivery.http.client import HandlerClient
+from postroom.delivery.http.settings import HandlerSettings
+from postroom.delivery.webhooks.settings import AddressSettings, networks_of
 from postroom.errors import InvalidMessage, TryAgain
 
 PUBLIC = "93.184.216.34"
@@ -114,7 +114,7 @@ async def test_a_name_whose_address_is_no_longer_public_is_refused_when_it_is_co
     answer = await client.call(b"{}", {})
     await client.close()
 
-    assert (answer.status, answer.code) == (None, "handler_unreachable")
+    assert (answer.status, answer.code) == (None, "address_not_allowed")
     assert f"is {why}" in answer.detail or f" {why} address" in answer.detail
 
 

@@ -11,12 +11,12 @@ import aiohttp
 import aiohttp.abc
 import pytest
 
-from chassis.exits import Exit, Fatal
-from delivery.http.addresses import Guard
-from delivery.http.answers import Answer
-from delivery.http.client import HandlerClient, read_secret
-from delivery.http.settings import HandlerSettings, check_timeout
-from delivery.settings import ConsumerSettings
+from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.http.addresses import Guard
+from postroom.delivery.http.answers import Answer
+from postroom.delivery.http.client import HandlerClient, read_secret
+from postroom.delivery.http.settings import HandlerSettings, check_timeout
+from postroom.delivery.settings import ConsumerSettings
 
 
 def refusal(settings: HandlerSettings) -> str:

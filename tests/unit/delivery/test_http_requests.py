@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from delivery.http.requests import Malformed, body, headers, read
-from delivery.message import Delivery
+from postroom.delivery.http.requests import Malformed, body, headers, read
+from postroom.delivery.message import Delivery
 from postroom.handler import HandlerRequest
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

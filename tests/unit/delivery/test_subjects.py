@@ -2,8 +2,8 @@
 
 import pytest
 
-from delivery.streams import covers, default_streams
-from delivery.subjects import (
+from postroom.delivery.streams import covers, default_streams
+from postroom.delivery.subjects import (
     CommandSubject,
     DeadLetterSubject,
     EventSubject,

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chassis.exits import Exit, Fatal
-from chassis.users import user_name
 from ipc.batch import Splitter
 from ipc.budget import Budget
 from ipc.counters import LATENCY_BOUNDS, Latency
@@ -22,6 +20,8 @@ from ipc.request import _is_media
 from ipc.sends import idempotency_key
 from ipc.tokens import GRACE_SECONDS, LocalToken, rotate
 from outbox.model import Caller
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.users import user_name
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError, TryAgain
 
 LIMIT = 8

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ledger.digits import (
+from postroom.errors import InvalidMessage
+from postroom.ledger.digits import (
     CHILDREN_SPAWNED,
     COMPLETION_DONE,
     JOB_CLOSED,
@@ -26,8 +27,7 @@ from ledger.digits import (
     render,
     seed_guid,
 )
-from ledger.errors import Overflow, Then
-from postroom.errors import InvalidMessage
+from postroom.ledger.errors import Overflow, Then
 
 MARKERS = (LEG1_COMPLETE, WORK_DONE, CHILDREN_SPAWNED, COMPLETION_DONE)
 POSSIBLE = {

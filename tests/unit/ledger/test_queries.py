@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import ledger
+from postroom import ledger
 from postroom.sql import load_queries
 
 ROOM = Path(ledger.__file__).parent
@@ -17,4 +17,4 @@ FILES = sorted(file.name for file in ROOM.glob("*.sql") if file.name not in {"sc
 def test_every_query_is_used(file: str) -> None:
     source = "".join(module.read_text() for module in ROOM.rglob("*.py"))
 
-    assert [name for name in load_queries("ledger", file) if f'"{name}"' not in source] == []
+    assert [name for name in load_queries("postroom.ledger", file) if f'"{name}"' not in source] == []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from chassis.sql import read_sql
-from ledger.states import ACTIVITY_STATES, ENDED, JOB_STATES, Progress, state_of
+from postroom.chassis.sql import read_sql
+from postroom.ledger.states import ACTIVITY_STATES, ENDED, JOB_STATES, Progress, state_of
 
 WORDS = {
     "waiting": Progress(0),
@@ -45,4 +45,4 @@ def test_every_word_is_listed() -> None:
 
 def test_the_states_of_a_job_are_those_of_its_table() -> None:
     listed = ", ".join(f"'{state}'" for state in JOB_STATES)
-    assert f"CHECK (state IN ({listed}))" in read_sql("ledger", "schema.sql")
+    assert f"CHECK (state IN ({listed}))" in read_sql("postroom.ledger", "schema.sql")

@@ -2,8 +2,8 @@ import sqlite3
 
 import pytest
 
-from chassis.exits import Exit
 from outbox.errors import from_sqlite, write_failed
+from postroom.chassis.exits import Exit
 from postroom.errors import PostroomError, TryAgain
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from chassis.exits import Fatal
-from delivery.settings import NatsSettings
 from postroom.agent import Agent
-from worker.agent_config import AgentConfig, load_config, state_directory
+from postroom.chassis.exits import Fatal
+from postroom.delivery.settings import NatsSettings
+from postroom.worker.agent_config import AgentConfig, load_config, state_directory
 
 NATS = NatsSettings(url="nats://127.0.0.1:4222")
 PLAIN = AgentConfig(tenant="demo", nats=NATS)

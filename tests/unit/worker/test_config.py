@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from chassis.config import MASK, effective, settings
-from chassis.exits import Exit, Fatal
-from worker.config import WorkerConfig, load_config
+from postroom.chassis.config import MASK, effective, settings
+from postroom.chassis.exits import Exit, Fatal
+from postroom.worker.config import WorkerConfig, load_config
 
 ENVIRON = {"POSTROOM_DATABASE_URL": "postgresql://user:secret@host/db", "POSTROOM_NATS_URL": "nats://user:secret@host"}
 

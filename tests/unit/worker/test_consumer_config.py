@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from chassis.config import MASK, effective, settings
-from chassis.exits import Exit, Fatal
-from worker.consumer_config import PREFIX, ConsumerConfig, direct_config, load_config
+from postroom.chassis.config import MASK, effective, settings
+from postroom.chassis.exits import Exit, Fatal
+from postroom.worker.consumer_config import PREFIX, ConsumerConfig, direct_config, load_config
 
 EXAMPLE = Path(__file__).parents[3] / "systemd/examples/consumer.toml"
 SERVERS = {"POSTROOM_NATS_URL": "nats://u:hidden@host", "POSTROOM_DATABASE_URL": "postgresql://u:hidden@host/x"}

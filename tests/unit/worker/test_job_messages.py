@@ -9,10 +9,10 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from delivery.consuming import Delivery
-from ledger.primitives import Answer
+from postroom.delivery.consuming import Delivery
 from postroom.errors import InvalidMessage
-from worker.job_messages import Answering, Due, Spawned, answer_of, read
+from postroom.ledger.primitives import Answer
+from postroom.worker.job_messages import Answering, Due, Spawned, answer_of, read
 
 ACTIVITY, REQUEST = uuid4(), UUID("6fa459ea-ee8a-3ca4-894e-db77e160355e")  # a name of cases is the same in each process
 OWN: dict[str, Any] = {"job": str(uuid4()), "activity": str(ACTIVITY), "flow": "export", "name": "load"}

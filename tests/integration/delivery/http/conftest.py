@@ -13,10 +13,10 @@ from handlers import CountingHandler, serving
 from http_consumers import Inbox, config_of, consuming
 from jetstream import Context
 
-from delivery.database import migrate
-from delivery.http.settings import HandlerSettings
 from embedded import EmbeddedPostgres
-from worker.consumer import Services
+from postroom.delivery.database import migrate
+from postroom.delivery.http.settings import HandlerSettings
+from postroom.worker.consumer import Services
 
 Start = Callable[..., AbstractAsyncContextManager[Services]]
 

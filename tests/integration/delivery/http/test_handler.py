@@ -15,10 +15,10 @@ from http_consumers import Inbox, settled
 from jetstream import QUICK, Context, until
 from waiting import until as until_noticed
 
-from delivery import pulling
-from delivery.http import reach
+from postroom.delivery import pulling
+from postroom.delivery.http import reach
 from postroom.signatures import verify
-from worker.consumer import Services
+from postroom.worker.consumer import Services
 
 Start = Callable[..., AbstractAsyncContextManager[Services]]
 OTHERS = [f"other-{number}" for number in range(5)]

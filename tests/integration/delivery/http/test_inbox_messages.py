@@ -13,12 +13,12 @@ from handlers import CountingHandler
 from http_consumers import Inbox
 from jetstream import Context
 
-from chassis.postgres import REFUSED
-from delivery.consuming import Dead, Outcome
-from delivery.http.answers import Judgement, State
-from delivery.http.client import HandlerClient
-from delivery.http.handler import HttpHandler
-from delivery.http.inbox_messages import (
+from postroom.chassis.postgres import REFUSED
+from postroom.delivery.consuming import Dead, Outcome
+from postroom.delivery.http.answers import Judgement, State
+from postroom.delivery.http.client import HandlerClient
+from postroom.delivery.http.handler import HttpHandler
+from postroom.delivery.http.inbox_messages import (
     Claim,
     Died,
     Held,
@@ -27,9 +27,9 @@ from delivery.http.inbox_messages import (
     get_inbox_backlog,
     open_inbox_pool,
 )
-from delivery.http.requests import Incoming, read
-from delivery.http.settings import HandlerSettings
-from delivery.message import Delivery
+from postroom.delivery.http.requests import Incoming, read
+from postroom.delivery.http.settings import HandlerSettings
+from postroom.delivery.message import Delivery
 
 PROCESSED = Judgement(State.PROCESSED)
 RAN_OUT = "UPDATE postroom.inbox_messages SET leased_until = now() - interval '1 second' WHERE source_context = $1"

@@ -16,11 +16,11 @@ from handlers import Call, CountingHandler
 from http_consumers import Inbox, config_of, consuming, settled
 from jetstream import DURABLE, Context, until
 
-from delivery.database import migrate
-from delivery.http.settings import HandlerSettings
 from embedded import EmbeddedPostgres
 from embedded.processes import tethered
-from worker.consumer import Services
+from postroom.delivery.database import migrate
+from postroom.delivery.http.settings import HandlerSettings
+from postroom.worker.consumer import Services
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from jetstream import Context
 
-from chassis.postgres import Pool
-from delivery.database import migrate
-from delivery.http.inbox_messages import open_inbox_pool
-from delivery.http.retention import InboxRetention
-from delivery.http.settings import InboxSettings
+from postroom.chassis.postgres import Pool
+from postroom.delivery.database import migrate
+from postroom.delivery.http.inbox_messages import open_inbox_pool
+from postroom.delivery.http.retention import InboxRetention
+from postroom.delivery.http.settings import InboxSettings
 
 DURABLE = "billing"
 

@@ -10,7 +10,7 @@ from handlers import Call, CountingHandler
 from http_consumers import Inbox, settled
 from jetstream import DURABLE, Context, until
 
-from worker.consumer import Services
+from postroom.worker.consumer import Services
 
 Start = Callable[..., AbstractAsyncContextManager[Services]]
 BODY = b'{"message":{"to":"topic:orders","meta":{"retry_policy":{"max_attempts":3,"backoff_ms":1}}}}'

@@ -15,12 +15,12 @@ import nats
 import pytest
 from nats.js import JetStreamContext
 
-from chassis.postgres import Pool
-from delivery.database import migrate, open_database
-from delivery.dead_letters import DeadLetter, RecordedLetters
-from delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
-from delivery.publishing.link import Link
-from delivery.settings import NatsSettings
+from postroom.chassis.postgres import Pool
+from postroom.delivery.database import migrate, open_database
+from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
+from postroom.delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
+from postroom.delivery.publishing.link import Link
+from postroom.delivery.settings import NatsSettings
 
 _contexts = count(1)
 QUICK = PublisherSettings(ack_seconds=2, first_seconds=0.01, most_seconds=0.05, idle_seconds=0.01)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncpg
 import pytest
 
-from delivery.database import migrate
-from delivery.subjects import command_subject
+from postroom.delivery.database import migrate
+from postroom.delivery.subjects import command_subject
 
 EMIT = "SELECT postroom.emit_command($1, $2, '{\"n\": 1}')::text"
 ROW = "SELECT subject, event_type, payload::text, published_at, epoch FROM postroom.outbox_events WHERE id = $1::uuid"

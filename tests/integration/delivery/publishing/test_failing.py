@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from delivery.publishing import EVENTS
-from delivery.publishing.failing import drop_failing, list_dropped, list_failing
+from postroom.delivery.publishing import EVENTS
+from postroom.delivery.publishing.failing import drop_failing, list_dropped, list_failing
 from postroom.errors import NotFound
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from delivery.dead_letters import DeadLetter
-from delivery.dead_letters.operations import LetterFilter, LetterOperations
-from delivery.publishing import EVENTS, LETTERS
-from delivery.streams import dead_letter_stream, ensure_stream
+from postroom.delivery.dead_letters import DeadLetter
+from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations
+from postroom.delivery.publishing import EVENTS, LETTERS
+from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.errors import Unavailable
 
 

@@ -13,9 +13,9 @@ import nats
 import pytest
 from asyncpg import UniqueViolationError
 
-from chassis.postgres import Connection
-from delivery.publishing import EVENTS, Source
 from embedded import EmbeddedNats
+from postroom.chassis.postgres import Connection
+from postroom.delivery.publishing import EVENTS, Source
 
 SAME_PLACE = (
     "UPDATE postroom.outbox_events SET published_at = now(), stream = 'S', stream_created_at = 'epoch', "

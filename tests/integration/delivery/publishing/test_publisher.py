@@ -12,8 +12,8 @@ from typing import Any
 import asyncpg
 import pytest
 
-from delivery.publishing import EVENTS, PublisherSettings
 from embedded import EmbeddedNats
+from postroom.delivery.publishing import EVENTS, PublisherSettings
 
 SMALL = PublisherSettings(batch=7, aggregates=3, ack_seconds=2, first_seconds=0.01, most_seconds=0.05)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from delivery.publishing import EVENTS, redrive
 from embedded import EmbeddedNats
+from postroom.delivery.publishing import EVENTS, redrive
 
 
 async def publish(office: Any, running: Any, events: int, *, aggregates: int = 10) -> None:

@@ -14,12 +14,12 @@ import nats
 import pytest
 from nats.js.errors import NotFoundError
 
-from delivery.publishing import EVENTS, WorkQueues, redrive
-from delivery.publishing import work_queues as module
-from delivery.publishing.audit import Audit
-from delivery.publishing.link import Link
-from delivery.settings import NatsSettings
 from embedded import EmbeddedNats
+from postroom.delivery.publishing import EVENTS, WorkQueues, redrive
+from postroom.delivery.publishing import work_queues as module
+from postroom.delivery.publishing.audit import Audit
+from postroom.delivery.publishing.link import Link
+from postroom.delivery.settings import NatsSettings
 
 SECONDS = 60
 

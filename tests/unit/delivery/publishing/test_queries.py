@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from chassis.sql import load_queries
-from delivery import publishing
-from delivery.publishing import DELIVERIES, EVENTS, LETTERS
+from postroom.chassis.sql import load_queries
+from postroom.delivery import publishing
+from postroom.delivery.publishing import DELIVERIES, EVENTS, LETTERS
 
 SOURCE = "".join(file.read_text() for file in Path(publishing.__file__).parent.glob("*.py"))
 ONLY_EVENTS = {"prune"}  # deliveries go with their messages

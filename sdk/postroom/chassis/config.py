@@ -1,0 +1,194 @@
+"""Configuration: one TOML file per process, decoded into typed structs, overridden by the environment.
+
+An unknown key, a wrong type or a value out of range is a `Fatal` with exit code 78 that names the key's path.
+A config type is a `msgspec.Struct` with `forbid_unknown_fields`, whose fields are scalars, lists, paths or such
+structs (also `| None`: a section that may be left out), each described by `msgspec.Meta(description=…)`. A secret
+inside a value is marked with `SECRET`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from postroom.chassis.exits import Exit, Fatal
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+SECRET: Final = msgspec.Meta(extra={"secret": True})
+MASK: Final = "********"
+_NEARLY: Final = 0.8  # how like a setting's name a variable's has to be to count as misspelt (difflib's ratio)
+
+
+class Setting(NamedTuple):
+    """One leaf of a config type: its path, its bare type, its annotations and its default."""
+
+    path: tuple[str, ...]
+    type: Any
+    meta: tuple[msgspec.Meta, ...]
+    default: Any
+
+    @property
+    def description(self) -> str:
+        """What the setting does, as the type says it."""
+        return next((meta.description for meta in self.meta if meta.description), "")
+
+    @property
+    def secret(self) -> bool:
+        """Whether the value may never be shown."""
+        return any((meta.extra or {}).get("secret") for meta in self.meta)
+
+    def variable(self, prefix: str) -> str:
+        """Name the environment variable that overrides the setting."""
+        return prefix + "_".join(self.path).upper()
+
+
+def load(
+    config: type[C],
+    file: Path | None,
+    *,
+    prefix: str,
+    environ: Mapping[str, str] = os.environ,
+    shared: Mapping[str, str] | None = None,
+) -> C:
+    """Decode `file` (or nothing) and the variables `<prefix><PATH>` into `config`.
+
+    A list is given in the environment as comma-separated words. `shared` names the variables of all programs, as
+    `postroom up` writes them, for which setting (`NATS_URL`) each stands in where neither the file nor a variable of
+    the program's own says it: what a user names wins over what is merely there. Raises `Fatal` (78) with the path of
+    what is wrong.
+    """
+    _refuse_misspelt(config, prefix, environ)
+    tree = _read(file) if file is not None else {}
+    said = {path for path, _ in _leaves(tree)}
+    own = {prefix + key: environ[name] for name, key in (shared or {}).items() if name in environ}
+    for setting in settings(config):
+        variable = setting.variable(prefix)
+        text = environ.get(variable)
+        if text is None and setting.path not in said:
+            text = own.get(variable)
+        if text is not None:
+            _set(tree, setting, text)
+    if file is None:
+        _refuse_too_little(config, prefix, {**own, **environ})
+    try:
+        return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {_sentence(error)}") from error
+
+
+def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """Walk every leaf of a config type, in the order it is written."""
+    hints = get_type_hints(config, include_extras=True)
+    for field in msgspec.structs.fields(config):
+        bare, meta = _split(hints[field.name])
+        if (section := _section(bare)) is not None:
+            inner = settings(section, (*path, field.name))
+            yield from inner if section is bare else map(_may_be_left_out, inner)
+        else:
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            yield Setting((*path, field.name), bare, meta, default)
+
+
+def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
+    """Yield each setting with its value, secrets masked: what `daemon check` prints."""
+    for setting in settings(type(config)):
+        value: Any = config
+        for name in setting.path:
+            value = getattr(value, name, None)  # None for all of a section that is left out
+        yield setting, MASK if setting.secret and value else value
+
+
+def _refuse_misspelt(config: type[C], prefix: str, environ: Mapping[str, str]) -> None:
+    """Refuse a variable that is nearly a setting's; one that resembles none is somebody else's, as of Kubernetes."""
+    names = {setting.variable("") for setting in settings(config)}
+    for variable in environ:
+        name = variable.removeprefix(prefix)
+        if name == variable or name in names:
+            continue
+        if meant := get_close_matches(name, names, n=1, cutoff=_NEARLY):
+            raise Fatal(Exit.CONFIG, f"{variable} sets nothing: did you mean {prefix}{meant[0]}?")
+
+
+def _refuse_too_little(config: type[C], prefix: str, environ: Mapping[str, str]) -> None:
+    """Refuse an environment that, without a file, leaves out what has no default."""
+    needed = [setting.variable(prefix) for setting in settings(config) if setting.default is msgspec.NODEFAULT]
+    if missing := [variable for variable in needed if variable not in environ]:
+        sentence = "no config file was named, and the environment alone is not enough: give one with --config FILE"
+        raise Fatal(Exit.CONFIG, f"{sentence}, or set {', '.join(missing)}")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except OSError as error:
+        raise Fatal(Exit.CONFIG, f"cannot read the config {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Fatal(Exit.CONFIG, f"{file} is not TOML: {error}") from error
+
+
+def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:
+    *tables, key = setting.path
+    for table in tables:
+        branch = tree.setdefault(table, {})
+        if not isinstance(branch, dict):
+            return  # the file holds a value where a table belongs; decoding says so
+        tree = branch
+    is_list = get_origin(setting.type) is list
+    tree[key] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
+
+
+def _may_be_left_out(setting: Setting) -> Setting:
+    return setting._replace(default=None) if setting.default is msgspec.NODEFAULT else setting
+
+
+def _section(kind: Any) -> type[msgspec.Struct] | None:
+    """Return the struct that a field holds, or may hold."""
+    kinds = [part for part in get_args(kind) if part is not type(None)] if get_origin(kind) is UnionType else [kind]
+    only = kinds[0] if len(kinds) == 1 else None
+    return only if isinstance(only, type) and issubclass(only, msgspec.Struct) else None
+
+
+def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:
+    if get_origin(annotation) is Annotated:
+        bare, *extras = get_args(annotation)
+        return bare, tuple(extra for extra in extras if isinstance(extra, msgspec.Meta))
+    return annotation, ()
+
+
+def _decode(wanted: type, value: Any) -> Any:
+    if wanted is Path and isinstance(value, str):
+        return _path(value)
+    raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")
+
+
+def _path(text: str) -> Path:
+    if text == "":
+        raise ValueError("Expected a path, got an empty text")
+    if "\0" in text:
+        raise ValueError("Expected a path, got one with a NUL character")
+    try:
+        return Path(os.path.expandvars(text)).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise ValueError(f"Expected a path, got {text!r}, and nobody knows that home directory") from error
+
+
+def _sentence(error: msgspec.ValidationError) -> str:
+    sentence, _, path = str(error).partition(" - at `$")
+    where = path.rstrip("`").lstrip(".")
+    return f"{where}: {sentence}" if where else sentence

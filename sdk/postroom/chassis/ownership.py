@@ -1,0 +1,130 @@
+"""Whose files and directories are: a program's own, whoever makes them and under whatever umask.
+
+Whoever can write to a directory, or owns it, can put another file in the place of one that lies there; whoever can
+write to one above it, another directory. So a program keeps its state, its sockets and its locks only where neither is
+the case, and follows no link to them. Root is trusted, and so is a group that is this user's alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from postroom.chassis.users import user_name
+
+_OVERFLOW_UID: Final = 65_534  # whom a user namespace shows as the owner of what belongs to nobody in it
+_WHOLE: Final = ["0", "0", "4294967295"]  # the uid map of a process that is in no user namespace
+
+
+def private_directory(directory: Path, *, may_be_anothers: bool = False) -> None:
+    """Create a directory for this user alone (0700); parents that are missing too are for nobody else to write to.
+
+    One that is there keeps its mode. Raises `OSError` where it, or one above it, is not for this user alone to write
+    to; `may_be_anothers` lets root work in the directory of the user whom it works for.
+    """
+    for parent in reversed(directory.parents):
+        if not parent.exists():
+            parent.mkdir(mode=0o755, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    check_private(directory, may_be_anothers=may_be_anothers)
+
+
+def check_private(directory: Path, *, may_be_anothers: bool = False) -> None:
+    """Raise `OSError`, whose text is a sentence, where others own the directory or can write to it or above it."""
+    here = directory.resolve(strict=True)
+    status = here.stat()
+    trusted = {0, os.geteuid()}
+    if may_be_anothers and os.geteuid() == 0:
+        trusted.add(status.st_uid)
+    if status.st_uid not in trusted:
+        _refuse(f"it belongs to {_name(status.st_uid)}: give it to {_name(os.geteuid())}, or choose another directory")
+    if _others_may_write(status):
+        _refuse(f"others may write to it: chmod go-w {here}, or choose another directory")
+    if _in_user_namespace():
+        trusted.add(_OVERFLOW_UID)
+    for link in (each for each in (directory.absolute(), *directory.absolute().parents) if each.is_symlink()):
+        if (owner := link.lstat().st_uid) not in trusted:
+            _refuse(f"the link {link} on the way to it belongs to {_name(owner)}: choose another directory")
+    for parent in _above(directory):
+        status = parent.stat()
+        if status.st_uid not in trusted:
+            _refuse(f"{parent}, in which it lies, belongs to {_name(status.st_uid)}: choose another directory")
+        if _others_may_write(status) and not status.st_mode & stat.S_ISVTX:
+            _refuse(f"others may write to {parent}, in which it lies: chmod go-w {parent}, or choose another directory")
+
+
+def open_private(path: Path, flags: int = os.O_RDWR) -> int:
+    """Open a regular file of a program's own, made (0600) where there is none; raises `OSError`, also for a link."""
+    refuse_link(path)
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def refuse_link(path: Path) -> None:
+    """Raise `OSError` where something lies at `path` that is no regular file, or is another user's."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(status.st_mode):
+        _refuse(f"{path} is a symbolic link: remove it", errno.ELOOP)
+    if not stat.S_ISREG(status.st_mode):
+        _refuse(f"{path} is no regular file: remove it")
+    if status.st_uid not in {0, os.geteuid(), path.parent.stat().st_uid}:
+        _refuse(f"{path} belongs to {_name(status.st_uid)}: give it to {_name(os.geteuid())}")
+
+
+def hand_over(fd: int, directory: Path) -> None:
+    """Give an open file to the owner of the directory that it lies in; only root can, and only root needs to.
+
+    What root writes for a daemon is the daemon's, which runs as another user and has to open it.
+    """
+    if os.geteuid() == 0:
+        owner = directory.stat()
+        os.fchown(fd, owner.st_uid, owner.st_gid)
+
+
+def _above(directory: Path) -> Iterator[Path]:
+    """Yield the directories in which this one, or a link on the way to it, has its name."""
+    yield from directory.resolve().parents
+    for each in (directory.absolute(), *directory.absolute().parents):
+        if each.is_symlink():
+            here = each.parent.resolve()
+            yield from (here, *here.parents)
+
+
+def _others_may_write(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_IWOTH:
+        return True
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status.st_gid)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Tell whether a group is one user's alone, root's or this one's, as many systems give each user one."""
+    if gid == 0:
+        return True
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return False
+    mine = user_name(os.geteuid())
+    return gid == os.getegid() and group.gr_name == mine and set(group.gr_mem) <= {mine}
+
+
+def _in_user_namespace() -> bool:
+    try:
+        return Path("/proc/self/uid_map").read_text("ascii").split() != _WHOLE
+    except OSError:
+        return False
+
+
+def _name(uid: int) -> str:
+    return user_name(uid) or f"uid {uid}"
+
+
+def _refuse(sentence: str, number: int = errno.EPERM) -> None:
+    raise OSError(number, sentence)

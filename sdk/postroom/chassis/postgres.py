@@ -1,0 +1,216 @@
+"""Postgres for every room: connections and pools whose failures to open are sentences, and migrations.
+
+A room's migrations are its numbered files: forward only, each in one transaction under an advisory lock. Any number of
+processes may migrate at once: one does it, the others wait and find nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final, TypeAlias
+
+import asyncpg
+from asyncpg.pool import PoolConnectionProxy
+
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.sql import load_queries, migrations
+from postroom.chassis.users import this_user
+from postroom.postgres_url import missing_file, why_refused
+
+_QUERIES: Final = load_queries("postroom.chassis", "migrations.sql")
+
+Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record] | PoolConnectionProxy[asyncpg.Record]"
+Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
+
+CONNECT_SECONDS: Final = 5.0
+_COMMAND_SECONDS: Final = 20.0  # above the server's own statement_timeout, which answers more clearly
+_SERVER_SETTINGS: Final = {
+    "statement_timeout": "15s",
+    "lock_timeout": "10s",
+    "timezone": "UTC",
+    "default_transaction_isolation": "read committed",  # what correctness rests on, whatever the database's default is
+}
+
+# What asyncpg, the socket and the deadline raise when the server cannot be asked, or no longer answers.
+# (`InternalClientError`: a connection is handed out by the pool that is at its end and does not know it yet.)
+UNREACHABLE: Final = (
+    OSError,
+    TimeoutError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    asyncpg.PostgresConnectionError,
+)
+
+# What Postgres says of values that it will not have: a text that is none to it, too long, against a rule of the table.
+# The same values are refused again, however often they are sent.
+REFUSED: Final = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
+
+# Which exit code an error is; a server that starts, stops or is full can't be reached as little as one that is away.
+_EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
+    (UNREACHABLE, Exit.UNAVAILABLE),
+    ((asyncpg.CannotConnectNowError, asyncpg.AdminShutdownError, asyncpg.CrashShutdownError), Exit.UNAVAILABLE),
+    ((asyncpg.TooManyConnectionsError,), Exit.UNAVAILABLE),
+    ((asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError), Exit.CONFIG),
+    ((asyncpg.InsufficientPrivilegeError,), Exit.NOT_PERMITTED),
+)
+_SENTENCES: Final[Mapping[Exit, str]] = {
+    Exit.UNAVAILABLE: "cannot open the database (database_url)",
+    Exit.CONFIG: "the database does not let the program in: correct database_url, or create the role or the database",
+    Exit.NOT_PERMITTED: "the database does not let the role of database_url do this: grant it the rights",
+    Exit.FAILED: "the database refused",
+}
+
+
+async def connect(url: str) -> asyncpg.Connection[asyncpg.Record]:
+    """Open one connection; raises `Fatal` as `fatal_errors` says, and 78 where `url` is no such URL."""
+    with _fatal_when_closed(url):
+        return await asyncpg.connect(url, timeout=CONNECT_SECONDS)
+
+
+def acting(connection: Connection) -> str:
+    """Return who acts over a connection, for a log of what operators did: `alice as postroom`.
+
+    The first is the user that runs the program, as the system knows it, the second the role that Postgres let in, as
+    Postgres reports it. Nothing of the environment says either.
+    """
+    return f"{this_user()} as {connection.get_settings().session_authorization}"
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
+    """Lend a connection of its own to a program's one task; raises `Fatal` as `fatal_errors` says, to its end."""
+    connection = await connect(url)
+    with fatal_errors():
+        try:
+            yield connection
+        finally:
+            await connection.close()
+
+
+async def open_pool(
+    url: str,
+    *,
+    name: str,
+    connections: int,
+    kept: int = 1,
+    settings: Mapping[str, str] | None = None,
+    on_connect: Callable[[Connection], Coroutine[Any, Any, None]] | None = None,
+) -> Pool:
+    """Open a pool of at most `connections`, of which `kept` are there even while nobody uses them.
+
+    Postgres knows it as `name`, and `on_connect` is called with each connection before it is used for the first time.
+    Raises `Fatal` as `connect` does.
+    """
+    with _fatal_when_closed(url):
+        return await asyncpg.create_pool(
+            url,
+            min_size=kept,
+            max_size=connections,
+            init=on_connect,
+            reset=_as_it_is,
+            timeout=CONNECT_SECONDS,
+            command_timeout=_COMMAND_SECONDS,
+            server_settings={"application_name": name, **_SERVER_SETTINGS, **(settings or {})},
+        )
+
+
+async def _as_it_is(_connection: asyncpg.Connection[asyncpg.Record]) -> None:
+    """Ask the server for nothing when a connection goes back to its pool: no program changes its session.
+
+    (By default there is one more round trip for every use of a connection. A transaction left open is still ended.)
+    """
+
+
+@contextmanager
+def fatal_errors() -> Iterator[None]:
+    """Turn what Postgres fails with into `Fatal`, for programs that cannot go on without it.
+
+    69 where it can't be reached, 78 where it knows no such role, password or database, 77 where the role may not do
+    what the program does, 1 for anything else.
+    """
+    try:
+        yield
+    except (*UNREACHABLE, asyncpg.PostgresError) as error:
+        raise _fatal(error) from error
+
+
+@contextmanager
+def _fatal_when_closed(url: str) -> Iterator[None]:
+    if (missing := missing_file(url)) is not None:
+        raise Fatal(Exit.CONFIG, missing)
+    try:
+        with fatal_errors():
+            yield
+    except ValueError as error:
+        raise Fatal(Exit.CONFIG, why_refused(error)) from error
+
+
+def _fatal(error: Exception) -> Fatal:
+    if isinstance(error, asyncpg.ClientConfigurationError):
+        return Fatal(Exit.CONFIG, why_refused(error))
+    exits = (code for kinds, code in _EXITS if isinstance(error, kinds))
+    code = next(exits, Exit.FAILED)
+    return Fatal(code, f"{_SENTENCES[code]}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    reason = str(error).partition("\n")[0]  # the lines after it are details and hints
+    if not reason and isinstance(error, TimeoutError):
+        return "no answer in time"
+    return f"{type(error).__name__}: {reason}"
+
+
+async def migrate(url: str, *rooms: str) -> list[str]:
+    """Bring the tables of `rooms` (packages) to this program's version, one after the other; return what was applied.
+
+    Raises `Fatal` as `fatal_errors` says, and 78 where the database is newer than the program.
+    """
+    async with connected(url) as connection:
+        async with connection.transaction():
+            await connection.execute(_QUERIES["lock_migrations"])
+            await connection.execute(_QUERIES["prepare_migrations"])
+        return [name for room in rooms for name in await _migrate_room(connection, room)]
+
+
+async def _migrate_room(connection: Connection, room: str) -> list[str]:
+    known = migrations(room)
+    applied = []
+    for version, name, sql in known:
+        async with connection.transaction():
+            await connection.execute(_QUERIES["lock_migrations"])
+            found = await schema_version(connection, room)
+            if found > len(known):
+                raise _mismatch(room, found, len(known), "upgrade the program")
+            if found < version:
+                await connection.execute(sql)
+                await connection.execute(_QUERIES["record_migration"], _name(room), version, name)
+                applied.append(f"{_name(room)}/{name}")
+    return applied
+
+
+async def check_version(connection: Connection, *rooms: str, migrate_with: str) -> None:
+    """Raise `Fatal` (78) unless the tables of `rooms` are this program's, and say what to do."""
+    for room in rooms:
+        found, known = await schema_version(connection, room), len(migrations(room))
+        if found > known:
+            raise _mismatch(room, found, known, "upgrade the program")
+        if found < known:
+            raise _mismatch(room, found, known, f"run `{migrate_with}` first")
+
+
+async def schema_version(connection: Connection, room: str) -> int:
+    """Return the number of a room's newest migration that the database has; 0 where it has none."""
+    if not await connection.fetchval(_QUERIES["has_migrations"]):
+        return 0
+    return int(await connection.fetchval(_QUERIES["schema_version"], _name(room)))
+
+
+def _name(room: str) -> str:
+    """Return what the database calls a package: a room keeps its name wherever it moves to."""
+    return room.rpartition(".")[2]
+
+
+def _mismatch(room: str, found: int, known: int, what: str) -> Fatal:
+    sentence = f"the database has version {found} of the {_name(room)} schema, this program needs {known}: {what}"
+    return Fatal(Exit.CONFIG, sentence)

@@ -1,0 +1,130 @@
+"""What an agent's effects become: messages whose ids, times and spans follow from the message that caused them.
+
+A second run of the same message at the same agent derives the same ids, so that a second publish is the same message.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from postroom.agent import Agent, Effect, Emit, Envelope, fill_event_subject
+from postroom.delivery.agents.clock import later
+from postroom.delivery.agents.envelopes import digest
+from postroom.delivery.agents.records import Record, Role, with_payload
+from postroom.delivery.agents.store import Owner
+from postroom.delivery.subjects import command_subject, event_subject
+from postroom.errors import InvalidMessage
+
+CONFLICT: Final = "{agent}_conflict"
+SECURITY: Final = "{agent}_security"
+
+
+class Draft(NamedTuple):
+    """An event that is about to be stored: it has no position yet."""
+
+    role: Role
+    subject: str
+    envelope: Envelope
+    payload: bytes  # canonical JSON
+
+    def record(self, cause: int | None) -> Record:
+        """Return what is stored of it."""
+        return Record(cause=cause, envelope=self.envelope, role=self.role, subject=self.subject)
+
+
+class Emitter:
+    """Makes the messages of one agent."""
+
+    def __init__(self, agent: type[Agent[Any]], owner: Owner, most_bytes: int) -> None:
+        """`most_bytes` is the largest payload that JetStream takes."""
+        self._agent = agent
+        self._owner = owner
+        self._most_bytes = most_bytes
+        self._source = f"{owner.tenant}/{owner.workspace}/{owner.agent}"
+
+    def emit(self, cause: Envelope, index: int, effect: Effect) -> Draft:
+        """Make the message of one effect; raises `InvalidMessage` where a name or the payload is wrong."""
+        tenant, workspace = self._owner.tenant, self._owner.workspace
+        if isinstance(effect, Emit):
+            subject = self._event_subject(effect.type, effect.version)
+            return self._draft("emitted", subject, cause, index, effect, type=effect.type, version=effect.version)
+        workspace = effect.workspace or workspace
+        subject = command_subject(tenant, f"{workspace}.{effect.agent}.{effect.verb}")
+        return self._draft("emitted", subject, cause, index, effect, type=effect.verb, workspace=workspace)
+
+    def conflict(self, cause: Envelope, actual: int) -> Draft:
+        """Report that a message expected another version of its entity; nothing was changed."""
+        payload = {
+            "actual_version": actual,
+            "entity_id": cause.entity_id,
+            "expected_version": cause.expected_version,
+            "id": cause.id,
+            "type": cause.type,
+        }
+        return self._report(CONFLICT, cause, Emit("conflict", payload, entity_id=cause.entity_id))
+
+    def security(self, cause: Envelope) -> Draft:
+        """Report that a message of another tenant or workspace was refused; its payload is not looked at."""
+        payload = {
+            "id": cause.id,
+            "source": cause.source,
+            "tenant": cause.tenant,
+            "type": cause.type,
+            "workspace": cause.workspace,
+        }
+        return self._report(SECURITY, cause, Emit("security", payload))
+
+    def _report(self, name: str, cause: Envelope, effect: Emit) -> Draft:
+        event = name.format(agent=self._owner.agent.replace("-", "_"))
+        return self._draft("reported", self._event_subject(event, 1), cause, 0, effect, type=event)
+
+    def _event_subject(self, name: str, version: int) -> str:
+        """Return where an event goes; the rules for its name are the same everywhere."""
+        event_subject(self._owner.tenant, name, version)
+        return fill_event_subject(self._agent, self._owner.tenant, self._owner.workspace, name, version)
+
+    def _draft(
+        self,
+        role: Role,
+        subject: str,
+        cause: Envelope,
+        index: int,
+        effect: Effect,
+        *,
+        type: str,  # noqa: A002 - the envelope's word
+        version: int = 1,
+        workspace: str | None = None,
+    ) -> Draft:
+        message_id = digest(*self._owner, cause.tenant, cause.workspace, cause.idempotency_key, index)[:32]
+        envelope = Envelope(
+            actor=self._owner.agent,
+            causation_id=cause.id,
+            correlation_id=cause.correlation_id,
+            entity_id=effect.entity_id,
+            expected_version=effect.expected_version,
+            id=message_id,
+            idempotency_key=message_id,
+            schema_version=version,
+            source=self._source,
+            span_id=digest("span", message_id)[:16],
+            tenant=self._owner.tenant,
+            trace_id=cause.trace_id,
+            ts=later(cause.ts, index + 1),
+            type=type,
+            workspace=workspace or self._owner.workspace,
+        )
+        envelope, payload = with_payload(envelope, effect.payload)
+        self._check_size(envelope, payload)
+        return Draft(role, subject, envelope, payload)
+
+    def _check_size(self, envelope: Envelope, payload: bytes) -> None:
+        """Refuse what could be stored but never published."""
+        if len(payload) > self._most_bytes:
+            detail = f"the payload of {envelope.type!r} has {len(payload)} bytes, JetStream takes {self._most_bytes}"
+            raise InvalidMessage.of(413, "payload_too_large", detail, field="payload")
+
+
+def received_draft(role: Role, subject: str, envelope: Envelope, payload: Any) -> Draft:
+    """Make the event of a message that came in."""
+    envelope, encoded = with_payload(envelope, payload)
+    return Draft(role, subject, envelope, encoded)

@@ -1,0 +1,180 @@
+"""Between the wire and the envelope: a delivered message becomes an `Envelope`, an emitted one becomes headers.
+
+The body of a message is its payload; everything else of the envelope travels in headers (spec delivery.md, "Agent
+runtime"). What a message does not say is derived from what it does, never from a clock or from chance, so that the same
+message gives the same envelope at every delivery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from postroom.agent import Envelope
+from postroom.delivery.dead_letters.letter import REPLAY_OF
+from postroom.delivery.message import Delivery
+from postroom.delivery.publishing.source import identifying
+from postroom.delivery.subjects import CommandSubject, EventSubject, Subject, parse_subject
+from postroom.errors import InvalidMessage
+
+TENANT: Final = "Postroom-Tenant"
+WORKSPACE: Final = "Postroom-Workspace"
+ACTOR: Final = "Postroom-Actor"
+SOURCE: Final = "Postroom-Source"
+ENTITY_ID: Final = "Postroom-Entity-Id"
+EXPECTED_VERSION: Final = "Postroom-Expected-Version"
+EVENT_TYPE: Final = "Postroom-Event-Type"
+IDEMPOTENCY_KEY: Final = "Idempotency-Key"
+CORRELATION_ID: Final = "X-Correlation-Id"
+CAUSATION_ID: Final = "X-Causation-Id"
+EVENT_VERSION: Final = "X-Event-Version"
+OCCURRED_AT: Final = "X-Occurred-At"
+TRACEPARENT: Final = "traceparent"
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}")
+_decode: Final = msgspec.json.Decoder().decode
+
+
+class Scope(NamedTuple):
+    """The tenant and the workspace that a message belongs to; None where it does not say."""
+
+    tenant: str | None
+    workspace: str | None
+
+
+def scope_of(delivery: Delivery, own: Scope) -> Scope:
+    """Return the message's scope: by its subject and its headers, of which the foreign one counts."""
+    subject = _parsed(delivery.subject)
+    tenant = _foreign(own.tenant, subject and subject.context, delivery.headers.get(TENANT))
+    by_subject = subject.workspace if isinstance(subject, CommandSubject) else None
+    return Scope(tenant, _foreign(own.workspace, by_subject, delivery.headers.get(WORKSPACE)))
+
+
+def received(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> Envelope:
+    """Read a delivered message that has an id; `tick` gives the time of one that says none.
+
+    Raises `InvalidMessage` where the body is not JSON or a header is not what it should be.
+    """
+    envelope = unread(delivery, scope, tick)
+    try:
+        payload = _decode(delivery.data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidMessage.of(400, "invalid_json", f"the body of {envelope.id} is not JSON: {error}") from error
+    actor = envelope.actor or _text(payload, "sender")
+    return msgspec.structs.replace(envelope, payload=payload, actor=actor)
+
+
+def unread(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> Envelope:
+    """Read everything but the body."""
+    headers = delivery.headers
+    message_id = delivery.message_id or ""
+    subject = _parsed(delivery.subject)
+    trace_id, span_id = _trace(headers.get(TRACEPARENT), message_id)
+    return Envelope(
+        actor=headers.get(ACTOR, ""),
+        causation_id=headers.get(CAUSATION_ID),
+        correlation_id=headers.get(CORRELATION_ID) or message_id,
+        entity_id=headers.get(ENTITY_ID),
+        expected_version=_number(headers.get(EXPECTED_VERSION), EXPECTED_VERSION),
+        id=message_id,
+        idempotency_key=idempotency_key(delivery),
+        schema_version=_number(headers.get(EVENT_VERSION), EVENT_VERSION) or _version(subject),
+        source=headers.get(SOURCE) or delivery.stream,
+        span_id=span_id,
+        tenant=scope.tenant or "",
+        trace_id=trace_id,
+        ts=_time(headers.get(OCCURRED_AT)) or tick(),
+        type=headers.get(EVENT_TYPE) or _type(subject, delivery.subject),
+        workspace=scope.workspace or "",
+    )
+
+
+def idempotency_key(delivery: Delivery) -> str:
+    """Return what two copies of one message have in common: its key, else the id that it was first sent under."""
+    headers = delivery.headers
+    return headers.get(IDEMPOTENCY_KEY) or headers.get(REPLAY_OF) or delivery.message_id or ""
+
+
+def headers_of(envelope: Envelope, epoch: int = 0) -> dict[str, str]:
+    """Return the headers that an emitted message travels with; each `epoch` has a message id of its own."""
+    headers: dict[str, str | None] = {
+        **identifying(envelope.id, epoch),
+        ACTOR: envelope.actor,
+        CAUSATION_ID: envelope.causation_id,
+        CORRELATION_ID: envelope.correlation_id,
+        ENTITY_ID: envelope.entity_id,
+        EVENT_TYPE: envelope.type,
+        EVENT_VERSION: str(envelope.schema_version),
+        EXPECTED_VERSION: None if envelope.expected_version is None else str(envelope.expected_version),
+        IDEMPOTENCY_KEY: envelope.idempotency_key,
+        OCCURRED_AT: envelope.ts.isoformat().replace("+00:00", "Z"),
+        SOURCE: envelope.source,
+        TENANT: envelope.tenant,
+        TRACEPARENT: f"00-{envelope.trace_id}-{envelope.span_id}-01",
+        WORKSPACE: envelope.workspace,
+    }
+    return {name: value for name, value in headers.items() if value}
+
+
+def digest(*words: object) -> str:
+    """Return 64 hex digits that depend on the words alone: ids that a second run derives again."""
+    return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
+
+
+def _parsed(subject: str) -> Subject | None:
+    try:
+        return parse_subject(subject)
+    except InvalidMessage:  # a stream of somebody else, whose subjects say nothing to us
+        return None
+
+
+def _foreign(own: str | None, *said: str | None) -> str | None:
+    return next((word for word in said if word is not None and word != own), own)
+
+
+def _trace(traceparent: str | None, message_id: str) -> tuple[str, str]:
+    found = _TRACEPARENT.fullmatch(traceparent or "")
+    if found is not None:
+        return found[1], found[2]
+    return digest("trace", message_id)[:32], digest("span", message_id)[:16]
+
+
+def _type(subject: Subject | None, text: str) -> str:
+    match subject:
+        case EventSubject(_, name, _):
+            return name
+        case CommandSubject(_, _, _, verb):
+            return verb
+    return text.rpartition(".")[2]
+
+
+def _version(subject: Subject | None) -> int:
+    return subject.version if isinstance(subject, EventSubject) else 1
+
+
+def _number(text: str | None, header: str) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):  # noqa: PLR2004 - what JSON holds exactly
+        raise InvalidMessage.of(400, "invalid_header", f"the header {header} is {text!r:.40}: it must be a number")
+    return int(text)
+
+
+def _time(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        return msgspec.convert(text, datetime).astimezone(UTC)
+    except (msgspec.ValidationError, OverflowError) as error:
+        detail = f"the header {OCCURRED_AT} is {text!r:.40}: it must be a time as RFC 3339 writes it, with its offset"
+        raise InvalidMessage.of(400, "invalid_header", detail) from error
+
+
+def _text(payload: Any, key: str) -> str:
+    value = payload.get(key) if isinstance(payload, dict) else None
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,358 @@
+"""The agent runtime: a handler of the consumer core (spec delivery.md, "Agent runtime", steps 1 to 6).
+
+1. Receive: messages gather in the order they were published, whatever the order of pulls. 2. Look their keys up in the
+store. 3. Handle those that it does not hold, one after another, and commit each with what it emitted, many to a
+transaction. 4. Publish what is stored and not marked published. 5. Mark it. 6. Settle.
+
+What may run twice, and what makes the second run harmless: a message that is delivered again is found by its key
+(`event_input` in schema.sql) and never handled again, only finished; a message that is published again has the same
+id. `receive` itself runs again only where nothing of its first run was committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Self
+
+import structlog
+from nats.js import JetStreamContext
+
+from postroom.agent import Agent, agent_name, check_agent
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import private_directory
+from postroom.chassis.sqlite import exit_after
+from postroom.delivery.agents.counters import AgentCounters
+from postroom.delivery.agents.deciding import Deciding, Decision
+from postroom.delivery.agents.emitting import Emitter
+from postroom.delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
+from postroom.delivery.agents.group import Group, Job, dead
+from postroom.delivery.agents.letters import AgentLetters
+from postroom.delivery.agents.publishing import HEADER_BYTES, Message, Publisher
+from postroom.delivery.agents.rebuilding import Differs, empty, rebuild
+from postroom.delivery.agents.record import Record
+from postroom.delivery.agents.settings import AgentSettings
+from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, read_events
+from postroom.delivery.agents.turns import Turns
+from postroom.delivery.agents.underway import Begun, Underway
+from postroom.delivery.agents.writing import durably
+from postroom.delivery.consuming import ACK_TIMEOUT, Dead, Delivery, Outcome, Settle
+from postroom.telling import tell
+
+_log = structlog.get_logger(__name__)
+
+_FINISHING: Final = 8  # groups that may be on their way out at once
+_ERROR_CHARACTERS: Final = 500
+
+
+class AgentRuntime:
+    """Runs one agent over its store; `run` it as a task beside its consumers.
+
+    It counts attempts itself, in the store: those that began, whatever the server has counted (`Counts`).
+    """
+
+    counts_attempts: Final = True
+
+    def __init__(
+        self,
+        agent: Agent[Any],
+        js: JetStreamContext,
+        store: Store,
+        turns: Turns,
+        settings: AgentSettings,
+        *,
+        underway: Underway,
+        max_deliver: int,
+        clock: Callable[[], int],
+    ) -> None:
+        self.counters = AgentCounters()
+        self._agent = agent
+        self._owner = Owner(agent_name(type(agent)), agent.tenant, agent.workspace)
+        self._own = Scope(agent.tenant, agent.workspace)
+        self._store = store
+        self._turns = turns
+        self._underway = underway
+        self._settings = settings
+        self._max_deliver = max_deliver
+        self._clock = clock
+        self._publisher = Publisher(js, store, turns, settings, counters=self.counters, clock=clock)
+        self.record = Record(self._publisher, store, turns, settings, counters=self.counters, clock=clock)
+        self.letters = AgentLetters(self._publisher, store, turns, agent.tenant)
+        self._memory = empty(agent)
+        emitter = Emitter(type(agent), self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
+        self._deciding = Deciding(agent, emitter, settings.receive_seconds)
+        self._jobs: list[Job] = []
+        self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time
+        self._wake = asyncio.Event()
+        self._room = asyncio.Semaphore(_FINISHING)
+
+    @classmethod
+    async def open(
+        cls,
+        agent_class: type[Agent[Any]],
+        js: JetStreamContext,
+        directory: Path,
+        *,
+        tenant: str,
+        workspace: str,
+        settings: AgentSettings,
+        max_deliver: int,
+        clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> Self:
+        """Open the agent's store in `directory` and build its state; `clock` gives ms since the epoch.
+
+        A message is attempted `max_deliver` times at most; its sender may have said less.
+        Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or does not say what it said.
+        """
+        check_agent(agent_class)
+        agent = agent_class()
+        agent.tenant, agent.workspace = tenant, workspace
+        async with AsyncExitStack() as undo:
+            turns, underway = open_turns(directory)
+            undo.callback(turns.close)
+            undo.callback(underway.close)
+            async with turns.turn():
+                owner = Owner(agent_name(agent_class), tenant, workspace)
+                store = await Store.open(database(directory), owner)
+                undo.push_async_callback(store.close)
+                runtime = cls(
+                    agent, js, store, turns, settings, underway=underway, max_deliver=max_deliver, clock=clock
+                )
+                try:
+                    runtime._memory = await store.run(lambda db: rebuild(agent, empty(agent), read_events(db)))
+                except Differs as difference:
+                    raise _altered(difference) from difference
+            undo.pop_all()
+        return runtime
+
+    async def close(self) -> None:
+        """Close the store; call it once `run` has ended."""
+        async with self._turns.turn():
+            await self._store.close()
+        self._turns.close()
+        self._underway.close()
+
+    @property
+    def tenant(self) -> str:
+        """Where the agent runs."""
+        return self._owner.tenant
+
+    @property
+    def position(self) -> int:
+        """The last position of the store that this process knows."""
+        return self._memory.position
+
+    @property
+    def state_hash(self) -> str:
+        """The state hash there, 64 hex digits."""
+        return self._memory.state_hash.hex()
+
+    @property
+    def state(self) -> Any:
+        """The agent's state there."""
+        return self._memory.state
+
+    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
+        """Take a batch of the consumer core; returns when each of its messages is settled."""
+        loop = asyncio.get_running_loop()
+        jobs = [Job(delivery, settle, loop.create_future()) for delivery in batch]
+        for job in jobs:
+            heapq.heappush(self._jobs, job)
+        self._wake.set()
+        await asyncio.gather(*(job.done for job in jobs))
+
+    async def run(self) -> None:
+        """Handle what comes in, until cancelled; first publish what an earlier process left unpublished.
+
+        Raises `Fatal`: 74 where the disk failed under a commit, 78 where another process wrote what cannot be applied.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._recover())
+                tasks.create_task(self.record.run())
+                while True:
+                    await self._wake.wait()
+                    await self._room.acquire()
+                    tasks.create_task(self._finish(await self._take_turn()))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _recover(self) -> None:
+        async with self._turns.turn():
+            messages = self._publisher.read(await self._store.unpublished())
+        async for _ in self._publisher.rounds(messages):
+            pass
+
+    async def _take_turn(self) -> Group:
+        """Handle a group of messages and commit it."""
+        async with self._turns.turn():
+            await self._count_left_behind()
+            jobs = self._next_jobs()
+            keys = [self._key(job.delivery) for job in jobs]
+            look = await self._store.look(self._wanted(jobs, keys))
+            self._catch_up(look)
+            group = Group(self._memory, look.versions, look.tried)
+            await self._handle_group(group, jobs, keys, look)
+            if not group.changes.none:
+                await self._commit(group)
+            known = [position for _, position, _ in group.stored if position <= look.head.position]
+            group.outgoing += await self._unpublished_of(known)
+        return group
+
+    async def _count_left_behind(self) -> None:
+        """Count the attempt in which a process of this agent ended, if one did."""
+        if (begun := self._underway.left_behind()) is None:
+            return
+        _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
+        attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
+        await durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
+        self._underway.end()
+
+    def _next_jobs(self) -> list[Job]:
+        jobs: list[Job] = []
+        while self._jobs and len(jobs) < self._fitting:
+            job = heapq.heappop(self._jobs)
+            if not job.done.done():  # the core gave it up
+                jobs.append(job)
+        if not self._jobs:
+            self._wake.clear()
+        return jobs
+
+    def _wanted(self, jobs: Sequence[Job], keys: Sequence[Key]) -> Wanted:
+        entities = [entity for job in jobs if (entity := job.delivery.headers.get(ENTITY_ID))]
+        message_ids = [message_id for job in jobs if (message_id := job.delivery.message_id)]
+        return Wanted(keys, entities, message_ids, self._memory.position)
+
+    def _put_back(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            heapq.heappush(self._jobs, job)
+            self._wake.set()
+
+    async def _handle_group(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], look: Look) -> None:
+        try:
+            await self._handle_jobs(group, jobs, keys, look)
+        except asyncio.CancelledError:  # a stop, which no message is to blame for
+            self._underway.end()
+            raise
+        self._underway.end()
+
+    async def _handle_jobs(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], look: Look) -> None:
+        now = asyncio.get_running_loop().time
+        due = now() + self._settings.group_seconds
+        for index, job in enumerate(jobs):
+            if index and now() > due:
+                self._fitting = index
+                self._put_back(jobs[index:])
+                return
+            # what a process ended in takes nothing with it that is not committed: it begins a group
+            if index and group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT:
+                self._put_back(jobs[index:])
+                return
+            known = look.found.get(index) or group.find(keys[index])
+            if known is None:
+                await self._handle_one(group, job, keys[index])
+            else:
+                self.counters.found += 1
+                group.know(job, *known)
+        self._fitting = min(2 * self._fitting, self._settings.group_messages)
+
+    async def _handle_one(self, group: Group, job: Job, key: Key) -> None:
+        delivery = job.delivery
+        if delivery.message_id is None:
+            group.settled.append(
+                (job, Dead("no_message_id", "the message has no Nats-Msg-Id and no broker_message_id"))
+            )
+            return
+        tried = group.tried(delivery.message_id)
+        most = delivery.most_attempts(self._max_deliver)
+        if tried.attempts >= most:
+            group.settled.append((job, dead(tried)))
+            return
+        begun = Begun(delivery.message_id, tried.attempts + 1)
+        self._deciding.told(tried)
+        self._underway.begin(begun)
+        try:
+            decision = await self._decide(group, delivery)
+        except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
+            _log.warning("agent_failed", message_id=begun.message_id, attempt=begun.number, exc_info=error)
+            self.counters.failed += 1
+            said = tell(error)[:_ERROR_CHARACTERS]
+            group.fail(job, Attempt(*begun, said, self._clock()), most)
+        else:
+            group.add(job, key, decision)
+
+    async def _decide(self, group: Group, delivery: Delivery) -> Decision:
+        state = group.memory.state
+        scope = scope_of(delivery, self._own)
+        if scope != self._own:
+            _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
+            return self._deciding.refuse(delivery.subject, unread(delivery, scope, group.tick), state)
+        envelope = received(delivery, scope, group.tick)
+        version = group.version(envelope.entity_id)
+        return await self._deciding.decide(delivery.subject, envelope, state, version)
+
+    async def _commit(self, group: Group) -> None:
+        await durably(partial(self._store.append, group.changes))
+        self._memory = group.memory
+        self.counters.handled += group.roles.count("handled")
+        self.counters.conflicts += group.roles.count("conflict")
+        self.counters.refused += group.roles.count("refused")
+        self.counters.emitted += len(group.outgoing)
+
+    async def _finish(self, group: Group) -> None:
+        """Publish what the group caused, mark it, and settle its messages, each as soon as it can be."""
+        waiting, first = group.stored, True
+        async for missing in self._publisher.rounds(group.outgoing):
+            ready = [stored for stored in waiting if stored[1] not in missing]
+            waiting = [stored for stored in waiting if stored[1] in missing]
+            await self._settle([*group.settled, *((job, outcome) for job, _, outcome in ready)])
+            group.settled.clear()
+            if first:
+                self._room.release()  # what JetStream does not take now holds up nobody else
+                first = False
+
+    async def _settle(self, settled: Sequence[tuple[Job, Outcome]]) -> None:
+        for job, outcome in settled:
+            await job.finish(outcome)
+
+    async def _unpublished_of(self, positions: Sequence[int]) -> list[Message]:
+        if not positions:
+            return []
+        return self._publisher.read(await self._store.unpublished_of(positions))
+
+    def _key(self, delivery: Delivery) -> Key:
+        scope = scope_of(delivery, self._own)
+        return idempotency_key(delivery), scope.workspace or "", scope.tenant or ""
+
+    def _catch_up(self, look: Look) -> None:
+        """Apply what another process of this agent has stored since."""
+        try:
+            self._memory = rebuild(self._agent, self._memory, look.news)
+        except Differs as difference:
+            raise _altered(difference) from difference
+
+
+def database(directory: Path) -> Path:
+    """Return where the event store of a state directory lies."""
+    return directory.resolve() / "events.db"
+
+
+def open_turns(directory: Path) -> tuple[Turns, Underway]:
+    """Create the state directory (0700) if need be, and what stands beside the store; raises `Fatal` if forbidden."""
+    try:
+        private_directory(directory)
+        return Turns(directory, "events"), Underway(directory, "events")
+    except OSError as error:
+        raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
+
+
+def _altered(difference: Differs) -> Fatal:
+    return Fatal(
+        Exit.CONFIG,
+        f"the event store was altered at {difference}: nothing is handled on top of it; see `postroom agent verify`",
+    )

@@ -1,0 +1,397 @@
+"""The event store of one agent: what came in, what went out because of it, and which of that is published.
+
+One SQLite file, written by one process at a time: every method runs in a turn (turns.py), which is also what keeps one
+process from writing while another moves the write-ahead log into the file (sdk/postroom/chassis/sqlite.py).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
+
+import msgspec
+import structlog
+
+from postroom.chassis import sqlite_migrate
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.sql import load_queries, migrations
+from postroom.chassis.sqlite import QUERIES as SQLITE
+from postroom.chassis.sqlite import Connection, exit_after_opening, is_damage, is_full, open_writer
+from postroom.delivery.agents.records import Role
+
+_log = structlog.get_logger(__name__)
+
+APPLICATION_ID: Final = int.from_bytes(b"PSAE", "big")  # in the file's header
+MIGRATIONS: Final = migrations("postroom.delivery.agents")
+_QUERIES: Final = load_queries("postroom.delivery.agents")
+_CHECKPOINT_BYTES: Final = 1024 * 1024  # about what the write-ahead log gathers
+_EVENT_BYTES: Final = 512  # about what an event adds to it beside its record
+_PAGE: Final = 1000  # events read at once
+_ATTEMPTS_KEPT: Final = 30 * 86_400_000  # ms since the last one
+
+_encode: Final = msgspec.json.Encoder().encode
+
+Key = tuple[str, str, str]  # idempotency key, workspace, tenant
+T = TypeVar("T")
+
+
+class Owner(NamedTuple):
+    """Whose store it is."""
+
+    agent: str
+    tenant: str
+    workspace: str
+
+
+class Head(NamedTuple):
+    """Where a store stands: its last position, the state hash after it, and the latest time of any event."""
+
+    position: int
+    state_hash: bytes
+    logical_clock: int  # µs since the epoch
+
+
+class Event(NamedTuple):
+    """One event as it is stored."""
+
+    position: int
+    record: bytes
+    state_hash: bytes
+
+
+class Outgoing(NamedTuple):
+    """A stored message, or a dead letter, that is not marked published."""
+
+    position: int
+    epoch: int  # how often it was lost
+    record: bytes
+    subject: str | None  # of a letter; a message's is in its record
+
+
+class Mark(NamedTuple):
+    """Where JetStream has a message: a number in a stream, and when that was created (µs since the epoch)."""
+
+    position: int
+    epoch: int
+    now: int  # ms since the epoch
+    stream: str
+    created_at: int
+    sequence: int
+
+
+class Noted(NamedTuple):
+    """What has a place in a stream."""
+
+    message_id: str
+    epoch: int
+    sequence: int
+
+
+class Search(NamedTuple):
+    """A look for what a stream has lost; times of messages are ms since the epoch."""
+
+    loss: Literal["of_another_stream", "behind_the_end", "before_the_beginning"]
+    stream: str
+    created_at: int  # µs since the epoch
+    number: int  # the stream's last, or first
+    since: int  # what was published before is gone by age
+    until: int  # what was published after may not be there yet
+
+
+class Attempt(NamedTuple):
+    """A failed attempt at a message: which one it was, and why it failed."""
+
+    message_id: str
+    number: int  # 1: the first
+    error: str
+    failed_at: int  # ms since the epoch
+
+
+class Tried(NamedTuple):
+    """How often a message was attempted in vain, and why the last attempt failed."""
+
+    attempts: int
+    last_error: str
+
+
+class Changes(NamedTuple):
+    """What one transaction adds to the store."""
+
+    events: Sequence[Event]
+    versions: Mapping[str, int]  # of entities
+    logical_clock: int  # after the events
+    failed: Sequence[Attempt]
+    handled: Sequence[str]  # ids of messages whose failed attempts are over
+
+    @property
+    def none(self) -> bool:
+        """Whether there is nothing to write."""
+        return not (self.events or self.failed)
+
+
+class Wanted(NamedTuple):
+    """What a turn asks about; `after` is the position that it knows already."""
+
+    keys: Sequence[Key]
+    entities: Sequence[str]
+    message_ids: Sequence[str]
+    after: int
+
+
+class Look(NamedTuple):
+    """What a turn has to know: the head, the events since it last looked, what is known, and what was tried before."""
+
+    head: Head
+    news: list[Event]
+    found: dict[int, tuple[int, Role]]  # by the index of the key: its position, and what became of it
+    versions: dict[str, int]
+    tried: dict[str, Tried]  # by message id
+
+
+class Store:
+    """The open event store; any number of processes of one host may have it open."""
+
+    def __init__(self, connection: Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+        self._logged = 0
+
+    @classmethod
+    async def open(cls, path: Path, owner: Owner) -> Self:
+        """Open, migrate and claim the file, in a turn.
+
+        Raises `Fatal`: 78 where it is damaged, newer than the program, or another agent's, 75 or 74 where the disk is
+        full or fails.
+        """
+        try:
+            connection = await open_writer(path)
+        except (sqlite3.Error, OSError) as error:
+            raise _unusable(path, error) from error
+        try:
+            await connection.run(partial(_claim, path, owner))
+        except BaseException as error:
+            await connection.close()
+            if isinstance(error, sqlite3.DatabaseError):
+                raise _unusable(path, error) from error
+            raise
+        return cls(connection, path)
+
+    async def close(self) -> None:
+        """Close the file, in a turn: the last one to do so empties the log."""
+        await self._connection.close()
+
+    async def run(self, read: Callable[[sqlite3.Connection], T]) -> T:
+        """Call a function that reads on the connection's thread; return what it returns."""
+        return await self._connection.run(read)
+
+    async def look(self, wanted: Wanted) -> Look:
+        """Find out in one step what a turn has to know."""
+        return await self._connection.run(partial(_look, wanted))
+
+    async def append(self, changes: Changes) -> None:
+        """Commit events, the versions and the position that follow from them, and attempts: all or nothing."""
+        await self._write(partial(_append, changes))
+        self._logged += sum(len(event.record) + _EVENT_BYTES for event in changes.events)
+
+    async def unpublished_of(self, causes: Sequence[int]) -> list[Outgoing]:
+        """Return what the messages at these positions caused and is not marked published."""
+        return await self._connection.run(lambda db: _outgoing(db, "unpublished_of", (_encode(causes).decode(),)))
+
+    async def unpublished(self) -> list[Outgoing]:
+        """Return everything that is not marked published, oldest first."""
+        return await self._connection.run(lambda db: _outgoing(db, "unpublished", ()))
+
+    async def mark_published(self, marks: Sequence[Mark]) -> int:
+        """Note where JetStream has messages; return how many are to be published again.
+
+        These are the ones whose place another has, and that other: the stream has lost one of the two.
+        """
+        self._logged += _EVENT_BYTES * len(marks)
+        return await self._write(partial(_mark_published, [mark._asdict() for mark in marks]))
+
+    async def keep_letter(self, letter_id: str, subject: str, record: bytes) -> Outgoing | None:
+        """Commit a dead letter, unless it is known; return it where it is not marked published."""
+        self._logged += len(record) + _EVENT_BYTES
+        return await self._write(partial(_keep_letter, (letter_id, subject, record)))
+
+    async def requeue_lost(self, search: Search) -> int:
+        """Make unpublished what a stream has lost; return how many messages that are."""
+        found = await self._connection.run(partial(_find_lost, search))
+        if not any(found):
+            return 0
+        self._logged += _EVENT_BYTES * sum(map(len, found))
+        return await self._write(partial(_requeue, *found))
+
+    async def newest_at(self, stream: str, created_at: int, sequence: int) -> Noted | None:
+        """Return what has this place in a stream, or the next one before it; `created_at` as in `Mark`."""
+        place = stream, created_at, sequence
+        row = await self._connection.run(lambda db: db.execute(_QUERIES["newest_at"], place).fetchone())
+        return row and Noted(*row)
+
+    async def has_place(self, stream: str, created_at: int) -> bool:
+        """Tell whether anything is noted in a stream; `created_at` as in `Mark`."""
+        place = stream, created_at
+        return await self._connection.run(lambda db: bool(db.execute(_QUERIES["has_place"], place).fetchone()[0]))
+
+    async def forget_places(self, stream: str, created_at: int, numbers: Sequence[int]) -> None:
+        """Note that what has these places in a stream is gone, as it should be."""
+        values = stream, created_at, _encode(numbers).decode()
+        await self._write(lambda db: db.execute(_QUERIES["forget_places"], values).rowcount)
+
+    async def requeue_since(self, since: int) -> int:
+        """Make unpublished whatever was published from a time on (ms since the epoch); return how much that is."""
+        found = await self.published_since(since)
+        return await self._write(partial(_requeue, found, []))
+
+    async def published_since(self, since: int) -> list[int]:
+        """Return the positions of what was published from a time on (ms since the epoch)."""
+        return await self._connection.run(lambda db: [row[0] for row in db.execute(_QUERIES["find_since"], (since,))])
+
+    async def prune(self, before: int, most: int) -> int:
+        """Forget where up to `most` messages went that were published before a time (ms since the epoch), and letters.
+
+        Return how many messages; their events stay.
+        """
+        pruned = await self._write(partial(_prune, before, most))
+        self._logged += _EVENT_BYTES * pruned
+        return pruned
+
+    async def lost(self, after: int, most: int) -> list[Outgoing]:
+        """Return what was lost and is not published again yet, after a position, oldest first."""
+        return await self._connection.run(lambda db: _outgoing(db, "lost", (after, most)))
+
+    async def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        result = await self._connection.run(partial(_transact, work))
+        if self._logged > _CHECKPOINT_BYTES:
+            self._logged = 0
+            await self._connection.run(_checkpoint)
+        return result
+
+
+def read_events(db: sqlite3.Connection, after: int = 0) -> Iterator[Event]:
+    """Read every event after a position, a page at a time."""
+    while page := db.execute(_QUERIES["read"], (after, _PAGE)).fetchall():
+        for position, record, state_hash in page:
+            yield Event(position, record, state_hash)
+        after = page[-1][0]
+
+
+def read_head(db: sqlite3.Connection) -> Head:
+    """Read where the store stands."""
+    return Head(*db.execute(_QUERIES["head"]).fetchone())
+
+
+def read_owner(db: sqlite3.Connection) -> Owner | None:
+    """Read whose store it is; None where nobody has claimed it."""
+    row = db.execute(_QUERIES["owner"]).fetchone()
+    return row and Owner(*row)
+
+
+def _claim(path: Path, owner: Owner, db: sqlite3.Connection) -> None:
+    sqlite_migrate.migrate(db, path, steps=MIGRATIONS, application_id=APPLICATION_ID)
+    found = read_owner(db)
+    if found is None:
+        db.execute(_QUERIES["claim"], owner)
+    elif found != owner:
+        raise Fatal(
+            Exit.CONFIG,
+            f"{path} is the store of the agent {found.agent} in {found.tenant}/{found.workspace}, not of {owner.agent} "
+            f"in {owner.tenant}/{owner.workspace}: give each agent a state directory of its own",
+        )
+
+
+def _look(wanted: Wanted, db: sqlite3.Connection) -> Look:
+    head = read_head(db)
+    return Look(
+        head,
+        list(read_events(db, wanted.after)) if head.position > wanted.after else [],
+        {index: (position, role) for index, position, role in _among(db, "find", wanted.keys)},
+        dict(_among(db, "versions", wanted.entities)),
+        {message_id: Tried(*tried) for message_id, *tried in _among(db, "attempts", wanted.message_ids)},
+    )
+
+
+def _among(db: sqlite3.Connection, query: str, wanted: Sequence[object]) -> list[tuple[Any, ...]]:
+    return db.execute(_QUERIES[query], (_encode(wanted).decode(),)).fetchall() if wanted else []
+
+
+def _append(changes: Changes, db: sqlite3.Connection) -> None:
+    if changes.events:
+        rows = [(event.position, event.record.decode(), event.state_hash) for event in changes.events]
+        db.executemany(_QUERIES["append"], rows)
+        last = changes.events[-1]
+        db.execute(_QUERIES["advance"], (last.position, last.state_hash, changes.logical_clock))
+    if changes.versions:
+        db.executemany(_QUERIES["count_change"], changes.versions.items())
+    if changes.failed:
+        db.executemany(_QUERIES["count_attempt"], changes.failed)
+        db.execute(_QUERIES["forget_old_attempts"], (changes.failed[-1].failed_at - _ATTEMPTS_KEPT,))
+    if changes.handled:
+        db.execute(_QUERIES["forget_attempts"], (_encode(changes.handled).decode(),))
+
+
+def _mark_published(marks: Sequence[dict[str, Any]], db: sqlite3.Connection) -> int:
+    db.executemany(_QUERIES["mark_published"], marks)
+    return db.executemany(_QUERIES["requeue_displaced"], marks).rowcount
+
+
+def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Outgoing | None:
+    db.execute(_QUERIES["keep_letter"], letter)
+    row = db.execute(_QUERIES["find_letter"], letter[:1]).fetchone()
+    return row and Outgoing(*row)
+
+
+def _prune(before: int, most: int, db: sqlite3.Connection) -> int:
+    db.execute(_QUERIES["prune_letters"], (before,))
+    return db.execute(_QUERIES["prune"], {"before": before, "most": most}).rowcount
+
+
+def _find_lost(search: Search, db: sqlite3.Connection) -> tuple[list[int], list[int]]:
+    """Return the positions of what is lost, and of what is gone by age."""
+    lost: list[int] = []
+    old: list[int] = []
+    for position, published_at in db.execute(_QUERIES[f"find_{search.loss}"], search._asdict()):
+        (lost if published_at > search.since else old).append(position)
+    return lost, old
+
+
+def _requeue(lost: Sequence[int], old: Sequence[int], db: sqlite3.Connection) -> int:
+    db.execute(_QUERIES["forget_place"], (_encode(old).decode(),))
+    return db.execute(_QUERIES["requeue"], (_encode(lost).decode(),)).rowcount
+
+
+def _transact(work: Callable[[sqlite3.Connection], T], db: sqlite3.Connection) -> T:
+    try:
+        db.execute(SQLITE["begin"])
+        result = work(db)
+        db.execute(SQLITE["commit"])
+    except BaseException:
+        if db.in_transaction:
+            db.execute(SQLITE["rollback"])
+        raise
+    return result
+
+
+def _checkpoint(db: sqlite3.Connection) -> None:
+    """Move the log into the file; a disk that has no room for that keeps the log, which holds what was committed."""
+    try:
+        db.execute(SQLITE["checkpoint"]).fetchall()
+    except sqlite3.Error as error:
+        if not is_full(error):
+            raise
+        _log.warning("checkpoint_failed", error=str(error), advice="free some space")
+
+
+def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, ...]) -> list[Outgoing]:
+    return [Outgoing(*row) for row in db.execute(_QUERIES[query], parameters)]
+
+
+def _unusable(path: Path, error: sqlite3.Error | OSError) -> Fatal:
+    if is_damage(error):
+        return Fatal(Exit.CONFIG, f"{path} is damaged ({error}): put back a copy, or move it away to begin anew")
+    return Fatal(
+        exit_after_opening(path, error), f"cannot open {path}: {error}; check its owner, its mode and the disk"
+    )

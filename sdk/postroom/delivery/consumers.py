@@ -1,0 +1,160 @@
+"""Consumers that come and go: a program that finds out by looking, every now and then, which of them should run.
+
+The connection to NATS is theirs alone. Whoever looks begins those that are missing and ends those that are gone; here
+they are kept, watched, counted, and stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Final, Generic, Protocol, TypeVar
+
+import asyncpg
+import structlog
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import UNREACHABLE
+from postroom.delivery.consuming import ConsumerCounters
+from postroom.delivery.errors import NATS_ERRORS
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
+from postroom.errors import Conflict, PostroomError
+
+_log = structlog.get_logger(__name__)
+
+_PASSING: Final = (PostroomError, asyncpg.PostgresError, *UNREACHABLE, *NATS_ERRORS)  # the next look may be better
+
+
+class RunningConsumer(Protocol):
+    """What is kept here: a `Consumer`, or what has one."""
+
+    @property
+    def counters(self) -> ConsumerCounters:
+        """What it has done since it began."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps messages from arriving; None where nothing does."""
+
+    async def run(self) -> None:
+        """Consume until stopped."""
+
+    async def stop(self) -> None:
+        """Begin nothing more, and wait for what is under way."""
+
+
+Key = TypeVar("Key", bound=Hashable)
+Kept = TypeVar("Kept", bound=RunningConsumer)
+
+
+class Consumers(Generic[Key, Kept]):
+    """The consumers of one program by key: `run` as a task, `begin` and `end` from within a look."""
+
+    def __init__(self, nats: NatsSettings, *, name: str, check_seconds: float) -> None:
+        """`name` is what NATS and the logs know the program by; `check_seconds` lie between two looks."""
+        self.running: dict[Key, Kept] = {}
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._ended = ConsumerCounters()  # of those that are gone
+        self._unseen: str | None = None  # why the last look failed
+        self._refused: dict[Key, str] = {}  # why some cannot run
+        self._nats = nats
+        self._name = name
+        self._check_seconds = check_seconds
+        self._stop = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    async def run(self, look: Callable[[JetStreamContext], Awaitable[None]]) -> None:
+        """Look until `stop`; NATS or Postgres away ends one look, no more. Raises what a consumer ended with."""
+        connecting = asyncio.create_task(connect(self._nats, name=self._name))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({connecting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                await self._keep_looking(connecting.result(), look)
+        finally:
+            connecting.cancel()
+            stopping.cancel()
+            await asyncio.wait({connecting, stopping})
+            self._stopped.set()
+
+    async def stop(self) -> None:
+        """Begin nothing more, and wait for what is under way."""
+        self._stop.set()
+        await self._stopped.wait()
+
+    def begin(self, key: Key, consumer: Kept) -> None:
+        """Run a consumer from now on."""
+        self.running[key] = consumer
+        self._tasks[key] = asyncio.create_task(consumer.run())
+
+    async def end(self, key: Key) -> Kept:
+        """Stop a consumer, and return it when it has finished."""
+        ending, task = self.running[key], self._tasks[key]
+        await ending.stop()
+        await asyncio.wait({task})
+        del self.running[key], self._tasks[key]
+        self._refused.pop(key, None)
+        self._ended = _sum(self._ended, ending.counters)
+        return ending
+
+    @property
+    def counters(self) -> ConsumerCounters:
+        """What all of them have done since the start."""
+        return _sum(self._ended, *(consumer.counters for consumer in self.running.values()))
+
+    @property
+    def trouble(self) -> str | None:
+        """Say why some consumer gets nothing, or why nobody knows which should run; None where all is well."""
+        troubles = list(self._refused.values())
+        troubles += [consumer.trouble for consumer in self.running.values() if consumer.trouble is not None]
+        if self._unseen is not None or not troubles:
+            return self._unseen
+        return troubles[0] if len(troubles) == 1 else f"{troubles[0]} (and {len(troubles) - 1} more)"
+
+    async def _keep_looking(self, connection: Client, look: Callable[[JetStreamContext], Awaitable[None]]) -> None:
+        try:
+            while not self._stop.is_set():
+                self._collect_what_ended()
+                try:
+                    await look(connection.jetstream())
+                    self._unseen = None
+                except _PASSING as error:
+                    self._unseen = f"{type(error).__name__}: {error}"
+                    _log.warning("consumers_not_looked_after", of=self._name, error=self._unseen)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), self._check_seconds)
+        finally:
+            await asyncio.gather(*(self.end(key) for key in list(self.running)))
+            await connection.close()
+
+    def _collect_what_ended(self) -> None:
+        """Let go of consumers that may not run as they are; raises what else ended one: it ends the program."""
+        for key, task in list(self._tasks.items()):
+            if not task.done():
+                self._refused.pop(key, None)
+                continue
+            try:
+                task.result()
+            except Conflict as error:  # the others go on, and this one begins anew with the next look
+                if self._refused.get(key) != str(error):
+                    _log.error("consumer_refused", of=self._name, detail=str(error))
+                self._refused[key] = str(error)
+                self._ended = _sum(self._ended, self.running.pop(key).counters)
+                del self._tasks[key]
+
+
+async def run_alone(consumer: RunningConsumer) -> None:
+    """Run a consumer that a program is there for; raises `Fatal` where it may not go on."""
+    try:
+        await consumer.run()
+    except PostroomError as error:
+        raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
+
+
+def _sum(*counters: ConsumerCounters) -> ConsumerCounters:
+    return ConsumerCounters(*(sum(column) for column in zip(*map(astuple, counters), strict=True)))

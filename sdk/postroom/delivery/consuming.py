@@ -1,0 +1,408 @@
+"""The consumer core: one durable pull consumer that gives messages to a handler and settles what the handler says.
+
+Every kind of handler (HTTP, agent, inbox, webhook) runs on it. It promises, whatever crashes or vanishes:
+
+- a message is acknowledged only after its handler said `Done`, or after its dead letter is in its stream;
+- a message in hand is kept from being delivered elsewhere by in-progress acks, however long its handler takes, and one
+  that comes again meanwhile is not handled twice at once here;
+- a `Retry` comes back after a delay by the schedule, and never blocks the others; the last one is dead-lettered.
+
+A message may be delivered again after its effect (a lost ack, a crash): handlers make that harmless by the message id
+(spec delivery.md, "Inbox and HTTP handler").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from random import Random
+from typing import Final, Protocol, TypeAlias, runtime_checkable
+
+import structlog
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+
+from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
+from postroom.delivery.dead_letters.letter import REPLAYED_FOR
+from postroom.delivery.message import Delivery, delivery_of
+from postroom.delivery.pulling import Pull
+from postroom.delivery.settings import BackoffSettings, ConsumerSettings, StreamSettings
+from postroom.telling import tell
+
+__all__ = [
+    "DONE",
+    "Consumer",
+    "ConsumerCounters",
+    "Counts",
+    "Dead",
+    "Delivery",
+    "Done",
+    "Handler",
+    "Limits",
+    "Outcome",
+    "Remembers",
+    "Retry",
+    "Settle",
+]
+
+_log = structlog.get_logger(__name__)
+
+UNREADABLE: Final = "unreadable"
+MAX_DELIVER: Final = "max_deliver"
+ACK_TIMEOUT: Final = "ack_timeout"
+
+_ACK: Final = b"+ACK"
+_NAK: Final = b"-NAK"
+_IN_PROGRESS: Final = b"+WPI"
+_NANOSECONDS: Final = 1_000_000_000
+_LARGEST_POWER: Final = 40  # beyond it, growing is past every limit and only costs precision
+_SPREAD: Final = 0.2  # of a delay, so that what failed together does not come back together
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The message has had its effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Not now: deliver it again, `after` seconds from now where the handler knows better than the schedule."""
+
+    error: str
+    after: float | None = None
+    attempt: int | None = None  # the one that failed, where the handler counts them itself
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """Never: it cannot be handled. `reason` is a snake_case word, `error` a sentence."""
+
+    reason: str
+    error: str
+    attempts: int | None = None  # where the handler counts them itself
+
+
+Outcome: TypeAlias = Done | Retry | Dead
+DONE: Final = Done()
+
+
+class Settle(Protocol):
+    """Settles one delivery; a second time, or for one whose consumer is gone, it does nothing."""
+
+    async def __call__(self, delivery: Delivery, outcome: Outcome) -> None:
+        """Tell JetStream, or the dead letters, what became of `delivery`."""
+
+
+class Handler(Protocol):
+    """What is done with messages."""
+
+    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
+        """Settle each delivery of `batch`, in any order; what raises or stays unsettled is a `Retry`."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A handler that can tell whether a message has had its effect: asked once all attempts are used up."""
+
+    async def is_done(self, delivery: Delivery) -> bool:
+        """Tell whether the message needs no handling any more; it was delivered before, and nothing was heard of it."""
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """A handler that counts attempts itself: it is given every delivery, and itself says `Dead` when all are used up.
+
+    A delivery then counts for nothing: what was in hand of a process that was killed may not even have been begun.
+    """
+
+    @property
+    def counts_attempts(self) -> bool:
+        """True."""
+
+
+@runtime_checkable
+class Limits(Protocol):
+    """A handler that at times wants fewer messages than the consumer may have in hand."""
+
+    @property
+    def room(self) -> int | None:
+        """How many messages are of use now; None sets no limit, 0 pauses the consumer."""
+
+
+@dataclass(slots=True)
+class ConsumerCounters:
+    """What a consumer has done since it started, for metrics."""
+
+    delivered: int = 0
+    redelivered: int = 0
+    done: int = 0
+    retried: int = 0
+    dead_lettered: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A delivery in hand: where its ack goes, and when the server last heard of it (the loop's clock)."""
+
+    delivery: Delivery
+    reply: str
+    epoch: datetime
+    touched: float
+    settled: bool = False
+
+
+class Consumer:
+    """One durable pull consumer: `run` it as a task, `stop` it before the connection is closed."""
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        settings: ConsumerSettings,
+        handler: Handler,
+        dead_letters: DeadLetters,
+        *,
+        stream: StreamSettings | None = None,
+        rng: Random | None = None,
+    ) -> None:
+        """`stream` lets the consumer declare a stream that was deleted under it; without, it waits for another to."""
+        self.counters = ConsumerCounters()
+        self._settings = settings
+        self._handler = handler
+        self._counts = not (isinstance(handler, Counts) and handler.counts_attempts)  # deliveries as attempts
+        self._limits = handler if isinstance(handler, Limits) else None
+        self._dead_letters = dead_letters
+        self._rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
+        self._pull = Pull(js, settings, stream, room=self._room, paused=self._paused, receive=self._receive)
+        self._held: dict[int, _Held] = {}  # by sequence, all of one epoch
+        self._epoch: datetime | None = None
+        self._queue: deque[_Held] = deque()
+        self._handling: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._dispatch_due = False
+
+    async def declare(self) -> None:
+        """Make the durable consumer, or bring it to its settings, as `run` does when it begins.
+
+        Raises `Conflict` with the difference where it may not be changed, `NotFound` without a stream, `Unavailable`.
+        """
+        await self._pull.declare()
+
+    async def run(self) -> None:
+        """Consume until stopped; raises `Unavailable` where the connection was closed for good, or `Conflict`."""
+        reminder = asyncio.create_task(self._remind())
+        try:
+            await self._pull.run()
+            await self._finish()
+        finally:
+            reminder.cancel()
+            for task in self._handling:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """Take nothing more, hand back at once what no handler has seen, and finish what is being handled."""
+        self._stopping = True
+        await self._pull.stop()
+        while self._queue:
+            held = self._queue.popleft()
+            await self._answer(held, _NAK)
+        await self._finish()
+
+    @property
+    def durable(self) -> str:
+        """The name that it has in JetStream."""
+        return self._settings.durable
+
+    @property
+    def trouble(self) -> str | None:
+        """Say what keeps messages from arriving, or from being handled; None where nothing does."""
+        return self._pull.trouble
+
+    @property
+    def in_hand(self) -> int:
+        """How many messages are waiting for a handler here, or being handled."""
+        return len(self._held)
+
+    async def _finish(self) -> None:
+        while self._handling:
+            await asyncio.wait(self._handling)
+
+    def _room(self) -> int:
+        most = self._settings.max_ack_pending
+        wanted = None if self._limits is None else self._limits.room
+        return (most if wanted is None else min(most, wanted)) - len(self._held)
+
+    def _paused(self) -> bool:
+        return self._limits is not None and self._limits.room is not None
+
+    def _receive(self, message: Msg, epoch: datetime) -> None:
+        """Take a message in hand; one that is in hand already only tells where its ack goes now."""
+        delivery = delivery_of(message, self._settings.max_deliver)
+        self.counters.delivered += 1
+        self.counters.redelivered += delivery.attempt > 1
+        if epoch != self._epoch:
+            self._held.clear()  # of a consumer that is gone: nobody waits for those any more
+            self._queue.clear()
+            self._epoch = epoch
+        now = asyncio.get_running_loop().time()
+        held = self._held.get(delivery.sequence)
+        if held is not None:
+            held.reply, held.touched = message.reply, now
+            return
+        held = self._held[delivery.sequence] = _Held(delivery, message.reply, epoch, now)
+        self._queue.append(held)
+        if not self._dispatch_due:  # once for all that arrive in this turn of the loop
+            self._dispatch_due = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Give what is queued to the handler, while it may be given more."""
+        self._dispatch_due = False
+        while self._queue and not self._stopping and len(self._handling) < self._settings.batches_at_once:
+            count = min(len(self._queue), self._settings.batch)
+            batch = [self._queue.popleft() for _ in range(count)]
+            self._handling.add(task := asyncio.create_task(self._handle(batch)))
+            task.add_done_callback(self._handled)
+
+    def _handled(self, task: asyncio.Task[None]) -> None:
+        self._handling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("batch_failed", consumer=self._settings.durable, exc_info=error)
+        self._dispatch()
+
+    async def _handle(self, batch: list[_Held]) -> None:
+        await self._give([held for held in batch if await self._is_for_handler(held)])
+
+    async def _give(self, chosen: list[_Held]) -> None:
+        """Have `chosen` handled; where that raises, each of them alone, so that one to blame takes none along."""
+        error = "the handler said nothing about this message"
+        try:
+            if chosen:
+                await self._handler.handle([held.delivery for held in chosen], self._settle)
+        except Exception as raised:  # noqa: BLE001 - whatever a handler raises is a Retry
+            error = tell(raised)
+            _log.exception("handler_raised", consumer=self._settings.durable, messages=len(chosen))
+            if len(chosen) > 1:
+                for held in chosen:
+                    if not held.settled:
+                        await self._give([held])
+        for held in chosen:
+            if not held.settled:
+                await self._settle_held(held, Retry(error))
+
+    async def _is_for_handler(self, held: _Held) -> bool:
+        """Settle what no handler should see: a replay for another, what nobody can read, what came too often."""
+        delivery = held.delivery
+        if delivery.headers.get(REPLAYED_FOR, self._settings.durable) != self._settings.durable:
+            await self._settle_held(held, DONE)
+            return False
+        if (why := delivery.unreadable) is not None:
+            await self._settle_held(held, Dead(UNREADABLE, why))
+            return False
+        if not self._counts or delivery.attempt <= delivery.most_attempts(self._settings.max_deliver):
+            return True
+        await self._settle_exhausted(held)
+        return False
+
+    async def _settle_exhausted(self, held: _Held) -> None:
+        """Bury a message whose last delivery ended without an answer, unless its effect is known to have happened."""
+        try:
+            done = isinstance(self._handler, Remembers) and await self._handler.is_done(held.delivery)
+        except Exception:  # noqa: BLE001 - a handler that cannot tell now is asked again
+            _log.exception("handler_forgot", consumer=self._settings.durable, sequence=held.delivery.sequence)
+            await self._later(held, None)
+            return
+        await self._settle_held(held, DONE if done else Dead(MAX_DELIVER, ACK_TIMEOUT))
+
+    async def _settle(self, delivery: Delivery, outcome: Outcome) -> None:
+        held = self._held.get(delivery.sequence)
+        if held is not None and held.delivery is delivery and not held.settled:
+            await self._settle_held(held, outcome)
+
+    async def _settle_held(self, held: _Held, outcome: Outcome) -> None:
+        held.settled = True
+        match outcome:
+            case Done():
+                if await self._answer(held, _ACK):
+                    self.counters.done += 1
+            case Retry(error, after, attempt) if not (self._counts and held.delivery.last):
+                _log.info("message_retried", **self._named(held), error=error)
+                await self._later(held, after, attempt)
+            case Retry(error):
+                await self._bury(held, Dead(MAX_DELIVER, error))
+            case Dead():
+                await self._bury(held, outcome)
+
+    async def _bury(self, held: _Held, outcome: Dead) -> None:
+        """Keep the dead letter and only then ack; without a place for dead letters the message comes again.
+
+        A dead letter that cannot be handled is its own letter: one of it would come here again, and again.
+        """
+        delivery = held.delivery if outcome.attempts is None else held.delivery._replace(attempt=outcome.attempts)
+        if is_dead_letter(delivery):
+            _log.warning("dead_letter_not_handled", **self._named(held), reason=outcome.reason, error=outcome.error)
+            await self._answer(held, _ACK)
+            return
+        try:
+            await self._dead_letters.keep(
+                letter_of(delivery, reason=outcome.reason, error=outcome.error, consumer=self._settings.durable)
+            )
+        except Exception as error:  # noqa: BLE001 - a letter that cannot be made holds up its own message and no other
+            _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=tell(error))
+            await self._later(held, None)
+            return
+        _log.warning("message_dead_lettered", **self._named(held), reason=outcome.reason, error=outcome.error)
+        if await self._answer(held, _ACK):
+            self.counters.dead_lettered += 1
+
+    async def _later(self, held: _Held, after: float | None, attempt: int | None = None) -> None:
+        seconds = self._delay(held.delivery, attempt or held.delivery.attempt) if after is None else max(after, 0.0)
+        delay = json.dumps({"delay": int(seconds * _NANOSECONDS)}).encode()
+        if await self._answer(held, _NAK + b" " + delay):
+            self.counters.retried += 1
+
+    def _delay(self, delivery: Delivery, attempt: int) -> float:
+        """Return the seconds until the next attempt, by the sender's policy or the schedule, spread by a fifth."""
+        spread = self._rng.uniform(1 - _SPREAD, 1 + _SPREAD)
+        if delivery.retry_policy is not None:
+            return delivery.retry_policy.pause(attempt, spread)
+        return delay_after(attempt, self._settings.backoff) * spread
+
+    async def _answer(self, held: _Held, text: bytes) -> bool:
+        """Send the last ack for a message, and forget it; False where its consumer is gone."""
+        try:
+            return await self._pull.answer(held.reply, text, held.epoch)
+        finally:
+            if self._held.get(held.delivery.sequence) is held:
+                del self._held[held.delivery.sequence]
+                self._pull.more()
+
+    async def _remind(self) -> None:
+        """Tell the server thrice per `ack_wait` what is still in hand, so that it is not delivered to another."""
+        interval = self._settings.ack_wait_seconds / 3
+        while True:
+            await asyncio.sleep(interval)
+            now = asyncio.get_running_loop().time()
+            for held in [held for held in self._held.values() if now - held.touched >= interval]:
+                if self._pull.sure and self._held.get(held.delivery.sequence) is held:
+                    held.touched = now
+                    await self._pull.answer(held.reply, _IN_PROGRESS, held.epoch)
+
+    def _named(self, held: _Held) -> dict[str, object]:
+        delivery = held.delivery
+        return {
+            "consumer": self._settings.durable,
+            "message_id": delivery.message_id,
+            "subject": delivery.subject,
+            "sequence": delivery.sequence,
+            "attempt": delivery.attempt,
+        }
+
+
+def delay_after(attempt: int, backoff: BackoffSettings) -> float:
+    """Return the seconds between attempt number `attempt` (1 or more) and the next, as the schedule has them."""
+    growth = backoff.factor ** min(attempt - 1, _LARGEST_POWER)
+    return min(backoff.most_seconds, backoff.first_seconds * growth)

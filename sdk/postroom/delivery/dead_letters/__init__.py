@@ -1,0 +1,12 @@
+"""Dead letters: what nobody could handle, kept whole, with the reason (spec delivery.md; docs/delivery.md).
+
+A letter is a row of a record before its message is acknowledged: in Postgres what consumers, webhooks and jobs buried,
+in its event store what an agent did. From there it is published, and published again where its stream lost it, as
+events are. A daemon has no record of its own: what it cannot read is in the stream alone.
+"""
+
+from postroom.delivery.dead_letters.letter import DeadLetter, DeadLetters, is_dead_letter, letter_of
+from postroom.delivery.dead_letters.record import RecordedLetters
+from postroom.delivery.dead_letters.stream import StreamLetters
+
+__all__ = ["DeadLetter", "DeadLetters", "RecordedLetters", "StreamLetters", "is_dead_letter", "letter_of"]

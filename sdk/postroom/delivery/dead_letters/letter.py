@@ -1,0 +1,152 @@
+"""What a dead letter is: EVT-047-002, `MessageDeadLettered` (seed sds-047 §6; CMD-052; spec delivery.md).
+
+A letter holds the whole message and why nobody could handle it. Its message id is derived from the message's, so that
+the same death has one letter, however often a crash has it buried.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from postroom.delivery.message import Delivery, json_object
+from postroom.delivery.subjects import parse_subject
+from postroom.errors import InvalidMessage
+
+EVENT_TYPE: Final = "MessageDeadLettered"
+EVENT_TYPE_HEADER: Final = "Postroom-Event-Type"
+REPLAYED_FOR: Final = "Postroom-Replayed-For"  # the consumer that buried it: no other takes the replay
+REPLAY_OF: Final = "Postroom-Replay-Of"  # the message id that it was first sent under
+RECORDED: Final = "Postroom-Recorded"  # on a letter that is a row of a database, where operators settle it
+
+_IDEMPOTENCY_KEY: Final = "Idempotency-Key"
+_UNKNOWN: Final = datetime.fromtimestamp(0, UTC)
+_ID_CHARACTERS: Final = 255
+
+
+class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """The body of a dead letter. The payload is text where it is UTF-8, else base64.
+
+    The first four members are the seed's event; a letter of another program may have no more than those.
+    """
+
+    message_id: str | None
+    original_subject: str
+    reason: str
+    attempts: int
+    last_error: str = ""
+    stream: str = ""
+    sequence: int = 0
+    consumer: str = ""
+    published_at: datetime = _UNKNOWN
+    died_at: datetime = _UNKNOWN
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
+    tenant: str | None = None
+    idempotency_key: str | None = None
+    payload: str | None = None
+    payload_base64: str | None = None
+    payload_omitted: bool = False  # NATS takes no letter so large: the record has payload and headers
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether the original message is in the letter."""
+        return self.payload is not None or self.payload_base64 is not None
+
+    def data(self) -> bytes:
+        """Return the original payload, byte for byte."""
+        if self.payload_base64 is not None:
+            return base64.b64decode(self.payload_base64)
+        return (self.payload or "").encode()
+
+    def with_data(self, data: bytes) -> DeadLetter:
+        """Return the letter with this payload."""
+        try:
+            return msgspec.structs.replace(self, payload=data.decode(), payload_base64=None)
+        except UnicodeDecodeError:
+            return msgspec.structs.replace(self, payload=None, payload_base64=base64.b64encode(data).decode())
+
+    def without_data(self) -> DeadLetter:
+        """Return the letter without its payload."""
+        return msgspec.structs.replace(self, payload=None, payload_base64=None)
+
+    def shortened(self) -> DeadLetter:
+        """Return what of the letter fits into any message: neither payload nor headers."""
+        return msgspec.structs.replace(self.without_data(), headers={}, payload_omitted=True)
+
+
+class DeadLetters(Protocol):
+    """Where one consumer's dead letters are kept."""
+
+    async def keep(self, letter: DeadLetter) -> None:
+        """Return once the letter cannot be lost any more; raises `PostroomError` where it can."""
+
+
+def now() -> datetime:
+    """Return the wall clock."""
+    return datetime.now(UTC)
+
+
+def letter_of(
+    delivery: Delivery, *, reason: str, error: str, consumer: str, clock: Callable[[], datetime] = now
+) -> DeadLetter:
+    """Write the letter of a message that `consumer` buries."""
+    body = json_object(delivery.data)
+    headers = {_legible(name): _legible(text) for name, text in delivery.headers.items()}
+    return DeadLetter(
+        message_id=None if delivery.message_id is None else _legible(delivery.message_id),
+        original_subject=_legible(delivery.subject),
+        reason=reason,
+        attempts=delivery.attempt,
+        last_error=_legible(error),
+        stream=delivery.stream,
+        sequence=delivery.sequence,
+        consumer=consumer,
+        published_at=delivery.published_at,
+        died_at=clock(),
+        headers=headers,
+        tenant=_text(body.get("tenant")) or _context_of(delivery.subject),
+        idempotency_key=_text(body.get("idempotency_key")) or headers.get(_IDEMPOTENCY_KEY),
+    ).with_data(delivery.data)
+
+
+def letter_id(letter: DeadLetter) -> str:
+    """Derive a letter's message id: the same death of the same message at the same consumer has the same."""
+    message = letter.message_id or f"{letter.stream}.{letter.sequence}.{letter.published_at.timestamp():.6f}"
+    return printable_id(f"dead:{letter.consumer}:{message}")
+
+
+def printable_id(identity: str) -> str:
+    """Return an id as it is, or a digest of one that a header or a database may not hold."""
+    if identity.isascii() and identity.isprintable() and len(identity) <= _ID_CHARACTERS:
+        return identity
+    return f"sha256:{hashlib.sha256(identity.encode(errors='replace')).hexdigest()}"
+
+
+def is_dead_letter(delivery: Delivery) -> bool:
+    """Tell whether a message is a dead letter itself, on its own subject or copied to another."""
+    words = delivery.subject.split(".")
+    on_its_subject = words[0] != "cmd" and words[1:2] == ["dlq"]
+    return on_its_subject or delivery.headers.get(EVENT_TYPE_HEADER) == EVENT_TYPE
+
+
+def _legible(text: str) -> str:
+    """Return a text that JSON can hold: another program may have sent bytes that are no UTF-8."""
+    return str(text).encode(errors="replace").decode()
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _context_of(subject: str) -> str | None:
+    """Return the mesh that a message belongs to, where its subject says so."""
+    try:
+        parsed = parse_subject(subject)
+    except InvalidMessage:
+        return None
+    return parsed.context

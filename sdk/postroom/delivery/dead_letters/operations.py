@@ -1,0 +1,301 @@
+"""What an operator does with dead letters: look at them, send them again, drop them (spec delivery.md).
+
+The record in Postgres is what is read, and where it is written down what was done: a letter that was replayed or
+dropped is so permanently, whatever a stream still holds or is filled with again. Letters without a row (those of
+agents, of daemons and of other programs) are read from the stream, and get a row when they are settled.
+
+A replay goes to the original subject under a message id that is derived from the old one, so that a replay that was cut
+short and repeated is still one message; it names the consumer that buried it, and every other one lets it pass, so that
+consumer has to be there. The letter's row is locked meanwhile: two operators do not replay it both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from datetime import datetime, timedelta
+from typing import Final, Literal, NamedTuple
+
+import asyncpg
+import msgspec
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from postroom.chassis.postgres import Connection
+from postroom.delivery.dead_letters.letter import REPLAY_OF, REPLAYED_FOR, DeadLetter, now
+from postroom.delivery.dead_letters.record import QUERIES, columns
+from postroom.delivery.dead_letters.stream import StreamedLetter, check_context, read_letters
+from postroom.delivery.errors import (
+    NATS_ERRORS,
+    consumer_gone,
+    from_nats,
+    letter_elsewhere,
+    letter_not_found,
+    no_letter_record,
+    no_nats,
+    no_payload,
+)
+from postroom.delivery.message import EPOCH, MESSAGE_ID
+from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
+from postroom.delivery.streams import all_streams, covers
+from postroom.delivery.subjects import dead_letter_subject, stream_name
+
+_REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]+)")
+
+Act = Literal["replayed", "dropped"]
+
+
+class LetterNote(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """What an operator did to a dead letter."""
+
+    act: Act
+    at: datetime
+    actor: str
+    why: str
+    message_id: str | None
+    original_subject: str
+    reason: str  # why the letter was dead
+    consumer: str
+    new_message_id: str | None = None
+
+
+class StoredLetter(NamedTuple):
+    """A dead letter where it is kept; `letter` is None where another program put something else into the stream."""
+
+    id: str  # its row in the record, else its stream and its number there
+    at: datetime  # since when it is dead
+    letter: DeadLetter | None
+    row: int | None = None
+    streamed: StreamedLetter | None = None  # of a letter without a row
+
+
+class LetterFilter(msgspec.Struct, kw_only=True, frozen=True):
+    """Which letters are meant; what is not set matches everything."""
+
+    ids: frozenset[str] | None = None  # of letters, or message ids
+    subject: str | None = None  # of the original message; `*` and `>` as in NATS
+    reason: str | None = None
+    consumer: str | None = None
+    older_than_seconds: float | None = None
+
+    def matches(self, stored: StoredLetter, moment: datetime) -> bool:
+        """Tell whether `stored` is meant, at `moment`."""
+        letter = stored.letter
+        if self.ids is not None:
+            return stored.id in self.ids or (letter is not None and letter.message_id in self.ids)
+        if letter is None:
+            return self == LetterFilter()
+        old_enough = self.older_than_seconds is None or letter.died_at <= moment - timedelta(
+            seconds=self.older_than_seconds
+        )
+        return (
+            old_enough
+            and self.reason in (None, letter.reason)
+            and self.consumer in (None, letter.consumer)
+            and (self.subject is None or covers(self.subject, letter.original_subject))
+        )
+
+
+class LetterOperations:
+    """The dead letters of one context, for an operator; whatever reads them raises `NotFound` for an unknown one."""
+
+    def __init__(
+        self,
+        connection: Connection | None,
+        js: JetStreamContext | None,
+        context: str,
+        *,
+        actor: str,
+        clock: Callable[[], datetime] = now,
+    ) -> None:
+        """Without a `connection` only the stream is read and nothing is settled; without `js` only the record is."""
+        self._connection = connection
+        self._js = js
+        self._context = context
+        self._actor = actor
+        self._clock = clock
+
+    async def find(self, wanted: LetterFilter, *, payloads: bool = False) -> list[StoredLetter]:
+        """Return the letters that are meant, oldest first; raises `NotFound` for an id that is none."""
+        moment = self._clock()
+        everything = [*await self._recorded(payloads=payloads), *await self._unrecorded()]
+        if not everything:
+            await self._check_context()
+        found = [stored for stored in sorted(everything, key=lambda each: each.at) if wanted.matches(stored, moment)]
+        known = {stored.id for stored in found} | {stored.letter.message_id for stored in found if stored.letter}
+        for missing in sorted((wanted.ids or frozenset()) - known):
+            raise letter_not_found(missing) if self._js else no_nats(f"looking for the dead letter {missing}")
+        return found
+
+    async def notes(self) -> list[LetterNote]:
+        """Return what operators did, oldest first."""
+        rows = await self._record().fetch(QUERIES["list_settled"], self._context)
+        if not rows:
+            await self._check_context()
+        return [_note(row) for row in rows]
+
+    async def replay(self, stored: StoredLetter, *, why: str) -> str:
+        """Send a letter's message again, and settle the letter; returns the new message id.
+
+        Raises `Conflict` where the letter holds no message, or the consumer that it is meant for is gone.
+        """
+        async with self._settling(stored, "replayed", why) as letter:
+            if letter is None or not letter.has_payload:
+                raise no_payload(stored.id)
+            new_id = replay_id(letter)
+            if self._js is None:
+                raise no_nats(f"replaying the dead letter {stored.id}")
+            try:
+                await self._check_consumer(self._js, stored.id, letter)
+                await self._js.publish(letter.original_subject, letter.data(), headers=_replay_headers(letter, new_id))
+            except NATS_ERRORS as error:
+                raise from_nats(error, f"replaying the dead letter {stored.id}") from error
+        return new_id
+
+    async def drop(self, stored: StoredLetter, *, why: str) -> None:
+        """Settle a letter that nobody will handle; its payload goes."""
+        async with self._settling(stored, "dropped", why):
+            pass
+
+    async def _check_context(self) -> None:
+        """Raise `NotFound` where neither the record nor NATS has ever heard of the context."""
+        if self._js is not None and not await self._known():
+            await check_context(self._js, self._context)
+
+    async def _known(self) -> set[str]:
+        """Return the ids of the letters that the record has, settled ones too."""
+        if self._connection is None:
+            return set()
+        return {row["letter_id"] for row in await self._connection.fetch(QUERIES["list_known"], self._context)}
+
+    def _record(self) -> Connection:
+        if self._connection is None:
+            raise no_letter_record()
+        return self._connection
+
+    async def _recorded(self, *, payloads: bool) -> list[StoredLetter]:
+        if self._connection is None:
+            return []
+        rows = await self._connection.fetch(QUERIES["list_letters"], self._context, payloads)
+        return [StoredLetter(str(row["id"]), row["died_at"], _letter(row), row=row["id"]) for row in rows]
+
+    async def _unrecorded(self) -> list[StoredLetter]:
+        """Return what the stream holds and the record has not; a letter that is there twice counts once."""
+        if self._js is None:
+            return []
+        known = await self._known()
+        found = []
+        async for streamed in read_letters(self._js, self._context):
+            if streamed.letter_id not in known:
+                known.add(streamed.letter_id)
+                id_ = f"{streamed.stream}/{streamed.sequence}"
+                found.append(StoredLetter(id_, streamed.stored_at, streamed.letter, streamed=streamed))
+        return found
+
+    async def count_unrecorded(self) -> int:
+        """Return how many letters there are without a row."""
+        return len(await self._unrecorded())
+
+    @asynccontextmanager
+    async def _settling(self, stored: StoredLetter, act: Act, why: str) -> AsyncIterator[DeadLetter | None]:
+        """Lend the whole letter, nobody else's meanwhile; it is settled unless the block raises."""
+        connection = self._record()
+        async with connection.transaction():
+            if stored.row is None:
+                letter = stored.letter
+                await self._settle_unrecorded(connection, stored, act, why)
+                yield letter
+                return
+            row = await connection.fetchrow(QUERIES["lock_letter"], stored.row)
+            if row is None:
+                raise letter_not_found(stored.id)
+            yield _letter(row)
+            await connection.execute(QUERIES["settle"], stored.row, act, self._actor, why)
+        await self._remove(row)
+
+    async def _settle_unrecorded(self, connection: Connection, stored: StoredLetter, act: Act, why: str) -> None:
+        streamed = stored.streamed
+        assert streamed is not None  # noqa: S101 - what has no row was read from the stream
+        if streamed.recorded:
+            raise letter_elsewhere(stored.id, "" if stored.letter is None else stored.letter.consumer)
+        letter = stored.letter or DeadLetter(
+            message_id=None, original_subject=streamed.subject, reason="not_a_dead_letter", attempts=0
+        )
+        said = columns(self._context, letter)[-1]
+        subject = dead_letter_subject(self._context, letter.original_subject)
+        row = (self._context, streamed.letter_id, subject, stored.at, said, act, self._actor, why)
+        if await connection.fetchval(QUERIES["settle_unrecorded"], *row) is None:
+            raise letter_not_found(stored.id)
+
+    async def _remove(self, row: asyncpg.Record) -> None:
+        """Take a settled letter out of its stream; where that cannot be, its age does."""
+        if self._js is None or row["stream"] is None:
+            return
+        with suppress(NotFoundError, *NATS_ERRORS):
+            found = await self._js.get_msg(str(row["stream"]), row["stream_sequence"])
+            if (found.headers or {}).get(MESSAGE_ID, "").partition("/")[0] == row["letter_id"]:
+                await self._js.delete_msg(str(row["stream"]), row["stream_sequence"])
+
+    async def _check_consumer(self, js: JetStreamContext, id_: str, letter: DeadLetter) -> None:
+        if not letter.consumer:  # another program's: it is meant for all
+            return
+        try:
+            stream = await js.find_stream_name_by_subject(letter.original_subject)
+            await js.consumer_info(stream, letter.consumer)
+        except NotFoundError:
+            raise consumer_gone(id_, letter.consumer, letter.original_subject) from None
+
+
+def replay_id(letter: DeadLetter) -> str:
+    """Derive the message id of a letter's replay: the same each time, another for each further death."""
+    message_id = letter.message_id or f"{letter.stream}.{letter.sequence}"
+    before = _REPLAY_ID.fullmatch(message_id)
+    original, number = (before["original"], int(before["number"])) if before else (message_id, 0)
+    return f"{original}~{letter.consumer}.{number + 1}"
+
+
+def _replay_headers(letter: DeadLetter, new_id: str) -> dict[str, str]:
+    """Return a letter's own headers, and those that say what the replay is and whose."""
+    ours = {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
+    own = {name: text for name, text in letter.headers.items() if not name.startswith("Nats-") and name not in ours}
+    first_id = letter.headers.get(REPLAY_OF) or letter.message_id
+    said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
+    return own | {name: text for name, text in said.items() if text}
+
+
+def _letter(row: asyncpg.Record) -> DeadLetter:
+    letter = msgspec.json.decode(row["letter"], type=DeadLetter)
+    payload = row.get("payload")
+    return letter if payload is None else letter.with_data(payload)
+
+
+def _note(row: asyncpg.Record) -> LetterNote:
+    letter = msgspec.json.decode(row["letter"], type=DeadLetter)
+    return LetterNote(
+        act=row["act"],
+        at=row["settled_at"],
+        actor=row["settled_by"],
+        why=row["why"],
+        message_id=letter.message_id,
+        original_subject=letter.original_subject,
+        reason=letter.reason,
+        consumer=letter.consumer,
+        new_message_id=replay_id(letter) if row["act"] == "replayed" else None,
+    )
+
+
+async def count_letters(connection: Connection, js: JetStreamContext) -> dict[str, int]:
+    """Return how many letters of each context are to be settled, by the name of its stream; raises `PostroomError`."""
+    rows = await connection.fetch(QUERIES["count_letters"])
+    counts = {stream_name(row["context"], "dlq"): int(row["letters"]) for row in rows}
+    suffix = stream_name("any", "dlq").removeprefix("ANY")
+    try:
+        names = sorted(info.config.name or "" for info in (await all_streams(js)).infos)
+    except NATS_ERRORS as error:
+        raise from_nats(error, "listing the streams of dead letters") from error
+    for name in names:
+        if name.endswith(suffix):
+            letters = LetterOperations(connection, js, name.removesuffix(suffix).lower(), actor="")
+            counts[name] = counts.get(name, 0) + await letters.count_unrecorded()
+    return counts

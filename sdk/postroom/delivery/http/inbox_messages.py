@@ -1,0 +1,226 @@
+"""The inbox of one consumer in Postgres: who may attempt which message, and what came of it (seed sds-047 §2, §9).
+
+What makes a second delivery harmless is its row here, under (source context, message id, consumer): skipped once
+processed, the next attempt before that (spec delivery.md, "Resolved against the seed"). What keeps two attempts from
+being made at once is the lease on the row. Postgres' clock alone counts.
+
+A Postgres that is away is waited for, however long: no message is blamed for it, and none is lost. Values that it will
+not have are another thing: asking again changes nothing, so what it raised (`REFUSED`) goes to whoever asked for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple, TypeAlias
+from uuid import UUID, uuid4
+
+import asyncpg
+import structlog
+
+from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, check_version, open_pool
+from postroom.chassis.sql import load_queries
+from postroom.delivery.database import ROOM
+from postroom.delivery.http.answers import Judgement
+from postroom.delivery.http.grouping import Grouped
+from postroom.delivery.http.requests import Incoming
+
+_log = structlog.get_logger(__name__)
+
+QUERIES: Final = load_queries("postroom.delivery.http")
+
+_GROUP: Final = 500  # messages in a statement
+_FIRST_PAUSE: Final = 0.1  # seconds between two tries; doubles
+_LONGEST_PAUSE: Final = 5.0
+_VANISHED_SECONDS: Final = 1.0  # when to look again for a row that went between two statements
+# The planner cannot know how long the arrays are; by its guess it would read the whole table for a thousand messages.
+_PLAN_BY_KEY: Final = {"enable_hashjoin": "off", "enable_mergejoin": "off", "enable_seqscan": "off"}
+
+
+class Claim(NamedTuple):
+    """The right to attempt a message, until `until` (the loop's clock) unless it is renewed."""
+
+    source_context: str
+    message_id: str
+    owner: UUID
+    attempt: int  # 1 for the first
+    last_error: str | None
+    until: float
+
+
+class Processed(NamedTuple):
+    """The message was processed: nothing is left to do but to acknowledge it."""
+
+
+class Died(NamedTuple):
+    """The message was given up; its dead letter may or may not have been published."""
+
+    reason: str
+    error: str
+    attempts: int
+
+
+class Held(NamedTuple):
+    """Somebody attempts the message now; the lease has this many `seconds` left."""
+
+    seconds: float
+
+
+State: TypeAlias = Claim | Processed | Died | Held
+
+
+class Backlog(NamedTuple):
+    """QRY-051, GetInboxBacklog: how many messages are neither processed nor dead, since when."""
+
+    messages: int
+    oldest_at: datetime | None
+
+
+async def open_inbox_pool(url: str, *, name: str, connections: int) -> Pool:
+    """Open a pool for `InboxMessages`; the caller closes it.
+
+    Raises `Fatal`: 69 where Postgres can't be reached, 78 where its tables are not this program's.
+    """
+    pool = await open_pool(url, name=name, connections=connections, settings=_PLAN_BY_KEY)
+    try:
+        async with pool.acquire() as connection:
+            await check_version(connection, ROOM, migrate_with="postroom broker migrate")
+    except BaseException:
+        await pool.close()
+        raise
+    return pool
+
+
+async def get_inbox_backlog(connection: Connection | Pool, context: str, consumer: str | None = None) -> Backlog:
+    """Answer QRY-051 for what came from `context`, to one consumer or to all."""
+    row = await connection.fetchrow(QUERIES["backlog"], context, consumer)
+    return Backlog(*row) if row is not None else Backlog(0, None)
+
+
+class InboxMessages:
+    """The rows of one consumer; any number of processes may work on them."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        consumer: str,
+        *,
+        lease_seconds: float,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.lease_seconds = lease_seconds
+        self.waiting_for_postgres = False
+        self._pool = pool
+        self._consumer = consumer
+        self._lease = timedelta(seconds=lease_seconds)
+        self._sleep = sleep
+        self._claims = Grouped(self._claim, most=_GROUP)
+        self._settlements = Grouped(self._settle, most=_GROUP)
+
+    async def claim(self, incoming: Incoming) -> State:
+        """Record the message where it is new, and begin an attempt where none is under way; each claim counts one.
+
+        So claim what is attempted at once: a process that is killed uses up an attempt of whatever it has claimed.
+        """
+        return await self._claims(incoming)
+
+    async def settle(self, claim: Claim, judgement: Judgement) -> bool:
+        """End an attempt; False where its lease had run out, so that it has settled nothing."""
+        return await self._settlements((claim, judgement))
+
+    async def renew(self, claims: Sequence[Claim]) -> dict[Claim, float]:
+        """Prolong leases; return until when (the loop's clock) those that still held. Raises what Postgres raises."""
+        started = asyncio.get_running_loop().time()
+        rows = await self._pool.fetch(QUERIES["renew"], self._consumer, self._lease, *_keys(claims))
+        return {claims[row[0] - 1]: started + self.lease_seconds for row in rows}
+
+    async def _claim(self, messages: Sequence[Incoming]) -> list[State]:
+        owner = uuid4()
+        distinct = {message[:2]: message for message in messages}
+        rows, started = await self._fetch(
+            QUERIES["claim"],
+            self._consumer,
+            owner,
+            self._lease,
+            [context for context, _ in distinct],
+            [message_id for _, message_id in distinct],
+            [message.delivery.subject for message in distinct.values()],
+        )
+        until = started + self.lease_seconds
+        states: dict[tuple[str, str], State] = {
+            (context, message_id): Claim(context, message_id, owner, attempts, last_error, until)
+            for context, message_id, attempts, last_error in rows
+        }
+        refused = [key for key in distinct if key not in states]
+        if refused:
+            states |= await self._look_up(refused)
+        return [self._once(states, message[:2]) for message in messages]
+
+    def _once(self, states: dict[tuple[str, str], State], key: tuple[str, str]) -> State:
+        """Hand a claim to the first of several that are the same message; the others find it held."""
+        state = states.get(key, Held(_VANISHED_SECONDS))
+        if isinstance(state, Claim):
+            states[key] = Held(self.lease_seconds)
+        return state
+
+    async def _look_up(self, keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], State]:
+        contexts, ids = [context for context, _ in keys], [message_id for _, message_id in keys]
+        rows, _ = await self._fetch(QUERIES["look_up"], self._consumer, contexts, ids)
+        return {(row[0], row[1]): _state(*row[2:]) for row in rows}
+
+    async def _settle(self, ended: Sequence[tuple[Claim, Judgement]]) -> list[bool]:
+        judgements = [judgement for _, judgement in ended]
+        rows, _ = await self._fetch(
+            QUERIES["settle"],
+            self._consumer,
+            *_keys([claim for claim, _ in ended]),
+            [judgement.state for judgement in judgements],
+            [judgement.reason for judgement in judgements],
+            [judgement.error for judgement in judgements],
+        )
+        settled = {row[0] for row in rows}
+        return [position in settled for position in range(1, len(ended) + 1)]
+
+    async def _fetch(self, query: str, *values: Any) -> tuple[list[asyncpg.Record], float]:
+        """Run a query until Postgres has answered; return the rows, and when the try that succeeded began.
+
+        Raises what Postgres raises at values that it refuses.
+        """
+        pause = _FIRST_PAUSE
+        while True:
+            started = asyncio.get_running_loop().time()
+            try:
+                rows = await self._pool.fetch(query, *values)
+            except REFUSED:
+                raise
+            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+                _log.warning("postgres_waited_for", consumer=self._consumer, error=f"{type(error).__name__}: {error}")
+                self.waiting_for_postgres = True
+                await self._sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            else:
+                self.waiting_for_postgres = False
+                return rows, started
+
+
+def _keys(claims: Sequence[Claim]) -> tuple[list[str], list[str], list[UUID]]:
+    return (
+        [claim.source_context for claim in claims],
+        [claim.message_id for claim in claims],
+        [claim.owner for claim in claims],
+    )
+
+
+def _state(
+    processed: bool,  # noqa: FBT001 - a column
+    dead_reason: str | None,
+    last_error: str | None,
+    attempts: int,
+    lease: float | None,
+) -> State:
+    if processed:
+        return Processed()
+    if dead_reason is not None:
+        return Died(dead_reason, last_error or "", attempts)
+    return Held(max(0.0, lease or 0.0))

@@ -1,0 +1,125 @@
+"""What a handler is sent: a delivered message as a request (seed sds-047 §12; spec delivery.md).
+
+A message that can make no request is `Malformed`: it goes to the dead letters, since no handler could ever see it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Final, NamedTuple
+
+import msgspec
+
+from postroom.chassis.words import clean
+from postroom.delivery.message import Delivery
+from postroom.delivery.subjects import CommandSubject, EventSubject, InboxSubject, Subject, parse_subject
+from postroom.errors import InvalidMessage
+from postroom.handler import HandlerRequest
+from postroom.message import TRACEPARENT
+
+MESSAGE_ID: Final = re.compile(r"[!-~]{1,255}")  # the table has the same rule
+_VERSION: Final = re.compile(r"[1-9][0-9]{0,8}")
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Malformed(Exception):
+    """The message can make no request; `reason` is the word for the dead letter, the text is its sentence."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+
+class Incoming(NamedTuple):
+    """A delivered message that a handler can be called with; the first two say which message it is."""
+
+    source_context: str
+    message_id: str
+    delivery: Delivery
+    subject: Subject
+
+
+def read(delivery: Delivery) -> Incoming:
+    """Check a delivered message; raises `Malformed`."""
+    try:
+        subject = parse_subject(delivery.subject)
+    except InvalidMessage as error:
+        raise Malformed("unknown_subject", str(error)) from error
+    message_id = delivery.message_id
+    if message_id is None:
+        raise Malformed("no_message_id", "the message has no Nats-Msg-Id, and its payload no broker_message_id")
+    if MESSAGE_ID.fullmatch(message_id) is None:
+        raise Malformed("invalid_message_id", "the message id is not 1 to 255 visible ASCII characters")
+    try:
+        msgspec.json.decode(delivery.data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed("invalid_payload", f"the payload is not JSON: {clean(str(error))}") from error
+    return Incoming(subject.context, message_id, delivery, subject)
+
+
+def body(incoming: Incoming) -> bytes:
+    """Return the request's body; the payload stands in it byte for byte."""
+    delivery = incoming.delivery
+    headers = delivery.headers
+    return _encode(
+        HandlerRequest(
+            message_id=incoming.message_id,
+            subject=delivery.subject,
+            event_type=_event_type(incoming.subject, headers),
+            event_version=_event_version(incoming.subject, headers),
+            occurred_at=occurred_at(delivery),
+            correlation_id=_words(headers.get("X-Correlation-Id")),
+            causation_id=_words(headers.get("X-Causation-Id")),
+            payload=msgspec.Raw(delivery.data),
+        )
+    )
+
+
+def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[str, str]:
+    """Return the request's headers but for the signature."""
+    made = {
+        "Content-Type": "application/json",
+        "Idempotency-Key": incoming.message_id,
+        "Postroom-Attempt": str(attempt),
+    }
+    traceparent = incoming.delivery.headers.get("traceparent")
+    if traceparent is not None and TRACEPARENT.fullmatch(traceparent):
+        made["traceparent"] = traceparent
+    if last_error is not None:
+        made["Postroom-Last-Error"] = clean(last_error).encode("ascii", "backslashreplace").decode()
+    return made
+
+
+def _event_type(subject: Subject, headers: Mapping[str, str]) -> str:
+    if isinstance(subject, EventSubject):
+        return subject.name
+    match subject:
+        case CommandSubject():
+            default = f"{subject.agent}.{subject.verb}"
+        case InboxSubject():
+            default = "message"
+        case _:
+            default = subject.name
+    return _words(headers.get("Postroom-Event-Type")) or default
+
+
+def _event_version(subject: Subject, headers: Mapping[str, str]) -> int:
+    if isinstance(subject, EventSubject):
+        return subject.version
+    version = headers.get("X-Event-Version", "")
+    return int(version) if _VERSION.fullmatch(version) else 1
+
+
+def occurred_at(delivery: Delivery) -> datetime:
+    """Return when it happened, as its publisher says; else when it was published."""
+    try:
+        moment = msgspec.convert(delivery.headers.get("X-Occurred-At"), datetime)
+    except msgspec.ValidationError:
+        return delivery.published_at
+    return moment if moment.tzinfo is not None else delivery.published_at
+
+
+def _words(text: str | None) -> str | None:
+    return None if text is None else clean(text) or None

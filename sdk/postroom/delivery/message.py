@@ -1,0 +1,105 @@
+"""One delivered message, as handlers see it, and where its id is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from nats.aio.msg import Msg
+
+from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
+from postroom.retry_policy import RetryPolicy, policy_of
+
+MESSAGE_ID: Final = "Nats-Msg-Id"
+EPOCH: Final = "Postroom-Epoch"  # how often a message was published again, where it was: its id then ends with that
+_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+_PLAIN_WORDS: Final = 9  # of an ack subject without a domain
+_NANOSECONDS: Final = 1_000_000_000
+
+
+class Delivery(NamedTuple):
+    """A message that JetStream delivered to a durable consumer; nothing of it changes."""
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str]
+    message_id: str | None  # what inboxes dedupe by; None where the message carries none
+    stream: str
+    sequence: int  # in the stream
+    attempt: int  # 1: the first delivery
+    last: bool  # a Retry would be one too many
+    published_at: datetime
+    retry_policy: RetryPolicy | None = None  # the sender's
+
+    @property
+    def unreadable(self) -> str | None:
+        """Say what of the message nobody could read; None where it can be handled."""
+        if UNREADABLE in self.headers:
+            return "its headers are not NATS headers in UTF-8: the letter has them in base64"
+        if UNREADABLE_SUBJECT in self.headers:
+            return "its subject is not UTF-8: the letter has it in base64"
+        return None
+
+    def most_attempts(self, max_deliver: int) -> int:
+        """Return how many attempts there are at a consumer that allows `max_deliver`."""
+        return max_deliver if self.retry_policy is None else self.retry_policy.most_attempts(max_deliver)
+
+
+class _Body(msgspec.Struct):
+    broker_message_id: str | None = None
+
+
+_decode_body: Final = msgspec.json.Decoder(_Body).decode
+
+
+def delivery_of(message: Msg, max_deliver: int) -> Delivery:
+    """Read a message of a pull consumer, whose ack subject tells where it came from and how often."""
+    words = message.reply.split(".")
+    if len(words) > _PLAIN_WORDS:
+        words = words[:2] + words[4:]  # a domain and an account's hash stand before the stream
+    attempt = int(words[4])
+    policy = policy_of(message.data)
+    headers = message.headers or _NO_HEADERS
+    return Delivery(
+        subject=message.subject,
+        data=message.data,
+        headers=headers,
+        message_id=message_id_of(headers, message.data),
+        stream=words[2],
+        sequence=int(words[5]),
+        attempt=attempt,
+        last=attempt >= (max_deliver if policy is None else policy.most_attempts(max_deliver)),
+        published_at=datetime.fromtimestamp(int(words[7]) / _NANOSECONDS, UTC),
+        retry_policy=policy,
+    )
+
+
+def message_id_of(headers: Mapping[str, str], data: bytes) -> str | None:
+    """Return `Nats-Msg-Id` without the epoch of a redrive, else the broker's id in the body, else None.
+
+    None too where the headers are unreadable: nobody knows what they said.
+
+    The epoch is cut off where a header says that there is one: the ids of other programs may look the same.
+    """
+    message_id = headers.get(MESSAGE_ID)
+    if UNREADABLE in headers:
+        return None
+    if message_id:
+        return message_id.removesuffix(f"/{headers[EPOCH]}") if EPOCH in headers else message_id
+    try:
+        message_id = _decode_body(data).broker_message_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return message_id if message_id and message_id.isprintable() else None
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the body as a JSON object; an empty one where it is none."""
+    try:
+        decoded = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return decoded if isinstance(decoded, dict) else {}

@@ -1,0 +1,104 @@
+"""Which stream takes a subject: a picture of the server's streams, taken anew when it may be out of date."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple
+
+from nats.js import JetStreamContext
+from nats.js.api import RetentionPolicy, StreamInfo
+
+from postroom.delivery.errors import from_nats
+from postroom.delivery.streams import all_streams
+
+_FULL: Final = 0.9  # of its limit, from where on a stream may have made room by itself
+_CACHED: Final = 10_000  # subjects
+_AGE_MARGIN: Final = timedelta(minutes=1)  # before its age limit, a message counts as gone by age
+
+
+class StreamPicture(NamedTuple):
+    """One stream as it was when the picture was taken."""
+
+    name: str
+    created_at: datetime
+    first_sequence: int
+    last_sequence: int
+    max_message_bytes: int | None
+    max_age_seconds: float | None
+    subjects: re.Pattern[str]
+    keeps_all: bool  # until they are `max_age_seconds` old: what is missing before the beginning was purged
+    work_queue: bool  # acknowledging a message takes it out too
+    holes: int  # numbers behind the first message that are gone
+
+    def reach(self, horizon: timedelta) -> timedelta:
+        """Return up to which age, within the horizon, a message that is not there was lost and is not just too old."""
+        if self.max_age_seconds is None:
+            return horizon
+        return min(horizon, timedelta(seconds=self.max_age_seconds) - _AGE_MARGIN)
+
+
+class Streams:
+    """The streams of a server."""
+
+    def __init__(self) -> None:
+        self.pictures: list[StreamPicture] = []
+        self.missing: frozenset[str] = frozenset()  # names of those that a cluster could not tell of just now
+        self._by_subject: dict[str, StreamPicture | None] = {}
+
+    async def refresh(self, js: JetStreamContext) -> None:
+        """Take the picture anew; raises `PostroomError`."""
+        try:
+            infos, self.missing = await all_streams(js)
+        except Exception as error:
+            raise from_nats(error, "listing the streams") from error
+        self.pictures = [_picture(info) for info in infos]
+        self._by_subject.clear()
+
+    def of(self, subject: str) -> StreamPicture | None:
+        """Return the stream that takes `subject`; None where none does, or it is one of those that are missing."""
+        if subject not in self._by_subject:
+            if len(self._by_subject) >= _CACHED:
+                self._by_subject.clear()
+            found = (picture for picture in self.pictures if picture.subjects.fullmatch(subject))
+            self._by_subject[subject] = next(found, None)
+        return self._by_subject[subject]
+
+
+def _picture(info: StreamInfo) -> StreamPicture:
+    config, state = info.config, info.state
+    assert config.name is not None and info.created is not None  # noqa: S101, PT018 - every server tells them
+    return StreamPicture(
+        config.name,
+        info.created,
+        state.first_seq,
+        state.last_seq,
+        _limit(config.max_msg_size),
+        config.max_age or None,
+        subject_pattern(config.subjects or ()),
+        _keeps_all(info),
+        config.retention == RetentionPolicy.WORK_QUEUE,
+        state.num_deleted or 0,
+    )
+
+
+def _keeps_all(info: StreamInfo) -> bool:
+    """Tell whether no limit but age takes messages out of a stream: it is far from all others."""
+    config, state = info.config, info.state
+    if config.retention == RetentionPolicy.INTEREST or _limit(config.max_msgs_per_subject) is not None:
+        return False
+    limits = ((_limit(config.max_bytes), state.bytes), (_limit(config.max_msgs), state.messages))
+    return all(most is None or used < _FULL * most for most, used in limits)
+
+
+def _limit(value: int | None) -> int | None:
+    return value if value is not None and value > 0 else None
+
+
+def subject_pattern(subjects: Sequence[str]) -> re.Pattern[str]:
+    """Return what matches, as a whole, the subjects that one of `subjects` takes, as NATS writes them."""
+    words = {"*": r"[^.]+", ">": ".+"}
+    return re.compile(
+        "|".join(r"\.".join(words.get(word) or re.escape(word) for word in subject.split(".")) for subject in subjects)
+    )

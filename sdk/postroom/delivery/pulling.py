@@ -1,0 +1,263 @@
+"""The pull side of a durable consumer: asks for messages while there is room, and notices whatever takes them away.
+
+nats-py's own `fetch` waits for one request at a time; here several are under way, so that the server never idles. The
+server may vanish, pause, lose its store, or have the stream or the consumer deleted: after every silence or bad status
+the consumer is looked at again, made anew where it is gone, and asked anew.
+
+A consumer that was made anew counts its messages from one again, so that an ack for a message of the old one could
+settle a message of the new one that nobody has handled. Therefore each message remembers when its consumer was made
+(`epoch`), and nothing is sent for a message of another epoch, nor while it is not known which consumer is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from typing import Final
+
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.nats import end_if_cancelled
+from postroom.delivery.settings import ConsumerSettings, StreamSettings
+from postroom.delivery.streams import consumer_created, ensure_consumer, ensure_stream
+from postroom.errors import Conflict, NotFound, PostroomError, Unavailable
+
+_log = structlog.get_logger(__name__)
+
+EXPIRES_SECONDS: Final = 30.0  # how long the server keeps a request that it cannot fill
+HEARTBEAT_SECONDS: Final = 2.0  # how often it says so meanwhile
+SILENCE_SECONDS: Final = 2.5 * HEARTBEAT_SECONDS  # after which nobody is there any more
+TICK_SECONDS: Final = 0.5  # how often a lost connection is looked for
+STOP_SECONDS: Final = 2.0  # longest wait for what the server has sent before it heard of a stop
+RETRY_SECONDS: Final = 1.0  # pause after a look at the consumer that failed
+WATCH_SECONDS: Final = 30.0  # between two looks at whether what waits in the stream gets less
+_NANOSECONDS: Final = 1_000_000_000
+_BUFFER_MESSAGES: Final = 1_000_000  # held by the client; what was asked for is what limits it
+
+_FROM_A_STREAM: Final = "$JS.ACK."  # how the subject begins on which a stream's message is acknowledged
+_HEARTBEAT: Final = "100"
+_EXPIRED: Final = frozenset({"404", "408"})  # a request ended, and nothing is wrong
+
+
+class Pull:
+    """One subscription that receives what one durable consumer delivers to this process."""
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        settings: ConsumerSettings,
+        stream: StreamSettings | None,
+        *,
+        room: Callable[[], int],
+        paused: Callable[[], bool],
+        receive: Callable[[Msg, datetime], None],
+    ) -> None:
+        """`room` tells how many more messages are welcome; `receive` is given each, with its epoch, at once.
+
+        While it is `paused`, messages that wait are nothing to worry about.
+        """
+        self._js = js
+        self._connection: Client = js._nc  # noqa: SLF001 - a context does not show its connection otherwise
+        self._next = f"{js._prefix}.CONSUMER.MSG.NEXT.{settings.stream}.{settings.durable}"  # noqa: SLF001
+        self._settings = settings
+        self._stream = stream
+        self._room = room
+        self._paused = paused
+        self._receive = receive
+        self._subscription: Subscription | None = None
+        self._epoch: datetime | None = None
+        self._asked = 0  # messages that the server still owes us
+        self._heard = 0.0  # when it last said anything
+        self._connects = -1  # reconnects of the connection when the consumer was last seen
+        self._doubt = True
+        self._delivered = -1  # messages, when that was last watched
+        self._watched = 0.0
+        self._stopped = False
+        self.trouble: str | None = None  # why nothing arrives
+        self._wake = asyncio.Event()
+        self._known = asyncio.Event()
+
+    async def run(self) -> None:
+        """Ask until stopped; raises `Unavailable` where the connection was closed for good, `Conflict` as `declare`."""
+        inbox = self._connection.new_inbox()
+        self._subscription = await self._connection.subscribe(
+            inbox, cb=self._arrived, pending_msgs_limit=_BUFFER_MESSAGES, pending_bytes_limit=-1
+        )
+        while not self._stopped:
+            end_if_cancelled()
+            if self._connection.is_closed:
+                raise Unavailable.of(503, "nats_closed", "the connection to NATS was closed; start again")
+            if self.sure:
+                await self._ask(inbox)
+                await self._watch()
+                await self._pause(TICK_SECONDS)
+            elif not await self._look():
+                await self._pause(RETRY_SECONDS)
+
+    async def stop(self) -> None:
+        """Ask for nothing more, and take nothing more."""
+        self._stopped, self._asked = True, 0
+        self._wake.set()
+        self._known.set()
+        subscription, self._subscription = self._subscription, None
+        if subscription is None or self._connection.is_closed:
+            return
+        try:
+            async with asyncio.timeout(STOP_SECONDS):  # what is on its way still arrives, and is handed back
+                await subscription.drain()  # type: ignore[no-untyped-call]
+        except NATS_ERRORS:
+            _log.info("pull_stopped_without_nats", consumer=self._settings.durable)
+
+    def more(self) -> None:
+        """Say that there is room again."""
+        self._wake.set()
+
+    @property
+    def sure(self) -> bool:
+        """Whether the connection stands and the consumer is the one that was last seen."""
+        silent = self._asked > 0 and _now() - self._heard > SILENCE_SECONDS
+        known = self._connection.is_connected and self._connection.stats["reconnects"] == self._connects
+        if self._doubt or silent or not known:
+            self._doubt = True
+            self._known.clear()
+        return not self._doubt
+
+    async def answer(self, reply: str, text: bytes, epoch: datetime) -> bool:
+        """Send an ack of any kind for a message of `epoch`; False where its consumer is gone, and with it the message.
+
+        Waits while the consumer is out of sight. The server does not confirm: a lost ack is a redelivery, which
+        whatever handles messages here makes harmless.
+        """
+        while not self.sure:
+            if self._connection.is_closed or (self._stopped and not await self._look()):
+                return False
+            await self._known.wait()
+        if epoch != self._epoch or self._connection.is_closed:
+            return False
+        try:
+            await self._connection.publish(reply, text)
+        except NATS_ERRORS as error:
+            _log.warning("ack_not_sent", consumer=self._settings.durable, error=str(error) or type(error).__name__)
+            return False
+        return True
+
+    async def _look(self) -> bool:
+        """Find the consumer, or make it; False where that failed, which is logged."""
+        if not self._connection.is_connected:
+            return False  # a request would only wait until it times out
+        connects = self._connection.stats["reconnects"]
+        try:
+            epoch = await self._find()
+        except PostroomError as error:
+            if isinstance(error, Conflict) and not error.retryable:
+                raise  # looking again changes nothing
+            _log.warning("consumer_out_of_sight", consumer=self._settings.durable, detail=str(error), code=error.code)
+            self.trouble = str(error)
+            return False
+        if self._epoch not in (None, epoch):
+            _log.warning("consumer_was_made_anew", consumer=self._settings.durable, stream=self._settings.stream)
+        self._epoch, self._connects, self._asked, self._heard = epoch, connects, 0, _now()
+        self._doubt, self.trouble, self._delivered, self._watched = False, None, -1, _now()
+        self._known.set()
+        return True
+
+    async def _watch(self) -> None:
+        """Notice where messages wait and none is delivered, whatever the reason, and begin asking anew."""
+        if _now() - self._watched < WATCH_SECONDS:
+            return
+        self._watched = _now()
+        try:
+            info = await self._js.consumer_info(self._settings.stream, self._settings.durable)
+        except (*NATS_ERRORS, NotFoundError):
+            return  # the silence of the consumer is noticed elsewhere
+        before, self._delivered = self._delivered, 0 if info.delivered is None else info.delivered.consumer_seq
+        if not info.num_pending or self._delivered != before or self._paused():
+            self.trouble = None
+            return
+        self.trouble = (
+            f"{info.num_pending} messages wait in {self._settings.stream} for {self._settings.durable}, and none was "
+            f"delivered for {WATCH_SECONDS:g} s: {info.num_ack_pending} are in hand or wait for their next attempt"
+        )
+        _log.warning("consumer_stands_still", consumer=self._settings.durable, detail=self.trouble)
+        self._asked = 0
+
+    async def _find(self) -> datetime:
+        """Return when the consumer was made, which may be now; raises `PostroomError`."""
+        try:
+            if self._epoch is not None:
+                with suppress(NotFoundError):
+                    created = await consumer_created(self._js, self._settings)
+                    if created == self._epoch:
+                        return created
+            await self.declare()
+            return await consumer_created(self._js, self._settings)
+        except NATS_ERRORS as error:
+            raise from_nats(error, f"looking for the consumer {self._settings.durable}") from error
+
+    async def declare(self) -> None:
+        """Make the consumer, or bring it to its settings; raises `PostroomError`, as `ensure_consumer` does."""
+        try:
+            await ensure_consumer(self._js, self._settings)
+        except NotFound:
+            if self._stream is None:
+                raise
+            await ensure_stream(self._js, self._stream, only=())
+            await ensure_consumer(self._js, self._settings)
+
+    async def _ask(self, inbox: str) -> None:
+        """Ask for what there is room for: much at once, or anything where nothing is owed."""
+        room = self._room() - self._asked
+        if room <= 0 or (self._asked and room < self._settings.max_ack_pending // 4):
+            return
+        request = {
+            "batch": room,
+            "expires": int(EXPIRES_SECONDS * _NANOSECONDS),
+            "idle_heartbeat": int(HEARTBEAT_SECONDS * _NANOSECONDS),
+        }
+        if not self._asked:
+            self._heard = _now()
+        self._asked += room
+        await self._connection.publish(self._next, json.dumps(request).encode(), reply=inbox)
+
+    async def _arrived(self, message: Msg) -> None:
+        self._heard = _now()
+        if message.reply.startswith(_FROM_A_STREAM):
+            self._asked = max(0, self._asked - 1)
+            if self._epoch is not None:
+                self._receive(message, self._epoch)
+        elif (status := (message.headers or {}).get("Status")) is not None:
+            self._told(status, message.headers or {})
+        else:
+            _log.warning("message_skipped", consumer=self._settings.durable, detail="it did not come from a stream")
+
+    def _told(self, status: str, headers: dict[str, str]) -> None:
+        """Take note of a request that ended unfilled, and of the reason."""
+        if status == _HEARTBEAT:
+            return
+        self._asked = max(0, self._asked - int(headers.get("Nats-Pending-Messages", self._asked)))
+        if status not in _EXPIRED:
+            _log.info("pull_ended", consumer=self._settings.durable, status=status, reason=headers.get("Description"))
+            self._doubt = True  # the loop looks at its next tick, so that a refusal is not repeated at full speed
+        else:
+            self._wake.set()
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,119 @@
+"""What a config may say about NATS, streams and consumers; each program puts these structs into its own config."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from postroom.chassis.config import SECRET
+
+DAY: Final = 86_400.0  # seconds
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Retention = Literal["limits", "workqueue", "interest"]
+
+
+class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How JetStream is reached."""
+
+    url: Annotated[str, SECRET, Meta(description="NATS servers with JetStream, nats://… or tls://…, comma-separated")]
+    credentials_file: Annotated[
+        Path | None,
+        Meta(description="file with `user:password`, or a token; read at every connection, not readable for others"),
+    ] = None
+    ca_file: Annotated[
+        Path | None, Meta(description="PEM file of the authorities that may sign the server's certificate")
+    ] = None
+    connect_seconds: Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")] = 5
+    reconnect_seconds: Annotated[
+        float, Meta(gt=0, le=60, description="pause between two tries to connect again, in seconds")
+    ] = 0.5
+    ping_seconds: Annotated[
+        float, Meta(gt=0, le=600, description="a server that leaves two pings of this interval unanswered is gone")
+    ] = 10
+
+
+class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """One stream as it is declared (spec delivery.md, "Subjects and streams")."""
+
+    name: Annotated[Name, Meta(description="the stream's name, as in SEA_EVENTS")]
+    subjects: Annotated[list[str], Meta(min_length=1, description="subjects that it keeps, as in sea.event.>")]
+    retention: Annotated[
+        Retention,
+        Meta(description="keep until a limit, until one worker has taken it, or while somebody is interested"),
+    ] = "limits"
+    max_age_seconds: Annotated[float, Meta(ge=0, description="age at which a message goes, in seconds; 0: never")] = 0
+    max_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest go, in bytes; unset: no limit")
+    ] = None
+    storage: Annotated[Literal["file"], Meta(description="where it is kept: always in files")] = "file"
+    replicas: Annotated[int, Meta(ge=1, le=5, description="servers of a cluster that keep a copy each")] = 1
+    duplicate_window_seconds: Annotated[
+        float, Meta(gt=0, description="how long a second publish of one message id is swallowed, in seconds")
+    ] = 120
+
+
+class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What the streams of one kind get; what is unset is as usual, and stays as it is where a stream exists."""
+
+    max_age_seconds: Annotated[
+        Annotated[float, Meta(ge=0)] | None, Meta(description="age at which a message goes, in seconds; 0: never")
+    ] = None
+    max_bytes: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest go, in bytes")
+    ] = None
+
+
+class StreamDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What the streams get that a worker makes for each mesh, those of later meshes too; unset: as with the kinds."""
+
+    replicas: Annotated[
+        Annotated[int, Meta(ge=1, le=5)] | None, Meta(description="servers of a cluster that keep a copy each")
+    ] = None
+    duplicate_window_seconds: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="how long a second publish of one message id is swallowed, in seconds"),
+    ] = None
+    events: KindDefaults = msgspec.field(default_factory=KindDefaults)
+    commands: KindDefaults = msgspec.field(default_factory=KindDefaults)
+    inbox: KindDefaults = msgspec.field(default_factory=KindDefaults)
+    dead_letters: KindDefaults = msgspec.field(default_factory=KindDefaults)
+
+
+class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How long a message waits for its next delivery: `first`, times `factor` with each further one, up to `most`."""
+
+    first_seconds: Annotated[float, Meta(gt=0, description="wait after the first attempt, in seconds")] = 1
+    factor: Annotated[float, Meta(ge=1, le=100, description="by how much each further wait is longer")] = 2
+    most_seconds: Annotated[float, Meta(gt=0, le=DAY, description="longest wait, in seconds")] = 300
+
+
+class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """One durable pull consumer. Every process that names the same one shares its work."""
+
+    stream: Annotated[Name, Meta(description="the stream that it reads")]
+    durable: Annotated[Name, Meta(description="its name, as in sea__from_vibespro")]
+    filter_subjects: Annotated[list[str], Meta(description="subjects that it wants; none: all of the stream")] = (
+        msgspec.field(default_factory=list)
+    )
+    ack_wait_seconds: Annotated[
+        float, Meta(ge=0.1, description="silence after which a message is delivered again, in seconds")
+    ] = 30
+    max_deliver: Annotated[
+        int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
+    ] = 20
+    max_ack_pending: Annotated[int, Meta(ge=1, description="messages that this process has in hand at most")] = 1000
+    max_waiting: Annotated[
+        int, Meta(ge=0, description="messages that may wait for their next attempt beside those in hand")
+    ] = 10_000
+    batch: Annotated[int, Meta(ge=1, le=10_000, description="most messages that a handler is given at once")] = 100
+    batches_at_once: Annotated[int, Meta(ge=1, description="most batches that are being handled at once")] = 4
+    backoff: BackoffSettings = msgspec.field(default_factory=BackoffSettings)
+    since: Annotated[
+        datetime | None,
+        Meta(description="when it is made, it begins with what was published from then on; unset: with the oldest"),
+    ] = None

@@ -1,0 +1,357 @@
+"""Streams and durable consumers as they are declared, made true on the server (spec delivery.md, "Subjects").
+
+What is missing is created; what differs is changed, unless that would lose messages or cannot be done in place: then
+`Conflict` (`stream_differs`) says the difference, and nothing is touched.
+
+The server's own `max_deliver` stays unlimited, and the consumer core counts: a message past that limit would be moved
+nowhere, and one whose worker was killed on its last delivery would stop silently. The server's `max_ack_pending` is
+what one process has in hand plus what may wait for its next attempt, since a waiting message counts there too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from datetime import datetime
+from typing import Any, Final, Literal, NamedTuple
+
+import structlog
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    ConsumerInfo,
+    DeliverPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+    StreamInfo,
+)
+from nats.js.errors import APIError, NotFoundError
+
+from postroom.delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_taken, would_lose
+from postroom.delivery.settings import DAY, ConsumerSettings, KindDefaults, StreamDefaults, StreamSettings
+from postroom.delivery.subjects import stream_name
+
+_log = structlog.get_logger(__name__)
+
+GIGABYTE: Final = 1_000_000_000
+UNLIMITED: Final = -1
+AS_IT_IS: Final = StreamDefaults()
+_PAGE: Final = 256  # streams, or consumers, in one answer of the server
+_FILTER: Final = "filter_subjects"
+_OVERLAPPING: Final = frozenset({10099, 10100, 10138})  # what a work queue says to a second consumer of its subjects
+
+Action = Literal["created", "changed", "unchanged"]
+
+
+class Reconciled(NamedTuple):
+    """What became of one declared stream or consumer."""
+
+    name: str
+    action: Action
+    changes: tuple[str, ...] = ()
+
+
+def default_streams(
+    context: str, defaults: StreamDefaults = AS_IT_IS, *, max_bytes: int | None = 10 * GIGABYTE
+) -> list[StreamSettings]:
+    """Declare the four streams of a context, with what an operator has set; `max_bytes` limits its events otherwise."""
+    own: list[tuple[KindDefaults, str, str, dict[str, Any]]] = [
+        (defaults.events, "events", f"{context}.event.>", {"max_age_seconds": 7 * DAY, "max_bytes": max_bytes}),
+        (defaults.commands, "commands", f"cmd.{context}.>", {"retention": "workqueue"}),
+        (defaults.inbox, "inbox", f"{context}.inbox.>", {"max_age_seconds": 30 * DAY}),
+    ]
+    return [
+        *(
+            StreamSettings(
+                name=stream_name(context, kind), subjects=[subjects], **{**usual, **_given(defaults, limits)}
+            )
+            for limits, kind, subjects, usual in own
+        ),
+        dead_letter_stream(context, defaults),
+    ]
+
+
+def dead_letter_stream(context: str, defaults: StreamDefaults = AS_IT_IS) -> StreamSettings:
+    """Declare the stream of a context's dead letters: they are few, so a second publish is swallowed for a day."""
+    usual = {"max_age_seconds": 30 * DAY, "duplicate_window_seconds": DAY}
+    return StreamSettings(
+        name=stream_name(context, "dlq"),
+        subjects=[f"{context}.dlq.>"],
+        **{**usual, **_given(defaults, defaults.dead_letters), "duplicate_window_seconds": DAY},
+    )
+
+
+def default_changes(stream: StreamSettings, defaults: StreamDefaults) -> frozenset[str]:
+    """Name the limits of a context's own stream that the operator has set: an existing one is brought to those."""
+    kinds = {"EVENTS": defaults.events, "COMMANDS": defaults.commands, "INBOX": defaults.inbox}
+    limits = kinds.get(stream.name.rpartition("_")[2], defaults.dead_letters)
+    return frozenset(_given(defaults, limits)) - (
+        {"duplicate_window_seconds"} if limits is defaults.dead_letters else set()
+    )
+
+
+def _given(defaults: StreamDefaults, limits: KindDefaults) -> dict[str, Any]:
+    given = {
+        "replicas": defaults.replicas,
+        "duplicate_window_seconds": defaults.duplicate_window_seconds,
+        "max_age_seconds": limits.max_age_seconds,
+        "max_bytes": limits.max_bytes,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class StreamList(NamedTuple):
+    """The streams of a server, and the names of those of which a cluster cannot tell at the moment."""
+
+    infos: list[StreamInfo]
+    missing: frozenset[str]
+
+
+async def all_streams(js: JetStreamContext) -> StreamList:
+    """Return every stream of the server, page by page; raises what nats-py raises.
+
+    While a cluster elects a leader, or servers of it are away, its list is not complete: what is `missing` is there.
+    """
+    infos: list[StreamInfo] = []
+    missing: set[str] = set()
+    offset = 0
+    while True:
+        request = json.dumps({"offset": offset}).encode()
+        page = await js._api_request(f"{js._prefix}.STREAM.LIST", request, timeout=js._timeout)  # noqa: SLF001
+        infos += [StreamInfo.from_response(stream) for stream in page.get("streams") or ()]
+        missing.update(page.get("missing") or (), page.get("offline") or ())
+        offset += max(page["limit"], 1)
+        if offset >= page["total"]:
+            return StreamList(infos, frozenset(missing))
+
+
+async def ensure_stream(
+    js: JetStreamContext, settings: StreamSettings, *, only: Collection[str] | None = None
+) -> Reconciled:
+    """Create the stream, or bring it to `settings`; harmless where it is so already.
+
+    Of an existing one `only` these limits are compared and changed, where they are given. Raises `Conflict` with the
+    difference where messages would be lost.
+    """
+    wanted = _stream_config(settings)
+    try:
+        try:
+            found = (await js.stream_info(settings.name)).config
+        except NotFoundError:
+            await js.add_stream(wanted)
+            return Reconciled(settings.name, "created")
+        changes = list(_stream_changes(found, settings, only))
+        _refuse(f"stream {settings.name}", changes)
+        if changes:
+            await js.update_stream(_merged(found, wanted, only))
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"declaring the stream {settings.name}") from error
+    return Reconciled(settings.name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
+
+
+async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> Reconciled:
+    """Create the durable consumer, or bring it to `settings`, and log what was done; every kind of consumer starts so.
+
+    Where a wider filter begins, what was published before stays with whoever had it: a durable never goes back. Raises
+    `Conflict` with the difference where it would lose messages, and, as retryable, where the filter is another one and
+    somebody consumes under the name right now; `NotFound` without the stream.
+    """
+    name = f"{settings.stream}/{settings.durable}"
+    try:
+        try:
+            found = await js.consumer_info(settings.stream, settings.durable)
+        except NotFoundError:
+            await _create_consumer(js, settings)
+            _log.info("consumer_created", consumer=name, filter_subjects=_filters(_consumer_config(settings)))
+            return Reconciled(name, "created")
+        changes = list(_consumer_changes(found.config, settings))
+        _refuse(f"consumer {name}", changes)
+        if found.num_waiting and any(change.text.startswith(_FILTER) for change in changes):
+            raise name_taken(f"consumer {name}: {'; '.join(change.text for change in changes)}")
+        if changes:
+            await js.add_consumer(settings.stream, _changed(found.config, _consumer_config(settings)))
+            _log.info("consumer_changed", consumer=name, changes=[change.text for change in changes])
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"declaring the consumer {name}") from error
+    return Reconciled(name, "changed" if changes else "unchanged", tuple(change.text for change in changes))
+
+
+async def _create_consumer(js: JetStreamContext, settings: ConsumerSettings) -> None:
+    try:
+        await js.add_consumer(settings.stream, _consumer_config(settings))
+    except APIError as error:
+        if error.err_code not in _OVERLAPPING:
+            raise
+        wanted = _filters(_consumer_config(settings))
+        others = [
+            f"{info.name} has {', '.join(_filters(info.config))}"
+            for info in await all_consumers(js, settings.stream)
+            if any(overlap(subject, other) for subject in wanted for other in _filters(info.config))
+        ]
+        raise subjects_taken(settings.durable, settings.stream, wanted, others) from error
+
+
+async def all_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo]:
+    """Return every consumer of a stream, page by page; raises what nats-py raises."""
+    infos: list[ConsumerInfo] = []
+    while True:
+        page = await js.consumers_info(stream, offset=len(infos))
+        infos += page
+        if len(page) < _PAGE:
+            return infos
+
+
+async def consumer_created(js: JetStreamContext, settings: ConsumerSettings) -> datetime:
+    """Tell when the consumer was made: another time means another consumer, whose sequences mean something else."""
+    info: ConsumerInfo = await js.consumer_info(settings.stream, settings.durable)
+    assert info.created is not None  # noqa: S101 - every server tells it
+    return info.created
+
+
+class _Change(NamedTuple):
+    text: str
+    loses: bool
+
+
+def _refuse(what: str, changes: list[_Change]) -> None:
+    forbidden = [change.text for change in changes if change.loses]
+    if forbidden:
+        raise would_lose(f"{what}: {'; '.join(forbidden)}")
+
+
+def _stream_changes(found: StreamConfig, wanted: StreamSettings, only: Collection[str] | None) -> Iterator[_Change]:
+    """Yield what differs between the server (left of the arrow) and the config (right of it)."""
+    before, after = _limits(found), _limits(_stream_config(wanted))
+    for name in after:
+        if before[name] != after[name] and (only is None or name in only):
+            yield _Change(f"{name} {before[name]} → {after[name]}", _loses(name, before[name], after[name]))
+    if only is not None:
+        return
+    gone = sorted(set(found.subjects or ()) - set(wanted.subjects))
+    new = sorted(set(wanted.subjects) - set(found.subjects or ()))
+    if gone or new:
+        yield _Change(
+            f"subjects {sorted(found.subjects or ())} → {sorted(wanted.subjects)}",
+            not all(_covered(subject, wanted.subjects) for subject in gone),
+        )
+
+
+def _limits(config: StreamConfig) -> dict[str, object]:
+    return {
+        "retention": RetentionPolicy(config.retention or "limits").value,
+        "storage": StorageType(config.storage or "file").value,
+        "max_age_seconds": config.max_age or float("inf"),
+        "max_bytes": float("inf") if config.max_bytes in (None, UNLIMITED) else config.max_bytes,
+        "replicas": config.num_replicas or 1,
+        "duplicate_window_seconds": config.duplicate_window,
+    }
+
+
+def _loses(name: str, before: object, after: object) -> bool:
+    if name in ("retention", "storage"):
+        return True
+    smaller = float(after) < float(before)  # type: ignore[arg-type] # the other limits are numbers
+    return smaller and name != "duplicate_window_seconds"
+
+
+def _merged(found: StreamConfig, wanted: StreamConfig, only: Collection[str] | None) -> StreamConfig:
+    """Keep what others have set on the stream and the config does not speak of."""
+    declared = {
+        "subjects": ("subjects", wanted.subjects),
+        "max_age_seconds": ("max_age", wanted.max_age),
+        "max_bytes": ("max_bytes", wanted.max_bytes),
+        "replicas": ("num_replicas", wanted.num_replicas),
+        "duplicate_window_seconds": ("duplicate_window", wanted.duplicate_window),
+    }
+    return found.evolve(**dict(change for name, change in declared.items() if only is None or name in only))
+
+
+def _stream_config(settings: StreamSettings) -> StreamConfig:
+    return StreamConfig(
+        name=settings.name,
+        subjects=settings.subjects,
+        retention=RetentionPolicy(settings.retention),
+        max_age=settings.max_age_seconds,
+        max_bytes=UNLIMITED if settings.max_bytes is None else settings.max_bytes,
+        storage=StorageType(settings.storage),
+        num_replicas=settings.replicas,
+        duplicate_window=settings.duplicate_window_seconds,
+        allow_direct=True,
+    )
+
+
+def _consumer_changes(found: ConsumerConfig, settings: ConsumerSettings) -> Iterator[_Change]:
+    wanted = _consumer_config(settings)
+    if found.ack_policy != AckPolicy.EXPLICIT or found.deliver_subject:
+        yield _Change("it is no pull consumer with explicit acks", loses=True)
+    for name in ("ack_wait", "max_deliver", "max_ack_pending"):
+        if getattr(found, name) != getattr(wanted, name):
+            yield _Change(f"{name} {getattr(found, name)} → {getattr(wanted, name)}", loses=False)
+    if found.backoff:
+        yield _Change(f"backoff {found.backoff} → none", loses=False)
+    if found.headers_only:
+        yield _Change("headers_only True → False", loses=False)
+    before, after = _filters(found), _filters(wanted)
+    if before != after:
+        loses = not all(_covered(subject, after) for subject in before)
+        yield _Change(f"{_FILTER} {before} → {after}", loses)
+
+
+def _filters(config: ConsumerConfig) -> list[str]:
+    """Return what the consumer wants; `>`, which is everything, where it filters nothing."""
+    return sorted(config.filter_subjects or [config.filter_subject or ">"])
+
+
+def _changed(found: ConsumerConfig, wanted: ConsumerConfig) -> ConsumerConfig:
+    """Keep what others have set on the consumer, and where it began: that cannot be changed."""
+    return found.evolve(
+        ack_wait=wanted.ack_wait,
+        max_deliver=wanted.max_deliver,
+        max_ack_pending=wanted.max_ack_pending,
+        backoff=None,
+        headers_only=None,
+        filter_subject=None,
+        filter_subjects=wanted.filter_subjects,
+    )
+
+
+def _consumer_config(settings: ConsumerSettings) -> ConsumerConfig:
+    return ConsumerConfig(
+        name=settings.durable,
+        durable_name=settings.durable,
+        ack_policy=AckPolicy.EXPLICIT,
+        ack_wait=settings.ack_wait_seconds,
+        max_deliver=UNLIMITED,
+        max_ack_pending=settings.max_ack_pending + settings.max_waiting,
+        filter_subjects=settings.filter_subjects or None,
+        deliver_policy=DeliverPolicy.ALL if settings.since is None else DeliverPolicy.BY_START_TIME,
+        opt_start_time=settings.since,
+    )
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """Tell whether `pattern` (`*` is one word, `>` the rest) takes all that `subject` takes, which may be a pattern."""
+    words, wanted = pattern.split("."), subject.split(".")
+    for index, word in enumerate(words):
+        if word == ">":
+            return len(wanted) > index
+        if index >= len(wanted) or wanted[index] == ">" or word not in ("*", wanted[index]):
+            return False
+    return len(words) == len(wanted)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Tell whether some subject is taken by both patterns."""
+    words, others = one.split("."), other.split(".")
+    for word, against in zip(words, others, strict=False):
+        if ">" in (word, against):
+            return True
+        if word != against and "*" not in (word, against):
+            return False
+    return len(words) == len(others)
+
+
+def _covered(subject: str, by: list[str]) -> bool:
+    return any(covers(pattern, subject) for pattern in by)

@@ -1,0 +1,174 @@
+"""Subjects: the one place that builds, checks and parses them (spec delivery.md, "Subjects and streams").
+
+    {context}.event.{name}.v{n}                     what happened
+    cmd.{context}.{workspace}.{agent}.{verb…}       work that exactly one worker takes
+    {context}.inbox.{member}                        a member's daemon
+    {context}.dlq.{name}.v{n}                       the dead
+
+A context is the slug of a mesh. Whatever breaks a rule raises `InvalidMessage` (`invalid_subject`) that states it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Final, NamedTuple, TypeAlias
+
+from postroom.delivery.errors import invalid_subject
+
+_WORD: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_DASHED: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_VERSION: Final = re.compile(r"v([1-9][0-9]{0,8})")
+_MOST_VERSION: Final = 999_999_999
+
+_WORD_RULE: Final = "snake_case: a lower-case letter, then at most 63 lower-case letters, digits or underscores"
+_DASHED_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
+_LEAST_COMMAND: Final = 5  # words: cmd, context, workspace, agent, verb
+
+DEFAULT_WORKSPACE: Final = "default"
+DEFAULT_VERB: Final = "run"
+
+
+class EventSubject(NamedTuple):
+    """`{context}.event.{name}.v{n}`."""
+
+    context: str
+    name: str
+    version: int
+
+
+class CommandSubject(NamedTuple):
+    """`cmd.{context}.{workspace}.{agent}.{verb…}`; the verb may have dots."""
+
+    context: str
+    workspace: str
+    agent: str
+    verb: str
+
+
+class InboxSubject(NamedTuple):
+    """`{context}.inbox.{member}`."""
+
+    context: str
+    member: str
+
+
+class DeadLetterSubject(NamedTuple):
+    """`{context}.dlq.{name}.v{n}`."""
+
+    context: str
+    name: str
+    version: int
+
+
+Subject: TypeAlias = EventSubject | CommandSubject | InboxSubject | DeadLetterSubject
+
+
+def event_subject(context: str, name: str, version: int = 1) -> str:
+    """Build the subject of an event."""
+    return f"{_context(context)}.event.{_word('name', name)}.v{_number(version)}"
+
+
+def command_subject(context: str, queue: str) -> str:
+    """Build the subject of a command from the queue's name.
+
+    One segment is an agent, two are `agent.verb`, three or four `workspace.agent.verb…`; the rest is the default.
+    """
+    words = [_dashed("queue", word) for word in queue.split(".")]
+    match words:
+        case [agent]:
+            path = [DEFAULT_WORKSPACE, agent, DEFAULT_VERB]
+        case [agent, verb]:
+            path = [DEFAULT_WORKSPACE, agent, verb]
+        case [_, _, _] | [_, _, _, _]:
+            path = words
+        case _:
+            raise invalid_subject(f"the queue {queue!r} has {len(words)} segments: at most four are allowed")
+    return ".".join(["cmd", _context(context), *path])
+
+
+def inbox_subject(context: str, member: str) -> str:
+    """Build the subject on which a member's daemon gets its messages."""
+    return f"{_context(context)}.inbox.{_dashed('member', member)}"
+
+
+def dead_letter_subject(context: str, subject: str) -> str:
+    """Build the subject on which `context` keeps the dead letter of a message that came on `subject`.
+
+    An event keeps its name and version; a command is named `{agent}_{verb}`, an inbox message `inbox`, and a message
+    on a subject that is none of ours by the last word of it that is a name; all these have version 1.
+    """
+    name, version = _dead_name(subject)
+    return f"{_context(context)}.dlq.{name}.v{version}"
+
+
+@lru_cache(maxsize=4096)
+def parse_subject(subject: str) -> Subject:
+    """Take a subject of Postroom apart."""
+    parsed = _parse(subject.split("."))
+    if parsed is None:
+        raise invalid_subject(
+            f"{subject!r} is none of <context>.event.<name>.v<n>, cmd.<context>.<workspace>.<agent>.<verb>, "
+            "<context>.inbox.<member>, <context>.dlq.<name>.v<n>"
+        )
+    return parsed
+
+
+def stream_name(context: str, kind: str) -> str:
+    """Name the default stream of a context: `SEA_EVENTS` for `sea` and `events`."""
+    return f"{_context(context)}_{kind}".upper()
+
+
+def _parse(words: list[str]) -> Subject | None:
+    match words:
+        case ["cmd", context, workspace, agent, *verb] if verb and _are(_DASHED, workspace, agent, *verb):
+            return CommandSubject(context, workspace, agent, ".".join(verb)) if _are(_WORD, context) else None
+        case [context, "inbox", member] if _are(_WORD, context) and _are(_DASHED, member):
+            return InboxSubject(context, member)
+        case [context, ("event" | "dlq") as kind, name, number] if _are(_WORD, context, name):
+            version = _VERSION.fullmatch(number)
+            if version is None:
+                return None
+            shape = EventSubject if kind == "event" else DeadLetterSubject
+            return shape(context, name, int(version[1]))
+    return None
+
+
+def _dead_name(subject: str) -> tuple[str, int]:
+    words = subject.split(".")
+    match _parse(words):
+        case EventSubject(_, name, version) | DeadLetterSubject(_, name, version):
+            return name, version
+        case CommandSubject(_, _, agent, verb):
+            return re.sub(r"[.-]", "_", f"{agent}_{verb}")[:64], 1
+        case InboxSubject():
+            return "inbox", 1
+    return next((word for word in reversed(words) if _are(_WORD, word) and not _VERSION.fullmatch(word)), "other"), 1
+
+
+def _are(rule: re.Pattern[str], *words: str) -> bool:
+    return all(rule.fullmatch(word) for word in words)
+
+
+def _context(text: str) -> str:
+    if text == "cmd":
+        raise invalid_subject("the context cannot be 'cmd': commands of every context begin with that word")
+    return _word("context", text)
+
+
+def _word(what: str, text: str) -> str:
+    if _WORD.fullmatch(text) is None:
+        raise invalid_subject(f"the {what} {text!r} is not {_WORD_RULE}")
+    return text
+
+
+def _dashed(what: str, text: str) -> str:
+    if _DASHED.fullmatch(text) is None:
+        raise invalid_subject(f"the {what} segment {text!r} is not {_DASHED_RULE}")
+    return text
+
+
+def _number(version: int) -> int:
+    if not 1 <= version <= _MOST_VERSION:
+        raise invalid_subject(f"the version {version} is not a number from 1 to {_MOST_VERSION}")
+    return version

@@ -1,0 +1,237 @@
+"""The 15 digits of a ledger: what each means, how each is moved, and where it must stop (seed §1 to §7, §15, §17).
+
+    position   1  2  3     4         5      6         7            8 … 15
+    activity   attempts    leg 1     work   children  completion   entries into leg 2
+               of leg 1    complete  done   spawned   tasks done
+    GUID       0  0  0     closed    work   children  completion   ordinal of the entry
+                           the job   done   spawned   tasks done   that brought the message
+
+Every function here is pure: the database moves the same digits by the same weights (`queries.sql`), and the tests hold
+one against the other. A ledger only grows. Whatever has no room for one more raises `Overflow` and changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+from postroom.ledger.errors import Overflow, impossible, not_a_ledger
+
+DIGITS: Final = 15
+MOST: Final = 10**DIGITS - 1
+
+LEG1_ATTEMPT: Final = 1_000_000_000_000
+LEG1_COMPLETE: Final = 100_000_000_000  # of an activity
+JOB_CLOSED: Final = 100_000_000_000  # of a GUID: the snapshot
+WORK_DONE: Final = 10_000_000_000  # step 1
+CHILDREN_SPAWNED: Final = 1_000_000_000  # step 2
+COMPLETION_DONE: Final = 100_000_000  # step 3
+LEG2_ENTRY: Final = 1
+
+MOST_LEG1_ATTEMPTS: Final = 999
+MOST_LEG2_ENTRIES: Final = 99_999_999
+
+_ENTRIES: Final = MOST_LEG2_ENTRIES + 1  # what the last eight digits count in
+_MARKERS: Final = (LEG1_COMPLETE, WORK_DONE, CHILDREN_SPAWNED, COMPLETION_DONE)
+
+
+class ActivityLedger(NamedTuple):
+    """An activity's ledger, read."""
+
+    leg1_attempts: int
+    leg1_complete: bool
+    work_done: bool
+    children_spawned: bool
+    completion_done: bool
+    leg2_entries: int
+
+
+class GuidLedger(NamedTuple):
+    """A leg-2 message's ledger, read."""
+
+    job_closed: bool
+    work_done: bool
+    children_spawned: bool
+    completion_done: bool
+    ordinal: int
+
+    @property
+    def dimension(self) -> int:
+        """The index of the cycle that this message runs, from 0; redeliveries do not move it."""
+        return self.ordinal - 1
+
+    @property
+    def done(self) -> bool:
+        """Whether no step is left: the completion tasks are one only for the message that closed the job."""
+        return self.children_spawned and (self.completion_done or not self.job_closed)
+
+
+class Meaning(NamedTuple):
+    """What some neighbouring digits say."""
+
+    positions: str
+    digits: str
+    text: str
+
+
+def render(ledger: int) -> str:
+    """Write a ledger as 15 digits; raises `InvalidMessage` for a number that is none."""
+    if not 0 <= ledger <= MOST:
+        raise not_a_ledger(str(ledger))
+    return f"{ledger:0{DIGITS}d}"
+
+
+def parse(text: str) -> int:
+    """Read 15 digits as a ledger; raises `InvalidMessage` for anything else, and where a marker is neither 0 nor 1."""
+    if len(text) != DIGITS or not (text.isascii() and text.isdecimal()):
+        raise not_a_ledger(text)
+    ledger = int(text)
+    if any(ledger // marker % 10 > 1 for marker in _MARKERS):
+        raise not_a_ledger(text)
+    return ledger
+
+
+def decode_activity(ledger: int) -> ActivityLedger:
+    """Read the ledger of an activity."""
+    return ActivityLedger(
+        leg1_attempts=ledger // LEG1_ATTEMPT,
+        leg1_complete=is_set(ledger, LEG1_COMPLETE),
+        work_done=is_set(ledger, WORK_DONE),
+        children_spawned=is_set(ledger, CHILDREN_SPAWNED),
+        completion_done=is_set(ledger, COMPLETION_DONE),
+        leg2_entries=ledger % _ENTRIES,
+    )
+
+
+def decode_guid(ledger: int) -> GuidLedger:
+    """Read the ledger of a leg-2 message."""
+    return GuidLedger(
+        job_closed=is_set(ledger, JOB_CLOSED),
+        work_done=is_set(ledger, WORK_DONE),
+        children_spawned=is_set(ledger, CHILDREN_SPAWNED),
+        completion_done=is_set(ledger, COMPLETION_DONE),
+        ordinal=ledger % _ENTRIES,
+    )
+
+
+def is_set(ledger: int, marker: int) -> bool:
+    """Tell whether the digit of weight `marker` is 1."""
+    return ledger // marker % 10 == 1
+
+
+def enter_leg1(activity: int) -> int:
+    """Count an attempt of leg 1; the thousandth raises `Overflow`."""
+    if activity // LEG1_ATTEMPT >= MOST_LEG1_ATTEMPTS:
+        raise Overflow.of_leg1(render(activity))
+    return activity + LEG1_ATTEMPT
+
+
+def enter_leg2(activity: int) -> int:
+    """Count an entry into leg 2; one more than 99,999,999 raises `Overflow`."""
+    if activity % _ENTRIES >= MOST_LEG2_ENTRIES:
+        raise Overflow.of_leg2(render(activity))
+    return activity + LEG2_ENTRY
+
+
+def seed_guid(activity: int) -> int:
+    """Return the ledger of a message that is new, from the activity's ledger after its entry.
+
+    It is the ordinal of that entry, the last eight digits alone: the whole ledger would set markers and the snapshot.
+    """
+    return activity % _ENTRIES
+
+
+def mark(ledger: int, marker: int) -> int:
+    """Set the digit of weight `marker`, once: where it is set, the ledger is returned as it is."""
+    return ledger if is_set(ledger, marker) else ledger + marker
+
+
+def explain(text: str) -> list[Meaning]:
+    """Say what the digits of a ledger mean, from left to right; raises `InvalidMessage` where `text` is no ledger.
+
+    The first three tell whose it is: an activity counts its attempts there, a message has nothing there. All zeros are
+    an activity that nobody has tried yet.
+    """
+    ledger = parse(text)
+    if kind_of(text) == "activity":
+        return _explain_activity(text, decode_activity(ledger))
+    return _explain_guid(text, decode_guid(ledger))
+
+
+def kind_of(text: str) -> Literal["activity", "message"]:
+    """Tell whose the 15 digits are; raises `InvalidMessage` where they are those of none, as a step before the work."""
+    ledger = parse(text)
+    kind: Literal["activity", "message"] = "activity" if ledger == 0 or ledger >= LEG1_ATTEMPT else "message"
+    problem = _contradiction(decode_activity(ledger)) if kind == "activity" else _contradiction_of(decode_guid(ledger))
+    if problem is not None:
+        raise impossible(text, problem)
+    return kind
+
+
+def _contradiction(activity: ActivityLedger) -> str | None:
+    """Say what no activity's ledger says (the table's own rules)."""
+    if not activity.leg1_complete and (activity.leg2_entries or activity.work_done):
+        return "leg 2 was entered, and leg 1 is not complete"
+    return _contradiction_of_steps(activity)
+
+
+def _contradiction_of(guid: GuidLedger) -> str | None:
+    """Say what no message's ledger says (the table's own rules)."""
+    if not guid.ordinal:
+        return "a message has the number of an entry into leg 2, from 1 on"
+    if guid.job_closed and not guid.children_spawned:
+        return "the job is closed by step 2, and that is not done"
+    if guid.completion_done and not guid.job_closed:
+        return "the completion tasks are done, and this message did not close the job"
+    return _contradiction_of_steps(guid)
+
+
+def _contradiction_of_steps(ledger: ActivityLedger | GuidLedger) -> str | None:
+    if ledger.children_spawned and not ledger.work_done:
+        return "the children are spawned, and the work is not done"
+    if ledger.completion_done and not ledger.children_spawned:
+        return "the completion tasks are done, and the children are not spawned"
+    return None
+
+
+def _explain_activity(text: str, activity: ActivityLedger) -> list[Meaning]:
+    completion = _complete(activity.completion_done)
+    if not activity.completion_done:
+        completion += " here: it is for the activity that closes the job"
+    return [
+        Meaning("1-3", text[:3], f"leg 1 was attempted {_times(activity.leg1_attempts)} (at most 999)"),
+        Meaning("4", text[3], f"leg 1 is {_complete(activity.leg1_complete)}: {_sent(activity.leg1_complete)}"),
+        *_explain_steps(text, activity, completion),
+        Meaning("8-15", text[7:], f"leg 2 was entered {_times(activity.leg2_entries)} (at most 99999999)"),
+    ]
+
+
+def _explain_guid(text: str, guid: GuidLedger) -> list[Meaning]:
+    closed = "this message closed the job" if guid.job_closed else "this message did not close the job"
+    completion = _complete(guid.completion_done) if guid.job_closed else "not for this message"
+    which = f"this message was entry {guid.ordinal} of its activity, so its dimension is {guid.dimension}"
+    return [
+        Meaning("1-3", text[:3], "nothing: this is the ledger of a leg-2 message"),
+        Meaning("4", text[3], closed),
+        *_explain_steps(text, guid, completion),
+        Meaning("8-15", text[7:], which),
+    ]
+
+
+def _explain_steps(text: str, ledger: ActivityLedger | GuidLedger, completion: str) -> list[Meaning]:
+    return [
+        Meaning("5", text[4], f"step 1, the work, is {_complete(ledger.work_done)}"),
+        Meaning("6", text[5], f"step 2, the children, is {_complete(ledger.children_spawned)}"),
+        Meaning("7", text[6], f"step 3, the job's completion tasks, is {completion}"),
+    ]
+
+
+def _complete(marker: bool) -> str:  # noqa: FBT001 - a digit
+    return "complete" if marker else "not complete"
+
+
+def _sent(marker: bool) -> str:  # noqa: FBT001 - a digit
+    return "its request, where it sends one, is in the outbox" if marker else "nothing is sent"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

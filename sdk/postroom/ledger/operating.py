@@ -1,0 +1,241 @@
+"""What an operator does with jobs: start, find, look at, cancel and let go on (spec jobs.md; operate.md, "CLI").
+
+Whoever ends a job, or lets it go on, waits for the steps that are being committed, and keeps every other one out until
+it is done: after `cancel_job` has returned, no step of the job commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final, Self
+from uuid import UUID
+
+import asyncpg
+import msgspec
+
+from postroom.chassis.postgres import Connection
+from postroom.chassis.sql import load_queries
+from postroom.errors import Conflict, InvalidMessage, NotFound
+from postroom.ledger.digits import decode_activity, render
+from postroom.ledger.errors import Duplicate
+from postroom.ledger.primitives import Start, start_job
+from postroom.ledger.states import Progress, state_of
+
+QUERIES: Final = load_queries("postroom.ledger", "operating.sql")
+
+
+class JobFilter(msgspec.Struct, kw_only=True, frozen=True):
+    """Which jobs are meant; None leaves a member open."""
+
+    mesh: str | None = None
+    flow: str | None = None
+    state: str | None = None
+
+
+class JobRow(msgspec.Struct, kw_only=True, frozen=True):
+    """A job; `open` is its semaphore, `error` why it failed or was cancelled.
+
+    `unknown` are the activities for which it waits for a worker that has them.
+    """
+
+    id: UUID
+    mesh: str
+    flow: str
+    state: str
+    open: int
+    started_at: datetime
+    ended_at: datetime | None
+    error: str | None
+    unknown: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, row: asyncpg.Record, unknown: Sequence[str]) -> Self:
+        """Read a row of the job's table."""
+        return cls(
+            id=row["id"],
+            mesh=row["context"],
+            flow=row["flow"],
+            state=row["state"],
+            open=row["semaphore"],
+            started_at=row["started_at"],
+            ended_at=row["ended_at"],
+            error=row["error"],
+            unknown=unknown,
+        )
+
+
+class ActivityRow(msgspec.Struct, kw_only=True, frozen=True):
+    """An activity of a job; `ledger` is its 15 digits, `cycle` the one of its parent that spawned it, from 0.
+
+    `request` is what it was spawned with. `attempts` counts those of leg 1, `deliveries` how often the message that
+    came most often was delivered. `error` is why it failed, why the attempt before failed, or what it waits for.
+    """
+
+    id: UUID
+    parent: UUID | None
+    name: str
+    cycle: int | None
+    request: msgspec.Raw
+    state: str
+    attempts: int
+    deliveries: int
+    ledger: str
+    spawned_at: datetime
+    error: str | None
+
+    @classmethod
+    def of(cls, row: asyncpg.Record, job_state: str) -> Self:
+        """Read a row of `find_activities`."""
+        progress = Progress(
+            row["ledger"],
+            row["answers_due"],
+            row["answers_taken"],
+            row["undone"],
+            closing=row["closing"],
+            failed=row["failed_at"] is not None,
+            unknown=row["worker_without"] is not None,
+        )
+        state = state_of(progress, job_state)
+        return cls(
+            id=row["id"],
+            parent=row["parent_id"],
+            name=row["name"],
+            cycle=row["dimension"],
+            request=msgspec.Raw(row["request"].encode()),
+            state=state,
+            attempts=decode_activity(row["ledger"]).leg1_attempts,
+            deliveries=row["deliveries"],
+            ledger=render(row["ledger"]),
+            spawned_at=row["spawned_at"],
+            error=_lacked(row["name"], row["worker_without"]) if state == "unknown" else row["error"],
+        )
+
+
+class OperatorAct(msgspec.Struct, kw_only=True, frozen=True):
+    """What somebody did to a job."""
+
+    at: datetime
+    verb: str
+    actor: str
+    reason: str
+
+
+class JobCounts(msgspec.Struct, kw_only=True, frozen=True):
+    """How many jobs have not ended, how many have failed, and how many steps wait for a worker that has them."""
+
+    running: int
+    failed: int
+    unknown: int
+
+
+class JobTree(msgspec.Struct, kw_only=True, frozen=True):
+    """A job whole: its activities, of which children come in their order, and what operators did to it."""
+
+    job: JobRow
+    activities: Sequence[ActivityRow]
+    log: Sequence[OperatorAct]
+
+
+async def start(connection: Connection, job: Start) -> bool:
+    """Begin a job; returns False where that very job was begun before, also where it is removed since.
+
+    Raises `Conflict` where the id belongs to another job, or to one with another request, `NotFound` where there is no
+    such mesh (in a database without the broker's tables, any may be), and `InvalidMessage` where there can be none, or
+    Postgres cannot keep the request.
+    """
+    await _check_mesh(connection, job.context)
+    try:
+        await start_job(connection, job)
+    except asyncpg.CheckViolationError as error:
+        detail = f"there is no mesh {job.context!r}: a mesh's name is snake_case, of at most 64 characters"
+        raise InvalidMessage.of(400, "invalid_mesh", detail, field="mesh") from error
+    except asyncpg.DataError as error:
+        why = str(getattr(error, "detail", None) or error).rstrip(".")
+        raise InvalidMessage.of(422, "invalid_request", f"the request cannot be kept by Postgres ({why})") from error
+    except Duplicate:
+        found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
+        removed = await connection.fetchrow(QUERIES["find_removed"], job.job)
+        known = found is not None and tuple(found) == (job.context, job.flow, job.name, True)
+        if not known and (removed is None or tuple(removed) != (job.context, job.flow)):
+            raise _taken(job.job) from None
+        return False
+    return True
+
+
+async def find_jobs(connection: Connection, wanted: JobFilter, limit: int) -> list[JobRow]:
+    """Return the newest `limit` jobs that are wanted, newest first."""
+    rows = await connection.fetch(QUERIES["find_jobs"], wanted.mesh, wanted.flow, wanted.state, limit)
+    return [JobRow.of(row, row["unknown"]) for row in rows]
+
+
+async def count_jobs(connection: Connection) -> JobCounts:
+    """Return how many jobs of all meshes are as an operator asks first."""
+    row = await connection.fetchrow(QUERIES["count_jobs"])
+    assert row is not None  # noqa: S101 - it counts
+    return JobCounts(**dict(row))
+
+
+async def show_job(connection: Connection, job: UUID) -> JobTree:
+    """Return a job with its tree as they are at one moment; raises `NotFound`."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        row = await connection.fetchrow(QUERIES["find_job"], job)
+        if row is None:
+            raise missing(job)
+        activities = await connection.fetch(QUERIES["find_activities"], job)
+        log = await connection.fetch(QUERIES["find_log"], job)
+    steps = [ActivityRow.of(each, row["state"]) for each in activities]
+    return JobTree(
+        job=JobRow.of(row, sorted({step.name for step in steps if step.state == "unknown"})),
+        activities=steps,
+        log=[OperatorAct(**dict(each)) for each in log],
+    )
+
+
+async def hold(connection: Connection, job: UUID) -> None:
+    """Hold every activity of a job, also those that are spawned while this waits for the others."""
+    held = -1
+    while (count := await connection.fetchval(QUERIES["hold_activities"], job)) != held:
+        held = count
+
+
+async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
+    """End a job that runs, for good, and emit `job_cancelled`; messages that come later are `Inactive`.
+
+    A step that is being committed is waited for; none commits afterwards. Raises `NotFound`, and `Conflict` where the
+    job has ended.
+    """
+    async with connection.transaction():
+        await hold(connection, job)
+        row = await connection.fetchrow(QUERIES["cancel"], job, actor, reason)
+        if row is None:
+            raise missing(job)
+        if not row["done"]:
+            raise _ended(job, row["state"])
+
+
+async def _check_mesh(connection: Connection, mesh: str) -> None:
+    """Refuse a mesh that there is not: nobody would ever begin the job."""
+    if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
+        raise NotFound.of(404, "mesh_missing", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
+
+
+def missing(job: UUID) -> NotFound:
+    """Say that there is no such job."""
+    return NotFound.of(404, "job_missing", f"there is no job {job}: `postroom jobs list` shows them")
+
+
+def _lacked(name: str, worker: str) -> str:
+    return (
+        f"the worker {worker} has no activity {name!r}, nor had any before it: the name is misspelt or was changed, or "
+        "they run an older version of the flow; it waits for one that has it"
+    )
+
+
+def _ended(job: UUID, state: str) -> Conflict:
+    return Conflict.of(409, "job_ended", f"the job {job} is {state}: only one that is running or closed is cancelled")
+
+
+def _taken(job: UUID) -> Conflict:
+    detail = f"the id {job} belongs to a job that was started otherwise: use another id, or the same flow and request"
+    return Conflict.of(409, "job_taken", detail)

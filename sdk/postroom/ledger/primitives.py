@@ -1,0 +1,329 @@
+"""The primitives of the ledgers: entries, steps, and the leases that they need (seed §4, §5, §7, §10 to §13).
+
+Each is a function of the database (`primitives.sql`), and one commit, or part of the caller's: in a transaction of the
+caller's, whatever it wrote before becomes durable together with the digit that proves it, or not at all (Rule B).
+Entries are bundled with nothing: one that is rolled back is not counted. Each raises a `Fault` that changes nothing; in
+a transaction, the caller rolls back what it wrote for the step.
+
+An entry leases its message to the caller, for `lease`. A step of a lease that ran out raises `LeaseLost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final, NamedTuple, NoReturn
+from uuid import UUID, uuid4
+
+import asyncpg
+
+from postroom.chassis.postgres import Connection
+from postroom.chassis.sql import load_queries
+from postroom.ledger.digits import GuidLedger, decode_guid, render
+from postroom.ledger.errors import Duplicate, Exhausted, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
+
+QUERIES: Final = load_queries("postroom.ledger")
+
+
+class Start(NamedTuple):
+    """A job to begin; ids are the caller's, so that a repeated start is known. `request` is JSON.
+
+    It is closed by the answer that leaves no more than `threshold` open (seed §12.3).
+    """
+
+    job: UUID
+    context: str
+    flow: str
+    root: UUID
+    name: str
+    request: str = "null"
+    threshold: int = 0
+    traceparent: str | None = None
+
+
+class Child(NamedTuple):
+    """An activity to spawn; `request` is JSON."""
+
+    id: UUID
+    name: str
+    request: str = "null"
+
+
+class Request(NamedTuple):
+    """A command that asks for an answer: its id is the message id, which the answer names; `payload` is JSON.
+
+    Without an answer within `timeout` it goes out again, `asks` times in all.
+    """
+
+    id: UUID
+    queue: str
+    payload: str = "null"
+    timeout: timedelta | None = None
+    asks: int = 1
+
+
+class Answer(NamedTuple):
+    """What a leg-2 message says (JSON), the id of the request that it answers, and the event that it came as.
+
+    Both are None where nothing was sent. Without a `traceparent` the activity's own is taken.
+    """
+
+    body: str = "null"
+    request: UUID | None = None
+    event: str | None = None
+    traceparent: str | None = None
+
+
+NO_ANSWER: Final = Answer()
+
+
+class Leg1(NamedTuple):
+    """An attempt of leg 1, leased to `owner`; `attempt` counts from the job's last retry on, from 1.
+
+    `last_error` is why the one before failed.
+    """
+
+    activity: UUID
+    owner: UUID
+    job: UUID
+    context: str
+    name: str
+    request: str
+    ledger: int
+    attempt: int
+    last_error: str | None
+    traceparent: str | None
+
+
+class Leg2(NamedTuple):
+    """An entry into leg 2 with one message, leased to `owner`; `ledger` is the message's, as the entry found it.
+
+    `result` is what step 1 returned, where it is done. `attempt` counts the message's entries, from 1: since the last
+    retry of the job, or, where it has closed the job, for its completion.
+    """
+
+    activity: UUID
+    guid: str
+    owner: UUID
+    job: UUID
+    context: str
+    name: str
+    result: str | None
+    activity_ledger: int
+    ledger: int
+    attempt: int
+    last_error: str | None
+    traceparent: str | None
+
+    @property
+    def steps(self) -> GuidLedger:
+        """Which steps are done, and the dimension."""
+        return decode_guid(self.ledger)
+
+
+class Spawned(NamedTuple):
+    """What step 2 left: the message's ledger, the job's semaphore, and whether this closed the job."""
+
+    ledger: int
+    semaphore: int
+    threshold_hit: bool
+
+
+async def start_job(connection: Connection, start: Start) -> None:
+    """Begin a job with its root activity, and emit `job_started`; raises `Duplicate` where there is that job."""
+    row = await connection.fetchrow(QUERIES["start"], *start)
+    if row is None:
+        raise Duplicate.of_what(f"the job {start.job} is begun")
+
+
+async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta, most: int | None = None) -> Leg1:
+    """Count an attempt of leg 1, and lease it.
+
+    Raises `Duplicate` where leg 1 is complete, which is counted too (seed §18.1), `Overflow` for attempt 1000,
+    `Exhausted` for one more than `most`, `Held`, `Inactive` and `Missing`.
+    """
+    owner = uuid4()
+    found = await connection.fetchrow(QUERIES["enter_leg1"], activity, owner, lease, most)
+    row = _done(found, activity, step="leg 1", needs="nothing")
+    return Leg1(
+        activity,
+        owner,
+        row["job_id"],
+        row["context"],
+        row["name"],
+        row["request"],
+        row["ledger"],
+        row["attempt"],
+        row["last_error"],
+        row["trace"],
+    )
+
+
+async def complete_leg1(connection: Connection, leg1: Leg1, request: Request | None = None) -> int:
+    """Complete leg 1 and put its `request` into the outbox; an activity that sends nothing has none.
+
+    Returns the activity's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
+    """
+    asked = (None,) * 5 if request is None else request
+    row = await connection.fetchrow(QUERIES["complete_leg1"], leg1.activity, leg1.owner, *asked)
+    return int(_done(row, leg1.activity, step="completing leg 1", needs="its entry")["ledger"])
+
+
+async def enter_leg2(
+    connection: Connection,
+    activity: UUID,
+    guid: str,
+    lease: timedelta,
+    answer: Answer = NO_ANSWER,
+    *,
+    most: int | None = None,
+    most_completions: int | None = None,
+) -> Leg2:
+    """Enter leg 2 with the message `guid`, and lease it; its ledger is made by its first entry.
+
+    What the message says is kept beside it: a retry of the job goes on with it (`ledger.operating`). Raises `Forbidden`
+    before leg 1 is complete, `Duplicate` where the message is done, or the answer to its request, or every answer that
+    is due, was taken by another, `Overflow` for entry 100,000,000, `Exhausted` for an attempt more than `most`, or,
+    of a message that has closed the job, for one more than `most_completions`, `Held`, `Inactive` and `Missing`.
+    """
+    owner = uuid4()
+    found = await connection.fetchrow(
+        QUERIES["enter_leg2"],
+        activity,
+        guid,
+        owner,
+        lease,
+        answer.body,
+        answer.request,
+        most,
+        most_completions,
+        answer.traceparent,
+    )
+    row = _done(found, activity, step="leg 2", needs="the completion of leg 1")
+    return Leg2(
+        activity,
+        guid,
+        owner,
+        row["job_id"],
+        row["context"],
+        row["name"],
+        row["result"],
+        row["activity_ledger"],
+        row["ledger"],
+        row["attempt"],
+        row["last_error"],
+        row["trace"],
+    )
+
+
+async def finish_work(connection: Connection, leg2: Leg2, result: str) -> int:
+    """Step 1 by itself: mark the work as done, and keep its `result` (JSON) for the steps after it.
+
+    Returns the message's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
+    """
+    row = await connection.fetchrow(QUERIES["finish_work"], leg2.activity, leg2.guid, leg2.owner, result)
+    return int(_done(row, leg2.activity, step="step 1", needs="the entry")["ledger"])
+
+
+async def spawn(
+    connection: Connection,
+    leg2: Leg2,
+    children: Sequence[Child] = (),
+    again: Sequence[str] = (),
+    requests: Sequence[Request] = (),
+    *,
+    result: str | None = None,
+) -> Spawned:
+    """Step 2, the compound primitive: one statement, whatever it spawns (Rule D); with a `result` it is step 1 too.
+
+    `children` go out as `activity_spawned`; for each request in `again` (JSON) the activity is entered once more, with
+    the `activity_cycled` that goes out, and for each of `requests` with the answer to it. Raises `Forbidden` before
+    step 1 and without its result, `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
+    """
+    found = await connection.fetchrow(
+        QUERIES["spawn"],
+        leg2.activity,
+        leg2.guid,
+        leg2.owner,
+        result,
+        [child.id for child in children],
+        [child.name for child in children],
+        [child.request for child in children],
+        list(again),
+        [request.id for request in requests],
+        [request.queue for request in requests],
+        [request.payload for request in requests],
+        [request.timeout for request in requests],
+        [request.asks for request in requests],
+    )
+    row = _done(found, leg2.activity, step="step 2", needs="step 1")
+    return Spawned(row["ledger"], row["semaphore"], bool(row["threshold_hit"]))
+
+
+async def finish_job(connection: Connection, leg2: Leg2, result: str = "null") -> int:
+    """Step 3: mark the completion tasks as done, and emit `job_completed` with the `result` (JSON) that they had.
+
+    Returns the message's ledger.
+    Raises `Forbidden` for a message that did not close the job, `LeaseLost`, `Inactive` and `Missing`.
+    """
+    row = await connection.fetchrow(QUERIES["finish_job"], leg2.activity, leg2.guid, leg2.owner, result)
+    return int(_done(row, leg2.activity, step="step 3", needs="the snapshot")["ledger"])
+
+
+async def fail_activity(connection: Connection, activity: UUID, error: str) -> None:
+    """Fail an activity and its job, visibly: `error` stands in both, and in `job_failed`; no ledger moves.
+
+    Raises `Inactive` where the job has ended, and `Missing`.
+    """
+    row = await connection.fetchrow(QUERIES["fail"], activity, error)
+    _done(row, activity, step="failing", needs="nothing")
+
+
+async def renew(connection: Connection, entry: Leg1 | Leg2, lease: timedelta) -> None:
+    """Prolong a lease that still holds, by `lease` from now; raises `LeaseLost` where it ran out."""
+    query = QUERIES["renew_leg1"] if isinstance(entry, Leg1) else QUERIES["renew_leg2"]
+    if await connection.fetchrow(query, *_lease_of(entry), lease) is None:
+        raise LeaseLost.of_entry()
+
+
+async def release(connection: Connection, entry: Leg1 | Leg2, error: str | None = None) -> None:
+    """Give up a lease after an attempt that failed with `error`, which the next one, that need not wait, is told.
+
+    One that is lost stays so.
+    """
+    query = QUERIES["release_leg1"] if isinstance(entry, Leg1) else QUERIES["release_leg2"]
+    await connection.execute(query, *_lease_of(entry), error)
+
+
+def _lease_of(entry: Leg1 | Leg2) -> tuple[Any, ...]:
+    return (entry.activity, entry.owner) if isinstance(entry, Leg1) else (entry.activity, entry.guid, entry.owner)
+
+
+def _done(row: asyncpg.Record | None, activity: UUID, *, step: str, needs: str) -> asyncpg.Record:
+    """Return the row of a primitive that did what it was asked for; raise what refused it."""
+    if row is None:
+        raise Missing.of_activity(activity)
+    if row["verdict"] != "done":
+        _refuse(row, activity, step, needs)
+    return row
+
+
+def _refuse(row: asyncpg.Record, activity: UUID, step: str, needs: str) -> NoReturn:
+    match row["verdict"]:
+        case "inactive":
+            raise Inactive.of_activity(activity, row["state"])
+        case "duplicate":
+            raise Duplicate.of_what(f"{step} of the activity {activity} is done")
+        case "forbidden":
+            raise Forbidden.of_step(step, needs)
+        case "held":
+            raise Held.of_seconds(row["seconds"])
+        case "lease_lost":
+            raise LeaseLost.of_entry()
+        case "exhausted":
+            closed = step == "leg 2" and decode_guid(row["ledger"]).job_closed
+            raise Exhausted.of_attempts("the completion" if closed else step, row["attempt"], row["last_error"])
+        case "overflow" if step == "leg 1":
+            raise Overflow.of_leg1(render(row["ledger"]))
+        case _:
+            raise Overflow.of_leg2(render(row["activity_ledger"]))

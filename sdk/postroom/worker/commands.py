@@ -1,0 +1,83 @@
+"""What a worker's program can be asked for, each as one call, for the command line and `python -m postroom.worker`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from postroom.chassis import logs, runtime
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import Connection, acting
+from postroom.delivery.database import open_database
+from postroom.delivery.publishing import Backlog, Redriven, Source, redrive, sources_of
+from postroom.delivery.publishing.failing import Dropped, Failing, drop_failing, list_dropped, list_failing
+from postroom.worker.config import WorkerConfig, load_config
+from postroom.worker.main import run
+
+
+def main(config_file: Path | None, flows: Sequence[str] = ()) -> int:
+    """Load the config and run the worker, with `flows` beside the config's; what is fatal becomes a sentence."""
+    try:
+        config = load_config(config_file)
+        config = msgspec.structs.replace(config, flows=[*config.flows, *flows])
+        logs.configure(config.log_level)
+        runtime.run(run(config))
+    except Fatal as fatal:
+        sys.stderr.write(f"postroom worker: {fatal}\n")
+        return int(fatal.exit_code)
+    return Exit.OK
+
+
+async def ask_backlogs(config: WorkerConfig, context: str | None) -> dict[str, Backlog]:
+    """Ask QRY-050 of every source, for one context or all."""
+    async with _opened(config) as (connection, sources):
+        return {source.name: await source.backlog(connection, context) for source in sources}
+
+
+async def redrive_since(
+    config: WorkerConfig, since: datetime, *, stream: str | None, confirmed: bool, dry_run: bool
+) -> list[Redriven]:
+    """Have what was published from `since` on published again, or count it."""
+    async with _opened(config) as (connection, sources):
+        found = redrive(connection, sources, since=since, stream=stream, confirmed=confirmed, dry_run=dry_run)
+        return [each async for each in found]
+
+
+async def ask_failing(config: WorkerConfig, source: str, context: str | None) -> list[Failing]:
+    """Return what fails in a source, of one context or of all."""
+    async with _opened(config) as (connection, sources):
+        return await list_failing(connection, _named(source, sources), context)
+
+
+async def drop_chosen(config: WorkerConfig, source: str, ids: Sequence[str], *, reason: str) -> None:
+    """Take failing messages out of a source for good; raises `NotFound`."""
+    async with _opened(config) as (connection, sources):
+        await drop_failing(connection, _named(source, sources), ids, actor=acting(connection), reason=reason)
+
+
+async def ask_dropped(config: WorkerConfig, source: str) -> list[Dropped]:
+    """Return what was dropped, by whom and why."""
+    async with _opened(config) as (connection, sources):
+        return await list_dropped(connection, _named(source, sources))
+
+
+def _named(name: str, sources: Sequence[Source]) -> Source:
+    for source in sources:
+        if source.name == name:
+            return source
+    raise Fatal(Exit.NOT_FOUND, f"there are no {name} in this database: it is no broker's")
+
+
+@asynccontextmanager
+async def _opened(config: WorkerConfig) -> AsyncIterator[tuple[Connection, Sequence[Source]]]:
+    pool = await open_database(config.database_url, name="postroom-worker", connections=1)
+    try:
+        async with pool.acquire() as connection:
+            yield connection, await sources_of(connection)
+    finally:
+        await pool.close()

@@ -1,0 +1,191 @@
+"""The flows of a worker: in every mesh where jobs of a flow run, a durable consumer `jobs__<flow>` moves them on.
+
+Every worker with the flow shares it. It reads the mesh's events: those of the engine itself, and those that answer a
+request; any other is acknowledged. A consumer begins with what was published since the oldest job that has not ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Final
+from uuid import UUID
+
+import asyncpg
+import structlog
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from postroom.chassis.postgres import REFUSED, UNREACHABLE, Pool
+from postroom.delivery.consumers import Consumers
+from postroom.delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Retry, Settle
+from postroom.delivery.dead_letters import RecordedLetters
+from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.subjects import event_subject
+from postroom.errors import InvalidMessage
+from postroom.flow import Flow
+from postroom.ledger.engine import Engine, Place, TryLater, find_places
+from postroom.ledger.requests import Asker
+from postroom.worker.job_messages import SPAWNED, Answering, Due, Meaning, Spawned, answer_of, read
+from postroom.worker.job_settings import JobSettings
+
+_log = structlog.get_logger(__name__)
+
+PREFIX: Final = "jobs__"  # of a durable's name; the flow's name follows
+
+_MAX_DELIVER: Final = 1000  # the flow's own policy ends it before, unless no delivery came so far as to be an attempt
+_IN_HAND: Final = 500  # messages of one flow in one mesh
+_CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
+
+
+class JobHandler:
+    """Gives the messages of one consumer to the engine of its flow."""
+
+    def __init__(self, engine: Engine, slots: asyncio.Semaphore) -> None:
+        """`slots` are shared by all flows of a worker: so many steps run at once."""
+        self._engine = engine
+        self._slots = slots
+
+    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
+        """Settle each delivery of `batch`, as soon as its steps are done."""
+        meanings = [_read(delivery) for delivery in batch]
+        requests = [meaning.request for meaning in meanings if isinstance(meaning, Answering)]
+        askers = await self._engine.find_askers(requests)
+        steps = (self._handle(each, meaning, askers, settle) for each, meaning in zip(batch, meanings, strict=True))
+        for ended in await asyncio.gather(*steps, return_exceptions=True):
+            if ended is not None:  # after all have ended: one message takes no other along
+                raise ended
+
+    async def is_done(self, delivery: Delivery) -> bool:
+        """Fail the activity of a message that was delivered as often as it may be, so that its job does not wait.
+
+        Raises `TryLater` while a worker is at it: what comes meanwhile comes in vain, and is no reason to give up.
+        """
+        meaning = _read(delivery)
+        if isinstance(meaning, Answering):
+            meaning = self._answer(delivery, meaning, await self._engine.find_askers([meaning.request]))
+        if isinstance(meaning, Spawned | Due) and meaning.flow == self._engine.flow.name:
+            await self._engine.abandon(meaning.activity, f"its message was delivered {_MAX_DELIVER} times in vain")
+        return False  # it is dead-lettered beside
+
+    async def _handle(
+        self, delivery: Delivery, meaning: Meaning | Dead, askers: Mapping[UUID, Asker], settle: Settle
+    ) -> None:
+        if isinstance(meaning, Answering):
+            meaning = self._answer(delivery, meaning, askers)
+        if isinstance(meaning, Dead):
+            await settle(delivery, meaning)
+        elif meaning is None or meaning.flow != self._engine.flow.name or not self._is_awaited(meaning):
+            self._engine.counters.ignored += 1
+            await settle(delivery, DONE)
+        else:
+            await settle(delivery, await self._move_on(meaning))
+
+    def _answer(self, delivery: Delivery, answering: Answering, askers: Mapping[UUID, Asker]) -> Due | Dead | None:
+        """Return the leg 2 that an answer is for; None where the request is none of the flow's."""
+        asker = askers.get(answering.request)
+        if asker is None or not self._awaits(asker.name, answering.event):
+            return None
+        try:
+            answer = answer_of(delivery, answering.request, answering.event)
+        except InvalidMessage as error:
+            return Dead(error.code, str(error))
+        return Due(asker.activity, asker.name, self._engine.flow.name, answering.guid, answer)
+
+    def _is_awaited(self, meaning: Spawned | Due) -> bool:
+        """Tell whether a message is awaited: an answer may have been set aside by a worker that could not know."""
+        return isinstance(meaning, Spawned) or self._awaits(meaning.name, meaning.answer.event)
+
+    def _awaits(self, name: str, event: str | None) -> bool:
+        """Tell whether an event may be an activity's answer: any may be that of one that this worker lacks."""
+        activity = self._engine.flow.activities.get(name)
+        return event is None or activity is None or activity.answer in {None, event}
+
+    async def _move_on(self, meaning: Spawned | Due) -> Outcome:
+        try:
+            async with self._slots:
+                if isinstance(meaning, Spawned):
+                    await self._engine.spawned(meaning.activity, meaning.name, meaning.guid)
+                else:
+                    await self._engine.answered(meaning.activity, meaning.name, meaning.guid, meaning.answer)
+        except TryLater as later:
+            return Retry(str(later), later.seconds)
+        except REFUSED as error:
+            return Dead("refused_by_postgres", f"Postgres takes no such message: {error}")
+        except (asyncpg.PostgresError, *UNREACHABLE) as error:
+            return Retry(f"{type(error).__name__}: {error}")
+        return DONE
+
+
+def _read(delivery: Delivery) -> Meaning | Dead:
+    try:
+        return read(delivery)
+    except InvalidMessage as error:
+        return Dead(error.code, str(error))
+    except (ArithmeticError, ValueError, RecursionError) as error:
+        return Dead("invalid_job_message", f"{delivery.message_id} cannot be read: {error}")
+
+
+class Jobs:
+    """The flows of one worker: `run` it as a task."""
+
+    def __init__(self, pool: Pool, nats: NatsSettings, flows: Sequence[Flow], settings: JobSettings) -> None:
+        self.engines = {
+            flow.name: Engine(pool, flow, lease=timedelta(seconds=settings.lease_seconds)) for flow in flows
+        }
+        self._consumers: Consumers[tuple[str, str], Consumer] = Consumers(  # by flow and mesh
+            nats, name="postroom-worker jobs", check_seconds=settings.check_seconds
+        )
+        self._pool = pool
+        self._settings = settings
+        self._slots = asyncio.Semaphore(settings.steps_at_once)
+
+    async def run(self) -> None:
+        """Run jobs until `stop`; NATS or Postgres away ends one look, no more."""
+        await self._consumers.run(self._look)
+
+    async def stop(self) -> None:
+        """Begin no further step, and wait for those under way."""
+        await self._consumers.stop()
+
+    @property
+    def running(self) -> Mapping[tuple[str, str], Consumer]:
+        """What is consumed, by flow and mesh."""
+        return self._consumers.running
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps messages from arriving; None where nothing does."""
+        return self._consumers.trouble
+
+    async def _look(self, js: JetStreamContext) -> None:
+        """Begin what is missing, bring back what waits for an activity, and ask again for what is overdue."""
+        for place in await find_places(self._pool, list(self.engines)):
+            if (place.flow, place.mesh) not in self.running:
+                await self._begin(js, place)
+        for engine in self.engines.values():
+            await engine.bring_back()
+            await engine.look_after_requests()
+
+    async def _begin(self, js: JetStreamContext, place: Place) -> None:
+        try:
+            stream = await js.find_stream_name_by_subject(event_subject(place.mesh, SPAWNED))
+        except NotFoundError:
+            return  # nobody has declared it yet: the next look will find it
+        handler = JobHandler(self.engines[place.flow], self._slots)
+        consumer = Consumer(js, self._consumer(stream, place), handler, RecordedLetters(self._pool, place.mesh))
+        self._consumers.begin((place.flow, place.mesh), consumer)
+        _log.info("flow_begun", flow=place.flow, mesh=place.mesh, stream=stream)
+
+    def _consumer(self, stream: str, place: Place) -> ConsumerSettings:
+        return ConsumerSettings(
+            stream=stream,
+            durable=PREFIX + place.flow,
+            filter_subjects=[f"{place.mesh}.event.>"],
+            ack_wait_seconds=self._settings.lease_seconds,
+            max_deliver=_MAX_DELIVER,
+            max_ack_pending=_IN_HAND,
+            batches_at_once=_IN_HAND,  # the steps are limited: one that is slow holds up nothing but its own place
+            since=place.since - _CLOCK_SKEW,
+        )

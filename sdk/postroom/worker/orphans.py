@@ -1,0 +1,174 @@
+"""The orphan check: does every accept have all its rows, and every row its accept (docs/contract/accept.md#accept-38).
+
+It reads one snapshot, so that it may run beside accepts and sweeps; each violation is a bug or a damaged database. One
+worker of those that share a database runs it every night (`postroom broker orphan-check` does it by hand), and all of
+them report what it found in `/health` and the metrics until a check finds nothing. A worker that was down at night
+makes up for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Final, NamedTuple
+from uuid import UUID
+
+import asyncpg
+import msgspec
+import structlog
+from msgspec import Meta
+
+from postroom.accept import MIN_DEDUPE_DAYS
+from postroom.chassis.exits import Fatal
+from postroom.chassis.postgres import UNREACHABLE, Connection, Pool, connected
+from postroom.chassis.sql import load_queries
+
+_log = structlog.get_logger(__name__)
+
+_QUERIES: Final = load_queries("postroom.worker", "orphans.sql")
+_ID_LIFE: Final = timedelta(days=MIN_DEDUPE_DAYS)  # no broker forgets an id earlier, whatever its config was
+_LOOK_SECONDS: Final = 60.0
+_AFTER_FAILURE_SECONDS: Final = 600.0
+_LATE: Final = timedelta(hours=26)  # after which somebody should know that it has not run
+_DAY: Final = timedelta(days=1)
+
+
+class Violation(NamedTuple):
+    """A kind of violation, how many rows show it, and up to ten of their messages."""
+
+    kind: str
+    rows: int
+    examples: list[UUID]
+
+
+_decode: Final = msgspec.json.Decoder(list[Violation]).decode
+
+
+class LastCheck(NamedTuple):
+    """The last check: when it began, and what it found."""
+
+    at: datetime
+    violations: list[Violation]
+
+
+class OrphanCheckSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """When the database is checked for what is incomplete."""
+
+    enabled: Annotated[bool, Meta(description="whether this worker takes part in it, and tells what was found")] = True
+    hour: Annotated[int, Meta(ge=0, le=23, description="the hour of the day, in UTC, at which it begins")] = 3
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+class OrphanCheck:
+    """Checks a broker's database every night: `run` it as a task."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        url: str,
+        settings: OrphanCheckSettings,
+        *,
+        events_kept: timedelta,
+        clock: Callable[[], datetime] = _now,
+    ) -> None:
+        self.last: LastCheck | None = None
+        self._pool = pool
+        self._url = url
+        self._settings = settings
+        self._events_kept = events_kept
+        self._clock = clock
+        self._since = clock()
+        self._trouble = "no worker was there at that hour"
+
+    async def run(self) -> None:
+        """Look until cancelled whether a check is due; what fails is tried again later."""
+        while True:
+            pause = _LOOK_SECONDS
+            try:
+                await self.look()
+            except (Fatal, asyncpg.PostgresError, *UNREACHABLE) as error:
+                self._trouble = str(error) or type(error).__name__
+                _log.warning("orphan_check_failed", error=self._trouble)
+                pause = _AFTER_FAILURE_SECONDS
+            await asyncio.sleep(pause)
+
+    async def look(self) -> None:
+        """Check where it is due and nobody else is at it, and read what the last check found."""
+        self.last = await last_check(self._pool)
+        due = self._due()
+        if self.last is not None and self.last.at >= due:
+            return
+        self.last = await check_if_due(self._url, due, events_kept=self._events_kept)
+        if self.last is not None and self.last.at >= due:
+            report = _log.error if self.last.violations else _log.info
+            report("orphans_checked", violations={kind: rows for kind, rows, _ in self.last.violations})
+
+    def reasons(self) -> list[str]:
+        """Say what it found, or that it has not run for long."""
+        at = self._since if self.last is None else self.last.at
+        found = [] if self.last is None else self.last.violations
+        reasons = []
+        if found:
+            kinds = ", ".join(f"{violation.kind} ({violation.rows})" for violation in found)
+            reasons.append(
+                f"the orphan check of {at:%Y-%m-%d %H:%M}Z found rows that are incomplete: {kinds}; "
+                "`postroom broker orphan-check` names their messages"
+            )
+        if self._clock() - at > _LATE:
+            reasons.append(f"the orphan check has not run since {at:%Y-%m-%d %H:%M}Z: {self._trouble}")
+        return reasons
+
+    def _due(self) -> datetime:
+        """Return the last moment at which a check was to begin."""
+        now = self._clock()
+        tonight = now.replace(hour=self._settings.hour, minute=0, second=0, microsecond=0)
+        return tonight if tonight <= now else tonight - _DAY
+
+
+async def check_if_due(url: str, due: datetime, *, events_kept: timedelta) -> LastCheck | None:
+    """Check where that was not done since `due`, unless another process is at it; return the last check there is.
+
+    Raises `Fatal` where Postgres refuses the connection.
+    """
+    async with connected(url) as connection:
+        is_leader = await connection.fetchval(_QUERIES["lead_checking"])
+        last = await lastcheck(connection)
+        if is_leader and (last is None or last.at < due):
+            last = await check(connection, events_kept)
+        return last
+
+
+async def lastcheck(connection: Connection | Pool) -> LastCheck | None:
+    """Return what the last check found, None where there was none."""
+    row = await connection.fetchrow(_QUERIES["last_check"])
+    return None if row is None else LastCheck(row["checked_at"], _decode(row["violations"]))
+
+
+async def last_check(connection: Connection | Pool) -> LastCheck | None:
+    """Return what the last check found, None where there was none."""
+    row = await connection.fetchrow(_QUERIES["last_check"])
+    return None if row is None else LastCheck(row["checked_at"], _decode(row["violations"]))
+
+
+async def check(connection: Connection, events_kept: timedelta) -> LastCheck:
+    """Find the orphans, and keep what was found where that may be written."""
+    began = datetime.now(UTC)
+    done = LastCheck(began, await find_orphans(connection, events_kept=events_kept))
+    with suppress(asyncpg.ReadOnlySQLTransactionError, asyncpg.InsufficientPrivilegeError):  # as of a replica
+        await connection.execute(_QUERIES["record_check"], began, msgspec.json.encode(done.violations).decode())
+    return done
+
+
+async def find_orphans(connection: Connection, *, events_kept: timedelta) -> list[Violation]:
+    """Return every violation, by kind; an empty list is the only good answer.
+
+    A published event is pruned after `events_kept` at the earliest: only a younger message must still have its own.
+    """
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        rows = await connection.fetch(_QUERIES["find_orphans"], events_kept, _ID_LIFE)
+    return [Violation(*row) for row in rows]

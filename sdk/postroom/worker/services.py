@@ -1,0 +1,148 @@
+"""What a worker is made of: publishers, upkeep and webhooks, on pools of their own, as its config says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import asyncpg
+
+from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.chassis.systemd import notify
+from postroom.delivery.database import open_database
+from postroom.delivery.http.addresses import Guard
+from postroom.delivery.http.inbox_messages import open_inbox_pool
+from postroom.delivery.publishing import DELIVERIES, EVENTS, LETTERS, Backlog, Publisher, Record, sources_of
+from postroom.delivery.webhooks.settings import networks_of
+from postroom.delivery.webhooks.webhooks import Webhooks
+from postroom.ledger.database import open_jobs_pool
+from postroom.ledger.loading import load_flow
+from postroom.ledger.retention import JobRetention
+from postroom.worker.config import WorkerConfig
+from postroom.worker.jobs import Jobs
+from postroom.worker.metrics import expose
+from postroom.worker.orphans import OrphanCheck
+from postroom.worker.upkeep import Upkeep
+
+_CONNECTIONS: Final = 8  # one for each publisher, two for the upkeep, one for what is old, and some for who asks
+_WEBHOOK_CONNECTIONS: Final = 3
+_LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """What one worker is made of."""
+
+    pool: Pool
+    record: Record
+    upkeep: Upkeep
+    publishers: list[Publisher]
+    webhooks: Webhooks | None  # None: this database has no meshes
+    jobs: Jobs | None  # None: it has no flows
+    job_retention: JobRetention
+    orphan_check: OrphanCheck | None  # None: it has no meshes, or is not to check
+
+    def reasons(self) -> list[str]:
+        """Return what keeps it from publishing now."""
+        troubles = ((publisher.source.name, publisher.counters.trouble) for publisher in self.publishers)
+        waiting = [f"{source} wait: {trouble}" for source, trouble in troubles if trouble is not None]
+        reading = {"webhooks": self.webhooks, "jobs": self.jobs}
+        held = {name: one.trouble for name, one in reading.items() if one is not None and one.trouble is not None}
+        return [*waiting, *(f"{name} stand still: {trouble}" for name, trouble in held.items())]
+
+    def concerns(self) -> list[str]:
+        """Return what somebody should look at although it works."""
+        return [] if self.orphan_check is None else self.orphan_check.reasons()
+
+    async def backlogs(self) -> dict[str, Backlog]:
+        """Ask QRY-050 of every source; none where Postgres can't tell."""
+        try:
+            return {one.source.name: await one.source.backlog(self.pool) for one in self.publishers}
+        except (*UNREACHABLE, asyncpg.PostgresError):
+            return {}
+
+    async def metrics(self) -> bytes:
+        """Return the metrics as text."""
+        return expose(
+            self.publishers,
+            self.record,
+            await self.backlogs(),
+            webhooks=self.webhooks,
+            jobs=self.jobs,
+            orphan_check=self.orphan_check,
+        )
+
+    async def finish(self) -> None:
+        """Begin nothing more, and wait for what is in hand."""
+        notify("STOPPING=1")
+        handling = [service.stop() for service in (self.webhooks, self.jobs) if service is not None]
+        await asyncio.gather(self.upkeep.stop(), *handling, *(publisher.stop() for publisher in self.publishers))
+
+
+@asynccontextmanager
+async def open_services(config: WorkerConfig) -> AsyncIterator[Services]:
+    """Build everything, and close it; raises `Fatal`."""
+    async with AsyncExitStack() as stack:
+        pool = await open_database(config.database_url, name="postroom-worker", connections=_CONNECTIONS)
+        stack.push_async_callback(pool.close)
+        sources = await sources_of(pool)
+        record = Record(pool, sources, config.record)
+        upkeep = Upkeep(pool, record, config, has_broker=DELIVERIES in sources)
+        settings = {EVENTS.name: config.events, DELIVERIES.name: config.deliveries, LETTERS.name: config.events}
+        publishers = [
+            Publisher(
+                pool,
+                source,
+                settings[source.name],
+                config.nats,
+                horizon=record.horizon,
+                opened=upkeep.look_after,
+                rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
+            )
+            for source in sources
+        ]
+        webhooks = await stack.enter_async_context(_open_webhooks(config)) if DELIVERIES in sources else None
+        jobs = await stack.enter_async_context(_open_jobs(config)) if config.flows else None
+        yield Services(
+            pool=pool,
+            record=record,
+            upkeep=upkeep,
+            publishers=publishers,
+            webhooks=webhooks,
+            jobs=jobs,
+            job_retention=JobRetention(pool, config.jobs.keep_days),
+            orphan_check=_orphan_check(pool, config) if DELIVERIES in sources else None,
+        )
+
+
+def _orphan_check(pool: Pool, config: WorkerConfig) -> OrphanCheck | None:
+    if not config.orphan_check.enabled:
+        return None
+    events_kept = timedelta(days=config.record.keep_days)
+    return OrphanCheck(pool, config.database_url, config.orphan_check, events_kept=events_kept)
+
+
+@asynccontextmanager
+async def _open_webhooks(config: WorkerConfig) -> AsyncIterator[Webhooks]:
+    pool = await open_inbox_pool(config.database_url, name="postroom-worker webhooks", connections=_WEBHOOK_CONNECTIONS)
+    try:
+        yield Webhooks(pool, config.nats, config.webhooks, Guard(networks_of(config.webhooks)))
+    finally:
+        await pool.close()
+
+
+@asynccontextmanager
+async def _open_jobs(config: WorkerConfig) -> AsyncIterator[Jobs]:
+    """Import the flows first: one that is wrong ends the worker before it begins anything."""
+    flows = [load_flow(name) for name in config.flows]
+    connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
+    pool = await open_jobs_pool(config.database_url, name="postroom-worker jobs", connections=connections)
+    try:
+        yield Jobs(pool, config.nats, flows, config.jobs)
+    finally:
+        await pool.close()

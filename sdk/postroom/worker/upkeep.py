@@ -1,0 +1,159 @@
+"""Keeping streams and record in order: at each new connection before anything is published on it, and now and then.
+
+The upkeep has a connection of its own, on which it hears what others take out of the streams; that begins a round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import asyncpg
+import structlog
+
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.delivery.publishing import DELIVERIES, LETTERS, Record, WorkQueues
+from postroom.delivery.publishing.audit import Audit
+from postroom.delivery.publishing.link import Link
+from postroom.delivery.settings import StreamSettings
+from postroom.delivery.streams import (
+    Reconciled,
+    dead_letter_stream,
+    default_changes,
+    default_streams,
+    ensure_stream,
+)
+from postroom.errors import Conflict, PostroomError, Unavailable
+from postroom.worker.config import WorkerConfig
+from postroom.worker.once import OnceRetention
+
+_log = structlog.get_logger(__name__)
+
+_CALL_SECONDS: Final = 5.0  # that JetStream may take to answer
+
+
+class Upkeep:
+    """Declares streams and compares them with the record; `has_broker`: whether this database has meshes."""
+
+    def __init__(self, pool: Pool, record: Record, config: WorkerConfig, *, has_broker: bool) -> None:
+        self._pool = pool
+        self._record = record
+        self._config = config
+        self._has_broker = has_broker
+        self._one_at_a_time = asyncio.Lock()
+        self._working = asyncio.Lock()
+        self._stopping = False
+        self._wake = asyncio.Event()
+        self._link: Link | None = None
+        self._audit = Audit(self._wake.set)
+        self._work_queues = WorkQueues(pool, record)
+        self._once = OnceRetention(pool, config.once)
+
+    async def run(self) -> None:
+        """Look after the streams until `stop`; NATS or Postgres away ends one round, no more."""
+        while not self._stopping:
+            self._wake.clear()
+            try:
+                async with self._working:
+                    await self._round()
+            except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
+                _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._config.record.check_seconds)
+
+    async def stop(self) -> None:
+        """Finish the round; a cancellation in its midst could get lost in the client of NATS."""
+        self._stopping = True
+        self._wake.set()
+        async with self._working, self._one_at_a_time:
+            if self._link is not None:
+                await self._link.close()
+
+    async def look_after(self, link: Link) -> None:
+        """Declare what is missing and make unpublished what was lost, as seen through `link`.
+
+        Raises `PostroomError`, and `Fatal` (78) where a stream differs from its declaration and would lose messages.
+        """
+        async with self._one_at_a_time:
+            if not self._stopping:
+                await self._connected()  # what is done in a stream from its first message on is heard
+            await self._look(link)
+
+    async def _look(self, link: Link) -> None:
+        await self._declare(link)
+        await self._record.compare(link)
+
+    async def _round(self) -> None:
+        async with self._one_at_a_time:
+            link = await self._connected()
+            await self._look(link)
+        await self._work_queues.check(link, self._audit)
+        await self._record.prune()
+        await self._once.forget()
+
+    async def _connected(self) -> Link:
+        """Return a connection that stands, and hears."""
+        if self._link is None or self._link.broken:
+            self._link, self._audit = None, Audit(self._wake.set)
+            link = await Link.open(self._config.nats, name="postroom-worker upkeep", ack_seconds=_CALL_SECONDS)
+            try:
+                await link.listen(self._audit)
+            except BaseException:
+                await link.close()
+                raise
+            self._link = link
+        return self._link
+
+    async def _declare(self, link: Link) -> None:
+        done = [
+            found for stream in self._config.streams if (found := await self._declare_one(link, stream)) is not None
+        ]
+        declared = [subjects for stream in self._config.streams for subjects in stream.subjects]
+        await self._record.declare_subjects(declared)
+        if self._config.declare_streams:
+            defaults = self._config.stream_defaults
+            await link.streams.refresh(link.js)
+            for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"]) if self._has_broker else ():
+                done += await self._declare_defaults(link, default_streams(row["slug"], defaults))
+            for row in await self._pool.fetch(LETTERS.queries["list_contexts"]):
+                done += await self._declare_defaults(link, [dead_letter_stream(row["context"], defaults)])
+        for name, action, changes in done:
+            if action != "unchanged":
+                _log.info(f"stream_{action}", stream=name, changes=list(changes))
+
+    async def _declare_one(self, link: Link, stream: StreamSettings) -> Reconciled | None:
+        """Bring a declared stream about; one that a cluster cannot tell of is left until it can."""
+        try:
+            return await ensure_stream(link.js, stream)
+        except Conflict as error:
+            raise Fatal(Exit.CONFIG, error.problem.detail) from error
+        except Unavailable as error:
+            if link.broken:
+                raise
+            _log.warning("stream_out_of_sight", stream=stream.name, detail=str(error))
+            return None
+
+    async def _declare_defaults(self, link: Link, streams: Sequence[StreamSettings]) -> list[Reconciled]:
+        """Create those streams whose subjects no stream takes yet, and bring existing ones to what the operator set.
+
+        Nothing is made while the list of streams is incomplete: what seems to be missing may only have no leader.
+        """
+        done = []
+        for stream in streams:
+            found = link.streams.of(stream.subjects[0].replace(">", "any"))
+            if found is None and not link.streams.missing:
+                done.append(await ensure_stream(link.js, stream, only=()))
+            elif found is not None and found.name == stream.name:
+                done += await self._adapt(link, stream)
+        return done
+
+    async def _adapt(self, link: Link, stream: StreamSettings) -> list[Reconciled]:
+        only = default_changes(stream, self._config.stream_defaults)
+        try:
+            return [await ensure_stream(link.js, stream, only=only)] if only else []
+        except (Conflict, Unavailable) as error:  # the stream stays as it is, and the others go on
+            _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
+            return []
