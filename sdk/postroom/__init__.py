@@ -1,9 +1,9 @@
 """Postroom, for programs: hand a message to the daemon of this machine and walk away."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
 from postroom.administration import HistoryQuery
-from postroom.blocking import Client
-from postroom.broker import BrokerClient
-from postroom.client import AsyncClient
 from postroom.errors import Conflict, Gone, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 from postroom.flow import Flow
 from postroom.ids import new_id
@@ -11,6 +11,11 @@ from postroom.message import SendRequest
 from postroom.operations import ListQuery, RowFilter
 from postroom.received import EventsQuery, InboxMessage, InboxQuery
 from postroom.sends import BatchResult, OutboxRow, SendResult
+
+if TYPE_CHECKING:
+    from postroom.blocking import Client
+    from postroom.broker import BrokerClient
+    from postroom.client import AsyncClient
 
 __all__ = [
     "AsyncClient",
@@ -37,3 +42,12 @@ __all__ = [
     "Unavailable",
     "new_id",
 ]
+
+# The clients bring aiohttp, for which nobody should wait who wants no more than an exit code: `postroom --help`.
+_CLIENTS: Final = {"AsyncClient": "client", "BrokerClient": "broker", "Client": "blocking"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CLIENTS:
+        raise AttributeError(f"module 'postroom' has no attribute {name!r}")
+    return getattr(import_module(f"postroom.{_CLIENTS[name]}"), name)

@@ -274,7 +274,7 @@ def test_help_imports_no_server_code_and_no_http() -> None:
         check=True,
     )
     loaded = {name.split(".")[0] for name in done.stderr.split()}
-    assert not loaded & {"aiohttp", "asyncpg", "broker", "daemon", "ipc", "outbox", "postroom", "redis", "rich"}
+    assert not loaded & {"aiohttp", "asyncpg", "broker", "daemon", "ipc", "outbox", "redis", "rich"}
 
 
 def test_the_version_is_told() -> None:

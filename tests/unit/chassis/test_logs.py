@@ -37,7 +37,10 @@ def test_half_a_character_in_an_error_is_logged_as_an_escape():
 
 
 def test_a_log_that_cannot_be_written_stops_nobody():
-    script = "import structlog; from postroom.chassis import logs; logs.configure(); structlog.get_logger().info('lost'); print('on')"
+    script = (
+        "import structlog; from postroom.chassis import logs; logs.configure()\n"
+        "structlog.get_logger().info('lost'); print('on')"
+    )
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, check=False)
     assert ran.stdout == b"on\n"
