@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import asyncpg
 import msgspec
+from asyncpg.pgproto.pgproto import UUID
 
 from bench.load import message
 from bench.mailroom import Broker, broker
@@ -19,7 +20,7 @@ from broker.authentication import Member, digest
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database
 from broker.identifiers import MessageIds
-from broker.incoming import Item, check, read_items
+from broker.incoming import Item, check, event, read_items
 from broker.store import AcceptStore, Candidate
 from postroom.accept import AcceptResponse, RawAcceptItem
 from postroom.message import MAX_BODY_BYTES, prepare
@@ -96,13 +97,21 @@ async def _bare_loop(running: Broker, bodies: Sequence[bytes]) -> float:
     ids = MessageIds()
     store = AcceptStore(database, RetentionConfig(), ids)
     sender = await _sender(running)
-    values = [store._values(sender, _candidates(body), ids.mint(BATCH)) for body in bodies]  # noqa: SLF001 - the baseline
+    values = [_values(store, sender, _candidates(body), ids.mint(BATCH)) for body in bodies]
     began = time.perf_counter()
     for row in values:
         await database.accepting.fetch(QUERIES["accept"], *row)
     took = time.perf_counter() - began
     await database.close()
     return len(bodies) * BATCH / took
+
+
+def _values(store: AcceptStore, sender: Member, candidates: list[Candidate], minted: Sequence[UUID]) -> tuple[Any, ...]:
+    events = [
+        event(item, checked, str(message_id), sender.mesh, sender.name)
+        for (item, checked), message_id in zip(candidates, minted, strict=True)
+    ]
+    return store._values(sender, candidates, minted, events)  # noqa: SLF001 - the baseline
 
 
 def _candidates(body: bytes) -> list[Candidate]:
@@ -112,7 +121,7 @@ def _candidates(body: bytes) -> list[Candidate]:
 
 async def _sender(running: Broker) -> Member:
     connection = await asyncpg.connect(running.database_url)
-    row = await connection.fetchrow(QUERIES["find_member_by_token"], digest(running.token))
+    row = await connection.fetchrow(QUERIES["find_members_by_token"], [digest(running.token)])
     await connection.close()
     assert row is not None  # noqa: S101 - the broker has just made it
     return Member(*row)

@@ -11,8 +11,9 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from bench.load import Figures
 from embedded.processes import tethered
@@ -151,7 +152,8 @@ def output_of(command: Sequence[str], environment: Mapping[str, str] | None = No
     return ran.stdout
 
 
-class Calls(NamedTuple):
+@dataclass(frozen=True)
+class Calls:
     """What a handler has seen: how many messages, and when the first and the last came (seconds since the epoch)."""
 
     count: int
