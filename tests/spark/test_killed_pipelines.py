@@ -1,4 +1,4 @@
-"""A pipeline that is killed while it writes, and then runs again, leaves what one clean run leaves (spec spark.md)."""
+"""A pipeline that was killed while it wrote leaves, run anew, what one run leaves (docs/contract/spark.md#spark-19)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each pipeline does what it is for, and a second run does nothing twice (spec spark.md, "Pipelines")."""
+"""Each pipeline does what it is for, and a second run does nothing twice (docs/contract/spark.md#spark-20)."""
 
 from __future__ import annotations
 

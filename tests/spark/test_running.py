@@ -1,4 +1,4 @@
-"""`postroom pipeline`: its words, and the pipelines over files (spec operate.md, "CLI")."""
+"""`postroom pipeline`: its words, and the pipelines over files (docs/contract/spark.md#spark-19)."""
 
 from __future__ import annotations
 

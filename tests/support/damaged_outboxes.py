@@ -111,7 +111,7 @@ def overwrite(part: str, start: int, content: bytes) -> Callable[[Files], None]:
 
 
 def at_random(seed: int) -> Callable[[Files], None]:
-    """Overwrite a few bytes, or many, of any of the files, as the seed says."""
+    """Overwrite a few bytes, or many, of any of the files: the same ones for each seed."""
 
     def damage(files: Files) -> None:
         random = Random(seed)

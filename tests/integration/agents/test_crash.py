@@ -1,7 +1,7 @@
 """The agent is killed (-9) before and after each commit, publish, mark and ack: each effect once, nothing missing.
 
-Among the points are the seed's crash table and the case that the seed loses: killed after the commit and before the
-publish, which it would acknowledge without ever publishing.
+Among the points is the one where acknowledging a known message would lose what it emitted: killed after the commit and
+before the publish (docs/contract/delivery.md#delivery-57).
 """
 
 import asyncio
@@ -89,9 +89,9 @@ async def test_each_effect_happens_once_whatever_point_the_agent_is_killed_at(
 @pytest.mark.parametrize(
     ("point", "runs"),
     [
-        ("before commit", 1),  # the seed's table: nothing is stored, it is delivered again and handled
-        ("before ack", 0),  # the seed's table: it is stored, delivered again and only acknowledged
-        ("before publish", 0),  # what the seed loses: it is stored, and what it emitted is still to be published
+        ("before commit", 1),  # nothing is stored: it is delivered again and handled
+        ("before ack", 0),  # it is stored: it is delivered again and only acknowledged
+        ("before publish", 0),  # it is stored, and what it emitted is still to be published
     ],
 )
 async def test_after_a_crash_a_message_goes_on_from_the_step_that_was_not_done(

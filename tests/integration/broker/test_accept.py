@@ -1,4 +1,4 @@
-"""The phases of accept, message by message (spec accept.md, "The phases")."""
+"""The phases of accept, message by message (docs/contract/accept.md#accept-9)."""
 
 from __future__ import annotations
 

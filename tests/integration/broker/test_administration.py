@@ -1,4 +1,4 @@
-"""Meshes, members, topics, subscriptions and queues come and go (spec accept.md, "Routes")."""
+"""Meshes, members, topics, subscriptions and queues come and go (docs/contract/accept.md#accept-4)."""
 
 from __future__ import annotations
 

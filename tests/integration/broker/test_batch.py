@@ -1,4 +1,4 @@
-"""A batch is one transaction: its order, its repeated ids, its failures (spec accept.md, "The phases")."""
+"""A batch is one transaction: its order, its repeated ids, its failures (docs/contract/accept.md#accept-19)."""
 
 from __future__ import annotations
 

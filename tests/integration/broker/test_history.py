@@ -1,4 +1,4 @@
-"""Reading the history: in the order of the commits, page by page, bounded (spec accept.md, "Routes")."""
+"""Reading the history: in the order of the commits, page by page, bounded (docs/contract/accept.md#accept-5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limiter in front of accept, and a Redis that stops, forgets, is full or hangs (spec accept.md, "Limiter")."""
+"""The limiter, and a Redis that stops, forgets, is full or hangs (docs/contract/accept.md#accept-30)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The orphan check finds every row that accept's atomicity forbids (spec accept.md; seed §4.7.3)."""
+"""The orphan check finds every row that accept's atomicity forbids (docs/contract/accept.md#accept-38)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker as a process: start, notify, stop, and every reason not to start (spec operate.md; house.md, habit 1)."""
+"""The broker as a process: start, notify, stop, and every reason not to start (docs/contract/operate.md#operate-3)."""
 
 from __future__ import annotations
 

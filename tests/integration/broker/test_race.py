@@ -1,4 +1,4 @@
-"""Two instances, one id: exactly one accepts it (spec accept.md, "The phases"; no 5xx, no deadlock)."""
+"""Two instances, one id: exactly one accepts it (docs/contract/accept.md#accept-21)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the broker's commands say and end with where Postgres refuses them (spec operate.md, "CLI": exit codes)."""
+"""How the broker's commands end where Postgres refuses them (docs/contract/operate.md#operate-14)."""
 
 from __future__ import annotations
 

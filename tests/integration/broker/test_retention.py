@@ -1,4 +1,4 @@
-"""What is past its time goes, in steps; a recognised id stays as a tombstone (spec accept.md, "Retention")."""
+"""Expired messages go, in steps; a recognised id stays as a tombstone (docs/contract/accept.md#accept-37)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One suite for both windows of the limiter: in Redis, and in this process (spec accept.md, "Limiter")."""
+"""One suite for both windows of the limiter: in Redis, and in this process (docs/contract/accept.md#accept-26)."""
 
 from __future__ import annotations
 

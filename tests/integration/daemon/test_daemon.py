@@ -1,4 +1,4 @@
-"""The daemon as a process: its socket, its start and stop, its exit codes (spec send.md, operate.md)."""
+"""The daemon as a process: its socket, its start and stop, its exit codes (docs/contract/send.md#send-77)."""
 
 from __future__ import annotations
 

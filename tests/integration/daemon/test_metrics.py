@@ -1,4 +1,4 @@
-"""The daemon's metrics, scraped from a running process (spec operate.md, "Telemetry")."""
+"""The daemon's metrics, scraped from a running process (docs/contract/operate.md#operate-31)."""
 
 from __future__ import annotations
 

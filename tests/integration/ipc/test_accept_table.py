@@ -1,4 +1,4 @@
-"""Every cell of the accept table (seed daemon-spec-v9 §4.5.1), over HTTP, on real SQLite, by both routes."""
+"""Every cell of the accept table (docs/contract/send.md#send-37), over HTTP, on real SQLite, by both routes."""
 
 from __future__ import annotations
 

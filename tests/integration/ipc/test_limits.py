@@ -1,4 +1,4 @@
-"""Limits on size, count and time at the socket (spec send.md, "The socket"; bad-input.md, "Before HTTP")."""
+"""Limits on size, count and time at the socket (docs/contract/send.md#send-27)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loopback TCP port: its token, and what keeps web pages out (spec send.md, "The socket")."""
+"""The loopback TCP port: its token, and what keeps web pages out (docs/contract/send.md#send-6)."""
 
 from __future__ import annotations
 

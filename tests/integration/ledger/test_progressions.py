@@ -1,4 +1,4 @@
-"""The seed's progressions (§18), digit for digit, as the primitives write them to Postgres."""
+"""The progressions of docs/contract/jobs.md#jobs-34, digit for digit, as the primitives write them to Postgres."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_leg_2_resumes_after_step_1_and_keeps_what_its_work_returned(jobs:
 
 
 async def test_two_children_move_the_semaphore_by_one(jobs: Jobs) -> None:
-    """Seed §18.3: the semaphore is 5 before, and 6 after."""
+    """The semaphore is 5 before, and 6 after (docs/contract/jobs.md#jobs-21)."""
     start = await jobs.asked()
     root = await jobs.enter(start.root)
     await finish_work(jobs.connection, root, "{}")
@@ -63,7 +63,7 @@ async def test_two_children_move_the_semaphore_by_one(jobs: Jobs) -> None:
 
 
 async def test_no_children_close_the_job_and_step_3_completes_it(jobs: Jobs) -> None:
-    """Seed §18.4: the semaphore is 1 before, and 0 after; the snapshot survives a crash right after it."""
+    """The semaphore is 1 before, and 0 after; the snapshot survives a crash (docs/contract/jobs.md#jobs-19)."""
     start = await jobs.asked()
     entry = await jobs.enter(start.root)
     await finish_work(jobs.connection, entry, "{}")
@@ -84,7 +84,7 @@ async def test_no_children_close_the_job_and_step_3_completes_it(jobs: Jobs) -> 
 
 
 async def test_ten_cycles_are_ten_dimensions_and_leave_the_markers_at_1(jobs: Jobs) -> None:
-    """Each cycle spawns into a dimension of its own (§15); adding a marker per message would have overflowed."""
+    """Each cycle has a dimension (docs/contract/jobs.md#jobs-14); a marker per message would overflow."""
     start = await jobs.asked()
     for cycle in range(10):
         entry = await jobs.enter(start.root, f"m-{cycle}")

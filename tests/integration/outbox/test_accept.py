@@ -1,4 +1,4 @@
-"""Accepting sends: the seed's table (§4.5.1) at the level of rows, alone and in groups."""
+"""Accepting sends: the accept table (docs/contract/send.md#send-37) at the level of rows, alone and in groups."""
 
 import asyncio
 from pathlib import Path

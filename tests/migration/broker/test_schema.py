@@ -1,4 +1,4 @@
-"""`schema.sql` is what the migrations leave, catalog for catalog (house.md, habit 5)."""
+"""`schema.sql` is what the migrations leave, catalog for catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`schema.sql` is what the migrations leave, in a database that has nothing but delivering (house.md, habit 5)."""
+"""`schema.sql` is what the migrations leave, in a database that has nothing but delivering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SQL files are what the migrations leave, and their rules hold whoever writes (house.md, habits 5 and 6)."""
+"""The SQL files are what the migrations leave, and their rules hold whoever writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every row of the first table of spec send.md, "Relaying": the broker's answer for one message."""
+"""Every row of the table of docs/contract/send.md#send-60: the broker's answer for one message."""
 
 from __future__ import annotations
 

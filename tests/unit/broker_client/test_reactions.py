@@ -1,4 +1,4 @@
-"""Every row of the second table of spec send.md, "Relaying": what happens to the whole request."""
+"""What the relay does with a whole request that failed (docs/contract/send.md#send-62 and further)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How old a row may become (seed §4.8), and what kept features do."""
+"""How old a row may become (docs/contract/send.md#send-70), and what kept features do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,11 @@
-"""The contract is numbered, and whatever cites a rule cites one that exists."""
+"""The contract is numbered, and comments and documents cite nothing that this repository does not have."""
 
+import ast
+import io
 import re
 import subprocess
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,23 @@ PAGES = sorted(page for page in CONTRACT.glob("*.md") if page.name != "README.md
 RULE = re.compile(r'^- <a id="([a-z-]+-\d+)"></a>\*\*([a-z-]+-\d+)\*\* \S', re.MULTILINE)
 CITATION = re.compile(r"docs/contract/([\w-]+\.md)#([a-z0-9-]+)")
 LINK = re.compile(r"\]\(([^)#\s]*\.md)?#([^)\s]+)\)")
+
+# How comments name documents that are not here. "Seed" by itself is a number that a random run begins with.
+ABSENT = re.compile(
+    r"""
+    \bspec\ [\w-]+\.md | \bthe\ spec\b
+    | \b[Ss]eed\ (?:§|[\w-]*[a-z]-|DriftQ) | \b[Tt]he\ seed's\b | \bDriftQ\b
+    | (?<!RFC\ \d{4}\ )§
+    | \b(?:CMD|EVT|QRY|PORT)-\d | \bSDS- | (?<!['"])\bPOL-\d
+    | \b[Aa]mendments?\b
+    """,
+    re.VERBOSE,
+)
+# A file below a folder of the repository; or, by its name alone, a document, a script or a module.
+FILE = re.compile(r"(?<![\w/.$~{}*%:-])((?:[\w.-]+/)+[\w.-]*\w\.[a-z]{1,10}|[\w-]+\.(?:md|lua|py))\b(?![\w*/(])")
+
+ROOMS = ("chassis/", "delivery/", "ledger/", "worker/")
+WAITING = (*ROOMS, *(f"sdk/postroom/{room}" for room in ROOMS))  # until these rooms cite the contract too
 
 
 def rules(page: Path) -> list[str]:
@@ -30,6 +51,34 @@ def texts() -> dict[str, str]:
 
 
 TEXTS = texts()
+FOLDERS = {name.partition("/")[0] for name in TEXTS if "/" in name}
+
+
+def prose(name: str) -> Iterator[tuple[int, str]]:
+    """Yield what a file says to its readers, comments and docstrings or all of it, with the number of its line."""
+    text = TEXTS[name]
+    if name.endswith(".py"):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+        return
+    mark = {".sql": "--", ".lua": "--", ".md": ""}.get(Path(name).suffix, "#")
+    for number, line in enumerate(text.splitlines(), 1):
+        if mark in line:
+            yield number, line[line.index(mark) :]
+
+
+def is_there(name: str, said_in: str) -> bool:
+    """Tell whether a file has this name, from the root or from where it is named; a name alone may be anywhere.
+
+    A module that a guide names alone is its reader's.
+    """
+    if "/" not in name:
+        return (name.endswith(".py") and said_in.endswith(".md")) or any(Path(there).name == name for there in TEXTS)
+    return name in TEXTS or str(Path(said_in).parent / name) in TEXTS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -54,3 +103,27 @@ def test_every_link_to_a_rule_leads_to_it(page: Path):
         there = (page.parent / target).resolve() if target else page
         if there.parent == CONTRACT:
             assert anchor in rules(there), f"{target}#{anchor}"
+
+
+def test_nothing_cites_a_document_that_is_not_here():
+    own = str(Path(__file__).relative_to(ROOT))
+    cited = [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in TEXTS.items()
+        if name != own and not name.startswith(("docs/contract/", *WAITING))
+        for number, line in enumerate(text.splitlines(), 1)
+        if ABSENT.search(line)
+    ]
+    assert cited == []
+
+
+def test_every_file_that_a_comment_or_a_document_names_exists():
+    missing = [
+        f"{name}:{number}: {named}"
+        for name in TEXTS
+        if not name.endswith((".ndjson", ".lock")) and not name.startswith(WAITING)
+        for number, said in prose(name)
+        for named in FILE.findall(said)
+        if named.partition("/")[0] in {named, *FOLDERS} and not is_there(named, name)
+    ]
+    assert missing == []

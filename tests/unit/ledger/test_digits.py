@@ -1,4 +1,4 @@
-"""The digits: the seed's progressions digit for digit, the ceilings, and what holds of every ledger."""
+"""The digits: the progressions of docs/contract/jobs.md#jobs-34, the ceilings, and what holds of every ledger."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def progression(ledger: int, *moves: Callable[[int], int]) -> list[str]:
     return states
 
 
-def test_leg_1_is_entered_completed_and_replayed_as_in_the_seed() -> None:
+def test_leg_1_is_entered_completed_and_replayed() -> None:
     assert progression(0, enter_leg1, marking(LEG1_COMPLETE), enter_leg1) == [
         "000000000000000",
         "001000000000000",
@@ -57,7 +57,7 @@ def test_leg_1_is_entered_completed_and_replayed_as_in_the_seed() -> None:
     ]
 
 
-def test_leg_2_is_entered_and_step_1_done_as_in_the_seed() -> None:
+def test_leg_2_is_entered_and_step_1_done() -> None:
     activity = parse("001100000000000")
     assert progression(activity, enter_leg2, marking(WORK_DONE)) == [
         "001100000000000",
@@ -68,8 +68,8 @@ def test_leg_2_is_entered_and_step_1_done_as_in_the_seed() -> None:
     assert progression(guid, marking(WORK_DONE)) == ["000000000000001", "000010000000001"]
 
 
-def test_steps_2_and_3_set_their_digits_as_in_the_seed() -> None:
-    """Seed §18.3 and §18.4: with children the snapshot stays 0; without any it says who closed the job."""
+def test_steps_2_and_3_set_their_digits() -> None:
+    """With children the snapshot stays 0; without any it says who closed the job."""
     worked = parse("000010000000001")
     assert progression(worked, marking(CHILDREN_SPAWNED)) == ["000010000000001", "000011000000001"]
     closing = progression(worked, marking(CHILDREN_SPAWNED), marking(JOB_CLOSED), marking(COMPLETION_DONE))

@@ -17,7 +17,7 @@ from postroom.message import prepare
 def by_hand(
     kind: str, ref: str, *, reply_to: str = "", priority: str = "next", meta: bytes = b"", body: bytes = b""
 ) -> bytes:
-    """The formula of the spec, spelt out."""
+    """The formula of docs/contract/send.md#send-32, spelt out."""
     text = b"1" + b"\x00" + kind.encode() + b"\x00" + ref.encode() + b"\x00" + reply_to.encode() + b"\x00"
     text += priority.encode() + b"\x00" + meta + b"\x00" + hashlib.sha256(body).hexdigest().encode()
     return hashlib.sha256(text).digest()

@@ -1,4 +1,4 @@
-"""The inbox consumer with an HTTP handler: every answer, first and last; leases; sharing (spec delivery.md)."""
+"""The inbox consumer with an HTTP handler: every answer; leases; sharing (docs/contract/delivery.md#delivery-35)."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ async def test_what_can_make_no_request_goes_to_the_dead_letters_and_the_others_
 async def test_a_message_whose_first_run_failed_is_not_skipped_when_it_comes_again(
     start: Start, context: Context, handler: CountingHandler, inbox: Inbox
 ) -> None:
-    """The seed's `PK conflict → skip` would lose it."""
+    """To skip whatever has a row would lose it (docs/contract/delivery.md#delivery-32)."""
     handler.answer = answering(503)
     async with start(backoff={"first_seconds": 60}):
         await context.publish(["m-1"])

@@ -1,4 +1,4 @@
-"""The table behind the inbox: its states, its leases, and what it refuses (POL-047-003, POL-047-004, QRY-051)."""
+"""The table behind the inbox: its states, its leases, and what it refuses (docs/contract/delivery.md#delivery-31)."""
 
 from __future__ import annotations
 
