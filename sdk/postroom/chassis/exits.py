@@ -1,4 +1,4 @@
-"""Exit codes, the same for every program of Postroom (spec operate.md, "CLI"; the numbers from sysexits.h up)."""
+"""Exit codes, the same for every program (docs/contract/operate.md#operate-14), from 64 up as in sysexits.h."""
 
 from enum import IntEnum
 from typing import Final

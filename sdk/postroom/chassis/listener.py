@@ -1,7 +1,7 @@
 """The sockets that programs listen on: a Unix socket with its final mode from the start, and a loopback TCP one.
 
 A stale socket file is replaced; a live one, a symlink or any other file in the way ends the process with a sentence
-(spec send.md, "The socket"). Sockets that systemd passes in are used as they are and never come through here.
+(docs/contract/send.md#send-2). Sockets that systemd passes in are used as they are and never come through here.
 """
 
 from __future__ import annotations

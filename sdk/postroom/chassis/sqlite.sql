@@ -1,7 +1,7 @@
 -- What every SQLite file of Postroom is opened, migrated, written and checkpointed with.
 
 -- name: begin
--- Take the write lock at once, so that nothing in the transaction can be refused it later (seed §4.5.1).
+-- Take the write lock at once, so that it cannot be refused later in the transaction (docs/contract/send.md#send-36).
 BEGIN IMMEDIATE;
 
 -- name: commit

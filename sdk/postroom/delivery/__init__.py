@@ -1,1 +1,1 @@
-"""Delivering: streams, the publisher, consumers and their handlers, dead letters (spec delivery.md)."""
+"""Delivering: streams, publisher, consumers, handlers, dead letters (docs/contract/delivery.md#delivery-28)."""

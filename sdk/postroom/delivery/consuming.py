@@ -8,7 +8,7 @@ Every kind of handler (HTTP, agent, inbox, webhook) runs on it. It promises, wha
 - a `Retry` comes back after a delay by the schedule, and never blocks the others; the last one is dead-lettered.
 
 A message may be delivered again after its effect (a lost ack, a crash): handlers make that harmless by the message id
-(spec delivery.md, "Inbox and HTTP handler").
+(docs/contract/delivery.md#delivery-35).
 """
 
 from __future__ import annotations

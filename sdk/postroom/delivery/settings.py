@@ -38,7 +38,7 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 
 
 class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """One stream as it is declared (spec delivery.md, "Subjects and streams")."""
+    """One stream as it is declared (docs/contract/delivery.md#delivery-5)."""
 
     name: Annotated[Name, Meta(description="the stream's name, as in SEA_EVENTS")]
     subjects: Annotated[list[str], Meta(min_length=1, description="subjects that it keeps, as in sea.event.>")]

@@ -1,4 +1,4 @@
-"""Streams and durable consumers as they are declared, made true on the server (spec delivery.md, "Subjects").
+"""Streams and durable consumers, reconciled with what is declared (docs/contract/delivery.md#delivery-4).
 
 What is missing is created; what differs is changed, unless that would lose messages or cannot be done in place: then
 `Conflict` (`stream_differs`) says the difference, and nothing is touched.

@@ -1,4 +1,4 @@
-"""Subjects: the one place that builds, checks and parses them (spec delivery.md, "Subjects and streams").
+"""Subjects: the one place that builds, checks and parses them (docs/contract/delivery.md#delivery-1).
 
     {context}.event.{name}.v{n}                     what happened
     cmd.{context}.{workspace}.{agent}.{verb…}       work that exactly one worker takes

@@ -1,4 +1,4 @@
-"""The 15 digits of a ledger: what each means, how each is moved, and where it must stop (seed §1 to §7, §15, §17).
+"""The 15 digits of a ledger: what each means, how each is moved, and where it must stop (docs/contract/jobs.md#jobs-5).
 
     position   1  2  3     4         5      6         7            8 … 15
     activity   attempts    leg 1     work   children  completion   entries into leg 2

@@ -1,4 +1,4 @@
-"""The engine of one flow: what becomes of each message that moves a job on (spec jobs.md; Rule G).
+"""The engine of one flow: what becomes of each message that moves a job on (docs/contract/jobs.md#jobs-25).
 
 It knows no transport: whoever delivers messages calls `spawned` and `answered`, acknowledges where they return, and
 delivers again, later, where they raise `TryLater`. Faults are acknowledged, retried or escalated as they say; a handler

@@ -1,7 +1,7 @@
 """What is wrong with an entry or a step, as types; of each, what becomes of the message that asked for it.
 
-A fault changes nothing in the ledgers (but a replayed leg 1 is counted, seed §18.1). Every message is acknowledged in
-the end (Rule G): at once, after another delivery, or when its activity was failed.
+A fault changes nothing in the ledgers (but a replayed leg 1 is counted). Every message is acknowledged in the end
+(docs/contract/jobs.md#jobs-24): at once, after another delivery, or when its activity was failed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Exhausted(Fault):
 
 
 class Overflow(Fault):
-    """A counter is full: the activity fails fast (seed §3, Rule F)."""
+    """A counter is full: the activity fails fast (docs/contract/jobs.md#jobs-8)."""
 
     then = Then.ESCALATE
 

@@ -1,4 +1,4 @@
-"""Leg 1 of an activity: count the attempt, compute the request, send it out with the digit that says so (seed §4)."""
+"""Leg 1 of an activity: count the attempt, then send the request with its digit (docs/contract/jobs.md#jobs-12)."""
 
 from __future__ import annotations
 

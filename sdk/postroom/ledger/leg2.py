@@ -1,4 +1,4 @@
-"""Leg 2 of an activity: what a message's ledger says is left to do, in order (seed §10 to §13).
+"""Leg 2 of an activity: what a message's ledger says is left to do, in order (docs/contract/jobs.md#jobs-15).
 
     step 1      the handler's work          one commit: nothing lies between them,
     step 2      children, semaphore         and each has its digit

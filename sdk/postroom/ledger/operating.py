@@ -1,4 +1,4 @@
-"""What an operator does with jobs: start, find, look at, cancel and let go on (spec jobs.md; operate.md, "CLI").
+"""What an operator does with jobs: start, list, show, cancel and retry (docs/contract/jobs.md#jobs-30).
 
 Whoever ends a job, or lets it go on, waits for the steps that are being committed, and keeps every other one out until
 it is done: after `cancel_job` has returned, no step of the job commits.

@@ -1,4 +1,4 @@
--- What an operator asks of jobs and does to them (spec jobs.md; operate.md, "CLI").
+-- What an operator asks of jobs and does to them (docs/contract/jobs.md#jobs-30).
 --
 -- Whoever ends a job or lets it go on holds all its activities first, and by that every entry and step of them.
 

@@ -1,7 +1,7 @@
-"""The primitives of the ledgers: entries, steps, and the leases that they need (seed §4, §5, §7, §10 to §13).
+"""The primitives of the ledgers: entries, steps, and the leases that they need (docs/contract/jobs.md#jobs-1).
 
 Each is a function of the database (`primitives.sql`), and one commit, or part of the caller's: in a transaction of the
-caller's, whatever it wrote before becomes durable together with the digit that proves it, or not at all (Rule B).
+caller's, whatever it wrote before becomes durable together with the digit that proves it, or not at all.
 Entries are bundled with nothing: one that is rolled back is not counted. Each raises a `Fault` that changes nothing; in
 a transaction, the caller rolls back what it wrote for the step.
 
@@ -28,7 +28,7 @@ QUERIES: Final = load_queries("postroom.ledger")
 class Start(NamedTuple):
     """A job to begin; ids are the caller's, so that a repeated start is known. `request` is JSON.
 
-    It is closed by the answer that leaves no more than `threshold` open (seed §12.3).
+    It is closed by the answer that leaves no more than `threshold` open (docs/contract/jobs.md#jobs-22).
     """
 
     job: UUID
@@ -139,8 +139,8 @@ async def start_job(connection: Connection, start: Start) -> None:
 async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta, most: int | None = None) -> Leg1:
     """Count an attempt of leg 1, and lease it.
 
-    Raises `Duplicate` where leg 1 is complete, which is counted too (seed §18.1), `Overflow` for attempt 1000,
-    `Exhausted` for one more than `most`, `Held`, `Inactive` and `Missing`.
+    Raises `Duplicate` where leg 1 is complete, which is counted too (docs/contract/jobs.md#jobs-11), `Overflow` for
+    attempt 1000, `Exhausted` for one more than `most`, `Held`, `Inactive` and `Missing`.
     """
     owner = uuid4()
     found = await connection.fetchrow(QUERIES["enter_leg1"], activity, owner, lease, most)
@@ -234,7 +234,7 @@ async def spawn(
     *,
     result: str | None = None,
 ) -> Spawned:
-    """Step 2, the compound primitive: one statement, whatever it spawns (Rule D); with a `result` it is step 1 too.
+    """Step 2: one statement, whatever it spawns (docs/contract/jobs.md#jobs-17); with a `result` it is step 1 too.
 
     `children` go out as `activity_spawned`; for each request in `again` (JSON) the activity is entered once more, with
     the `activity_cycled` that goes out, and for each of `requests` with the answer to it. Raises `Forbidden` before

@@ -1,4 +1,4 @@
-"""An agent's metrics: `postroom_agent_<what>` (spec operate.md, "Telemetry"); no label names a message."""
+"""An agent's metrics: `postroom_agent_<what>` (docs/contract/operate.md#operate-31); no label names a message."""
 
 from __future__ import annotations
 

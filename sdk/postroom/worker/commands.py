@@ -34,7 +34,7 @@ def main(config_file: Path | None, flows: Sequence[str] = ()) -> int:
 
 
 async def ask_backlogs(config: WorkerConfig, context: str | None) -> dict[str, Backlog]:
-    """Ask QRY-050 of every source, for one context or all."""
+    """Ask every source for its backlog, of one context or all."""
     async with _opened(config) as (connection, sources):
         return {source.name: await source.backlog(connection, context) for source in sources}
 

@@ -1,4 +1,4 @@
-"""What a worker can be told: one TOML file; `POSTROOM_WORKER_<KEY>` overrides a key (spec operate.md, "Config").
+"""The worker's config: one TOML file; `POSTROOM_WORKER_<KEY>` overrides a key (docs/contract/operate.md#operate-19).
 
 Without a file, `POSTROOM_DATABASE_URL` and `POSTROOM_NATS_URL`, which every verb reads, stand in for the worker's own.
 """

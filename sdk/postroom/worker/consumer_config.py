@@ -1,6 +1,6 @@
 """What `postroom consumer run` can be told: one TOML file, or a few options for the usual case.
 
-`POSTROOM_CONSUMER_<KEY>` overrides a key of the file (spec operate.md, "Config").
+`POSTROOM_CONSUMER_<KEY>` overrides a key of the file (docs/contract/operate.md#operate-19).
 """
 
 from __future__ import annotations

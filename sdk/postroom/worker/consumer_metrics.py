@@ -1,4 +1,4 @@
-"""A consumer's metrics: `postroom_consumer_<what>_<unit>` (spec operate.md, "Telemetry"); no label names a message."""
+"""A consumer's metrics: `postroom_consumer_<what>_<unit>` (docs/contract/operate.md#operate-31)."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Services:
         return [*nats, *postgres, *(trouble for trouble in troubles if trouble is not None)]
 
     async def backlog(self) -> Backlog | None:
-        """Return the consumer's part of QRY-051; None where Postgres can't tell."""
+        """Return the consumer's backlog; None where Postgres cannot be asked."""
         try:
             return await get_inbox_backlog(self.pool, self.config.context, self.config.consumer.durable)
         except (*UNREACHABLE, asyncpg.PostgresError):

@@ -1,4 +1,4 @@
-"""The publishing worker's metrics: `postroom_worker_<what>_<unit>` (spec operate.md, "Telemetry")."""
+"""The publishing worker's metrics: `postroom_worker_<what>_<unit>` (docs/contract/operate.md#operate-31)."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Services:
         return [] if self.orphan_check is None else self.orphan_check.reasons()
 
     async def backlogs(self) -> dict[str, Backlog]:
-        """Ask QRY-050 of every source; none where Postgres can't tell."""
+        """Ask every source for its backlog; none where Postgres cannot be asked."""
         try:
             return {one.source.name: await one.source.backlog(self.pool) for one in self.publishers}
         except (*UNREACHABLE, asyncpg.PostgresError):

@@ -1,4 +1,4 @@
-"""The logical clock: the time of a message that says none (spec delivery.md, "Agent runtime").
+"""The logical clock: the time of a message that says none (docs/contract/delivery.md#delivery-60).
 
 It is one microsecond later than the latest time of any event in the store, so it depends on the log alone: a replay, or
 another run of the same messages, gives the same times.

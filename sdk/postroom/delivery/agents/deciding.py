@@ -1,4 +1,4 @@
-"""What becomes of one message: refused, a conflict, or handled by the agent (spec delivery.md, "Agent runtime")."""
+"""What becomes of one message: refused, a conflict, or handled by the agent (docs/contract/delivery.md#delivery-56)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Between the wire and the envelope: a delivered message becomes an `Envelope`, an emitted one becomes headers.
 
-The body of a message is its payload; everything else of the envelope travels in headers (spec delivery.md, "Agent
-runtime"). What a message does not say is derived from what it does, never from a clock or from chance, so that the same
-message gives the same envelope at every delivery.
+The body of a message is its payload; everything else of the envelope travels in headers
+(docs/contract/delivery.md#delivery-59). What a message does not say is derived from what it does, never from a clock or
+from chance, so that the same message gives the same envelope at every delivery.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A record is `{"cause":…,"envelope":{…},"role":"…","subject":"…"}`. The s
     sha256( state hash after n - 1  ‖  record n )          with 32 zero bytes before position 1
 
 so it depends on every byte of every record and on their order, and on nothing else: not on deliveries, batches or times
-at which anything ran (seed jetstream-runtime.md, "Determinism").
+at which anything ran (docs/contract/delivery.md#delivery-60).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The agent runtime: a handler of the consumer core (spec delivery.md, "Agent runtime", steps 1 to 6).
+"""The agent runtime: a handler of the consumer core (docs/contract/delivery.md#delivery-56).
 
 1. Receive: messages gather in the order they were published, whatever the order of pulls. 2. Look their keys up in the
 store. 3. Handle those that it does not hold, one after another, and commit each with what it emitted, many to a

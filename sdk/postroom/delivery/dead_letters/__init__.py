@@ -1,4 +1,4 @@
-"""Dead letters: what nobody could handle, kept whole, with the reason (spec delivery.md; docs/delivery.md).
+"""Dead letters: what could not be handled, kept whole, with the reason (docs/contract/delivery.md#delivery-44).
 
 A letter is a row of a record before its message is acknowledged: in Postgres what consumers, webhooks and jobs buried,
 in its event store what an agent did. From there it is published, and published again where its stream lost it, as

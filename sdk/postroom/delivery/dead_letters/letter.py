@@ -1,4 +1,4 @@
-"""What a dead letter is: EVT-047-002, `MessageDeadLettered` (seed sds-047 §6; CMD-052; spec delivery.md).
+"""What a dead letter is (docs/contract/delivery.md#delivery-44).
 
 A letter holds the whole message and why nobody could handle it. Its message id is derived from the message's, so that
 the same death has one letter, however often a crash has it buried.
@@ -32,7 +32,7 @@ _ID_CHARACTERS: Final = 255
 class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """The body of a dead letter. The payload is text where it is UTF-8, else base64.
 
-    The first four members are the seed's event; a letter of another program may have no more than those.
+    A letter of another program may have no more than the first four members.
     """
 
     message_id: str | None

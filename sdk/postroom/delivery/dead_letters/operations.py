@@ -1,4 +1,4 @@
-"""What an operator does with dead letters: look at them, send them again, drop them (spec delivery.md).
+"""What an operator does with dead letters: look at, replay and drop them (docs/contract/delivery.md#delivery-51).
 
 The record in Postgres is what is read, and where it is written down what was done: a letter that was replayed or
 dropped is so permanently, whatever a stream still holds or is filled with again. Letters without a row (those of

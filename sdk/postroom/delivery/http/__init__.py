@@ -1,1 +1,1 @@
-"""Handlers behind HTTP: a message is posted to a URL, and the answer decides (CMD-051, CMD-052; spec delivery.md)."""
+"""Handlers behind HTTP: a message is posted to a URL, the answer decides (docs/contract/delivery.md#delivery-35)."""

@@ -1,9 +1,9 @@
 """Which addresses a webhook may have: a tenant chooses them, and the worker stands inside the operator's network.
 
-Public addresses pass, and those in networks that the config allows (spec operate.md, "Security"). An address is judged
-twice: when a webhook is registered, so that whoever does it is told, and when a connection is opened, where the very
-address that is connected to counts. A name that has another address by then (DNS rebinding) is refused there, and so is
-whatever way of writing an address a URL may know.
+Public addresses pass, and those in networks that the config allows (docs/contract/accept.md#accept-35). An address is
+judged twice: when a webhook is registered, so that whoever does it is told, and when a connection is opened, where the
+very address that is connected to counts. A name that has another address by then (DNS rebinding) is refused there, and
+so is whatever way of writing an address a URL may know.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a consumer reads its handler's answer: the table of spec delivery.md, "Inbox and HTTP handler".
+"""How a consumer reads its handler's answer: the table of docs/contract/delivery.md#delivery-35.
 
 | the handler says                                  | the message is                                            |
 |---------------------------------------------------|-----------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""The inbox consumer with an HTTP handler: CMD-051 and CMD-052 (spec delivery.md, "Inbox and HTTP handler").
+"""The inbox consumer with an HTTP handler (docs/contract/delivery.md#delivery-31).
 
     claim        the row in `inbox_messages` says whether this is an attempt, and leases it to us     (a statement)
     call         the handler is called, with the message id as its `Idempotency-Key`

@@ -1,7 +1,7 @@
-"""The inbox of one consumer in Postgres: who may attempt which message, and what came of it (seed sds-047 §2, §9).
+"""The inbox of one consumer in Postgres: which message is attempted by whom (docs/contract/delivery.md#delivery-31).
 
 What makes a second delivery harmless is its row here, under (source context, message id, consumer): skipped once
-processed, the next attempt before that (spec delivery.md, "Resolved against the seed"). What keeps two attempts from
+processed, the next attempt before that (docs/contract/delivery.md#delivery-32). What keeps two attempts from
 being made at once is the lease on the row. Postgres' clock alone counts.
 
 A Postgres that is away is waited for, however long: no message is blamed for it, and none is lost. Values that it will
@@ -71,7 +71,7 @@ State: TypeAlias = Claim | Processed | Died | Held
 
 
 class Backlog(NamedTuple):
-    """QRY-051, GetInboxBacklog: how many messages are neither processed nor dead, since when."""
+    """How many messages are neither processed nor dead, and since when (docs/contract/delivery.md#delivery-34)."""
 
     messages: int
     oldest_at: datetime | None
@@ -93,7 +93,7 @@ async def open_inbox_pool(url: str, *, name: str, connections: int) -> Pool:
 
 
 async def get_inbox_backlog(connection: Connection | Pool, context: str, consumer: str | None = None) -> Backlog:
-    """Answer QRY-051 for what came from `context`, to one consumer or to all."""
+    """Count what came from `context`, for one consumer or for all."""
     row = await connection.fetchrow(QUERIES["backlog"], context, consumer)
     return Backlog(*row) if row is not None else Backlog(0, None)
 

@@ -66,7 +66,7 @@ WHERE known.consumer = $1
 RETURNING lease.position;
 
 -- name: backlog
--- QRY-051, GetInboxBacklog: how many messages of a context are neither processed nor dead, and since when the oldest.
+-- How many messages of a context are neither processed nor dead, and since when (docs/contract/delivery.md#delivery-34).
 SELECT count(*), min(received_at)
 FROM postroom.inbox_messages
 WHERE processed_at IS NULL AND dead_at IS NULL AND source_context = $1 AND (consumer = $2 OR $2::text IS NULL);

@@ -1,6 +1,6 @@
 """Whether a handler can be reached: where it cannot, calls pause, and one at a time finds out when it is back.
 
-A call that found nobody is not an attempt (spec delivery.md, "Inbox and HTTP handler"): a stream must not be buried by
+A call that reached no handler is not an attempt (docs/contract/delivery.md#delivery-37): a stream must not be buried by
 an outage. So the pause, not the number of attempts, is what grows.
 """
 

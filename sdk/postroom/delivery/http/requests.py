@@ -1,4 +1,4 @@
-"""What a handler is sent: a delivered message as a request (seed sds-047 §12; spec delivery.md).
+"""What a handler receives: a delivered message as a request (docs/contract/delivery.md#delivery-41).
 
 A message that can make no request is `Malformed`: it goes to the dead letters, since no handler could ever see it.
 """

@@ -1,7 +1,8 @@
--- The event outbox (seed sds-047 §9) and `postroom.emit`, by which any service in this database writes to it.
+-- The event outbox (docs/contract/delivery.md#delivery-11) and `postroom.emit`, by which any service in this
+-- database writes to it.
 --
 -- The columns from `position` on are Postroom's own. A row is unpublished while `published_at` is null; it is published
--- once, and again under the next `epoch` where the stream has lost it (spec delivery.md, "Postgres is the record").
+-- once, and again under the next `epoch` where the stream has lost it (docs/contract/delivery.md#delivery-22).
 
 CREATE TABLE postroom.outbox_events (
   id uuid PRIMARY KEY,
@@ -47,7 +48,7 @@ CREATE TABLE postroom.outbox_events (
   ),
   CONSTRAINT words_of_a_subject_have_64_characters CHECK (octet_length(subject) <= 64 OR subject !~ '[^.]{65}')
 );
--- The seed's index of the unpublished, in the order in which they are claimed.
+-- The index of the unpublished, in the order in which they are claimed.
 CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (aggregate_id, position) WHERE published_at IS NULL;
 CREATE INDEX idx_outbox_correlation ON postroom.outbox_events (correlation_id) WHERE correlation_id IS NOT NULL;
 -- Rows lie about in the order of their publishing: a coarse index is enough for "since" and "before", and costs nothing.
@@ -83,9 +84,10 @@ END $$;
 
 -- Puts an event into the outbox and returns its id; it is published if, and only if, the caller's transaction commits.
 --
--- Refuses with SQLSTATE 23514 and the policy as the name of the constraint: INVALID_OUTBOX (POL-047-001) without id or
--- event type, or where the two names and the version make no subject; FUTURE_EVENT (POL-047-002) more than a minute ahead.
--- And with 23503, UNKNOWN_MESH, where no mesh has that name (see `check_mesh`).
+-- Refuses with SQLSTATE 23514 and the policy as the name of the constraint: INVALID_OUTBOX without id or event type, or
+-- where the two names and the version make no subject (docs/contract/delivery.md#delivery-13); FUTURE_EVENT more than a
+-- minute ahead (docs/contract/delivery.md#delivery-14). And with 23503, UNKNOWN_MESH, where no mesh has that name (see
+-- `check_mesh`).
 CREATE FUNCTION postroom.emit(
   context text,
   aggregate_type text,

@@ -1,7 +1,8 @@
--- The inbox of each consumer (seed sds-047 §9): what it received, how often its handler was called, and what came of it.
+-- The inbox of each consumer (docs/contract/delivery.md#delivery-31): what it received, how often its handler was
+-- called, and what came of it.
 --
--- A message is known by the context that it comes from and its id (POL-047-003), to each consumer for itself: two that
--- share a database both want it handled. A row is in one of four states:
+-- A message is known by the context that it comes from and its id, to each consumer for itself: two that share a
+-- database both want it handled. A row is in one of four states:
 --
 --     waiting     neither processed nor dead, without a lease: the next delivery is the next attempt
 --     leased      one attempt is being made, by the owner, until `leased_until`; then somebody else may begin another

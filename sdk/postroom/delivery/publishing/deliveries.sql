@@ -104,7 +104,7 @@ WHERE delivery.broker_message_id = split_part(failed.key, '.', 1)::uuid
   AND delivery.recipient_id = split_part(failed.key, '.', 2)::integer;
 
 -- name: backlog
--- QRY-050 for deliveries: what waits to be published in a mesh (null: in all), since when, and how much failed before.
+-- The deliveries that wait to be published in a mesh (null: in all), since when, and how many failed before.
 SELECT count(*) AS count, min(enqueued_at) AS oldest_at, count(*) FILTER (WHERE publish_attempts > 0) AS failing
 FROM mesh.delivery_queue
 WHERE published_at IS NULL AND ($1::text IS NULL OR mesh_id = (SELECT id FROM mesh.mesh WHERE slug = $1));

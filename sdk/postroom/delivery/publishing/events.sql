@@ -87,7 +87,7 @@ FROM unnest($1::uuid[], $2::text[], $3::float8[]) AS failed (id, error, seconds)
 WHERE event.id = failed.id;
 
 -- name: backlog
--- QRY-050: what waits to be published in a context (null: in all), how long it does, and how much of it failed before.
+-- The events that wait to be published in a context (null: in all), since when, and how many failed before.
 SELECT count(*) AS count, min(occurred_at) AS oldest_at, count(*) FILTER (WHERE publish_attempts > 0) AS failing
 FROM postroom.outbox_events
 WHERE published_at IS NULL

@@ -61,7 +61,7 @@ FROM unnest($1::text[], $2::text[], $3::float8[]) AS failed (key, error, seconds
 WHERE letter.id = failed.key::bigint;
 
 -- name: backlog
--- QRY-050 for letters: what waits to be published in a context (null: in all), since when, and how much failed before.
+-- The dead letters that wait to be published in a context (null: in all), since when, and how many failed before.
 SELECT count(*) AS count, min(died_at) AS oldest_at, count(*) FILTER (WHERE publish_attempts > 0) AS failing
 FROM postroom.dead_letters
 WHERE published_at IS NULL AND settled_at IS NULL AND ($1::text IS NULL OR context = $1);

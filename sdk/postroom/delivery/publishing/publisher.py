@@ -1,4 +1,4 @@
-"""The publisher: moves a source's rows into JetStream (CMD-050; spec delivery.md, "Event outbox and publisher").
+"""The publisher: moves a source's rows into JetStream (docs/contract/delivery.md#delivery-16).
 
 One transaction claims a batch, publishes it, and marks what the server has acknowledged:
 

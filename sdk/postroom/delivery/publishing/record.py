@@ -1,4 +1,4 @@
-"""The record: what JetStream has lost is published again from Postgres (spec delivery.md, "Postgres is the record").
+"""The record: what JetStream has lost is published again from Postgres (docs/contract/delivery.md#delivery-21).
 
 A server that loses power may lose the newest messages of a stream, or the whole stream; an operator may purge or delete
 one. Whatever was published says in its row into which stream it went (the name, and when that stream was created) and

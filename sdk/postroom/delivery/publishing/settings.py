@@ -31,7 +31,7 @@ class PublisherSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """How the record is kept, and what it makes up for (spec delivery.md, "Postgres is the record")."""
+    """How the record is kept, and what it makes up for (docs/contract/delivery.md#delivery-21)."""
 
     check_seconds: Annotated[
         float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and record, in seconds")

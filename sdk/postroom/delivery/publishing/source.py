@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Backlog(msgspec.Struct, frozen=True):
-    """QRY-050: what waits to be published, since when the oldest does, and how much of it has failed before."""
+    """How much waits to be published, since when, how much failed before (docs/contract/delivery.md#delivery-20)."""
 
     count: int
     oldest_at: datetime | None
@@ -108,7 +108,7 @@ class Source:
             await connection.execute(self.queries["mark_failed"], keys, list(errors), list(seconds))
 
     async def backlog(self, connection: Connection | Pool, context: str | None = None) -> Backlog:
-        """Ask QRY-050, of one context or of all."""
+        """Ask for the backlog of one context, or of all."""
         row = await connection.fetchrow(self.queries["backlog"], context)
         assert row is not None  # noqa: S101 - aggregates without groups always have a row
         return Backlog(**row)

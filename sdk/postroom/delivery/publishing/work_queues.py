@@ -1,4 +1,4 @@
-"""What was taken out of a work queue without having been handled is published again (spec delivery.md, "the record").
+"""What left a work queue without having been handled is published again (docs/contract/delivery.md#delivery-25).
 
 A work queue forgets what was acknowledged, and what was purged, alike. So two things are kept apart from it:
 

@@ -1,4 +1,4 @@
--- Jobs as trees of activities, and the ledgers that make each of their steps happen once (seed activity-collation-ledger).
+-- Jobs as trees of activities, and the ledgers that make each of their steps happen once (docs/contract/jobs.md#jobs-1).
 --
 -- A job has so many obligations open as its semaphore says: each activity owes one answer, and one more for each cycle. It
 -- is closed by the answer that leaves no more of them open than its threshold, usually 0.
@@ -22,7 +22,7 @@ CREATE FUNCTION ledger.has_markers(ledger bigint) RETURNS boolean LANGUAGE sql I
 RETURN ledger / 100000000000 % 10 <= 1 AND ledger / 10000000000 % 10 <= 1
   AND ledger / 1000000000 % 10 <= 1 AND ledger / 100000000 % 10 <= 1;
 
--- Whether no counter was set back and no marker was unset (Rule A).
+-- Whether no counter was set back and no marker was unset (docs/contract/jobs.md#jobs-3).
 CREATE FUNCTION ledger.only_grew(before bigint, after bigint) RETURNS boolean LANGUAGE sql IMMUTABLE
 RETURN after / 1000000000000 >= before / 1000000000000
   AND after / 100000000000 % 10 >= before / 100000000000 % 10

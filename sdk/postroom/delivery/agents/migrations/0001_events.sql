@@ -1,4 +1,4 @@
--- The event store of one agent: one SQLite file (spec delivery.md, "Agent runtime").
+-- The event store of one agent: one SQLite file (docs/contract/delivery.md#delivery-55).
 --
 -- This file is the schema as it stands; migrations/ is how a file gets there. A test proves them equal.
 --
