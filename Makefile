@@ -9,7 +9,7 @@ RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-ha
 	--no-annotate --no-emit-package postroom
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheels demo test check format docs bench soak faults faults-soak test-systemd test-bare clean
+.PHONY: help setup lock wheels demo test test-fast check format docs bench soak faults faults-soak test-systemd test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ demo: setup ## the whole main job on embedded servers, with visible results
 test: $(SPARK_STAMP) ## every test but the slow suites
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd"
 
+test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s
+	$(BIN)/pytest -n 2 -q tests/unit
+
 check: $(SPARK_STAMP) ## ruff, mypy strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,10 +71,10 @@ soak: $(SPARK_STAMP) ## the crash tests, for longer
 	$(BIN)/pytest -m soak
 
 faults: $(SPARK_STAMP) ## the fault campaign: half an hour; GOALS="F1 F4" for some
-	PYTHONPATH=tests:tests/support $(BIN)/python -m faults $(GOALS)
+	PYTHONPATH=tests $(BIN)/python -m faults $(GOALS)
 
 faults-soak: $(SPARK_STAMP) ## the same, for hours
-	PYTHONPATH=tests:tests/support $(BIN)/python -m faults --soak $(GOALS)
+	PYTHONPATH=tests $(BIN)/python -m faults --soak $(GOALS)
 
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)
 	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian

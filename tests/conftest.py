@@ -25,9 +25,9 @@ from typing import Any
 import asyncpg
 import pytest
 import redis
-import session
 import uvloop
-from janitor import clear_up
+from support import session
+from support.janitor import clear_up
 
 from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 

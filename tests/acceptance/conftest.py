@@ -5,7 +5,7 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from mailroom import Mailroom
+from support.mailroom import Mailroom
 
 
 @pytest.fixture

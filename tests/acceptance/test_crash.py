@@ -5,8 +5,8 @@ import os
 import random
 
 import pytest
-from mailroom import Mailroom
-from writers import Writers
+from support.mailroom import Mailroom
+from support.writers import Writers
 
 from postroom import AsyncClient
 

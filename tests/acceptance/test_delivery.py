@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from chain import Chain
-from effects import Remembering, Senders, everything_has_its_effect_once
-from handlers import CountingHandler, serving
+from support.chain import Chain
+from support.effects import Remembering, Senders, everything_has_its_effect_once
+from support.handlers import CountingHandler, serving
 
 WRITERS = 8
 FAULTS = ("worker", "consumer", "agent", "reader", "killed", "paused", "purged EVENTS", "purged INBOX", "emptied")

@@ -5,7 +5,7 @@ import random
 from collections import defaultdict
 
 import aiohttp
-from mailroom import TOPIC
+from support.mailroom import TOPIC
 
 from postroom import AsyncClient
 

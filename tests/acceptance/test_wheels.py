@@ -17,9 +17,9 @@ from importlib.metadata import files, requires
 from pathlib import Path
 
 import pytest
-from lone_daemon import LoneDaemon
 from packaging.requirements import Requirement
 from packaging.version import Version
+from support.lone_daemon import LoneDaemon
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """

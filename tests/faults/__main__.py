@@ -24,7 +24,7 @@ from typing import Final, TextIO
 
 import msgspec
 import uvloop
-from session import session_directory
+from support.session import session_directory
 
 from embedded.processes import tethered
 from faults import brokers, clocks, damage, disk, fuzz, growth, jobs, kills, neighbours, older, pairs, points, streams  # noqa: F401 - each makes its goals known

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, Self, TypeVar
 import aiohttp
 import asyncpg
 import msgspec
-from mailroom import TOPIC, Mailroom
 from redis import Redis
-from waiting import until_so
+from support.mailroom import TOPIC, Mailroom
+from support.waiting import until_so
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from faults.campaign import Run, create_database, goal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from damaged_outboxes import PAGE, Files, after, at_random, filled, overwrite, reckon, written
+from support.damaged_outboxes import PAGE, Files, after, at_random, filled, overwrite, reckon, written
 
 from faults.campaign import Missed, Run, goal
 

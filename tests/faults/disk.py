@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from mailroom import TOPIC, Mailroom
-from waiting import until
+from support.mailroom import TOPIC, Mailroom
+from support.waiting import until
 
 from faults.campaign import Run, goal
 from faults.load import kept, mailroom, reckon, relayed, writing

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from chain import QUEUE, Chain
-from effects import PATIENCE, Remembering
-from handlers import CountingHandler, serving
-from hostile import byte_writer, odd_messages, random_messages
-from mailroom import MESH, TOPIC, Mailroom
-from receiving import ids_in
-from waiting import until_so
+from support.chain import QUEUE, Chain
+from support.effects import PATIENCE, Remembering
+from support.handlers import CountingHandler, serving
+from support.hostile import byte_writer, odd_messages, random_messages
+from support.mailroom import MESH, TOPIC, Mailroom
+from support.receiving import ids_in
+from support.waiting import until_so
 
 from faults.campaign import Missed, Run, goal
 from postroom import AsyncClient, new_id

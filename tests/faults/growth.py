@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 from uuid import UUID
 
-from lone_daemon import LoneDaemon
-from mailroom import TOPIC
+from support.lone_daemon import LoneDaemon
+from support.mailroom import TOPIC
 
 from faults.campaign import Run, goal
 from outbox import Outbox

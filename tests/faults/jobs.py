@@ -11,12 +11,12 @@ from typing import Final
 from uuid import uuid4
 
 import asyncpg
-import zombie_flow
 from aiohttp import web
-from chain import Chain
-from handlers import serving
-from mailroom import MESH
-from waiting import until_so
+from support import zombie_flow
+from support.chain import Chain
+from support.handlers import serving
+from support.mailroom import MESH
+from support.waiting import until_so
 
 from faults.campaign import Missed, Run, goal
 from postroom.ledger.primitives import Start, start_job

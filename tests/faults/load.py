@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Final
 
 import asyncpg
-from mailroom import Mailroom, Process
-from waiting import until_so
-from writers import Writers
+from support.mailroom import Mailroom, Process
+from support.waiting import until_so
+from support.writers import Writers
 
 from faults.campaign import Missed, Run
 

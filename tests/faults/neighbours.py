@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import loud_member
-from lone_daemon import LoneDaemon
+from support import loud_member
+from support.lone_daemon import LoneDaemon
 
 from bench.attacker import KINDS
 from bench.load import NOBODYS_GROUP

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from agents import kept as kept_by_agent
-from chain import QUEUE, Chain
-from effects import PATIENCE, Remembering, everything_has_its_effect_once
-from handlers import serving
-from mailroom import MESH, TOPIC, Mailroom
-from receiving import ids_in
-from restores import back_up, restore
-from waiting import until_so
+from support.agents import kept as kept_by_agent
+from support.chain import QUEUE, Chain
+from support.effects import PATIENCE, Remembering, everything_has_its_effect_once
+from support.handlers import serving
+from support.mailroom import MESH, TOPIC, Mailroom
+from support.receiving import ids_in
+from support.restores import back_up, restore
+from support.waiting import until_so
 
 from faults.campaign import Missed, Run, goal
 from faults.load import kept, mailroom, reckon, relayed

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, NamedTuple
 
-from mailroom import Mailroom, Process
+from support.mailroom import Mailroom, Process
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from embedded.server import EmbeddedServer

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from mailroom import TOPIC, Mailroom
+from support.mailroom import TOPIC, Mailroom
 
 from faults.campaign import Missed, Run, goal
 from faults.load import RESTARTED, accepted, kept, mailroom

@@ -16,12 +16,12 @@ from typing import Final
 import asyncpg
 import nats
 from aiohttp import web
-from chain import Chain
-from effects import PATIENCE, Remembering, Senders, at_rest, everything_has_its_effect_once
-from handlers import Call, CountingHandler, serving
-from mailroom import MESH, TOPIC
 from nats.aio.client import Client
-from waiting import until_so
+from support.chain import Chain
+from support.effects import PATIENCE, Remembering, Senders, at_rest, everything_has_its_effect_once
+from support.handlers import Call, CountingHandler, serving
+from support.mailroom import MESH, TOPIC
+from support.waiting import until_so
 
 from faults.campaign import Missed, Run, goal
 from postroom import AsyncClient, new_id

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from post import PostOffice
 from pyspark.sql import SparkSession
+from support.post import PostOffice
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom.spark.java import find_java

@@ -15,11 +15,10 @@ from uuid import uuid4
 import pyarrow as pa
 import pyspark
 import pytest
-import rough_write
-import stream_orders
-from post import PostOffice
 from pyarrow import parquet
-from write_jobs import completions, holding, shown
+from support import rough_write, stream_orders
+from support.post import PostOffice
+from support.write_jobs import completions, holding, shown
 
 from embedded.processes import tethered
 from postroom.spark.session import prepare_environment

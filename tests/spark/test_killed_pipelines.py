@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import asyncpg
 import pyarrow as pa
 import pytest
-from histories import History
-from post import PostOffice
 from pyarrow import parquet
-from rough_write import wait_until
-from write_jobs import in_database
+from support.histories import History
+from support.post import PostOffice
+from support.rough_write import wait_until
+from support.write_jobs import in_database
 
 from postroom.delivery.agents.store import Owner, Store
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from histories import History, run
 from pyspark.sql import SparkSession
+from support.histories import History, run
 
 from broker.commands import find_orphans as check_in_sql
 from pipeline.days import write_days

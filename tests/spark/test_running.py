@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import SETTINGS, Counting
-from histories import History
-from jetstream import Context
-from post import PostOffice
 from pyspark.sql import SparkSession
+from support.agents import SETTINGS, Counting
+from support.histories import History
+from support.jetstream import Context
+from support.post import PostOffice
 
 from pipeline.options import described, parse
 from pipeline.registry import PIPELINES

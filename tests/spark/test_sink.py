@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import rough_write
-from post import PostOffice
 from pyspark import cloudpickle
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
+from support import rough_write
+from support.post import PostOffice
 
 
 def test_each_row_becomes_one_message_that_holds_it_as_json(spark: SparkSession, post: PostOffice) -> None:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from post import PostOffice
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
+from support.post import PostOffice
 
 
 def test_a_stream_that_starts_again_from_its_checkpoint_sends_each_row_once(

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID, uuid4
 
-import crashing_write
 import pyarrow as pa
 import pytest
-from post import PostOffice
 from pyspark import cloudpickle
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
-from write_jobs import cancel, completions, holding, in_database, shown
+from support import crashing_write
+from support.post import PostOffice
+from support.write_jobs import cancel, completions, holding, in_database, shown
 
 from postroom import Conflict, InvalidMessage, PostroomError
 from postroom.ledger.operating import start

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
-from jetstream import QUICK, Context, named, until
 from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
@@ -21,6 +20,7 @@ from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consuming import Consumer
 from postroom.delivery.settings import ConsumerSettings
+from support.jetstream import QUICK, Context, named, until
 
 STOP_SECONDS = 3
 SETTINGS = AgentSettings(retry_seconds=0.05, publish_seconds=1)

@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import nats
-from mailroom import MESH, Mailroom, Process
 from nats.errors import Error
 
 from embedded import EmbeddedNats
 from postroom import AsyncClient, BrokerClient
+from support.mailroom import MESH, Mailroom, Process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUEUE = "queue:counter"  # whose commands the agent of `examples/counting_agent.py` takes

@@ -15,9 +15,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agents import Counting, settled
-from jetstream import QUICK, Context
-
 from postroom.agent import Emit, Envelope, fill_subjects
 from postroom.chassis import logs
 from postroom.delivery.agents.consumers import open_consumers
@@ -26,6 +23,8 @@ from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consuming import Consumer, Delivery, Outcome, Settle
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from support.agents import Counting, settled
+from support.jetstream import QUICK, Context
 
 ACK_WAIT = 0.3  # seconds
 SETTINGS = AgentSettings(group_messages=3, retry_seconds=0.05)

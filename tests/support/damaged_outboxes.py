@@ -12,13 +12,13 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
-from outboxes import WHY, accepted, dead, done
 
 from outbox import Outbox
 from outbox.recover import Recovery, recover
 from outbox.settled import text_of
 from postroom.ids import new_id
 from postroom.message import prepare
+from support.outboxes import WHY, accepted, dead, done
 
 PAGE: Final = 4096
 SETTLED: Final = ("done", "aborted")

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import asyncpg
-from agents import Kept, kept
 from aiohttp import web
-from chain import QUEUE, Chain
-from handlers import Call, CountingHandler
-from mailroom import TOPIC
-from receiving import ids_in
 
 from postroom import AsyncClient, new_id
+from support.agents import Kept, kept
+from support.chain import QUEUE, Chain
+from support.handlers import Call, CountingHandler
+from support.mailroom import TOPIC
+from support.receiving import ids_in
 
 PATIENCE = 120.0  # seconds, in which everything has to come to rest after the last fault
 

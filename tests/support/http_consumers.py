@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
-from jetstream import DURABLE, Context, until
 from nats.js.errors import NotFoundError
 
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.delivery.settings import NatsSettings
 from postroom.worker.consumer import Services, open_services
 from postroom.worker.consumer_config import ConsumerConfig
+from support.jetstream import DURABLE, Context, until
 
 
 class Inbox:

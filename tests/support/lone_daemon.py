@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from mailroom import Process
-
 from postroom import AsyncClient, PostroomError
+from support.mailroom import Process
 
 
 class LoneDaemon:

@@ -14,10 +14,10 @@ from pathlib import Path
 import nats
 from nats.errors import Error
 from nats.js import JetStreamContext
-from waiting import until_so
 
 from embedded.processes import tethered
 from embedded.programs import nats_server
+from support.waiting import until_so
 
 SERVERS = 3
 

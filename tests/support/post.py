@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
-from mailroom import Mailroom, Process
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom import AsyncClient
 from postroom.spark.keys import RowIds
+from support.mailroom import Mailroom, Process
 
 _DATABASE = "post"
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Final
 
 import nats
-from inboxes import MEMBER, wire
-from lone_daemon import LoneDaemon
 from nats.js import JetStreamContext
 
 from broker_client.window import KeptFeatures
@@ -22,6 +20,8 @@ from postroom import AsyncClient, InboxMessage, InboxQuery
 from postroom.accept import DedupeFeature, Features
 from postroom.administration import HistoryMessage
 from postroom.delivery.streams import default_streams, ensure_stream
+from support.inboxes import MEMBER, wire
+from support.lone_daemon import LoneDaemon
 
 _DEDUPE: Final = DedupeFeature(version=1, mode="permanent", request_fingerprint=True)
 _SECONDS: Final = 30.0  # that a slow machine may need

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from container import Machine
+from support.container import Machine
 
 
 def start_postgres(machine: Machine) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from container import Machine
+from support.container import Machine
 
 _SECONDS = 60.0
 _PAUSE = 0.05

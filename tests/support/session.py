@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from janitor import clearing_up
-
 from embedded import ProcessIdentity
+from support.janitor import clearing_up
 
 _PREFIX = "postroom-test-"
 _OWNER = "session.pid"

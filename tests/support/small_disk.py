@@ -21,7 +21,7 @@ async def run(*command: str, **variables: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return the environment in which a program finds what supports the tests."""
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 async def run_on_a_small_disk(tmp_path: Path, program: str, *, megabytes: int = 1, files: int = 0) -> list[str]:

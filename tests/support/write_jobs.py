@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 import asyncpg
-from waiting import until_so
 
 from postroom.ledger.operating import JobTree, cancel_job, show_job
+from support.waiting import until_so
 
 T = TypeVar("T")
 

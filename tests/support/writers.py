@@ -7,10 +7,9 @@ import random
 from pathlib import Path
 from typing import Final
 
-from mailroom import TOPIC
-
 from postroom import AsyncClient, new_id
 from postroom.message import SendRequest
+from support.mailroom import TOPIC
 
 _BATCH: Final = 50  # messages of a batch, at most
 _BODY: Final = 2000  # bytes of a body, fewer than

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from container import Machine, Settings, booted, host_settings, run
-from debian import BOOTABLE, MachineMissing, cached, debian_root, digest
-from servers import start_postgres, start_redis
-from services import Daemon
+from support.container import Machine, Settings, booted, host_settings, run
+from support.debian import BOOTABLE, MachineMissing, cached, debian_root, digest
+from support.servers import start_postgres, start_redis
+from support.services import Daemon
 
 from postroom import AsyncClient, BrokerClient
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from container import Machine
-from services import Daemon, Service, until
+from support.container import Machine
+from support.services import Daemon, Service, until
 
 from postroom import AsyncClient
 

@@ -7,8 +7,8 @@ import socket
 from itertools import count
 
 import pytest
-from container import Machine
-from services import Daemon, stopped, until
+from support.container import Machine
+from support.services import Daemon, stopped, until
 
 from postroom import AsyncClient, Unavailable, new_id
 

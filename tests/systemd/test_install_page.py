@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from container import booted, host_settings
-from servers import start_nats, start_postgres, start_redis
+from support.container import booted, host_settings
+from support.servers import start_nats, start_postgres, start_redis
 
 pytestmark = pytest.mark.systemd
 

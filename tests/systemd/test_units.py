@@ -1,7 +1,7 @@
 """What systemd itself says about the units as `install-service` wrote them."""
 
 import pytest
-from container import Machine
+from support.container import Machine
 
 pytestmark = pytest.mark.systemd
 

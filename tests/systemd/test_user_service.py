@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
-from container import Machine
-from services import Daemon, until
+from support.container import Machine
+from support.services import Daemon, until
 
 pytestmark = pytest.mark.systemd
 

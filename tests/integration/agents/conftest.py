@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from agents import Counting
-from jetstream import Context
 from nats.aio.client import Client
+from support.agents import Counting
+from support.jetstream import Context
 
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from agents import SETTINGS, Counting, Tally, attempted, running_agent, settled
-from jetstream import Context, until
+from support.agents import SETTINGS, Counting, Tally, attempted, running_agent, settled
+from support.jetstream import Context, until
 
 from postroom.agent import Emit, Envelope
 from postroom.delivery.agents.runtime import AgentRuntime

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Counting, Tally, attempted, emitted, kept, place_orders, running_agent, settled
-from jetstream import Context
+from support.agents import Counting, Tally, attempted, emitted, kept, place_orders, running_agent, settled
+from support.jetstream import Context
 
 from embedded.processes import tethered
 from postroom.delivery.agents.inspecting import verify
 
-SUPPORT = Path(__file__).parents[2] / "support"
+TESTS = Path(__file__).parents[2]
 MAX_DELIVER = 5  # of the crashing agent
 ORDERS_PER_RUN = 12  # in four groups: enough for each of the points to be reached
 POINTS = [
@@ -34,8 +34,8 @@ Run = Callable[[str, int], Awaitable[int]]
 @pytest.fixture
 async def run(context: Context, nats_url: str, tmp_path: Path) -> AsyncIterator[Run]:
     """Run the agent until it is killed at a point; returns how its process ended."""
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    command = tethered([sys.executable, "-m", "crashing_agent"])
+    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    command = tethered([sys.executable, "-m", "support.crashing_agent"])
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )

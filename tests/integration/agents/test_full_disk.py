@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from small_disk import run_on_a_small_disk
+from support.small_disk import run_on_a_small_disk
 
 FULL_DISK = """
 import asyncio, os, sys

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import Counting, attempted, kept, place_orders, running_agent, settled
-from hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
-from jetstream import Context
+from support.agents import Counting, attempted, kept, place_orders, running_agent, settled
+from support.hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
+from support.jetstream import Context
 
 GOOD = [f"good-{number}" for number in range(20)]
 

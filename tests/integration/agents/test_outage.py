@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import msgspec
-from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
-from jetstream import Context, until
+from support.agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
+from support.jetstream import Context, until
 
 from embedded import EmbeddedNats
 from postroom.delivery.nats import connect

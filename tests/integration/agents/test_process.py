@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from agents import emitted, settled
-from jetstream import Context, until
+from support.agents import emitted, settled
+from support.jetstream import Context, until
 
 from embedded.processes import tethered
 

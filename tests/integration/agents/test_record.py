@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from agents import SETTINGS, Counting, Running, Tally, emitted, kept, place_orders, running_agent, settled
-from jetstream import Context, until
+from support.agents import SETTINGS, Counting, Running, Tally, emitted, kept, place_orders, running_agent, settled
+from support.jetstream import Context, until
 
 from embedded import EmbeddedNats
 from postroom.agent import Command, Envelope

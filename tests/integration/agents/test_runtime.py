@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
-from jetstream import Context, until
+from support.agents import SETTINGS, Counting, Tally, emitted, kept, place_orders, running_agent, settled
+from support.jetstream import Context, until
 
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import SETTINGS, Counting
-from jetstream import Context
+from support.agents import SETTINGS, Counting
+from support.jetstream import Context
 
 from postroom.chassis.exits import Fatal
 from postroom.delivery.agents.inspecting import replay, verify

@@ -18,7 +18,7 @@ import asyncpg
 import msgspec
 import pytest
 from aiohttp import web
-from databases import migrated_database, postgres_of_its_own
+from support.databases import migrated_database, postgres_of_its_own
 
 from broker.app import Services, build
 from broker.config import BrokerConfig

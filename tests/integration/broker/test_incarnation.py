@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from databases import postgres_of_its_own
-from restores import back_up, begin_timeline, forget, restore
-from waiting import until_so
+from support.databases import postgres_of_its_own
+from support.restores import back_up, begin_timeline, forget, restore
+from support.waiting import until_so
 
 from broker.commands import begin_incarnation
 from broker.migrate import migrate

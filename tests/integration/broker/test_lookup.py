@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from waiting import until
+from support.waiting import until
 
 from broker import lookup
 from postroom import BrokerClient

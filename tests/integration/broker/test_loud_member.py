@@ -12,9 +12,9 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
-import loud_member
 import msgspec
 import pytest
+from support import loud_member
 
 from embedded.processes import tethered
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from structlog.testing import capture_logs
-from wire import MALFORMED, SECRET
+from support.wire import MALFORMED, SECRET
 
 from broker.config import BrokerConfig
 from broker.main import open_services

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from relaying import FEATURES
+from support.relaying import FEATURES
 
 from broker_client import BrokerClientSettings, BrokerLink, Relay, RelaySettings
 from outbox import Outbox

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from relaying import ids_of, rows_of, whole
-from waiting import until
+from support.relaying import ids_of, rows_of, whole
+from support.waiting import until
 
 from broker_client.clock import ConfirmedClock
 from outbox.model import Caller

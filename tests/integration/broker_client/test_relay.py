@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from aiohttp import web
-from relaying import FEATURES, ids_of
-from waiting import until
+from support.relaying import FEATURES, ids_of
+from support.waiting import until
 
 
 async def test_a_backlog_is_relayed_in_batches_and_settled(scripted_broker, station):

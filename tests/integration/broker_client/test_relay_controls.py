@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from relaying import ids_of
-from waiting import until
+from support.relaying import ids_of
+from support.waiting import until
 
 from outbox.model import Caller
 

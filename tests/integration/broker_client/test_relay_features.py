@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from relaying import FEATURES
-from waiting import until
+from support.relaying import FEATURES
+from support.waiting import until
 
 from outbox.model import Caller
 from postroom.chassis.exits import Exit, Fatal

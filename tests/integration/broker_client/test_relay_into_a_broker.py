@@ -12,7 +12,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 from aiohttp import ClientSession, web
-from waiting import until_so
+from support.waiting import until_so
 
 from broker.app import build
 from broker.config import BrokerConfig, LimiterConfig

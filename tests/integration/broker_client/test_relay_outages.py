@@ -7,8 +7,8 @@ import json
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from relaying import busy, ids_of, rows_of, whole
-from waiting import until
+from support.relaying import busy, ids_of, rows_of, whole
+from support.waiting import until
 
 from outbox.model import Caller, RowFilter
 from postroom.message import prepare

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import structlog
-from relaying import ids_of, rows_of
-from waiting import until
+from support.relaying import ids_of, rows_of
+from support.waiting import until
 
 
 async def test_answers_that_a_full_disk_does_not_take_are_stored_once_there_is_space_and_not_asked_for_again(

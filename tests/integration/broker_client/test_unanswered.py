@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from relaying import rows_of
+from support.relaying import rows_of
 
 from outbox.model import Caller, RowFilter
 from postroom.errors import Conflict

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from lone_daemon import LoneDaemon
-from terminal import Terminal
+from support.lone_daemon import LoneDaemon
+from support.terminal import Terminal
 
 from cli import connect
 

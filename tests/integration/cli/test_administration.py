@@ -10,8 +10,8 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from mailroom import Mailroom
-from terminal import Outcome, Terminal
+from support.mailroom import Mailroom
+from support.terminal import Outcome, Terminal
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom import BrokerClient, Conflict, HistoryQuery, NotFound, NotPermitted

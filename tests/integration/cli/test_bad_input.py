@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from lone_daemon import LoneDaemon
-from terminal import Terminal
+from support.lone_daemon import LoneDaemon
+from support.terminal import Terminal
 
 from cli import connect
 from postroom.ids import is_client_message_id

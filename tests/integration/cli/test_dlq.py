@@ -11,9 +11,9 @@ from typing import Any
 import asyncpg
 import msgspec
 import pytest
-from databases import migrated_database
-from jetstream import DURABLE, Context, Script
-from terminal import Terminal
+from support.databases import migrated_database
+from support.jetstream import DURABLE, Context, Script
+from support.terminal import Terminal
 
 from embedded import EmbeddedPostgres
 from postroom.delivery.consuming import DONE, Dead

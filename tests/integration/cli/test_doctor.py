@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from terminal import Terminal
+from support.terminal import Terminal
 
 NOBODY = "127.0.0.1:1"
 

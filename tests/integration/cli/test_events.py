@@ -8,7 +8,7 @@ import pwd
 
 import asyncpg
 import pytest
-from terminal import Terminal
+from support.terminal import Terminal
 
 from postroom.delivery.database import migrate
 

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from inboxes import message
-from lone_daemon import LoneDaemon
 from nats.js import JetStreamContext
-from receiving import publish, received, receiving_daemon, stream_of
-from terminal import Terminal
+from support.inboxes import message
+from support.lone_daemon import LoneDaemon
+from support.receiving import publish, received, receiving_daemon, stream_of
+from support.terminal import Terminal
 
 from postroom import AsyncClient
 

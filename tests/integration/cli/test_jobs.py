@@ -11,9 +11,9 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from databases import migrated_database
-from ledgers import LEASE, Jobs
-from terminal import Terminal
+from support.databases import migrated_database
+from support.ledgers import LEASE, Jobs
+from support.terminal import Terminal
 
 from embedded import EmbeddedPostgres
 from postroom.chassis.users import this_user

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from terminal import Outcome, Terminal
+from support.terminal import Outcome, Terminal
 
 from postroom.chassis.users import this_user
 from postroom.once import open_registry

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lone_daemon import LoneDaemon
-from terminal import Terminal
+from support.lone_daemon import LoneDaemon
+from support.terminal import Terminal
 
 from postroom import AsyncClient, Client, RowFilter
 from postroom.sends import BulkResult

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from lone_daemon import LoneDaemon
-from terminal import SECONDS, Terminal
+from support.lone_daemon import LoneDaemon
+from support.terminal import SECONDS, Terminal
 
 from postroom import Client
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from inboxes import message, wire
-from lone_daemon import LoneDaemon
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
-from receiving import ids_in, publish, received, receiving_daemon, stream_of
+from support.inboxes import message, wire
+from support.lone_daemon import LoneDaemon
+from support.receiving import ids_in, publish, received, receiving_daemon, stream_of
 
 from postroom import AsyncClient, EventsQuery, InboxMessage, NotFound
 from postroom.delivery.dead_letters import DeadLetter

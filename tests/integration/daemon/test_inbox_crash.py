@@ -14,11 +14,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from inboxes import message
-from lone_daemon import LoneDaemon
-from mailroom import Process
 from nats.js import JetStreamContext
-from receiving import ids_in, publish, received, receiving_daemon, stream_of
+from support.inboxes import message
+from support.lone_daemon import LoneDaemon
+from support.mailroom import Process
+from support.receiving import ids_in, publish, received, receiving_daemon, stream_of
 
 from postroom import AsyncClient
 

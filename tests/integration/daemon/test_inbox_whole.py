@@ -10,8 +10,8 @@ from pathlib import Path
 
 import nats
 import pytest
-from mailroom import MESH, Mailroom, Process
-from receiving import received
+from support.mailroom import MESH, Mailroom, Process
+from support.receiving import received
 
 from postroom import AsyncClient, BrokerClient, InboxMessage
 from postroom.delivery.subjects import stream_name

@@ -8,11 +8,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
-from inboxes import message, wire
 from nats.js import JetStreamContext
-from receiving import ids_in, publish, stream_of
-from waiting import until, until_so
+from support.hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
+from support.inboxes import message, wire
+from support.receiving import ids_in, publish, stream_of
+from support.waiting import until, until_so
 
 from broker_client.settings import BrokerClientSettings
 from daemon.receiver import Receiver

@@ -11,8 +11,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 from aiohttp import web
-from restores import back_up, forget, restore
-from waiting import until_so
+from support.restores import back_up, forget, restore
+from support.waiting import until_so
 
 from broker.app import build
 from broker.commands import begin_incarnation

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from jetstream import Context
 from nats.aio.client import Client
+from support.jetstream import Context
 
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from jetstream import DURABLE, QUICK
+from support.jetstream import DURABLE, QUICK
 
 from postroom.delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Settle
 from postroom.delivery.dead_letters import DeadLetter, StreamLetters

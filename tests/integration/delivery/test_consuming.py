@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from jetstream import Context, Script, running, until
+from support.jetstream import Context, Script, running, until
 
 from postroom.delivery.consuming import DONE, Dead, Delivery, Done, Retry
 from postroom.delivery.dead_letters import DeadLetter, StreamLetters

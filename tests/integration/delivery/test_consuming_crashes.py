@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jetstream import Context, until
+from support.jetstream import Context, until
 
 from embedded.processes import tethered
 
@@ -18,7 +18,7 @@ COUNT = 60
 
 
 def start(url: str, context: str, point: str, victim: str, effects: Path) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
     command = [sys.executable, str(PROGRAM), url, context, point, victim, str(effects)]
     return subprocess.Popen(tethered(command), env={**os.environ, "PYTHONPATH": paths})
 

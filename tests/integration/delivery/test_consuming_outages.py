@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from jetstream import DURABLE, Context, Script, until
 from nats.errors import Error
+from support.jetstream import DURABLE, Context, Script, until
 
 from embedded import EmbeddedNats
 from postroom.delivery import pulling

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hostile import HostileMessage, byte_writer, odd_messages, odd_subjects, quiet_logs, random_messages
-from jetstream import Context, Script
+from support.hostile import HostileMessage, byte_writer, odd_messages, odd_subjects, quiet_logs, random_messages
+from support.jetstream import Context, Script
 
 from postroom.chassis.postgres import connected
 from postroom.delivery.consuming import Consumer

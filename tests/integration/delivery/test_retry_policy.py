@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from jetstream import Context, Script
+from support.jetstream import Context, Script
 
 from postroom.delivery.consuming import DONE, Retry
 from postroom.delivery.settings import BackoffSettings

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import structlog
-from jetstream import Context, Script, until
 from nats.js.api import RetentionPolicy
 from nats.js.errors import NotFoundError
+from support.jetstream import Context, Script, until
 
 from postroom.chassis.config import load
 from postroom.chassis.exits import Fatal

@@ -9,13 +9,13 @@ from pathlib import Path
 from embedded import ProcessIdentity
 from embedded.server import wait_until
 
-SUPPORT = Path(__file__).parents[2] / "support"
+TESTS = Path(__file__).parents[2]
 SECONDS = 60.0
 SESSION = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from embedded import ProcessIdentity
-from janitor import clearing_up
+from support.janitor import clearing_up
 directory = Path(sys.argv[1])
 detached = subprocess.Popen(["sleep", "600"], start_new_session=True)
 (directory / "1" / "mailroom").mkdir(parents=True)
@@ -42,7 +42,7 @@ def test_what_a_killed_session_had_detached_is_ended_and_its_files_are_removed(t
     directory = tmp_path / "session"
     directory.mkdir()
     session = subprocess.run(
-        [sys.executable, "-c", SESSION, directory], env={"PYTHONPATH": str(SUPPORT)}, capture_output=True, check=False
+        [sys.executable, "-c", SESSION, directory], env={"PYTHONPATH": str(TESTS)}, capture_output=True, check=False
     )
     pid = int(session.stdout)
     assert wait_until(lambda: not directory.exists(), SECONDS)
@@ -52,8 +52,8 @@ def test_what_a_killed_session_had_detached_is_ended_and_its_files_are_removed(t
 
 def test_what_a_server_writes_before_it_ends_too_is_removed_as_well(tmp_path: Path) -> None:
     directory = tmp_path / "session"
-    janitor = [sys.executable, SUPPORT / "janitor.py", directory]
+    janitor = [sys.executable, TESTS / "support/janitor.py", directory]
     with subprocess.Popen([sys.executable, "-c", WRITER, directory], stderr=subprocess.DEVNULL):
         assert wait_until(directory.exists, SECONDS)
-        subprocess.run(janitor, stdin=subprocess.DEVNULL, env={"PYTHONPATH": str(SUPPORT)}, check=True)
+        subprocess.run(janitor, stdin=subprocess.DEVNULL, env={"PYTHONPATH": str(TESTS)}, check=True)
         assert not directory.exists()

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from outboxes import Clock
+from support.outboxes import Clock
 
 from inbox import Inbox
 

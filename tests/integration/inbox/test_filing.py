@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from inboxes import message
-from outboxes import START, Clock, opened
+from support.inboxes import message
+from support.outboxes import START, Clock, opened
 
 from inbox import Inbox, MessageFilter
 from postroom.errors import InvalidMessage, TryAgain

@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from inboxes import message
-from outboxes import START, Clock, opened
+from support.inboxes import message
+from support.outboxes import START, Clock, opened
 
 from inbox import Inbox
 from postroom.chassis.exits import Exit, Fatal

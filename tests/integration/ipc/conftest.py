@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from wire import Reply, encode, parse
+from support.wire import Reply, encode, parse
 
 from inbox import Inbox
 from ipc.counters import Counters

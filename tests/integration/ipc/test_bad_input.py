@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from wire import MALFORMED, SECRET
+from support.wire import MALFORMED, SECRET
 
 from ipc.limits import Limits
 from outbox.model import Caller, Settlement, Verdict

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from inboxes import Opened, message
+from support.inboxes import Opened, message
 
 from inbox import Inbox, InboxSettings
 from ipc.limits import Limits

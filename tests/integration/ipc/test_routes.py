@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wire import encode, parse
+from support.wire import encode, parse
 
 from ipc.dispatch import MethodNotAllowed, Table
 from ipc.peers import Policy

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from wire import encode
+from support.wire import encode
 
 from ipc.limits import Limits
 from ipc.peers import Policy

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-from inboxes import Opened, message
+from support.inboxes import Opened, message
 
 import ipc.batch
 from inbox import Inbox, InboxSettings

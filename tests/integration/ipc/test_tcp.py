@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wire import Reply, encode, parse
+from support.wire import Reply, encode, parse
 
 from ipc.tokens import rotate
 

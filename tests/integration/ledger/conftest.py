@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import asyncpg
 import pytest
-from databases import migrated_database
-from ledgers import Jobs
+from support.databases import migrated_database
+from support.ledgers import Jobs
 
 from embedded import EmbeddedPostgres
 from postroom.ledger.database import migrate

@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from ledgers import LEASE, Jobs
+from support.ledgers import LEASE, Jobs
 
 from postroom.flow import Context, Flow, Job
 from postroom.ledger.engine import Engine, TryLater

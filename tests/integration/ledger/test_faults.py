@@ -7,7 +7,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from ledgers import LEASE, Jobs, asking
+from support.ledgers import LEASE, Jobs, asking
 
 from postroom.ledger.errors import Duplicate, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow, Then
 from postroom.ledger.primitives import (

@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from ledgers import LEASE, Jobs, asking
+from support.ledgers import LEASE, Jobs, asking
 
 from broker.migrate import migrate
 from postroom.errors import Conflict, InvalidMessage, NotFound

@@ -6,7 +6,7 @@ import json
 from uuid import uuid4
 
 import pytest
-from ledgers import LEASE, Jobs, asking
+from support.ledgers import LEASE, Jobs, asking
 
 from postroom.ledger.errors import Duplicate
 from postroom.ledger.primitives import Child, complete_leg1, enter_leg1, finish_job, finish_work, release, spawn

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from ledgers import LEASE, Jobs
+from support.ledgers import LEASE, Jobs
 
 from postroom.flow import Context, Flow, Job, Step
 from postroom.ledger import digits

@@ -8,7 +8,7 @@ from typing import Any
 
 import asyncpg
 import pytest
-from ledgers import Jobs
+from support.ledgers import Jobs
 
 from postroom.ledger.requests import MOST_AT_ONCE, QUERIES, find_overdue
 

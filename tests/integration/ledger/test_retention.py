@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from ledgers import Jobs
+from support.ledgers import Jobs
 
 from postroom.chassis.postgres import Pool
 from postroom.errors import Conflict

@@ -11,7 +11,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from ledgers import LEASE, Jobs, asking
+from support.ledgers import LEASE, Jobs, asking
 
 from postroom.ledger.errors import Duplicate, Fault, Then
 from postroom.ledger.operating import show_job

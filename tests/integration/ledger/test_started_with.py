@@ -6,7 +6,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from ledgers import LEASE, Jobs
+from support.ledgers import LEASE, Jobs
 
 from postroom.ledger.errors import Inactive
 from postroom.ledger.operating import show_job

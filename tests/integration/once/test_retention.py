@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import until_so
-from workers import worker
+from support.waiting import until_so
+from support.workers import worker
 
 from postroom.delivery.database import migrate
 from postroom.once import Result, Scope, Store, open_registry

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outboxes import Clock
+from support.outboxes import Clock
 
 from outbox import Outbox, OutboxSettings
 

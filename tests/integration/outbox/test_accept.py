@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from outboxes import ALICE, START, Clock, accepted, counted, row_in, send
+from support.outboxes import ALICE, START, Clock, accepted, counted, row_in, send
 
 from outbox import AcceptedRow, Caller, Outbox
 

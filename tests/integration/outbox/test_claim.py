@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from outboxes import START, WHY, Clock, accepted, opened, retry, send
+from support.outboxes import START, WHY, Clock, accepted, opened, retry, send
 
 from outbox import Outbox, relaying
 from outbox.errors import outbox_full

@@ -4,7 +4,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from damaged_outboxes import PAGE, after, at_random, filled, overwrite, reckon, written
+from support.damaged_outboxes import PAGE, after, at_random, filled, overwrite, reckon, written
 
 
 async def test_each_page_in_turn(tmp_path: Path) -> None:

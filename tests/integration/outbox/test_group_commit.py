@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from outboxes import ALICE, WHY, accepted, counted, done, opened, row_in, send
-from small_disk import environment, run, run_on_a_small_disk
+from support.outboxes import ALICE, WHY, accepted, counted, done, opened, row_in, send
+from support.small_disk import environment, run, run_on_a_small_disk
 
 from outbox import AcceptedRow, Outbox, RowFilter
 from postroom.errors import PostroomError, TryAgain
@@ -90,7 +90,7 @@ async def test_a_full_disk_refuses_and_the_outbox_goes_on_when_space_is_back(out
 FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
-from outboxes import ALICE, WHY, send
+from support.outboxes import ALICE, WHY, send
 from postroom.chassis import logs
 from outbox import AcceptedRow, Outbox, RowFilter
 
@@ -229,7 +229,7 @@ FAILING_DISK = """
 import asyncio, resource, sys
 from pathlib import Path
 from postroom.chassis import logs
-from outboxes import ALICE, WHY, send
+from support.outboxes import ALICE, WHY, send
 from postroom.errors import PostroomError
 from postroom.chassis.exits import Fatal
 from outbox import Outbox
@@ -280,7 +280,7 @@ async def test_a_failing_disk_leaves_the_outcome_unknown_and_ends_the_outbox(sta
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from outboxes import ALICE, send
+from support.outboxes import ALICE, send
 from outbox import Outbox
 
 async def main(directory):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from outboxes import ALICE, WHY, Clock, counted, dead, done, retry, send
+from support.outboxes import ALICE, WHY, Clock, counted, dead, done, retry, send
 
 from outbox import AcceptedRow, Outbox, RowFilter
 from outbox.model import Accepted, Unanswered

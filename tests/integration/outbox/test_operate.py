@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from outboxes import OPERATOR, START, WHY, Clock, accepted, dead, opened, retry, row_in, send
+from support.outboxes import OPERATOR, START, WHY, Clock, accepted, dead, opened, retry, row_in, send
 
 from outbox import Caller, Outbox, RelayControl, RowFilter, reading
 from postroom.errors import Conflict, InvalidMessage, NotFound

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from outboxes import START, WHY, Clock, accepted, counted, done, row_in, send
+from support.outboxes import START, WHY, Clock, accepted, counted, done, row_in, send
 
 from outbox import Outbox, RowFilter, reading
 from postroom.errors import InvalidMessage, NotFound

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from outboxes import START, WHY, accepted, counted, opened, row_in, send
+from support.outboxes import START, WHY, accepted, counted, opened, row_in, send
 
 from outbox import Outbox
 from outbox.recover import recover

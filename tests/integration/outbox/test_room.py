@@ -8,9 +8,9 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from outboxes import ALICE, WHY, Clock, accepted, counted, opened, row_in, send
-from small_disk import run_on_a_small_disk
-from waiting import until_so
+from support.outboxes import ALICE, WHY, Clock, accepted, counted, opened, row_in, send
+from support.small_disk import run_on_a_small_disk
+from support.waiting import until_so
 
 from outbox import AcceptedRow, Outbox, OutboxSettings, RowFilter, Settlement, Verdict
 from outbox.transaction import room_of
@@ -300,7 +300,7 @@ FULL_DISK = """
 import asyncio, contextlib, os, sys
 from pathlib import Path
 from postroom.chassis import logs
-from outboxes import ALICE, WHY, done, send
+from support.outboxes import ALICE, WHY, done, send
 from outbox import AcceptedRow, Outbox, OutboxSettings
 
 async def main(directory):

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from outboxes import START, WHY, Clock, accepted, dead, done, retry, row_in, send
+from support.outboxes import START, WHY, Clock, accepted, dead, done, retry, row_in, send
 
 from outbox import Outbox, Settlement
 from postroom.sends import OutboxRow

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from outboxes import Clock, accepted, opened, row_in, send
+from support.outboxes import Clock, accepted, opened, row_in, send
 
 from outbox import Outbox
 from postroom.chassis.exits import Exit, Fatal

@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from outboxes import WHY, opened, row_in, send
+from support.outboxes import WHY, opened, row_in, send
 
 from outbox import Outbox
 from outbox.model import TRANSITIONS

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from lone_daemon import LoneDaemon
-from odd_peers import Handler, Serve, Speak
+from support.lone_daemon import LoneDaemon
+from support.odd_peers import Handler, Serve, Speak
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from odd_peers import Serve, Speak
+from support.odd_peers import Serve, Speak
 
 from postroom import AsyncClient, BatchResult, PostroomError, SendRequest, SendResult, TryAgain, Unavailable, batch
 from postroom.backlog import MAX_WAITING

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from odd_peers import Serve, Speak
+from support.odd_peers import Serve, Speak
 
 from postroom import AsyncClient, BrokerClient, NotPermitted, Unavailable, transport
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from odd_peers import Serve
+from support.odd_peers import Serve
 
 from postroom import AsyncClient, InvalidMessage, PostroomError, SendResult, TryAgain, Unavailable
 from postroom.operations import RowFilter

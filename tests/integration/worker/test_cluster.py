@@ -14,11 +14,11 @@ from typing import Any
 
 import asyncpg
 import pytest
-from handlers import serving
-from hostile import quiet_logs
-from http_consumers import consuming
-from nats_cluster import running_cluster
-from waiting import until, until_so
+from support.handlers import serving
+from support.hostile import quiet_logs
+from support.http_consumers import consuming
+from support.nats_cluster import running_cluster
+from support.waiting import until, until_so
 
 from broker.migrate import migrate
 from embedded.processes import tethered

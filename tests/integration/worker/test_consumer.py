@@ -13,10 +13,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from handlers import serving
-from http_consumers import settled
-from jetstream import Context
 from nats.aio.client import Client
+from support.handlers import serving
+from support.http_consumers import settled
+from support.jetstream import Context
 
 from embedded.processes import tethered
 from postroom.delivery.database import migrate

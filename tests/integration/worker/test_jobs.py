@@ -16,10 +16,10 @@ from uuid import UUID, uuid4
 
 import asyncpg
 import pytest
-from hostile import byte_writer, odd_messages, quiet_logs
-from jetstream import Context
-from waiting import until_so
-from workers import worker
+from support.hostile import byte_writer, odd_messages, quiet_logs
+from support.jetstream import Context
+from support.waiting import until_so
+from support.workers import worker
 
 from embedded.processes import tethered
 from postroom.delivery.nats import connect

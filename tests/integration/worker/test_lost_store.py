@@ -16,9 +16,9 @@ import asyncpg
 import nats
 import pytest
 from nats.js.errors import NotFoundError
-from terminal import Terminal
-from waiting import until_so
-from workers import worker
+from support.terminal import Terminal
+from support.waiting import until_so
+from support.workers import worker
 
 from broker.migrate import migrate
 from embedded import EmbeddedNats

@@ -10,9 +10,9 @@ from datetime import UTC, datetime, timedelta
 import aiohttp
 import asyncpg
 import pytest
-from histories import History
-from waiting import until_so
-from workers import worker
+from support.histories import History
+from support.waiting import until_so
+from support.workers import worker
 
 from broker.commands import find_orphans
 from postroom.chassis.postgres import Pool

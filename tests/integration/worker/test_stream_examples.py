@@ -12,11 +12,11 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from handlers import serving
 from nats.aio.client import Client
 from nats.errors import Error
 from nats.js import JetStreamContext
-from waiting import until_so
+from support.handlers import serving
+from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from embedded.processes import tethered

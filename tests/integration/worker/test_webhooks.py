@@ -17,12 +17,12 @@ import asyncpg
 import msgspec
 import pytest
 from aiohttp import web
-from handlers import Call, CountingHandler, ok, serving
-from http_consumers import Inbox, settled
-from jetstream import Context, until
 from nats.js.errors import NotFoundError
-from waiting import until_so
-from workers import worker
+from support.handlers import Call, CountingHandler, ok, serving
+from support.http_consumers import Inbox, settled
+from support.jetstream import Context, until
+from support.waiting import until_so
+from support.workers import worker
 
 from broker.app import build
 from broker.config import BrokerConfig

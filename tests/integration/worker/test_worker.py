@@ -19,8 +19,8 @@ import asyncpg
 import msgspec
 import nats
 import pytest
-from waiting import until_so
-from workers import worker
+from support.waiting import until_so
+from support.workers import worker
 
 from broker.authentication import Member
 from broker.config import RetentionConfig

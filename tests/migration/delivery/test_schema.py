@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from catalog import catalog, rebuild
+from support.catalog import catalog, rebuild
 
 from postroom.chassis.sql import read_sql
 from postroom.delivery.database import migrate

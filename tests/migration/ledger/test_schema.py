@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncpg
 import pytest
-from catalog import catalog, rebuild
+from support.catalog import catalog, rebuild
 
 from postroom.chassis.sql import read_sql
 from postroom.ledger.database import migrate

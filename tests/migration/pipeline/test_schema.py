@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from catalog import catalog, rebuild
+from support.catalog import catalog, rebuild
 
 from pipeline.database import migrate
 from postroom.chassis.sql import read_sql

@@ -9,7 +9,7 @@ import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import Terminal
+from support.terminal import Terminal
 
 from cli.composing import body_of, meta_of, moment_of
 from cli.ending import printable

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-from inboxes import message
+from support.inboxes import message
 
 from daemon.filing import Filing, FilingCounters
 from daemon.receiver import consumer_settings

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
-from handlers import serving
+from support.handlers import serving
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.http import addresses

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from inboxes import message
+from support.inboxes import message
 
 from postroom.following import Following
 from postroom.peer import Peer

@@ -8,10 +8,10 @@ from typing import Any
 
 import asyncpg
 import pytest
-from databases import migrated_database
-from handlers import CountingHandler, serving
-from http_consumers import Inbox, config_of, consuming
-from jetstream import Context
+from support.databases import migrated_database
+from support.handlers import CountingHandler, serving
+from support.http_consumers import Inbox, config_of, consuming
+from support.jetstream import Context
 
 from embedded import EmbeddedPostgres
 from postroom.delivery.database import migrate

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import crashing_consumer
 import pytest
 from aiohttp import web
-from handlers import CountingHandler
-from http_consumers import Inbox, settled
-from jetstream import DURABLE, Context
+from support import crashing_consumer
+from support.handlers import CountingHandler
+from support.http_consumers import Inbox, settled
+from support.jetstream import DURABLE, Context
 
 from embedded.processes import tethered
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from handlers import Call, CountingHandler, serving
-from http_consumers import Inbox, settled
-from jetstream import QUICK, Context, until
-from waiting import until as until_noticed
+from support.handlers import Call, CountingHandler, serving
+from support.http_consumers import Inbox, settled
+from support.jetstream import QUICK, Context, until
+from support.waiting import until as until_noticed
 
 from postroom.delivery import pulling
 from postroom.delivery.http import reach

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
-from http_consumers import Inbox, settled
-from jetstream import Context
+from support.hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
+from support.http_consumers import Inbox, settled
+from support.jetstream import Context
 
 GOOD = [f"good-{number}" for number in range(20)]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import asyncpg
 import pytest
-from handlers import CountingHandler
-from http_consumers import Inbox
-from jetstream import Context
+from support.handlers import CountingHandler
+from support.http_consumers import Inbox
+from support.jetstream import Context
 
 from postroom.chassis.postgres import REFUSED
 from postroom.delivery.consuming import Dead, Outcome

@@ -8,13 +8,13 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import crashing_consumer
 import pytest
 from aiohttp import web
-from databases import postgres_of_its_own
-from handlers import Call, CountingHandler
-from http_consumers import Inbox, config_of, consuming, settled
-from jetstream import DURABLE, Context, until
+from support import crashing_consumer
+from support.databases import postgres_of_its_own
+from support.handlers import Call, CountingHandler
+from support.http_consumers import Inbox, config_of, consuming, settled
+from support.jetstream import DURABLE, Context, until
 
 from embedded import EmbeddedPostgres
 from embedded.processes import tethered

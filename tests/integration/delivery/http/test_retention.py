@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from jetstream import Context
+from support.jetstream import Context
 
 from postroom.chassis.postgres import Pool
 from postroom.delivery.database import migrate

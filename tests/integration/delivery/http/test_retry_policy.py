@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from aiohttp import web
-from handlers import Call, CountingHandler
-from http_consumers import Inbox, settled
-from jetstream import DURABLE, Context, until
+from support.handlers import Call, CountingHandler
+from support.http_consumers import Inbox, settled
+from support.jetstream import DURABLE, Context, until
 
 from postroom.worker.consumer import Services
 

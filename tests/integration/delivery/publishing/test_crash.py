@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import crashing_publisher
+from support import crashing_publisher
 
 from embedded.processes import tethered
 

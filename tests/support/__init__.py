@@ -1,0 +1,1 @@
+"""What several suites share: servers, programs as processes, and ways to wait for them."""
