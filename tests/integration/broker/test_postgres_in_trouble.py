@@ -10,6 +10,7 @@ from typing import Any
 import asyncpg
 import msgspec
 import pytest
+from support.waiting import until_so
 
 from broker.migrate import migrate
 from embedded import EmbeddedPostgres
@@ -46,9 +47,16 @@ async def trouble(elsewhere: Any, database_url: str) -> AsyncIterator[Trouble]:
     """How to bring trouble over the database; it is over when the test is."""
     name = database_url.partition("@/")[2].partition("?")[0]
 
-    async def bring(statement: str) -> None:
+    async def is_altered(statement: str) -> bool:
         await elsewhere.execute(END_SESSIONS, name)
-        await elsewhere.execute(statement.format(name=name))
+        try:
+            await elsewhere.execute(statement.format(name=name))
+        except asyncpg.ObjectInUseError:  # a pool of the broker was quicker
+            return False
+        return True
+
+    async def bring(statement: str) -> None:
+        await until_so(lambda: is_altered(statement))
         await elsewhere.execute(END_SESSIONS, name)
 
     yield bring
