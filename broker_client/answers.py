@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 from broker_client.settings import RelaySettings
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
-from postroom.chassis.backoff import clamp_retry_after, full_jitter
 from postroom.chassis.words import clean
+from postroom.retry import clamp_retry_after
 
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -40,7 +40,7 @@ class Outcome(StrEnum):
     EXPIRED = "expired"
 
 
-class Backoff(NamedTuple):
+class Waits(NamedTuple):
     """What the wait before a retry depends on."""
 
     rng: Random
@@ -48,8 +48,7 @@ class Backoff(NamedTuple):
 
     def wait_ms(self, failures: int) -> int:
         """Return how long to wait after `failures` failures."""
-        first, most = self.settings.backoff_first_seconds, self.settings.backoff_most_seconds
-        return round(full_jitter(failures, self.rng, first=first, most=most) * 1000)
+        return round(self.settings.backoff.seconds(failures, self.rng.random) * 1000)
 
 
 _OUTCOMES: Final = {
@@ -67,7 +66,7 @@ def outcome_of(answer: AcceptAnswer) -> Outcome:
     return _OUTCOMES.get(answer.status, other)
 
 
-def settlement_for(row: ClaimedRow, answer: AcceptAnswer, backoff: Backoff) -> Settlement:
+def settlement_for(row: ClaimedRow, answer: AcceptAnswer, waits: Waits) -> Settlement:
     """Turn the broker's answer for `row` into what becomes of the row."""
     match outcome_of(answer):
         case Outcome.ACCEPTED | Outcome.DUPLICATE:
@@ -81,14 +80,14 @@ def settlement_for(row: ClaimedRow, answer: AcceptAnswer, backoff: Backoff) -> S
         case Outcome.CONFLICT | Outcome.REJECTED:
             return Settlement(row.row_id, Verdict.DEAD, last_error=_error_text(answer), answered=True)
         case Outcome.RATE_LIMITED:
-            return _retry(row, answer, _wait_after_limit(row, answer, backoff), answered=True)
+            return _retry(row, answer, _wait_after_limit(row, answer, waits), answered=True)
         case _:  # the broker itself may not know what became of it
-            return _retry(row, answer, backoff.wait_ms(row.attempts + 1), answered=False)
+            return _retry(row, answer, waits.wait_ms(row.attempts + 1), answered=False)
 
 
-def backed_off(row: ClaimedRow, reason: str, backoff: Backoff, *, answered: bool | None) -> Settlement:
+def backed_off(row: ClaimedRow, reason: str, waits: Waits, *, answered: bool | None) -> Settlement:
     """Back off the one message that makes every request with it fail; `answered` as `returned` has it."""
-    wait_ms = backoff.wait_ms(row.attempts + 1)
+    wait_ms = waits.wait_ms(row.attempts + 1)
     return Settlement(row.row_id, Verdict.RETRY, last_error=clean(reason), wait_ms=wait_ms, answered=answered)
 
 
@@ -126,9 +125,9 @@ def _retry(row: ClaimedRow, answer: AcceptAnswer, wait_ms: int, *, answered: boo
     return Settlement(row.row_id, Verdict.RETRY, last_error=_error_text(answer), wait_ms=wait_ms, answered=answered)
 
 
-def _wait_after_limit(row: ClaimedRow, answer: AcceptAnswer, backoff: Backoff) -> int:
+def _wait_after_limit(row: ClaimedRow, answer: AcceptAnswer, waits: Waits) -> int:
     seconds = answer.problem.retry_after if answer.problem is not None else None
-    return backoff.wait_ms(row.attempts + 1) if seconds is None else round(clamp_retry_after(seconds) * 1000)
+    return waits.wait_ms(row.attempts + 1) if seconds is None else round(clamp_retry_after(seconds) * 1000)
 
 
 def _error_text(answer: AcceptAnswer) -> str:

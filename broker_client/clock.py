@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from postroom.chassis.backoff import read_date
+from postroom.retry import read_date
 
 
 class _Answer(NamedTuple):

@@ -29,12 +29,12 @@ from postroom.accept import (
     SentMessage,
 )
 from postroom.administration import Subscribe, Subscription, TopicList
-from postroom.chassis.backoff import read_retry_after
 from postroom.chassis.config import MASK
 from postroom.chassis.words import clean
 from postroom.errors import Problem, error_for
 from postroom.ids import is_client_message_id
 from postroom.message import parse_destination
+from postroom.retry import read_retry_after
 
 T = TypeVar("T")
 

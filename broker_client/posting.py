@@ -8,7 +8,7 @@ from typing import Final
 
 import structlog
 
-from broker_client.answers import Backoff, Outcome, backed_off, outcome_of, returned, settlement_for
+from broker_client.answers import Outcome, Waits, backed_off, outcome_of, returned, settlement_for
 from broker_client.availability import Availability
 from broker_client.counters import RelayCounters
 from broker_client.failures import Failure, RequestFailed
@@ -19,9 +19,9 @@ from broker_client.suspects import Suspects
 from outbox import Outbox
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
-from postroom.chassis.backoff import clamp_retry_after
 from postroom.chassis.words import clean
 from postroom.errors import PostroomError
+from postroom.retry import clamp_retry_after
 
 _log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class Posting:
         self._settings = settings
         self._availability = availability
         self._clock = clock
-        self._backoff = Backoff(rng, settings)
+        self._waits = Waits(rng, settings)
         self._sleep = sleep
         self.suspects = Suspects()
         self.counters = RelayCounters()
@@ -90,7 +90,7 @@ class Posting:
     ) -> tuple[list[Outcome], list[Settlement]]:
         now = self._clock()
         outcomes = [outcome_of(answer) for answer in answers]
-        settlements = [settlement_for(row, answer, self._backoff) for row, answer in zip(batch, answers, strict=True)]
+        settlements = [settlement_for(row, answer, self._waits) for row, answer in zip(batch, answers, strict=True)]
         self.suspects.clear(batch)
         self._availability.succeeded(flight, now)
         if len(batch) > 1 and all(outcome is Outcome.RATE_LIMITED for outcome in outcomes):
@@ -108,7 +108,7 @@ class Posting:
         to_blame = suspicious and self.suspects.failed(batch, self._availability.answered)
         if to_blame and len(batch) == 1:
             _log.warning("message_backed_off", client_message_id=batch[0].client_message_id, reason=reason)
-            return [Outcome.FAILED], [backed_off(batch[0], reason, self._backoff, answered=answered)]
+            return [Outcome.FAILED], [backed_off(batch[0], reason, self._waits, answered=answered)]
         if not to_blame:
             self._availability.failed(error, flight, now)
         wait = 0 if to_blame or busy else self._wait_for_pause(now, suspicious=suspicious)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import RelaySettings
-from postroom.chassis.backoff import RETRY_AFTER_LEAST, full_jitter
+from postroom.retry import RETRY_AFTER_LEAST, Backoff
 
 
 class Reaction(NamedTuple):
@@ -50,8 +50,7 @@ def pause_seconds(error: RequestFailed, failures: int, rng: Random, settings: Re
     After an outage it is backoff. What a busy broker asks for is spread over twice the time, or all whom it turned away
     together would come back together.
     """
-    first, most = settings.backoff_first_seconds, settings.backoff_most_seconds
     if REACTIONS[error.failure].busy:
-        asked = error.retry_after or RETRY_AFTER_LEAST
-        return rng.uniform(asked, 2 * asked)
-    return max(full_jitter(failures, rng, first=first, most=most), error.retry_after or 0)
+        twice = 2 * (error.retry_after or RETRY_AFTER_LEAST)
+        return Backoff(twice, twice, least=0.5).seconds(1, rng.random)
+    return max(settings.backoff.seconds(failures, rng.random), error.retry_after or 0)

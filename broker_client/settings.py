@@ -8,6 +8,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from postroom.retry import Backoff
+
 MIB: Final = 1024 * 1024
 
 
@@ -59,3 +61,8 @@ class RelaySettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     stop_seconds: Annotated[
         float, Meta(gt=0, le=600, description="longest wait at a stop for posts under way, in seconds")
     ] = 30
+
+    @property
+    def backoff(self) -> Backoff:
+        """How pauses and waits grow."""
+        return Backoff(self.backoff_first_seconds, self.backoff_most_seconds)

@@ -29,14 +29,14 @@ from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import inbox_subject, stream_name
 from postroom.errors import PostroomError
+from postroom.retry import STEADY, Backoff
 
 _log = structlog.get_logger(__name__)
 
 _DAY_MS: Final = 86_400_000
 _PRUNE_SECONDS: Final = 3600.0
 _LOOK_SECONDS: Final = 1.0  # between two looks at whom the token speaks for
-_FIRST_PAUSE: Final = 0.5  # seconds before the inbox is opened anew; doubles
-_LONGEST_PAUSE: Final = 60.0  # seconds
+_PAUSES: Final = Backoff(0.5, 60.0, least=STEADY)  # before the inbox is opened anew
 _ACK_WAIT: Final = 5.0  # seconds: what a killed daemon had in hand comes again soon
 _UNLIMITED: Final = 1_000_000_000  # deliveries: what waits for space on the disk is never buried
 _BATCH: Final = 200  # messages that share a transaction
@@ -95,16 +95,17 @@ class Receiver:
 
     async def run(self) -> None:
         """Receive until `stop`; never raises."""
-        pause = _FIRST_PAUSE
+        failures = 0
         while not self._stopping:
             try:
                 await self._open_and_receive()
-                pause = _FIRST_PAUSE
+                failures = 0
             except Exception as error:  # noqa: BLE001 - whatever it is, sending goes on
                 self._trouble = str(error) or type(error).__name__
-                _log.error("inbox_closed", reason=self._trouble, next_try_seconds=pause)
+                failures += 1
+                pause = _PAUSES.seconds(failures)
+                _log.error("inbox_closed", reason=self._trouble, next_try_seconds=round(pause, 3))
                 await self._sleep(pause)
-                pause = min(pause * 2, _LONGEST_PAUSE)
         await asyncio.Event().wait()  # the process ends when a task does: the rest may take its time
 
     async def stop(self, grace_seconds: float) -> None:

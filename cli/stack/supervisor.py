@@ -19,10 +19,10 @@ from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import wait_for_any
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import open_private
+from postroom.retry import STEADY, Backoff
 
 _STEADY_SECONDS: Final = 60.0  # a program that ran for longer has recovered: its next end is the first again
 _MOST_SECONDS: Final = 60.0  # between an end and the next start
-_LARGEST_POWER: Final = 40  # of two: beyond it every wait is the longest
 
 
 @contextmanager
@@ -69,7 +69,7 @@ class _Watched:
 
     def __init__(self, program: EmbeddedServer, first_seconds: float) -> None:
         self.program = program
-        self._first = first_seconds
+        self._pauses = Backoff(first_seconds, _MOST_SECONDS, least=STEADY)
         self._ends = 0
         self._started = time.monotonic()
         self._due: float | None = None
@@ -79,16 +79,11 @@ class _Watched:
         if self._due is None:
             now = time.monotonic()
             self._ends = 1 if now - self._started > _STEADY_SECONDS else self._ends + 1
-            wait = self._wait()
+            wait = 0.0 if self._ends == 1 else self._pauses.seconds(self._ends - 1)
             self._due = now + wait
-            when = f"again in {wait:g} s (end {self._ends} in a row; see {self.program.log_file})" if wait else "again"
-            say(f"{self.program.name} ended; it is started {when}")
+            when = f" in {wait:.1f} s (end {self._ends} in a row; see {self.program.log_file})" if wait else ""
+            say(f"{self.program.name} ended; it is started again{when}")
         return self._due
-
-    def _wait(self) -> float:
-        """Return the seconds between this end and the next start: none at first, then doubled each time."""
-        doublings = min(self._ends - 2, _LARGEST_POWER)
-        return 0.0 if self._ends == 1 else min(_MOST_SECONDS, self._first * 2**doublings)
 
     def start_again(self, say: Callable[[str], None]) -> None:
         """Start the program where its time has come; one that does not start has ended once more."""

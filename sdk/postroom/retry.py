@@ -1,4 +1,7 @@
-"""Trying again: exponential backoff with full jitter, `Retry-After`, and a deadline that ends it with the error.
+"""Trying again: how long to wait first, whatever it is that failed; `Retry-After`; a deadline that ends it.
+
+`Backoff` is the one formula of a delay, with the one jitter. Whatever waits before another try draws from it: clients,
+the relay, the publisher, a consumer's schedule and a message's own policy, a connection that is opened anew.
 
 What is tried again carries the id it was first tried with, so a try whose answer was lost can't become two messages.
 """
@@ -6,18 +9,44 @@ What is tried again carries the id it was first tried with, so a try whose answe
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from typing import Final, NamedTuple, TypeVar
 
 from postroom.errors import PostroomError
 from postroom.peer import NEVER_ARRIVED
 
 T = TypeVar("T")
 
-FIRST_PAUSE: Final = 0.05  # seconds; doubles
-LONGEST_PAUSE: Final = 5.0  # seconds
+RETRY_AFTER_LEAST: Final = 1.0  # second
+RETRY_AFTER_MOST: Final = 15 * 60.0  # seconds
+STEADY: Final = 0.8  # of a pause that somebody set for one thing: the rest is enough to part what failed together
+_LARGEST_POWER: Final = 40  # beyond it, growing is past every limit and only costs precision
+
+
+class Backoff(NamedTuple):
+    """Pauses that grow: `first` seconds after the first failure, times `factor` with each further one, up to `most`.
+
+    Each is drawn between its share `least` and the whole of it. With 0 the jitter is full, as it has to be where many
+    wait for one thing; `STEADY` keeps to a pause that a sender or an operator chose.
+    """
+
+    first: float
+    most: float
+    factor: float = 2.0
+    least: float = 0.0
+
+    def seconds(self, failures: int, chance: Callable[[], float] = random.random) -> float:
+        """Draw the pause after `failures` failures, 1 or more; `chance` gives a number from 0 to 1."""
+        longest = min(self.most, self.first * self.factor ** min(max(failures - 1, 0), _LARGEST_POWER))
+        return longest * (self.least + (1 - self.least) * chance())
+
+
+CLIENT: Final = Backoff(0.05, 5.0)
 
 
 class Patience:
@@ -32,18 +61,18 @@ class Patience:
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        jitter: Callable[[], float] = random.random,
+        chance: Callable[[], float] = random.random,
     ) -> None:
         self._seconds = seconds
         self._clock = clock
         self._sleep = sleep
-        self._jitter = jitter
+        self._chance = chance
         self.restart()
 
     def restart(self) -> None:
         """Begin anew."""
         self._deadline = self._clock() + self._seconds
-        self._tries = 0
+        self._failures = 0
 
     def remaining(self) -> float:
         """Return the seconds that are left, never less than 0."""
@@ -51,15 +80,11 @@ class Patience:
 
     async def pause(self, error: PostroomError) -> None:
         """Wait before the next try; raises `error` where trying again can't help, or there is no time left."""
-        seconds = self._next_pause(error)
+        seconds = max(CLIENT.seconds(self._failures + 1, self._chance), error.problem.retry_after or 0.0)
         if not error.retryable or seconds >= self.remaining():
             raise error
-        self._tries += 1
+        self._failures += 1
         await self._sleep(seconds)
-
-    def _next_pause(self, error: PostroomError) -> float:
-        backoff = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self._tries, 10)) * self._jitter()
-        return max(backoff, error.problem.retry_after or 0.0)
 
 
 async def retrying(attempt: Callable[[], Awaitable[T]], patience: Patience) -> T:
@@ -80,3 +105,38 @@ async def retrying_unless_arrived(attempt: Callable[[], Awaitable[T]], patience:
             if error.code == "outcome_unknown" or not (error.code in NEVER_ARRIVED or error.problem.retry_after):
                 raise
             await patience.pause(error)
+
+
+def clamp_retry_after(seconds: float) -> float:
+    """Bring what a peer asked for into 1 s … 15 min."""
+    return min(max(seconds, RETRY_AFTER_LEAST), RETRY_AFTER_MOST)
+
+
+def read_retry_after(header: str | None, now_ms: int) -> float | None:
+    """Read a `Retry-After` header, seconds or an HTTP date (RFC 9110 §10.2.3), clamped; None where it says nothing."""
+    if header is None:
+        return None
+    text = header.strip()
+    seconds = _seconds(text)
+    if seconds is None and (moment := read_date(text)) is not None:
+        seconds = (moment - now_ms) / 1000
+    return None if seconds is None else clamp_retry_after(seconds)
+
+
+def read_date(header: str | None) -> int | None:
+    """Read an HTTP date (RFC 9110 §5.6.7) as ms since the epoch; None where it is none."""
+    if header is None:
+        return None
+    try:
+        moment = parsedate_to_datetime(header)
+        return round((moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment).timestamp() * 1000)
+    except (ValueError, TypeError, OverflowError, IndexError):
+        return None
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) else None

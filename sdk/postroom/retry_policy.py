@@ -18,11 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from postroom.errors import InvalidMessage
+from postroom.retry import STEADY, Backoff
 
 MEMBER: Final = "retry_policy"  # of meta, or of a payload
 DAY_MS: Final = 86_400_000
-_FACTOR: Final = 2.0  # by how much each further pause is longer
-_LARGEST_POWER: Final = 40  # beyond it, doubling is past every limit
 _PRESENT: Final = b'"retry_policy"'
 
 
@@ -33,10 +32,10 @@ class RetryPolicy(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
     backoff_ms: Annotated[int, Meta(ge=1, le=DAY_MS)] = 1000
     max_backoff_ms: Annotated[int, Meta(ge=1, le=DAY_MS)] = 300_000
 
-    def pause(self, attempt: int, spread: float = 1.0) -> float:
-        """Return the seconds from attempt number `attempt` (1 or more) to the next, spread, and never over the most."""
-        milliseconds = self.backoff_ms * _FACTOR ** min(attempt - 1, _LARGEST_POWER) * spread
-        return min(milliseconds, self.max_backoff_ms) / 1000
+    @property
+    def backoff(self) -> Backoff:
+        """How long to wait before the next attempt."""
+        return Backoff(self.backoff_ms / 1000, self.max_backoff_ms / 1000, least=STEADY)
 
     def most_attempts(self, max_deliver: int) -> int:
         """Return how many attempts there are at a consumer that allows `max_deliver`."""

@@ -30,7 +30,7 @@ from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_o
 from postroom.delivery.dead_letters.letter import REPLAYED_FOR
 from postroom.delivery.message import Delivery, delivery_of
 from postroom.delivery.pulling import Pull
-from postroom.delivery.settings import BackoffSettings, ConsumerSettings, StreamSettings
+from postroom.delivery.settings import ConsumerSettings, StreamSettings
 from postroom.telling import tell
 
 __all__ = [
@@ -59,8 +59,6 @@ _ACK: Final = b"+ACK"
 _NAK: Final = b"-NAK"
 _IN_PROGRESS: Final = b"+WPI"
 _NANOSECONDS: Final = 1_000_000_000
-_LARGEST_POWER: Final = 40  # beyond it, growing is past every limit and only costs precision
-_SPREAD: Final = 0.2  # of a delay, so that what failed together does not come back together
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,11 +363,8 @@ class Consumer:
             self.counters.retried += 1
 
     def _delay(self, delivery: Delivery, attempt: int) -> float:
-        """Return the seconds until the next attempt, by the sender's policy or the schedule, spread by a fifth."""
-        spread = self._rng.uniform(1 - _SPREAD, 1 + _SPREAD)
-        if delivery.retry_policy is not None:
-            return delivery.retry_policy.pause(attempt, spread)
-        return delay_after(attempt, self._settings.backoff) * spread
+        """Return the seconds until the next attempt, by the sender's policy or the schedule."""
+        return (delivery.retry_policy or self._settings.backoff).backoff.seconds(attempt, self._rng.random)
 
     async def _answer(self, held: _Held, text: bytes) -> bool:
         """Send the last ack for a message, and forget it; False where its consumer is gone."""
@@ -400,9 +395,3 @@ class Consumer:
             "sequence": delivery.sequence,
             "attempt": delivery.attempt,
         }
-
-
-def delay_after(attempt: int, backoff: BackoffSettings) -> float:
-    """Return the seconds between attempt number `attempt` (1 or more) and the next, as the schedule has them."""
-    growth = backoff.factor ** min(attempt - 1, _LARGEST_POWER)
-    return min(backoff.most_seconds, backoff.first_seconds * growth)

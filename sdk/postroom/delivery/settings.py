@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from postroom.chassis.config import SECRET
+from postroom.retry import STEADY, Backoff
 
 DAY: Final = 86_400.0  # seconds
 
@@ -90,6 +91,11 @@ class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     first_seconds: Annotated[float, Meta(gt=0, description="wait after the first attempt, in seconds")] = 1
     factor: Annotated[float, Meta(ge=1, le=100, description="by how much each further wait is longer")] = 2
     most_seconds: Annotated[float, Meta(gt=0, le=DAY, description="longest wait, in seconds")] = 300
+
+    @property
+    def backoff(self) -> Backoff:
+        """The schedule."""
+        return Backoff(self.first_seconds, self.most_seconds, self.factor, STEADY)
 
 
 class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):

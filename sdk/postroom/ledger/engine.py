@@ -164,7 +164,7 @@ class Engine:
     async def _fail_or_try_later(self, activity: UUID, failed: HandlerFailed, policy: RetryPolicy | None) -> None:
         most = most_attempts(policy)
         if failed.attempt < most:
-            raise self._later(failed, (policy or _DEFAULT_POLICY).pause(failed.attempt)) from failed
+            raise self._later(failed, (policy or _DEFAULT_POLICY).backoff.seconds(failed.attempt)) from failed
         await self.fail(activity, f"{failed} (attempt {failed.attempt} of {most})")
 
     async def _settle(self, activity: UUID, fault: Fault) -> None:

@@ -25,6 +25,7 @@ from postroom.once.errors import KeyHeld, LeaseLost, unusable
 from postroom.once.memory import MemoryStore
 from postroom.once.model import MAX_ERROR, Begun, Done, Held, Result, Run, Scope
 from postroom.once.store import Store
+from postroom.retry import STEADY, Backoff
 
 LEASE: Final = 30.0  # seconds
 WAIT: Final = 10.0  # seconds
@@ -32,8 +33,7 @@ KEEP_DAYS: Final = 90
 _DAY: Final = 86_400.0  # seconds
 _BETWEEN_PURGES: Final = 3600.0  # seconds
 _PURGED: Final = 1000  # keys of one transaction
-_FIRST_LOOK: Final = 0.05  # seconds; doubles
-_LAST_LOOK: Final = 1.0  # seconds
+_LOOKS: Final = Backoff(0.05, 1.0, least=STEADY)  # pauses between two looks at a key that another holds
 _RACES: Final = 100  # how often a key may change between two steps before that is no coincidence
 
 
@@ -96,13 +96,13 @@ class Registry:
 
     async def begin_waiting(self, scope: Scope) -> Run | Done:
         """Begin, and wait for whoever holds the key; raises `KeyHeld` after `wait` seconds."""
-        deadline, pause = self.clock() + self._wait, _FIRST_LOOK
+        deadline, looks = self.clock() + self._wait, 0
         while isinstance(begun := await self.begin(scope), Held):
             left = deadline - self.clock()
             if left <= 0:
                 raise KeyHeld.by_another(scope, begun)
-            await self.sleep(min(pause, left, max(begun.seconds, _FIRST_LOOK)))
-            pause = min(_LAST_LOOK, pause * 2)
+            looks += 1
+            await self.sleep(min(_LOOKS.seconds(looks), left, max(begun.seconds, _LOOKS.first)))
         return begun
 
     async def renew(self, scope: Scope, owner: str) -> datetime | None:

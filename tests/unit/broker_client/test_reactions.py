@@ -14,8 +14,8 @@ from broker_client.settings import RelaySettings
 
 
 class Highest(Random):
-    def uniform(self, _a: float, b: float) -> float:
-        return b
+    def random(self) -> float:
+        return 1.0
 
 
 def failed(failure: Failure, retry_after: float | None = None) -> RequestFailed:

@@ -5,11 +5,9 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from postroom.delivery.consuming import delay_after
 from postroom.delivery.dead_letters.letter import DeadLetter, is_dead_letter, letter_id, letter_of
 from postroom.delivery.dead_letters.operations import LetterFilter, StoredLetter, replay_id
 from postroom.delivery.message import Delivery, message_id_of
-from postroom.delivery.settings import BackoffSettings
 
 DIED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -49,11 +47,6 @@ def letter(**members) -> DeadLetter:
 )
 def test_the_message_id_is_the_publishers_else_the_brokers(headers, body, message_id):
     assert message_id_of(headers, body) == message_id
-
-
-def test_a_delay_grows_by_its_factor_up_to_the_most():
-    backoff = BackoffSettings(first_seconds=1, factor=3, most_seconds=20)
-    assert [delay_after(attempt, backoff) for attempt in (1, 2, 3, 4, 5_000)] == [1, 3, 9, 20, 20]
 
 
 def test_a_replay_has_the_same_id_each_time_and_another_after_each_death():

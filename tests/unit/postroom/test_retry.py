@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from postroom.errors import Conflict, PostroomError, TryAgain, Unavailable
-from postroom.retry import LONGEST_PAUSE, Patience, retrying, retrying_unless_arrived
+from postroom.retry import CLIENT, STEADY, Backoff, Patience, retrying, retrying_unless_arrived
 
 LOST = Unavailable.of(503, "connection_lost", "broken", retryable=True)
 ABSENT = Unavailable.of(503, "daemon_absent", "nobody", retryable=True)
@@ -25,8 +25,8 @@ class Clock:
         self.now += seconds
 
 
-def patience(clock: Clock, seconds: float, jitter: float = 1.0) -> Patience:
-    return Patience(seconds, clock=clock, sleep=clock.sleep, jitter=lambda: jitter)
+def patience(clock: Clock, seconds: float, chance: float = 1.0) -> Patience:
+    return Patience(seconds, clock=clock, sleep=clock.sleep, chance=lambda: chance)
 
 
 class Attempts:
@@ -43,16 +43,30 @@ class Attempts:
         return "done"
 
 
+@pytest.mark.parametrize(
+    ("backoff", "failures", "seconds"),
+    [
+        (Backoff(1, 20, factor=3), [1, 2, 3, 4, 5_000], [(0, 1), (0, 3), (0, 9), (0, 20), (0, 20)]),
+        (Backoff(1, 20, factor=100, least=STEADY), [1, 2, 10**18], [(0.8, 1), (16, 20), (16, 20)]),
+        (Backoff(5, 1), [0, 1, 2], [(0, 1)] * 3),
+    ],
+)
+def test_a_pause_grows_by_its_factor_up_to_the_most_and_is_drawn_up_to_there(
+    backoff: Backoff, failures: list[int], seconds: list[tuple[float, float]]
+) -> None:
+    assert [(backoff.seconds(each, lambda: 0.0), backoff.seconds(each, lambda: 1.0)) for each in failures] == seconds
+
+
 async def test_pauses_double_up_to_the_longest() -> None:
     clock = Clock()
     assert await retrying(Attempts(*[LOST] * 12), patience(clock, 1000)) == "done"
     assert clock.pauses[:4] == [0.05, 0.1, 0.2, 0.4]
-    assert clock.pauses[-1] == max(clock.pauses) == LONGEST_PAUSE
+    assert clock.pauses[-1] == max(clock.pauses) == CLIENT.most
 
 
 async def test_jitter_is_full() -> None:
     clock = Clock()
-    await retrying(Attempts(LOST), patience(clock, 10, jitter=0.0))
+    await retrying(Attempts(LOST), patience(clock, 10, chance=0.0))
     assert clock.pauses == [0.0]
 
 

@@ -18,12 +18,9 @@ def encoded(body: Any) -> bytes:
 
 def test_pauses_double_from_the_first_to_the_most() -> None:
     policy = RetryPolicy(backoff_ms=500, max_backoff_ms=3000)
-    assert [policy.pause(attempt) for attempt in (1, 2, 3, 4, 10_000)] == [0.5, 1.0, 2.0, 3.0, 3.0]
-
-
-def test_a_spread_never_passes_the_most() -> None:
-    assert RetryPolicy(backoff_ms=1000, max_backoff_ms=1000).pause(1, 1.2) == 1.0
-    assert RetryPolicy(backoff_ms=1000, max_backoff_ms=2000).pause(1, 1.2) == 1.2
+    pauses = [policy.backoff.seconds(attempt, lambda: 1.0) for attempt in (1, 2, 3, 4, 10_000)]
+    assert pauses == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert policy.backoff.seconds(1, lambda: 0.0) == 0.4
 
 
 @pytest.mark.parametrize(("wished", "most"), [(None, 20), (3, 3), (20, 20), (100, 20)])

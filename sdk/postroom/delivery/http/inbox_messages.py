@@ -25,14 +25,14 @@ from postroom.delivery.database import ROOM
 from postroom.delivery.http.answers import Judgement
 from postroom.delivery.http.grouping import Grouped
 from postroom.delivery.http.requests import Incoming
+from postroom.retry import Backoff
 
 _log = structlog.get_logger(__name__)
 
 QUERIES: Final = load_queries("postroom.delivery.http")
 
 _GROUP: Final = 500  # messages in a statement
-_FIRST_PAUSE: Final = 0.1  # seconds between two tries; doubles
-_LONGEST_PAUSE: Final = 5.0
+_PAUSES: Final = Backoff(0.1, 5.0)  # between two tries
 _VANISHED_SECONDS: Final = 1.0  # when to look again for a row that went between two statements
 # The planner cannot know how long the arrays are; by its guess it would read the whole table for a thousand messages.
 _PLAN_BY_KEY: Final = {"enable_hashjoin": "off", "enable_mergejoin": "off", "enable_seqscan": "off"}
@@ -187,7 +187,7 @@ class InboxMessages:
 
         Raises what Postgres raises at values that it refuses.
         """
-        pause = _FIRST_PAUSE
+        failures = 0
         while True:
             started = asyncio.get_running_loop().time()
             try:
@@ -197,8 +197,8 @@ class InboxMessages:
             except (*UNREACHABLE, asyncpg.PostgresError) as error:
                 _log.warning("postgres_waited_for", consumer=self._consumer, error=f"{type(error).__name__}: {error}")
                 self.waiting_for_postgres = True
-                await self._sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                failures += 1
+                await self._sleep(_PAUSES.seconds(failures))
             else:
                 self.waiting_for_postgres = False
                 return rows, started

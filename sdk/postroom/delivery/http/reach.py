@@ -6,7 +6,6 @@ an outage. So the pause, not the number of attempts, is what grows.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +13,11 @@ from typing import Final
 
 import structlog
 
+from postroom.retry import STEADY, Backoff
+
 _log = structlog.get_logger(__name__)
 
-FIRST_SECONDS: Final = 0.5  # pause after the first call that found nobody; doubles
-MOST_SECONDS: Final = 30.0
-_SPREAD: Final = 0.2  # of a pause, so that what went away together is not asked together
+PAUSES: Final = Backoff(0.5, 30.0, least=STEADY)  # after calls that found nobody
 
 
 class Reach:
@@ -29,15 +28,13 @@ class Reach:
         name: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        spread: Callable[[], float] = lambda: random.uniform(1 - _SPREAD, 1 + _SPREAD),  # noqa: S311 - hides nothing
     ) -> None:
         """`name` is what the log calls the handler."""
         self.error: str | None = None  # why it cannot be reached; None while it can, as far as is known
         self._name = name
         self._clock = clock
-        self._spread = spread
         self._since = 0.0
-        self._seconds = 0.0  # the pause
+        self._missed = 0  # calls in a row, of which each found nobody
         self._next = 0.0  # when a call may be tried
         self._trying = False
 
@@ -65,15 +62,16 @@ class Reach:
             finally:
                 self._trying = False
         else:
-            yield max(self._next - self._clock(), FIRST_SECONDS)
+            yield max(self._next - self._clock(), PAUSES.first)
 
     def missed(self, error: str) -> float:
         """Take note of a call that found nobody; return the seconds until the next may be tried."""
         if self.error is None or self._trying:  # what was under way together counts once
             self._since = self._clock() if self.error is None else self._since
-            self._seconds = min(2 * self._seconds, MOST_SECONDS) if self.error is not None else FIRST_SECONDS
-            self._next = self._clock() + self._seconds * self._spread()
-            _log.warning("handler_unreachable", handler=self._name, error=error, pause_seconds=self._seconds)
+            self._missed = 1 if self.error is None else self._missed + 1
+            pause = PAUSES.seconds(self._missed)
+            self._next = self._clock() + pause
+            _log.warning("handler_unreachable", handler=self._name, error=error, pause_seconds=round(pause, 3))
         self.error = error
         return max(self._next - self._clock(), 0.0)
 

@@ -34,7 +34,6 @@ from typing import Final
 import asyncpg
 import structlog
 
-from postroom.chassis.backoff import full_jitter
 from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.pace import Pace
@@ -43,6 +42,7 @@ from postroom.delivery.publishing.settings import PublisherSettings
 from postroom.delivery.publishing.source import Outgoing, Place, Source
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError
+from postroom.retry import Backoff
 
 _log = structlog.get_logger(__name__)
 
@@ -173,9 +173,8 @@ class Publisher:
         return self._link
 
     def _wait(self, message: Outgoing) -> float:
-        return full_jitter(
-            message.attempts + 1, self._rng, first=self._settings.first_seconds, most=self._settings.most_seconds
-        )
+        backoff = Backoff(self._settings.first_seconds, self._settings.most_seconds)
+        return backoff.seconds(message.attempts + 1, self._rng.random)
 
     def _count(self, placed: Sequence[object], failed: _Failures) -> None:
         self.counters.batches += 1
