@@ -341,6 +341,8 @@ def _utc(moment: datetime | None) -> datetime | None:
 
 def _quotes_in(data: bytes) -> int:
     """Count the quotes that begin or end a string in valid JSON: those that no backslash escapes."""
+    if b"\\" not in data:
+        return data.count(b'"')
     if b"\\\\" in data:
         data = data.replace(b"\\\\", b"")  # an escaped backslash escapes nothing
     return data.count(b'"') - data.count(b'\\"')
