@@ -2,9 +2,10 @@
 
 Work is counted in bytes that are checked; a request counts as `REQUEST` of them. A uid that has had its part waits for
 the next turn in a line of its own, behind which nobody else stands: those in line share a turn, whoever is not in line
-need not wait. A caller that is alone gives nothing away, since the next turn follows at once. Beside another uid the
-loop rests between the turns, the longer the more was done: the outbox's thread needs the interpreter for what is being
-written, and whoever comes meanwhile is served before the rest of the line.
+need not wait. A caller that is alone gives nothing away, since the next turn follows at once. Beside another uid those
+in line rest between their turns: the outbox's thread needs the interpreter for what is being written, and whoever comes
+meanwhile is served before them. A piece of work that is larger than a turn rests as many turns, which is no reason for
+anybody's small ones to wait.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ class Turns:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._spent: dict[int, int] = {}
-        self._lines: dict[int, deque[tuple[asyncio.Future[None], int]]] = {}
+        self._lines: dict[int, deque[tuple[asyncio.Future[None], int]]] = {}  # who is next is first
         self._coming = False  # the next turn
+        self._resting = False  # those in line
+        self._large_resting = False  # what in line is larger than a turn
         self._present: set[int] = set()  # who has had work done lately
         self._before: set[int] = set()  # and who had before that
         self._present_since = self._loop.time()
@@ -49,14 +52,14 @@ class Turns:
         if spent >= TURN or uid in self._lines:
             return False
         self._spent[uid] = spent + count
-        self._arm(0)
+        self._arm()
         return True
 
     def line_up(self, uid: int, count: int) -> asyncio.Future[None]:
         """Put `uid` at the end of its line; the future is done when it may have `count` bytes of work done."""
         turn = self._loop.create_future()
         self._lines.setdefault(uid, deque()).append((turn, count))
-        self._arm(0)
+        self._arm()
         return turn
 
     @property
@@ -64,35 +67,58 @@ class Turns:
         """Whether nobody but one uid has had work done lately."""
         return len(self._present | self._before) <= 1
 
-    def _arm(self, done: int) -> None:
-        """Have the next turn come, after one in which `done` bytes of those in line were worked on."""
-        if self._coming:
-            return
-        self._coming = True
-        if done and not self.alone:
-            self._loop.call_later(min(REST * done / TURN, _LONGEST_REST), self._next)
-        else:
+    def _arm(self) -> None:
+        if not self._coming:
+            self._coming = True
             self._loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """Begin the next turn: those who wait share it, one piece of work each in rotation."""
+        """Begin the next turn."""
         self._coming = False
         self._spent.clear()
         if (now := self._loop.time()) - self._present_since > _PRESENT_SECONDS:
             self._before, self._present, self._present_since = self._present, set(self._lines), now
             self.request = _ALONE if self.alone else REQUEST
+        if self._lines and not self._resting:
+            self._serve_lines()
+
+    def _serve_lines(self) -> None:
+        """Let those who wait share a turn, one piece of work each in rotation, and rest."""
         done = 0
-        while self._lines and done < TURN:
-            for uid, line in list(self._lines.items()):
-                turn, count = line.popleft()
-                if not line:
-                    del self._lines[uid]
-                if not turn.done():
-                    turn.set_result(None)
-                    self._spent[uid] = self._spent.get(uid, 0) + count
-                    done += count
-        if self._lines or done:
-            self._arm(done)
+        waiting = deque(self._lines)
+        while waiting and done < TURN:
+            uid = waiting.popleft()
+            line = self._lines[uid]
+            turn, count = line[0]
+            if count > TURN and self._large_resting:
+                continue
+            line.popleft()
+            del self._lines[uid]
+            if line:
+                self._lines[uid] = line  # behind the others, whom the next turn may have room for first
+                waiting.append(uid)
+            if not turn.done():
+                turn.set_result(None)
+                self._spent[uid] = self._spent.get(uid, 0) + count
+                done += count
+        if self.alone:
+            if self._lines:
+                self._arm()
+            return
+        if done > TURN:
+            self._large_resting = True
+            self._loop.call_later(min(REST * done / TURN, _LONGEST_REST), self._end_large_rest)
+        if done:
+            self._resting = True
+            self._loop.call_later(min(REST * done / TURN, REST), self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._resting = False
+        self._arm()
+
+    def _end_large_rest(self) -> None:
+        self._large_resting = False
+        self._arm()
 
 
 class Lanes:

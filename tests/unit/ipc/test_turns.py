@@ -56,6 +56,52 @@ async def test_a_request_counts_for_less_while_nobody_else_is_there() -> None:
     assert alone < turns.request == REQUEST
 
 
+async def test_who_is_not_in_line_is_not_held_up_by_the_rest_of_those_who_are() -> None:
+    turns = Turns()
+    await turns.take(ALICE, 1)
+    line = [asyncio.create_task(turns.take(MALLORY, 100 * TURN)) for _ in range(3)]
+    await line[1]
+    for _ in range(20):
+        assert turns.may_have(ALICE, REQUEST)
+        await asyncio.sleep(0)
+    for waiting in line:
+        waiting.cancel()
+
+
+async def test_small_pieces_of_work_in_line_do_not_wait_while_a_large_one_rests() -> None:
+    turns = Turns()
+    order: list[int] = []
+
+    async def work(uid: int, count: int) -> None:
+        await turns.take(uid, count)
+        order.append(uid)
+
+    working = [asyncio.create_task(work(MALLORY, 100 * TURN)) for _ in range(4)]
+    small = [asyncio.create_task(work(ALICE, TURN)) for _ in range(10)]
+    await asyncio.gather(*small)
+    assert order.count(MALLORY) <= 2
+    await asyncio.gather(*working)
+
+
+async def test_one_large_piece_of_work_is_done_at_a_time_however_many_want_some() -> None:
+    turns = Turns()
+    done = 0
+
+    async def work(uid: int) -> None:
+        nonlocal done
+        await turns.take(uid, 2 * TURN)
+        await turns.take(uid, 2 * TURN)
+        done += 1
+
+    working = [asyncio.create_task(work(uid)) for uid in range(50)]
+    most = before = 0
+    while done < len(working):
+        await asyncio.sleep(0)
+        most, before = max(most, done - before), done
+    assert most == 1
+    await asyncio.gather(*working)
+
+
 async def test_those_in_line_share_a_turn() -> None:
     turns = Turns()
     order: list[int] = []
