@@ -20,6 +20,7 @@ from postroom.errors import TryAgain
 WAIT_SECONDS: Final = 10.0  # for a share: no less than a crowd takes for a round, and below a daemon's patience
 _QUARTER: Final = 4
 _SLICE_SECONDS: Final = 0.0005
+_PRESENT_SECONDS: Final = 1.0  # how long a mesh with nothing more to do counts as being there
 _REST_PER_SLICE: Final = 2  # the rest after a slice, in durations of that slice: one thing may take long
 T = TypeVar("T")
 
@@ -121,22 +122,29 @@ class Shares:
 class Slices:
     """The event loop's time: who has much to do does a slice of it and rests, and everybody else goes on meanwhile.
 
-    Of each mesh one at a time has a slice, of all of them four: a mesh has a third of the time at most.
+    Of each mesh one at a time has a slice, of all of them four: a mesh has a third of the time at most. One that is
+    alone has all of it, and gives the others their chance after every slice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._turns = Shares(_QUARTER)
+        self._clock = clock
+        self._latest: str | None = None  # the mesh that had something to do last
+        self._latest_since = 0.0
 
     async def each(self, whose: tuple[str, str], things: Iterable[T], work: Callable[[T], None]) -> None:
         """Do `work` with each of `things`, for `whose` (mesh, member); raises what `work` and `Shares.hold` raise."""
         things = iter(things)
         while True:
             async with self._turns.hold(whose):
-                began = perf_counter()
+                began = self._clock()
+                if self._latest != whose[0]:
+                    self._latest, self._latest_since = whose[0], began
                 for thing in things:
                     work(thing)
-                    if perf_counter() - began > _SLICE_SECONDS:
+                    if self._clock() - began > _SLICE_SECONDS:
                         break
                 else:
                     return
-                await asyncio.sleep(_REST_PER_SLICE * (perf_counter() - began))
+                is_alone = began - self._latest_since > _PRESENT_SECONDS
+                await asyncio.sleep(0 if is_alone else _REST_PER_SLICE * (self._clock() - began))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from itertools import count
 from typing import Any
 
 import pytest
 
-from broker.shares import Shares
+from broker.shares import Shares, Slices
 from postroom.errors import TryAgain
 
 
@@ -131,3 +132,25 @@ async def test_who_gives_up_at_whatever_moment_leaves_nothing_behind(turns: int)
     await asyncio.gather(waiting, return_exceptions=True)
     async with asyncio.timeout(5), shares.hold(member("carol")):
         pass
+
+
+async def test_a_mesh_rests_between_two_slices_while_another_one_is_there_and_not_while_it_is_alone() -> None:
+    seconds = count(0, 0.001)  # each thing is a slice
+    slices = Slices(lambda: next(seconds))
+    beside = await _turns_of_the_loop(slices)
+    while next(seconds) < 2:
+        pass
+    alone = await _turns_of_the_loop(slices)
+    await slices.each(member("zoe", "other"), [1], lambda _: None)
+    assert alone < beside / 4 > 0
+    assert alone < await _turns_of_the_loop(slices) / 4
+
+
+async def _turns_of_the_loop(slices: Slices) -> int:
+    """Return how many turns the loop takes while a mesh has twenty slices."""
+    working = asyncio.create_task(slices.each(member("alice"), range(20), lambda _: None))
+    turns = 0
+    while not working.done():
+        await asyncio.sleep(0)
+        turns += 1
+    return turns
