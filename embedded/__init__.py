@@ -4,10 +4,9 @@ Each is a process of its own that lives below one directory and answers on a Uni
 with the process that started it (see `embedded.tether`), and another process may stop exactly it by its pid file.
 """
 
-from embedded.errors import EmbeddedError
 from embedded.nats import EmbeddedNats
 from embedded.postgres import EmbeddedPostgres
-from embedded.processes import ProcessIdentity
+from embedded.processes import EmbeddedError, ProcessIdentity
 from embedded.redis import EmbeddedRedis
 from embedded.server import EmbeddedServer
 

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from embedded.ports import is_free
+from embedded.addresses import is_free
 from embedded.processes import ProcessIdentity
 from embedded.programs import nats_server
 from embedded.server import EmbeddedServer

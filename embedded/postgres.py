@@ -7,21 +7,22 @@ root writes stays in directories of root's, and programs that nobody cannot reac
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import signal
+import stat
 import subprocess
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
-from embedded.accounts import first_barrier, may_run, open_to_all, unprivileged_account, user_name
-from embedded.errors import EmbeddedError
-from embedded.processes import Account, ProcessIdentity, processes_in, tethered
+from embedded.addresses import socket_directory
+from embedded.processes import Account, EmbeddedError, ProcessIdentity, processes_in, tethered
 from embedded.programs import postgres_home
 from embedded.server import EmbeddedServer, wait_until
-from embedded.sockets import socket_directory
 
 ROLE = "postroom"
+_UNPRIVILEGED = "nobody"
 _SOCKET = ".s.PGSQL.5432"
 _ORPHAN_SECONDS = 30.0  # how long the children of a killed Postgres may take to notice
 _READY_LINE = 7  # of postmaster.pid, from 0
@@ -44,6 +45,50 @@ _SETTINGS = {
     "log_checkpoints": "off",
 }
 _NOT_DURABLE = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+
+
+def unprivileged_account() -> Account | None:
+    """Return the account for a server that refuses root; None where this user is not root and runs it itself."""
+    if os.geteuid() != 0:
+        return None
+    try:
+        entry = pwd.getpwnam(_UNPRIVILEGED)
+    except KeyError:
+        raise EmbeddedError(f"root starts Postgres as the user {_UNPRIVILEGED}, which this machine lacks") from None
+    return Account(entry.pw_uid, entry.pw_gid, entry.pw_name)
+
+
+def user_name() -> str:
+    """Return this user's name; Postgres looks it up as well, so one without a name is an error."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        raise EmbeddedError(f"uid {os.geteuid()} has no entry in the user database, which Postgres needs") from None
+
+
+def first_barrier(path: Path, account: Account) -> Path | None:
+    """Return the first directory on the way to `path` that `account` may not enter (access lists are not read)."""
+    return next((step for step in [*reversed(path.parents), path] if not _may(step, account, stat.S_IXOTH)), None)
+
+
+def may_run(program: Path, account: Account) -> bool:
+    """Say whether `account` reaches, reads and runs `program`."""
+    real = program.resolve()
+    return first_barrier(real, account) is None and _may(real, account, stat.S_IROTH)
+
+
+def open_to_all(tree: Path) -> None:
+    """Let everybody read a tree of programs, enter its directories, and run what its owner may run."""
+    for path in (tree, *tree.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode | 0o555 if mode & stat.S_IXUSR else mode | 0o444)
+
+
+def _may(path: Path, account: Account, bit: int) -> bool:
+    """Check one permission, given as the bit for others, for owner, group or others: whoever the account is."""
+    status = path.stat()
+    shift = 6 if status.st_uid == account.uid else 3 if status.st_gid == account.gid else 0
+    return bool(status.st_mode & (bit << shift))
 
 
 class EmbeddedPostgres(EmbeddedServer):
@@ -86,26 +131,39 @@ class EmbeddedPostgres(EmbeddedServer):
     def _prepare(self) -> None:
         account = self._account()
         if account is not None:
-            self._let_in(account)
+            # open the own directory for passing through; refuse one that the account cannot reach
+            self.directory.chmod(0o711)
+            barrier = first_barrier(self.directory, account)
+            if barrier is not None:
+                raise EmbeddedError(
+                    f"root starts Postgres as {account.name}, who may not enter {barrier} on the way to "
+                    f"{self.directory}: "
+                    f"choose a directory that others may pass through (as one in /var/lib), or `chmod o+x {barrier}`"
+                )
+            if not may_run(postgres_home() / "bin" / "postgres", account):
+                self._copy_programs()
         self._own(self.directory / "run", account)
         if self.data_directory.exists():
-            self._check_owner(account)
-            self._clear_stale_lock()
+            owner = self.data_directory.stat().st_uid
+            wanted = account.uid if account is not None else os.geteuid()
+            if owner != wanted:
+                raise EmbeddedError(
+                    f"{self.data_directory} belongs to uid {owner}, but Postgres would run as uid {wanted}: "
+                    "start as the user that created it, or choose another directory"
+                )
+            # Remove the lock file of a Postgres that was killed, once the last of its children has ended.
+            # Postgres would take a stranger with its old pid for itself and refuse to start; without waiting for the
+            # children two generations could write the same files.
+            lock = self.data_directory / "postmaster.pid"
+            if not wait_until(lambda: not any(processes_in(self.data_directory)), _ORPHAN_SECONDS):
+                pids = ", ".join(map(str, processes_in(self.data_directory)))
+                raise EmbeddedError(
+                    f"processes that this directory did not start use {self.data_directory}: pid {pids}"
+                )
+            lock.unlink(missing_ok=True)
         else:
             self._create_cluster(account)
         self._write_config()
-
-    def _let_in(self, account: Account) -> None:
-        """Open the own directory for passing through; refuse one that the account cannot reach."""
-        self.directory.chmod(0o711)
-        barrier = first_barrier(self.directory, account)
-        if barrier is not None:
-            raise EmbeddedError(
-                f"root starts Postgres as {account.name}, who may not enter {barrier} on the way to {self.directory}: "
-                f"choose a directory that others may pass through (as one in /var/lib), or `chmod o+x {barrier}`"
-            )
-        if not may_run(postgres_home() / "bin" / "postgres", account):
-            self._copy_programs()
 
     def _copy_programs(self) -> None:
         """Copy the wheel's programs beside the data, with the libraries in the place where they look for them."""
@@ -131,15 +189,6 @@ class EmbeddedPostgres(EmbeddedServer):
         if account is not None:
             os.chown(directory, account.uid, account.gid)
 
-    def _check_owner(self, account: Account | None) -> None:
-        owner = self.data_directory.stat().st_uid
-        wanted = account.uid if account is not None else os.geteuid()
-        if owner != wanted:
-            raise EmbeddedError(
-                f"{self.data_directory} belongs to uid {owner}, but Postgres would run as uid {wanted}: "
-                "start as the user that created it, or choose another directory"
-            )
-
     def _create_cluster(self, account: Account | None) -> None:
         """Make the cluster under another name first, so that a crash never leaves half of one."""
         draft = self.directory / "data.new"
@@ -163,18 +212,6 @@ class EmbeddedPostgres(EmbeddedServer):
             log.write(done.stdout + done.stderr)
         if done.returncode != 0:
             raise self.failure()
-
-    def _clear_stale_lock(self) -> None:
-        """Remove the lock file of a Postgres that was killed, once the last of its children has ended.
-
-        Postgres would take a stranger with its old pid for itself and refuse to start; without waiting for the children
-        two generations could write the same files.
-        """
-        lock = self.data_directory / "postmaster.pid"
-        if not wait_until(lambda: not any(processes_in(self.data_directory)), _ORPHAN_SECONDS):
-            pids = ", ".join(map(str, processes_in(self.data_directory)))
-            raise EmbeddedError(f"processes that this directory did not start use {self.data_directory}: pid {pids}")
-        lock.unlink(missing_ok=True)
 
     def _write_config(self) -> None:
         settings = {

@@ -21,6 +21,10 @@ _START_TIME_FIELD = 19  # of /proc/PID/stat behind the name; proc(5) counts it a
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+class EmbeddedError(Exception):
+    """A server could not be started or stopped; the sentence says which one, why, and what to do."""
+
+
 class Account(NamedTuple):
     """An unprivileged user that a server runs as."""
 

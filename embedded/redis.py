@@ -6,11 +6,10 @@ import socket
 from pathlib import Path
 from urllib.parse import quote
 
-from embedded.errors import EmbeddedError
-from embedded.processes import ProcessIdentity
+from embedded.addresses import socket_directory
+from embedded.processes import EmbeddedError, ProcessIdentity
 from embedded.programs import redis_server
 from embedded.server import EmbeddedServer
-from embedded.sockets import socket_directory
 
 _SOCKET = "redis.sock"
 _SETTINGS = {

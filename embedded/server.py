@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from embedded.errors import EmbeddedError
-from embedded.processes import Account, ProcessIdentity, spawn
+from embedded.processes import Account, EmbeddedError, ProcessIdentity, spawn
 
 START_SECONDS = 120.0  # a Postgres that was killed replays its log first
 _POLL_SECONDS = 0.01
@@ -81,7 +80,15 @@ class EmbeddedServer(ABC):
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._lock():
                 process = self.process or self._launch()
-                self._await_ready(process)
+                deadline = time.monotonic() + START_SECONDS
+                while not self._ready(process):
+                    if not process.alive:
+                        raise self.failure()
+                    if time.monotonic() > deadline:
+                        raise EmbeddedError(
+                            f"{self.name} does not answer after {START_SECONDS:.0f} s; see {self.log_file}"
+                        )
+                    time.sleep(_POLL_SECONDS)
         return self.url
 
     def stop(self) -> None:
@@ -114,15 +121,6 @@ class EmbeddedServer(ABC):
             raise self.failure()
         process.write(self.pid_file)
         return process
-
-    def _await_ready(self, process: ProcessIdentity) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while not self._ready(process):
-            if not process.alive:
-                raise self.failure()
-            if time.monotonic() > deadline:
-                raise EmbeddedError(f"{self.name} does not answer after {START_SECONDS:.0f} s; see {self.log_file}")
-            time.sleep(_POLL_SECONDS)
 
     def failure(self) -> EmbeddedError:
         """Return the error that says how the log of a process that has ended ends."""

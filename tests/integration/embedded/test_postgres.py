@@ -12,7 +12,7 @@ import asyncpg
 import pytest
 
 from embedded import EmbeddedError, EmbeddedPostgres, postgres
-from embedded.accounts import unprivileged_account
+from embedded.postgres import unprivileged_account
 from embedded.processes import ProcessIdentity
 from embedded.programs import postgres_home
 

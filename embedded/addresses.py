@@ -1,16 +1,30 @@
-"""Unix sockets below a directory of any length: an address holds 107 bytes (unix(7)), a path may hold more."""
+"""Where embedded servers listen: ports of loopback, and Unix sockets below a directory of any length."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import stat
 import tempfile
 from pathlib import Path
 
-from embedded.errors import EmbeddedError
+from embedded.processes import EmbeddedError
 
-MAX_ADDRESS_BYTES = 107
+MAX_ADDRESS_BYTES = 107  # of a Unix socket (unix(7)); a path may hold more
+
+
+def is_free(port: int) -> bool:
+    """Say whether a server may listen on a port of loopback; asked for any port (0, -1), it says no."""
+    if port <= 0:
+        return False
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def socket_directory(directory: Path, longest_name: str, owner: int | None = None) -> Path:
