@@ -21,7 +21,7 @@ Words = Annotated[
 @app.command()
 def run(*, name: Name, options: Words = None, as_json: Json = False) -> None:
     """Run one pipeline to its end and say what came of it; exit code 1 where it found what should not be."""
-    from pipeline.running import run_by_name  # noqa: PLC0415
+    from pipeline.runner import run_by_name  # noqa: PLC0415
 
     outcome = run_by_name(name, options or [])
     if as_json:
@@ -36,9 +36,11 @@ def run(*, name: Name, options: Words = None, as_json: Json = False) -> None:
 @app.command("list")
 def list_(*, as_json: Json = False) -> None:
     """List the pipelines and their options."""
-    from pipeline.options import described  # noqa: PLC0415
-    from pipeline.registry import PIPELINES  # noqa: PLC0415
-    from pipeline.running import check_spark  # noqa: PLC0415
+    from pipeline.registry import (
+        PIPELINES,  # noqa: PLC0415
+        described,  # noqa: PLC0415
+    )
+    from pipeline.runner import check_spark  # noqa: PLC0415
 
     check_spark()
     for pipeline in PIPELINES.values():

@@ -25,7 +25,7 @@ import msgspec
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from pipeline.running import run_by_name
+from pipeline.runner import run_by_name
 from postroom.spark.session import prepare_environment
 
 DIRECTORY = Path(sys.argv[1] if len(sys.argv) > 1 else "orders-report").absolute()

@@ -10,23 +10,41 @@ is there is computed anew and compared. Bodies are never in it; the fingerprint 
 
 from __future__ import annotations
 
+import filecmp
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import IntegerType, LongType, StringType, StructType, TimestampType
 
-from pipeline.days import DAYS, Day, write_days
-from pipeline.options import Database
-from pipeline.registry import Outcome
-from pipeline.running import submitted
+from pipeline.registry import Database, Outcome
+from pipeline.runner import submitted
 from pipeline.tables import read_ranges, snapshot
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
+
+_GROUP_ROWS: Final = 65_536  # of a row group
+_UNFINISHED: Final = ".part-"  # how names of files begin that are not whole
+_ABANDONED_SECONDS: Final = 86_400  # since the last byte of one whose task was killed
+DAYS: Final = (
+    StructType()
+    .add("source", StringType())
+    .add("day", StringType())
+    .add("rows", LongType())
+    .add("became", StringType())
+)
 _SETTLED: Final = timedelta(hours=1)  # after which nothing of a day can still commit
 
 _HISTORY: Final = (
@@ -63,8 +81,83 @@ _OUTBOX: Final = (
 )
 
 
+class Day(NamedTuple):
+    """A day, and what became of it: `written`, `kept` unseen, or found to be the `same` or `different`."""
+
+    source: str
+    day: str
+    rows: int
+    became: str
+
+
+def write_days(directory: str, batches: Iterator[pa.RecordBatch], *, verify: bool) -> Iterator[pa.RecordBatch]:
+    """Write the rows of each day, which come one day after the other; yield a row of `DAYS` for each.
+
+    Row groups have one size, wherever Spark's batches end, and a file gets its name when it is whole. So a task that
+    runs twice writes the same bytes, and finds them there.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
+
+    for day, parts in groupby(_by_day(batches), key=lambda part: part[0]):
+        done = _write_day(Path(directory), day, (rows for _, rows in parts), verify=verify)
+        yield pa.RecordBatch.from_pylist([done._asdict()])
+
+
+def _by_day(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[str, pa.RecordBatch]]:
+    """Cut batches where the day changes; the column `day` is then in the name of the directory."""
+    for batch in batches:
+        days = batch.column("day").to_pylist()
+        rest = batch.drop_columns(["day"])
+        start = 0
+        for day, rows in groupby(days):
+            length = sum(1 for _ in rows)
+            yield day, rest.slice(start, length)
+            start += length
+
+
+def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, verify: bool) -> Day:
+    final = directory / f"day={day}" / "part.parquet"
+    # remove what tasks that were killed have left in a day's directory, and never what one is writing
+    for file in final.parent.glob(f"{_UNFINISHED}*"):
+        with suppress(FileNotFoundError):  # another task sweeps as well
+            if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+                file.unlink()
+    if final.exists() and not verify:
+        return Day(directory.name, day, sum(part.num_rows for part in parts), "kept")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=final.parent)
+    os.close(handle)
+    try:
+        import pyarrow as pa  # noqa: PLC0415
+        from pyarrow import parquet  # noqa: PLC0415
+
+        first = next(parts)
+        waiting = pa.Table.from_batches([first]).replace_schema_metadata(None)
+        rows = int(first.num_rows)
+        with parquet.ParquetWriter(name, waiting.schema, compression="zstd") as writer:
+            for part in parts:
+                waiting = pa.concat_tables([waiting, pa.Table.from_batches([part]).replace_schema_metadata(None)])
+                rows += part.num_rows
+                while waiting.num_rows >= _GROUP_ROWS:
+                    writer.write_table(waiting.slice(0, _GROUP_ROWS).combine_chunks(), _GROUP_ROWS)
+                    waiting = waiting.slice(_GROUP_ROWS)
+            writer.write_table(waiting.combine_chunks(), _GROUP_ROWS)
+        return Day(directory.name, day, rows, _place(Path(name), final))
+    finally:
+        Path(name).unlink()
+
+
+def _place(made: Path, final: Path) -> str:
+    """Give a file that is whole its name, unless there is one of that name."""
+    with suppress(FileExistsError):
+        made.chmod(0o644)
+        os.link(made, final)  # never replaces a file
+        return "written"
+    return "same" if filecmp.cmp(made, final, shallow=False) else "different"
+
+
 class Options(Database, kw_only=True):
-    """What `audit-log` may be told."""
+    """The options of `audit-log`."""
 
     output: Annotated[str, msgspec.Meta(description="the directory of the log, which all executors see")]
     outbox: Annotated[str | None, msgspec.Meta(description="exports of outboxes, as exports/*.ndjson")] = None
@@ -74,32 +167,25 @@ class Options(Database, kw_only=True):
 
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Write the days that are over; an outcome with a day that is not what it was is a failed one."""
-    before = _before(options)
+    settled = datetime.now(UTC) - _SETTLED
+    today = settled.replace(hour=0, minute=0, second=0, microsecond=0)
+    before = today if options.before is None else min(today, datetime.fromisoformat(options.before).replace(tzinfo=UTC))
     with snapshot(options.database_url) as moment:
         history = read_ranges(spark, moment, "audit_rows", _HISTORY, before)
         days = _write(history, ("mesh", "history_id"), f"{options.output}/history", verify=options.verify)
     if options.outbox is not None:
-        exported = _read_exports(spark, options.outbox).where(F.col("enqueued_at") < F.lit(before))
+        # read rows as `postroom outbox export` writes them; a row that two exports agree about is one
+        rows = spark.read.schema(_OUTBOX).json(options.outbox).distinct()
+        in_utc = F.to_utc_timestamp("enqueued_at", F.current_timezone())
+        exported = rows.select(F.date_format(in_utc, "yyyy-MM-dd").alias("day"), "*").where(
+            F.col("enqueued_at") < F.lit(before)
+        )
         days += _write(exported, ("enqueued_at", "id", "status"), f"{options.output}/outbox", verify=options.verify)
     counts = {what: sum(day.became == what for day in days) for what in ("written", "kept", "same", "different")}
     facts = {f"days {what}": count for what, count in counts.items() if count}
     different = [f"{day.source} of {day.day}" for day in days if day.became == "different"]
     facts["rows written"] = sum(day.rows for day in days if day.became == "written")
     return Outcome({**facts, **dict.fromkeys(different, "not what it was")}, failed=bool(different))
-
-
-def _before(options: Options) -> datetime:
-    """Return the moment at which the first day begins that is not over yet."""
-    settled = datetime.now(UTC) - _SETTLED
-    today = settled.replace(hour=0, minute=0, second=0, microsecond=0)
-    return today if options.before is None else min(today, datetime.fromisoformat(options.before).replace(tzinfo=UTC))
-
-
-def _read_exports(spark: SparkSession, files: str) -> DataFrame:
-    """Read rows as `postroom outbox export` writes them; a row that two exports agree about is one."""
-    rows = spark.read.schema(_OUTBOX).json(files).distinct()
-    in_utc = F.to_utc_timestamp("enqueued_at", F.current_timezone())
-    return rows.select(F.date_format(in_utc, "yyyy-MM-dd").alias("day"), "*")
 
 
 def _write(rows: DataFrame, key: tuple[str, ...], directory: str, *, verify: bool) -> list[Day]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
-from pipeline.options import Struct
-from pipeline.registry import Outcome
-from pipeline.running import submitted
+from pipeline.registry import Outcome, Struct
+from pipeline.runner import submitted
 from pyspark_postroom.source import DefaultSource as Sink
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ _OF_READING: Final = frozenset({"input", "format"})
 
 
 class Options(Struct, kw_only=True):
-    """What `backfill` may be told; all but the first two are options of the sink."""
+    """The options of `backfill`; all but the first two are options of the sink."""
 
     input: Annotated[str, msgspec.Meta(description="the data set: a file, a directory or a pattern")]
     format: Annotated[
@@ -54,14 +53,10 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
 def read(spark: SparkSession, options: Options) -> DataFrame:
     """Read the data set; CSV with a header, its values as text."""
-    kind = options.format or _kind(options.input)
+    ending = options.input.removesuffix(".gz").rpartition(".")[2].lower()
+    kind = options.format or {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json"}.get(ending, "parquet")
     reader = spark.read.format(kind)
     return reader.option("header", "true").load(options.input) if kind == "csv" else reader.load(options.input)
-
-
-def _kind(path: str) -> str:
-    ending = path.removesuffix(".gz").rpartition(".")[2].lower()
-    return {"csv": "csv", "json": "json", "ndjson": "json", "jsonl": "json"}.get(ending, "parquet")
 
 
 if __name__ == "__main__":

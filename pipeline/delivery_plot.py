@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
-from pipeline.latency import Latency
+if TYPE_CHECKING:
+    from pipeline.delivery_report import Latency
 
 _PANELS: Final = 6
 _COLUMNS: Final = 2

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import msgspec
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from pyspark.sql.types import DoubleType, StringType, StructType
 
-from pipeline.latency import Latency
-from pipeline.options import History, moment
-from pipeline.registry import Outcome
-from pipeline.running import submitted
+from pipeline.registry import History, Outcome, moment
+from pipeline.runner import submitted
 from pipeline.tables import read_ranges, snapshot
 
 if TYPE_CHECKING:
@@ -35,8 +33,21 @@ _ROWS: Final = (
 _PERCENTILES: Final = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 
 
+class Latency(NamedTuple):
+    """What one day's deliveries to one destination took; percentiles in milliseconds."""
+
+    mesh: str
+    to: str
+    stage: str
+    day: str
+    deliveries: int
+    p50: float
+    p90: float
+    p99: float
+
+
 class Options(History, kw_only=True):
-    """What `delivery-report` may be told."""
+    """The options of `delivery-report`."""
 
     output: Annotated[str, msgspec.Meta(description="the directory for latency.parquet and latency.png")]
 

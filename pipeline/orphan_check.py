@@ -22,9 +22,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from pipeline.options import Database
-from pipeline.registry import Outcome
-from pipeline.running import submitted
+from pipeline.registry import Database, Outcome
+from pipeline.runner import submitted
 from pipeline.tables import Snapshot, read_table, snapshot
 from postroom.accept import MIN_DEDUPE_DAYS
 from postroom.chassis.sql import load_queries
@@ -42,7 +41,7 @@ _PLACE: Final = (("mesh_id", IntegerType()), ("history_id", LongType()))
 
 
 class Options(Database, kw_only=True):
-    """What `orphan-check` may be told."""
+    """The options of `orphan-check`."""
 
     events_kept_days: Annotated[
         float, msgspec.Meta(gt=0, description="how long events are kept at least: an older one may have been pruned")

@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from broker.config import LimiterConfig
-from pipeline.database import migrate
-from pipeline.options import History, history_options
-from pipeline.registry import Outcome
-from pipeline.running import submitted
-from pipeline.tables import QUERIES
-from pipeline.writing import write_rows
+from pipeline.registry import History, Outcome, history_options
+from pipeline.runner import submitted
+from pipeline.tables import QUERIES, migrate, write_rows
 from postroom.chassis.postgres import connected
 from postroom.spark.history import HistorySource
 
@@ -29,7 +26,7 @@ _KEY = ("mesh", "member", "window_seconds", "window_start")
 
 
 class Options(History, kw_only=True):
-    """What `rate-telemetry` may be told."""
+    """The options of `rate-telemetry`."""
 
     window_seconds: Annotated[
         int, msgspec.Meta(ge=1, le=86400, description="length of a window, in seconds: the limiter's")

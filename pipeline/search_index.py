@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from pipeline.database import migrate
-from pipeline.options import History, history_options
-from pipeline.registry import Outcome
-from pipeline.running import submitted
-from pipeline.tables import QUERIES
-from pipeline.writing import write_rows
+from pipeline.registry import History, Outcome, history_options
+from pipeline.runner import submitted
+from pipeline.tables import QUERIES, migrate, write_rows
 from postroom.chassis.postgres import connected
 from postroom.spark.history import HistorySource
 
@@ -25,7 +22,7 @@ _COLUMNS: Final = "mesh", "history_id", "broker_message_id", "sender", "to", "ac
 
 
 class Options(History, kw_only=True):
-    """What `search-index` may be told."""
+    """The options of `search-index`."""
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:

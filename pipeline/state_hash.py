@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from pyspark.sql.types import LongType, StringType, StructType
 
-from pipeline.options import Struct
-from pipeline.registry import Outcome
-from pipeline.running import submitted
+from pipeline.registry import Outcome, Struct
+from pipeline.runner import submitted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.inspecting import verify
 
@@ -37,7 +36,7 @@ _SCHEMA: Final = (
 
 
 class Options(Struct, kw_only=True):
-    """What `state-hash` may be told."""
+    """The options of `state-hash`."""
 
     stores: Annotated[str, msgspec.Meta(description="the event stores, as /var/lib/postroom/agents/**/events.db")]
     output: Annotated[str | None, msgspec.Meta(description="a Parquet directory for what was found; replaced")] = None

@@ -8,30 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from broker.database import check_version
+from postroom.chassis import postgres
 from postroom.chassis.postgres import Connection, connected
 from postroom.chassis.sql import load_queries
 from postroom.spark.history_copying import copy
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
+
+ROOM: Final = "pipeline"
 QUERIES: Final = load_queries("pipeline")
 _BLOCKS: Final = 8192  # of a table that one task reads: 64 MiB
 _RANGE: Final = 50_000  # numbers of the history that one task reads
 
 T = TypeVar("T")
+_ROWS: Final = 1000  # of one statement
+
+
+async def migrate(url: str) -> list[str]:
+    """Bring the pipelines' own tables to this program's version and return what was applied; raises `Fatal`."""
+    return await postgres.migrate(url, ROOM)
 
 
 class Snapshot(NamedTuple):
@@ -45,7 +55,7 @@ class Snapshot(NamedTuple):
 
     def fetch(self, query: str, *arguments: Any) -> list[Any]:
         """Run a query as this snapshot shows the database."""
-        return _run(self.loop, self.connection.fetch(query, *arguments))
+        return asyncio.run_coroutine_threadsafe(self.connection.fetch(query, *arguments), self.loop).result()
 
 
 @contextmanager
@@ -81,10 +91,6 @@ def _pass_on_failure(held: Future[Snapshot], holding: Future[None]) -> None:
         held.set_exception(error)
 
 
-def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(work, loop).result()
-
-
 def read_table(spark: SparkSession, moment: Snapshot, table: str, query: str, schema: StructType) -> DataFrame:
     """Read the query of `table` whose first arguments are the blocks that it reads, from one up to another."""
     (size,) = moment.fetch(QUERIES["blocks"], table)
@@ -115,3 +121,22 @@ def read_parts(
 
     url, name, text = moment.url, moment.name, QUERIES[query]
     return spark.range(0, len(parts), 1, max(len(parts), 1)).mapInArrow(read, schema)
+
+
+def write_rows(frame: DataFrame, url: str, statement: str, key: Sequence[str]) -> None:
+    """Run `statement` over all rows, each of its arguments the array of one column, in the columns' order.
+
+    A second run of a task has to be harmless. Tasks take rows in the order of their key, so that no two wait in a circle.
+    """
+    frame.sortWithinPartitions(*key).foreachPartition(partial(_write, url, statement, frame.columns))
+
+
+def _write(url: str, statement: str, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    asyncio.run(_write_batches(url, statement, columns, iter(rows)))
+
+
+async def _write_batches(url: str, statement: str, columns: Sequence[str], rows: Iterator[Row]) -> None:
+    async with connected(url) as connection:
+        while batch := list(islice(rows, _ROWS)):
+            arguments: list[list[Any]] = [[row[column] for row in batch] for column in columns]
+            await connection.execute(statement, *arguments)

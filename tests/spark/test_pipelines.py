@@ -16,9 +16,9 @@ from pyspark.sql import SparkSession
 from support.histories import History, run
 
 from broker.commands import find_orphans as check_in_sql
-from pipeline.days import write_days
+from pipeline.audit_log import write_days
 from pipeline.registry import Outcome
-from pipeline.running import run_by_name
+from pipeline.runner import run_by_name
 
 KEPT = timedelta(days=30)
 

@@ -18,9 +18,8 @@ from support.histories import History
 from support.jetstream import Context
 from support.post import PostOffice
 
-from pipeline.options import described, parse
-from pipeline.registry import PIPELINES
-from pipeline.running import run_by_name, submitted
+from pipeline.registry import PIPELINES, described, parse
+from pipeline.runner import run_by_name, submitted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consuming import Delivery, Outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.catalog import catalog, rebuild
 
-from pipeline.database import migrate
+from pipeline.tables import migrate
 from postroom.chassis.sql import read_sql
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 import signal
 import sys
 import threading
@@ -15,19 +16,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import as_file, files
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
-from pipeline.options import parse
-from pipeline.progress import progress
-from pipeline.registry import Outcome, find
-from pipeline.spark_errors import own_sentences
+from pipeline.registry import Outcome, find, parse
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal
 from postroom.errors import PostroomError
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+
 _NO_SPARK: Final = "pipelines need Spark, which is not installed: pip install 'postroom-server[pipeline]'"
+_PAUSE_SECONDS: Final = 0.2
+_OURS: Final = re.compile(r"^postroom\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
 def run_by_name(name: str, words: Sequence[str]) -> Outcome:
@@ -123,3 +124,64 @@ def _settings(quiet: str) -> dict[str, str]:
         "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={quiet}",
         "spark.sql.shuffle.partitions": "8",
     }
+
+
+class Tasks(NamedTuple):
+    """How many tasks of the stages at work are done, of how many."""
+
+    done: int
+    all: int
+
+
+def tasks(spark: SparkSession) -> Tasks:
+    """Ask Spark how far its stages are."""
+    tracker = spark.sparkContext.statusTracker()
+    stages = [info for stage in tracker.getActiveStageIds() if (info := tracker.getStageInfo(stage))]
+    return Tasks(sum(stage.numCompletedTasks for stage in stages), sum(stage.numTasks for stage in stages))
+
+
+@contextmanager
+def progress(spark: SparkSession, name: str) -> Iterator[None]:
+    """Show how far Spark is while the block runs."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    ended = threading.Event()
+    watching = threading.Thread(target=_watch, args=(spark, name, ended), daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()
+
+
+def _watch(spark: SparkSession, name: str, ended: threading.Event) -> None:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=None, state=_said(Tasks(0, 0)))
+        while not ended.wait(_PAUSE_SECONDS):
+            found = tasks(spark)
+            bar.update(task, completed=found.done, total=found.all or None, state=_said(found))
+
+
+def _said(found: Tasks) -> str:
+    return f"{found.done} of {found.all} tasks" if found.all else "planning"
+
+
+@contextmanager
+def own_sentences() -> Iterator[None]:
+    """Raise `Fatal` with our error's sentence and exit code where Spark raises one of its own around it."""
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - slow to import, and an extra
+
+    try:
+        yield
+    except PySparkException as error:
+        ours = _OURS.findall(str(error))
+        if not ours:
+            raise
+        kind, sentence = ours[-1]
+        raise Fatal(EXIT_OF.get(kind, Exit.FAILED), sentence) from error
