@@ -36,10 +36,7 @@ def run(*, name: Name, options: Words = None, as_json: Json = False) -> None:
 @app.command("list")
 def list_(*, as_json: Json = False) -> None:
     """List the pipelines and their options."""
-    from pipeline.registry import (
-        PIPELINES,  # noqa: PLC0415
-        described,  # noqa: PLC0415
-    )
+    from pipeline.registry import PIPELINES, described  # noqa: PLC0415
     from pipeline.runner import check_spark  # noqa: PLC0415
 
     check_spark()

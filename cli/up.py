@@ -40,8 +40,7 @@ def up(
 
     What was killed is started again, and what was kept is still there. `postroom down` stops a detached one.
     """
-    from cli.stack.detaching import detached  # noqa: PLC0415
-    from cli.stack.supervisor import supervisor_of  # noqa: PLC0415
+    from cli.stack.supervisor import detached, supervisor_of  # noqa: PLC0415
 
     layout = layout_of(state)
     supervisor = supervisor_of(layout)
@@ -65,8 +64,7 @@ def layout_of(state: Path | None) -> Layout:
 def _run(layout: Layout) -> None:
     """Start everything, say how to use it, and supervise it until Ctrl-C or SIGTERM."""
     from cli.stack import Stack, fatal_failures  # noqa: PLC0415
-    from cli.stack.interruption import Interrupted, interruptible  # noqa: PLC0415
-    from cli.stack.supervisor import keep_running, supervising  # noqa: PLC0415
+    from cli.stack.supervisor import Interrupted, interruptible, keep_running, supervising  # noqa: PLC0415
     from postroom.chassis.systemd import notify  # noqa: PLC0415
 
     stack = Stack(layout.state)

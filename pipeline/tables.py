@@ -126,7 +126,7 @@ def read_parts(
 def write_rows(frame: DataFrame, url: str, statement: str, key: Sequence[str]) -> None:
     """Run `statement` over all rows, each of its arguments the array of one column, in the columns' order.
 
-    A second run of a task has to be harmless. Tasks take rows in the order of their key, so that no two wait in a circle.
+    A second run of a task has to be harmless. Tasks take rows in the order of their key: no two wait in a circle.
     """
     frame.sortWithinPartitions(*key).foreachPartition(partial(_write, url, statement, frame.columns))
 

@@ -32,12 +32,10 @@ def demo(
 ) -> None:
     """Send a file of events through broker stops and a killed daemon to a handler, and count that nothing is lost."""
     from cli.demo.acts import EVENTS, Demo  # noqa: PLC0415
-    from cli.demo.programs import DemoStack  # noqa: PLC0415
-    from cli.demo.receiver import Receiver  # noqa: PLC0415
+    from cli.demo.programs import DemoStack, Receiver  # noqa: PLC0415
     from cli.demo.stage import Stage  # noqa: PLC0415
     from cli.stack import Layout, fatal_failures  # noqa: PLC0415
-    from cli.stack.interruption import interruptible  # noqa: PLC0415
-    from cli.stack.supervisor import supervising  # noqa: PLC0415
+    from cli.stack.supervisor import interruptible, supervising  # noqa: PLC0415
     from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
 
     if not EVENTS.exists():

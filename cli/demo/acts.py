@@ -11,12 +11,10 @@ from typing import Final
 
 import msgspec
 
-from cli.demo.delivering import COMMANDS, QUEUE, Delivering
-from cli.demo.programs import EXAMPLES, DemoStack
-from cli.demo.receiver import Receiver
+from cli.demo.deliveries import COMMANDS, QUEUE, Delivering
+from cli.demo.programs import EXAMPLES, DemoStack, Receiver
 from cli.demo.reckoning import TOPIC, Handled, Line, Meant, reckon
-from cli.demo.scene import PATIENCE, WAIT_SECONDS, Scene
-from cli.demo.stage import Stage
+from cli.demo.stage import PATIENCE, WAIT_SECONDS, Scene, Stage
 from cli.stack.layout import MESH
 from embedded import EmbeddedServer
 from postroom import PostroomError
@@ -48,7 +46,9 @@ class Demo(Scene):
 
     def _acts(self) -> bool:
         third = len(self._events) // 3
-        self._start()
+        self.stage.act("Start Postgres, Redis, NATS, a broker, a worker, a daemon, a consumer and an agent")
+        self.stack.start(self._say_ready)
+        asyncio.run(self._create_queue())
         self._stop_the_broker(self._events[:third])
         self._kill_the_daemon(self._events[third : 2 * third])
         self._send_the_rest(self._events[2 * third :])
@@ -61,11 +61,6 @@ class Demo(Scene):
         delivering.bury_and_replay()
         meant = Meant(sends=len(self._events) + 1 + COMMANDS + 1, to_topic=to_topic + 1)
         return self._count(delivering.handled(), meant)
-
-    def _start(self) -> None:
-        self.stage.act("Start Postgres, Redis, NATS, a broker, a worker, a daemon, a consumer and an agent")
-        self.stack.start(self._say_ready)
-        asyncio.run(self._create_queue())
 
     async def _create_queue(self) -> None:
         async with self.stack.broker.client() as broker:
@@ -164,7 +159,8 @@ class Demo(Scene):
         with self.client() as client, self.stage.progress("arriving", len(self._events)) as show:
 
             def arrived() -> bool:
-                waiting = _waiting(client.health().rows)
+                rows = client.health().rows
+                waiting = rows["pending"] + rows["inflight"]
                 show(len(self._events) - waiting)
                 return waiting == 0
 
@@ -194,10 +190,6 @@ def _acknowledged(result: BatchResult) -> str:
         said = result.problem.detail if result.problem is not None else "nothing"
         raise Fatal(Exit.FAILED, f"the daemon refused event {result.line}: {said}")
     return result.result.client_message_id
-
-
-def _waiting(rows: dict[str, int]) -> int:
-    return rows["pending"] + rows["inflight"]
 
 
 def _cells(line: Line) -> tuple[tuple[str, ...], bool]:

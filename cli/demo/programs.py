@@ -2,20 +2,89 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
+
+from aiohttp import web
 
 import cli
-from cli.demo.receiver import Receiver
 from cli.stack import Stack
-from cli.stack.commands import module_command
 from cli.stack.layout import MESH
-from cli.stack.programs import PageProgram
+from cli.stack.programs import PageProgram, module_command
 from embedded import EmbeddedServer
 
+POISON: Final = "not an order"  # a body that the handler cannot read until it is repaired
 EXAMPLES: Final = Path(cli.__file__).parents[1] / "examples"
 CONSUMER: Final = "demo_handler"
+
+
+class Effect(NamedTuple):
+    """What one message did."""
+
+    event_type: str
+    client_message_id: str | None
+
+
+class Receiver:
+    """A handler on a port of loopback, served by a thread for as long as the block runs."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.effects: dict[str, Effect] = {}  # by Idempotency-Key
+        self.repeated = 0  # calls for a message that was handled before
+        self._reads_poison = False
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="handler", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def repair(self) -> None:
+        """Teach the handler to read what it could not."""
+        self._reads_poison = True
+
+    def effects_of(self, event_type: str) -> list[Effect]:
+        """Return what the messages of one type did."""
+        return [effect for effect in list(self.effects.values()) if effect.event_type == event_type]
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = self._loop.run_until_complete(self._serve())
+        self._ready.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.close()
+
+    async def _serve(self) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/handle", self._handle)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/handle"
+        return runner
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        key = request.headers["Idempotency-Key"]
+        if key in self.effects:
+            self.repeated += 1
+            return web.Response(status=409)
+        call: dict[str, Any] = await request.json()
+        payload = call["payload"]
+        if payload.get("message", {}).get("body") == POISON and not self._reads_poison:
+            return web.Response(status=422, text="this is not an order")
+        self.effects[key] = Effect(call["event_type"], payload.get("client_message_id"))
+        return web.Response(status=200)
 
 
 class DemoStack(Stack):

@@ -179,14 +179,15 @@ def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant:
             "acknowledged, but not there byte for byte",
             Count(len(missing_here), 0),
             Count(outbox.unsettled, 0),
-            Count(_differences(outbox.accepted, broker.accepted), 0),
+            Count(
+                sum(
+                    outbox.accepted.get(key) != broker.accepted.get(key)
+                    for key in outbox.accepted.keys() | broker.accepted.keys()
+                ),
+                0,
+            ),
         ),
     ]
-
-
-def _differences(one: Accepted, other: Accepted) -> int:
-    """Count the ids that only one side has, or that the two have with another fingerprint."""
-    return sum(one.get(key) != other.get(key) for key in one.keys() | other.keys())
 
 
 def _read_outbox(file: Path, told: Told) -> Outbox:

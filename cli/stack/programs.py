@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import subprocess
+import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any, Final
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.stack.commands import module_command
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.addresses import is_free
@@ -28,6 +28,14 @@ _PORTS: Final = range(20_000, 32_768)  # below those that the kernel hands out, 
 _TRIES: Final = 100
 _PROBE_SECONDS: Final = 2.0
 _BACKLOG: Final = "postroom_worker_backlog_messages"
+
+
+def module_command(module: str, *arguments: object) -> list[str]:
+    """Return the command line that runs one of our modules, whatever lies in the working directory.
+
+    `python -m` alone looks there first, and `worker.py` or `cli/` are likely names in a user's project.
+    """
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
 
 
 class Program(EmbeddedServer):
@@ -126,9 +134,7 @@ class BrokerProgram(PortProgram):
         super()._prepare()
         migrate = module_command("broker", "migrate", "--config", self.config_file)
         with self.log_file.open("ab") as log:
-            done = subprocess.run(  # noqa: S603 - our own words, no shell
-                tethered(migrate), stdout=log, stderr=log, env={"PATH": os.defpath}, check=False
-            )
+            done = subprocess.run(tethered(migrate), stdout=log, stderr=log, env={"PATH": os.defpath}, check=False)  # noqa: S603 - our own words, no shell
         if done.returncode != 0:
             raise EmbeddedError(f"the broker's database could not be migrated; see {self.log_file}")
 

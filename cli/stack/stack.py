@@ -1,4 +1,4 @@
-"""The processes of a stack, in the order in which they need each other."""
+"""The processes of a stack, in the order in which they need each other, and its mesh."""
 
 from __future__ import annotations
 
@@ -6,17 +6,49 @@ import asyncio
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
-from cli.stack.mesh import create_mesh
 from cli.stack.programs import BrokerProgram, DaemonProgram, WorkerProgram
 from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer
+from postroom import Conflict
+from postroom.broker import BrokerClient
 from postroom.chassis.exits import Exit, Fatal
 
+MEMBERS: Final = (SENDER, "bob")
+TOPIC: Final = "orders"
+QUEUE: Final = "work"
 _PLAIN: Final = re.compile(r"[\w@%+=:,./?-]+")  # what a shell takes as it is in an assignment
+
+
+async def create_mesh(program: BrokerProgram, layout: Layout) -> None:
+    """Create what is missing, at every start; raises `PostroomError` where the broker refuses."""
+    async with program.client() as broker:
+        with suppress(Conflict):
+            await broker.create_mesh(MESH)
+        for name in MEMBERS:
+            await _create_member(broker, layout, name)
+        with suppress(Conflict):
+            await broker.create_topic(MESH, TOPIC)
+        with suppress(Conflict):
+            await broker.create_queue(MESH, QUEUE)
+        for name in MEMBERS:
+            with suppress(Conflict):
+                await broker.subscribe(MESH, TOPIC, name)
+
+
+async def _create_member(broker: BrokerClient, layout: Layout, name: str) -> None:
+    """Create a member and keep its token; a crash may have come between the two, then it gets a new one."""
+    file = layout.token_file(name)
+    if file.exists():
+        return
+    try:
+        member = await broker.create_member(MESH, name)
+    except Conflict:
+        member = await broker.rotate_member_token(MESH, name)
+    write_secret(file, member.token)
 
 
 class Stack:

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Final
 
 from cli.stack.layout import Layout
+from cli.stack.programs import module_command
 from cli.stack.stack import Stack
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import wait_for_any
@@ -21,8 +29,37 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import open_private
 from postroom.retry import STEADY, Backoff
 
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEADY_SECONDS: Final = 60.0  # a program that ran for longer has recovered: its next end is the first again
 _MOST_SECONDS: Final = 60.0  # between an end and the next start
+_MAX_NOTIFICATION: Final = 4096  # bytes
+_SAID: Final = "postroom: "  # before the sentence with which a command ends
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, SIGTERM, or the terminal went away."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number  # as shells say it
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise `Interrupted` in the main thread at the first signal; ignore further ones, so that stopping is finished."""
+    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.unraisablehook = lambda _: None  # what was interrupted while it was being built complains of that
+    raise Interrupted(number)
 
 
 @contextmanager
@@ -95,3 +132,56 @@ class _Watched:
             self.program.start()
         except EmbeddedError as error:
             say(str(error))
+
+
+def detached(layout: Layout) -> None:
+    """Start a supervisor in the background: `postroom up` once more, in a session of its own, until it says READY=1.
+
+    It says so by sd_notify(3), so the foreground form may as well be a systemd service of `Type=notify`. Raises `Fatal`
+    with what the supervisor said where it ended instead.
+    """
+    layout.create()
+    name = f"postroom-up-{secrets.token_hex(16)}"
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifications,
+        os.fdopen(open_private(layout.log_file, os.O_WRONLY | os.O_TRUNC), "wb") as log,
+    ):
+        notifications.bind("\0" + name)  # abstract: no file to remove, and nobody can guess it
+        supervisor = subprocess.Popen(  # noqa: S603 - our own words, no shell
+            module_command("cli", "up", "--state", layout.state),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "NOTIFY_SOCKET": f"@{name}"},
+            start_new_session=True,
+        )
+        try:
+            ready = _await_ready(notifications, supervisor)
+        except BaseException:
+            supervisor.terminate()
+            supervisor.wait()
+            raise
+    if not ready:
+        code = supervisor.wait()
+        raise Fatal(Exit(code) if code in set(Exit) - {Exit.OK} else Exit.FAILED, last_words(layout))
+    supervisor.returncode = 0  # it lives on: nobody here waits for it
+
+
+def _await_ready(notifications: socket.socket, supervisor: subprocess.Popen[bytes]) -> bool:
+    ended = os.pidfd_open(supervisor.pid)
+    try:
+        while True:
+            readable, _, _ = select.select([notifications.fileno(), ended], [], [])
+            if notifications.fileno() not in readable:
+                return False
+            if b"READY=1" in notifications.recv(_MAX_NOTIFICATION).split(b"\n"):
+                return True
+    finally:
+        os.close(ended)
+
+
+def last_words(layout: Layout) -> str:
+    """Return the sentence that ended the supervisor, as its log has it."""
+    lines = layout.log_file.read_text("utf-8", errors="replace").splitlines()
+    said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
+    return said[-1] if said else f"the supervisor ended without a word; see {layout.log_file}"

@@ -9,7 +9,7 @@ import pytest
 
 from cli import main
 from cli.stack import Layout
-from cli.stack.detaching import last_words
+from cli.stack.supervisor import last_words
 from cli.up import explain
 from postroom.chassis.exits import Exit
 

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
-from cli.demo.programs import CONSUMER
-from cli.demo.receiver import POISON
+from cli.demo.programs import CONSUMER, POISON
 from cli.demo.reckoning import ANSWER, TOPIC, Handled
-from cli.demo.scene import Scene
+from cli.demo.stage import Scene
 from cli.stack.layout import MESH
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import connected
