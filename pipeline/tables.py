@@ -23,7 +23,7 @@ from broker.database import check_version
 from postroom.chassis import postgres
 from postroom.chassis.postgres import Connection, connected
 from postroom.chassis.sql import load_queries
-from postroom.spark.history_copying import copy
+from postroom.spark.history_batch import copy
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,8 +18,7 @@ from pyspark.sql import SparkSession
 from support.post import PostOffice
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
-from postroom.spark.java import find_java
-from postroom.spark.session import do_without_names
+from postroom.spark.session import do_without_names, find_java
 
 _HERE = Path(__file__).parent
 

@@ -29,11 +29,9 @@ from postroom import Conflict
 from postroom.administration import HistoryMessage
 from postroom.errors import InvalidMessage
 from postroom.spark.database import connect
-from postroom.spark.history_conditions import Conditions
-from postroom.spark.history_copying import _SETTINGS, QUERIES, copy
-from postroom.spark.history_options import read_options
-from postroom.spark.history_reading import SCHEMA, HistoryReader, PushingHistoryReader
-from postroom.spark.history_streaming import HistoryStreamReader
+from postroom.spark.history_batch import _SETTINGS, QUERIES, SCHEMA, HistoryReader, PushingHistoryReader, copy
+from postroom.spark.history_options import Conditions, read_options
+from postroom.spark.history_stream import HistoryStreamReader
 
 
 @pytest.fixture

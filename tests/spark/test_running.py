@@ -25,7 +25,7 @@ from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consuming import Delivery, Outcome
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
-from postroom.spark.java import provide_java
+from postroom.spark.session import provide_java
 
 START = datetime(2026, 11, 21, tzinfo=UTC)
 ROOT = Path(__file__).parents[2]

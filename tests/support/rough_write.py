@@ -19,7 +19,7 @@ from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
 from postroom import Client, NotFound
-from postroom.spark.keys import RowIds
+from postroom.spark.rows import RowIds
 
 FAILS, KILLS, STRAGGLES = 3, 7, 11  # of the numbers of a partition
 SECONDS = 120  # for what a task waits for

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
+from postroom.spark.history_batch import SCHEMA, HistoryReader, PushingHistoryReader
 from postroom.spark.history_options import read_options
-from postroom.spark.history_reading import SCHEMA, HistoryReader, PushingHistoryReader
 
 if TYPE_CHECKING:
-    from postroom.spark.history_streaming import HistoryStreamReader
+    from postroom.spark.history_stream import HistoryStreamReader
 
 
 class HistorySource(DataSource):
@@ -40,6 +40,6 @@ class HistorySource(DataSource):
 
     def streamReader(self, schema: StructType) -> HistoryStreamReader:  # noqa: N802 - Spark's name
         """Read what commits from now on too; raises `InvalidMessage` for wrong options."""
-        from postroom.spark.history_streaming import HistoryStreamReader  # noqa: PLC0415 - of newer PySparks
+        from postroom.spark.history_stream import HistoryStreamReader  # noqa: PLC0415 - of newer PySparks
 
         return HistoryStreamReader(read_options(self.options, streaming=True), schema)

@@ -7,13 +7,18 @@ history is an operator's, who has the address of the database.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
+from uuid import UUID
 
 from postroom.errors import InvalidMessage
 from postroom.message import parse_destination
 from postroom.spark.database import chosen_url
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import Filter
+
 
 _PARTITION_ROWS: Final = 50_000  # by default: about half a second of one task
 _CONNECTIONS: Final = 16  # by default: Postgres has 100 by its own default, and the brokers want most of them
@@ -29,6 +34,8 @@ _NAMES: Final = (
     "failOnDataLoss",
     "push_filters",
 )
+_EQUALS: Final = ("mesh", "sender", "to", "destination_kind", "client_message_id", "broker_message_id")
+_LAST: Final = 2**63 - 1
 
 
 class HistoryOptions(NamedTuple):
@@ -51,10 +58,13 @@ def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptio
     given = {name.lower(): value for name, value in options.items()}
     for name in given.keys() - {known.lower() for known in _NAMES}:
         _refuse(name, f"postroom_history has no option {name!r}: it has {', '.join(_NAMES)}")
+    text = given.get("to")
+    if text is not None:
+        parse_destination(text)
     found = HistoryOptions(
         database_url=chosen_url(given.get("database_url"), "to read"),
         mesh=given.get("mesh"),
-        to=_destination(given.get("to")),
+        to=text,
         since=_moment(given, "since"),
         until=_moment(given, "until"),
         partition_rows=_count(given, "partition_rows") or _PARTITION_ROWS,
@@ -65,21 +75,17 @@ def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptio
     )
     if not streaming and "failondataloss" in given:
         _refuse("failOnDataLoss", "failOnDataLoss is for streams: leave it out, or read with spark.readStream")
-    _check_together(found, streaming=streaming)
-    return found
-
-
-def _check_together(options: HistoryOptions, *, streaming: bool) -> None:
-    if streaming and options.until is not None:
+    if streaming and found.until is not None:
         _refuse("until", "a stream has no end: leave the option until out, or read with spark.read")
-    if streaming and options.push_filters:
+    if streaming and found.push_filters:
         _refuse(
             "push_filters", "Spark pushes no filters into a stream: leave push_filters out; mesh and since are options"
         )
-    if not streaming and options.max_rows_per_batch is not None:
+    if not streaming and found.max_rows_per_batch is not None:
         _refuse("max_rows_per_batch", "max_rows_per_batch is for streams: leave it out, or read with spark.readStream")
-    if options.since is not None and options.until is not None and options.since >= options.until:
+    if found.since is not None and found.until is not None and found.since >= found.until:
         _refuse("until", "the option until is not after since: nothing lies between them")
+    return found
 
 
 def _moment(options: Mapping[str, str], name: str) -> datetime | None:
@@ -105,12 +111,6 @@ def _count(options: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _destination(text: str | None) -> str | None:
-    if text is not None:
-        parse_destination(text)
-    return text
-
-
 def _switch(options: Mapping[str, str], name: str, *, default: str = "false") -> bool:
     text = options.get(name.lower(), default).lower()
     if text not in ("true", "false"):
@@ -120,3 +120,85 @@ def _switch(options: Mapping[str, str], name: str, *, default: str = "false") ->
 
 def _refuse(name: str, sentence: str) -> NoReturn:
     raise InvalidMessage.of(400, "invalid_option", sentence, field=name)
+
+
+class Conditions(NamedTuple):
+    """Bounds that every wanted row keeps; None: no bound.
+
+    Spark evaluates every filter once more, so a condition may let through too much but must never leave out a row.
+    """
+
+    first: int = 0  # history_id
+    last: int = _LAST
+    since: datetime | None = None  # accepted_at
+    until: datetime | None = None  # inclusive
+    mesh: str | None = None
+    sender: str | None = None
+    to: str | None = None
+    destination_kind: str | None = None
+    client_message_id: str | None = None
+    broker_message_id: str | None = None
+
+    def narrowed(self, filters: Iterable[Filter]) -> Self:
+        """Return these conditions with those of `filters` that one of them can say."""
+        found = self
+        for filter_ in filters:
+            found = found._and(filter_)
+        return found
+
+    def arguments(self, mesh_id: int, after: int, last: int) -> list[Any]:
+        """Return the arguments of `read_history` and `read_messages` for a range of a mesh's numbers."""
+        return [
+            mesh_id,
+            max(after, self.first - 1),
+            min(last, self.last),
+            self.since,
+            self.until,
+            self.sender,
+            self.to,
+            self.destination_kind,
+            self.client_message_id,
+            self.broker_message_id,
+        ]
+
+    def _and(self, filter_: Filter) -> Self:
+        kind, value = type(filter_).__name__, getattr(filter_, "value", None)
+        column = ".".join(getattr(filter_, "attribute", ()))
+        if column in _RANGES:
+            return self._bounded(column, value, lower=kind in _LOWER, upper=kind in _UPPER)
+        if kind == "EqualTo" and column in _EQUALS and isinstance(value, str) and getattr(self, column) is None:
+            return self._with(**{column: value}) if column != "broker_message_id" or _is_uuid(value) else self
+        return self
+
+    def _bounded(self, column: str, value: Any, *, lower: bool, upper: bool) -> Self:
+        if isinstance(value, datetime) and value.tzinfo is None:
+            value = value.replace(tzinfo=UTC)
+        least, most, kind = _RANGES[column]
+        if not isinstance(value, kind):
+            return self
+        bounds = {least: _tighter(max, getattr(self, least), value)} if lower else {}
+        bounds |= {most: _tighter(min, getattr(self, most), value)} if upper else {}
+        return self._with(**bounds)
+
+    def _with(self, **values: Any) -> Self:
+        return self._replace(**values)
+
+
+# The filters that bound a value from below, and from above.
+_LOWER: Final = ("GreaterThan", "GreaterThanOrEqual", "EqualTo")
+_UPPER: Final = ("LessThan", "LessThanOrEqual", "EqualTo")
+_RANGES: Final[dict[str, tuple[str, str, type]]] = {
+    "history_id": ("first", "last", int),
+    "accepted_at": ("since", "until", datetime),
+}
+
+
+def _tighter(choose: Callable[[Any, Any], Any], present: Any, value: Any) -> Any:
+    return value if present is None else choose(present, value)
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        return str(UUID(text)) == text
+    except ValueError:
+        return False

@@ -114,7 +114,10 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
     ids = tuple(filter(None, (name.strip() for name in (chosen.id or "").split(","))))
     if not ids:
         _refuse("id", _ID_REQUIRED)
-    _check_target(chosen)
+    if (chosen.to is None) == (chosen.to_column is None):
+        _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column that holds each row's")
+    if chosen.to is not None:
+        parse_destination(chosen.to)
     plan = WritePlan(
         schema=schema,
         to=chosen.to,
@@ -152,13 +155,6 @@ def _decode(given: dict[str, str]) -> SinkOptions:
     except msgspec.ValidationError as error:
         name = str(error).partition("$.")[2].rstrip("`")
         _refuse(name, f"the option `{name}` is {given[name]!r}: give {_EXPECTED[name]}")
-
-
-def _check_target(chosen: SinkOptions) -> None:
-    if (chosen.to is None) == (chosen.to_column is None):
-        _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column that holds each row's")
-    if chosen.to is not None:
-        parse_destination(chosen.to)
 
 
 def _job(chosen: SinkOptions) -> WriteJob | None:

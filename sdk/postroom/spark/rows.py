@@ -7,6 +7,8 @@ can't be sent; nothing of that slice has been sent then. With `on_refused` that 
 from __future__ import annotations
 
 import base64
+import hashlib
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
@@ -17,19 +19,41 @@ from pyspark import TaskContext
 from pyspark.sql.types import BinaryType, StringType
 
 from postroom.errors import InvalidMessage
+from postroom.ids import MAX_ID_LENGTH
 from postroom.message import SendRequest
-from postroom.spark.keys import RowIds
 from postroom.spark.options import WritePlan
 from postroom.spark.values import converter, id_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+
+_TAG_DIGITS: Final = 16  # of the namespace's hash
+_READABLE: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_ID_LENGTH - _TAG_DIGITS - 1}}}")
 Refuse: TypeAlias = Callable[[tuple[str, ...], InvalidMessage], None]
 
 _COLUMNS_SHOWN: Final = 5  # of a row that has no key
 
 _encode = msgspec.json.Encoder().encode
+
+
+class RowIds:
+    """Makes the ids of one namespace: `<hash of the namespace>:<the columns' texts, joined by colons>`.
+
+    Ids that follow the key stay readable, and keep the order of the keys, which the outbox's index likes. Texts that
+    have no place in an id, or too much of it, are hashed: `<hash>:~<hash of the texts>`. No two keys share an id,
+    since neither a colon nor a tilde stands in a readable text.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self._tag = hashlib.sha256(namespace.encode()).hexdigest()[:_TAG_DIGITS] + ":"
+
+    def id_of(self, texts: Sequence[str]) -> str:
+        """Return the `client_message_id` of the row whose id columns hold `texts`."""
+        joined = ":".join(texts)
+        if _READABLE.fullmatch(joined) and joined.count(":") == len(texts) - 1:
+            return self._tag + joined
+        return f"{self._tag}~{hashlib.sha256(msgspec.json.encode(list(texts))).hexdigest()}"
 
 
 class Row(NamedTuple):

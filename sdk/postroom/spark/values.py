@@ -83,7 +83,8 @@ def converter(kind: DataType) -> Convert | None:
     """Return what turns a value as Arrow gives it into one that the JSON encoder writes by the rules; None: nothing."""
     match kind:
         case ArrayType():
-            return _array(converter(kind.elementType))
+            convert = converter(kind.elementType)
+            return None if convert is None else _unless_null(lambda items: [convert(item) for item in items])
         case MapType():
             return _unless_null(_map(converter(kind.valueType)))
         case StructType():
@@ -126,10 +127,6 @@ _SIMPLE: Final[dict[type[DataType], Convert]] = {
     FloatType: _finite,
     DoubleType: _finite,
 }
-
-
-def _array(convert: Convert | None) -> Convert | None:
-    return None if convert is None else _unless_null(lambda items: [convert(item) for item in items])
 
 
 def _map(convert: Convert | None) -> Convert:

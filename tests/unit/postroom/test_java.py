@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Unavailable
-from postroom.spark.java import VECTOR_MODULE, find_java, provide_java
-from postroom.spark.session import do_without_names, prepare_environment
+from postroom.spark.session import VECTOR_MODULE, do_without_names, find_java, prepare_environment, provide_java
 
 FLAG = f"--add-modules={VECTOR_MODULE}"
 

@@ -16,9 +16,8 @@ from pyspark.sql.types import BinaryType, LongType, StringType, StructField, Str
 
 from postroom import InvalidMessage, SendRequest
 from postroom.ids import is_client_message_id
-from postroom.spark.keys import RowIds
 from postroom.spark.options import plan_write
-from postroom.spark.rows import RowReader
+from postroom.spark.rows import RowIds, RowReader
 from postroom.spark.values import id_text
 
 SCHEMA = StructType(

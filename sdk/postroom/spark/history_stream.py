@@ -17,10 +17,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from pyspark.sql.types import StructType
 
 from postroom.errors import Conflict
-from postroom.spark.history_conditions import Conditions
-from postroom.spark.history_copying import QUERIES, fetch
-from postroom.spark.history_options import HistoryOptions
-from postroom.spark.history_reading import Range, RangeReader, check_mesh, shared_out, split
+from postroom.spark.history_batch import QUERIES, Range, RangeReader, check_mesh, fetch, shared_out, split
+from postroom.spark.history_options import Conditions, HistoryOptions
 
 if TYPE_CHECKING:
     import asyncpg
@@ -73,7 +71,16 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         meshes = self._fetch("latest", self._options.mesh, list(stand), list(stand.values()), rows, _deletion(start))
         check_mesh(self._options.mesh, known=bool(meshes))
         for row in meshes:
-            _check_not_behind(row["after"], row["last_history_id"])
+            # refuse to go on where the numbers begin anew: new messages would look like those that were read
+            read = row["after"]
+            given_out = row["last_history_id"]
+            if read > given_out:
+                raise Conflict.of(
+                    409,
+                    "history_behind_checkpoint",
+                    f"the checkpoint has read up to history_id {read}, the history ends at {given_out}: was an older "
+                    "database put back? Begin with a new checkpoint",
+                )
             self._check_not_restored(row)
             self._check_not_lost(row)
             last = row["latest"] or row["lost"] or row["after"]  # past what is lost, where that is no failure
@@ -150,14 +157,3 @@ def _numbers(offset: Offset) -> dict[int, int]:
 
 def _deletion(offset: Offset) -> int:
     return offset.get(_DELETION, 0)
-
-
-def _check_not_behind(read: int, given_out: int) -> None:
-    """Refuse to go on where the numbers begin anew: new messages would look like those that were read."""
-    if read > given_out:
-        raise Conflict.of(
-            409,
-            "history_behind_checkpoint",
-            f"the checkpoint has read up to history_id {read}, the history ends at {given_out}: was an older database "
-            "put back? Begin with a new checkpoint",
-        )

@@ -4,6 +4,8 @@ Promises: when `post` returns, every row is on the daemon's disk (`wait=accepted
 problems. A daemon that restarts, that is full (507) or that has too much in hand (429) is waited for; after
 `PATIENCE_SECONDS` without any progress the task fails with the daemon's error, and Spark runs it again. What it sent
 before is a duplicate then. Where no daemon answers at all, a task fails after `ABSENT_SECONDS`.
+
+The driver says at the end which rows were not sent, and writes them down where the option asks for it.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from postroom.client import AsyncClient
-from postroom.errors import InvalidMessage, Problem, TryAgain
+from postroom.errors import Conflict, InvalidMessage, PostroomError, Problem, TryAgain
 from postroom.message import SendRequest
 from postroom.sends import SETTLED, OutboxRow, SendResult
 from postroom.spark.options import FAIL, WritePlan
@@ -25,11 +30,13 @@ from postroom.spark.rows import Row, RowReader, key_text
 if TYPE_CHECKING:
     import pyarrow as pa
 
+
 PATIENCE_SECONDS: Final = 300.0
 ABSENT_SECONDS: Final = 30.0  # longer than a daemon takes to start again
 MOST_PROBLEMS: Final = 10_000  # rows of a task; more are no accident, and would fill the driver
 _BATCHES_UNDER_WAY: Final = 8  # with `wait=accepted`: sent while the broker has not accepted the first of them
 _REUSED: Final = "idempotency_key_reused"
+_SHOWN: Final = 20  # rows in an error; the count is always whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,12 @@ def post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
 async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
     async with AsyncClient(plan.socket, patience=ABSENT_SECONDS) as client:
         version = await client.version()  # a host without a daemon is told of soon
-    _check_mesh(plan, version.mesh)
+    # refuse to send what is a job of one mesh into another
+    if plan.job is not None and plan.job.mesh != version.mesh:
+        detail = f"the daemon of this host serves the mesh {version.mesh!r}, and the job is one of {plan.job.mesh!r}"
+        raise InvalidMessage.of(
+            400, "invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh"
+        )
     task = _Task(plan)
     reader = RowReader(plan, None if plan.on_refused == FAIL else task.refuse)
     async with (
@@ -77,13 +89,6 @@ async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
         else:
             await task.send_and_await_broker(client, slices)
     return task.tally
-
-
-def _check_mesh(plan: WritePlan, mesh: str) -> None:
-    """Refuse to send what is a job of one mesh into another."""
-    if plan.job is not None and plan.job.mesh != mesh:
-        detail = f"the daemon of this host serves the mesh {mesh!r}, and the job is one of {plan.job.mesh!r}"
-        raise InvalidMessage.of(400, "invalid_option", f"{detail}: set the option `mesh` to {mesh}", field="mesh")
 
 
 async def _slices(reader: RowReader, batches: Iterator[pa.RecordBatch]) -> AsyncGenerator[list[Row], None]:
@@ -130,7 +135,12 @@ class _Task:
                 for result in results:
                     row = self._on_the_way.pop(result.line)
                     if result.result is not None:
-                        self._queued(row, result.result)
+                        self._count(result.result, 1)
+                        if self._plan.wait == "accepted" and result.result.status != "done":
+                            self._not_accepted.append((row, result.result))
+                            self._changed.set()
+                        else:
+                            self._room.release()
                     elif result.problem is not None:
                         self._refused(row, result.problem)
 
@@ -143,14 +153,6 @@ class _Task:
                 line += 1
                 self._on_the_way[line] = row
                 yield row.request
-
-    def _queued(self, row: Row, result: SendResult) -> None:
-        self._count(result, 1)
-        if self._plan.wait == "accepted" and result.status != "done":
-            self._not_accepted.append((row, result))
-            self._changed.set()
-        else:
-            self._room.release()
 
     def _count(self, result: SendResult, number: int) -> None:
         if result.duplicate:
@@ -217,3 +219,59 @@ class _Task:
             code = reason.partition(":")[0] if sent.last_error else "aborted"
             self._count(result, -1)
             self._problem(RowProblem(row.key, result.client_message_id, code == _REUSED, code, reason))
+
+
+def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:
+    """Return the error that ends a write, with the keys of the rows that were not sent."""
+    shown = "; ".join(f"{key_text(plan, problem.key)}: {problem.detail}" for problem in problems[:_SHOWN])
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    if all(problem.conflict for problem in problems):
+        sentence = f"the id of {_count(problems)} was used before with other content: {shown}{more}"
+        return Conflict.of(409, "idempotency_key_reused", f"{sentence}. Every other row was sent")
+    return InvalidMessage.of(400, "rows_refused", f"{_count(problems)} not sent: {shown}{more}. Every other row was")
+
+
+def prepare_directory(option: str, directory: str) -> None:
+    """Make the directory that `option` names before a row is sent; raises `InvalidMessage` where that can't be."""
+    try:
+        system, path = _resolve(directory)
+        system.create_dir(path, recursive=True)
+    except (OSError, ValueError) as error:
+        detail = f"cannot use {directory!r} of the option `{option}`: {error}"
+        raise InvalidMessage.of(400, "invalid_option", detail, field=option) from error
+
+
+def write_problems(plan: WritePlan, directory: str, name: str, problems: Iterable[RowProblem]) -> str:
+    """Write `<directory>/<name>.jsonl`, one object a row; return its path. A second write replaces it."""
+    system, path = _resolve(directory)
+    lines = [
+        msgspec.json.encode(
+            {
+                "key": dict(zip(plan.ids, problem.key, strict=True)) if problem.key else None,
+                "client_message_id": problem.client_message_id,
+                "code": problem.code,
+                "detail": problem.detail,
+                "since": problem.since,
+                "destination": problem.destination,
+            }
+        )
+        + b"\n"
+        for problem in problems
+    ]
+    with system.open_output_stream(f"{path}/{name}.jsonl") as file:
+        file.write(b"".join(lines))
+    return f"{directory.rstrip('/')}/{name}.jsonl"
+
+
+def _resolve(directory: str) -> tuple[Any, str]:
+    """Return the file system of a path or a URI (`s3://`, `hdfs://`, `file://`), and the path in it."""
+    from pyarrow import fs  # noqa: PLC0415 - slow, and only where a file is written
+
+    if "://" in directory:
+        system, path = fs.FileSystem.from_uri(directory)
+        return system, path
+    return fs.LocalFileSystem(), str(Path(directory).absolute())
+
+
+def _count(problems: Sequence[RowProblem]) -> str:
+    return "1 row" if len(problems) == 1 else f"{len(problems)} rows"
