@@ -20,8 +20,7 @@ from broker.metrics import Metrics
 from broker.retention import Sweeper
 from broker.server import serving
 from broker.store import AcceptStore
-from postroom.chassis.runtime import run_until_stopped, stop_on_signals
-from postroom.chassis.systemd import answer_watchdog, notify, watchdog_seconds
+from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.webhooks.settings import networks_of
 

@@ -19,9 +19,8 @@ from aiohttp.web_protocol import RequestHandler
 
 from broker.app import Services, build
 from broker.config import BrokerConfig
-from postroom.chassis.deadlines import TimedConnection, TimedServer
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.listener import remove, unix_listener
+from postroom.chassis.listener import TimedConnection, TimedServer, remove, unix_listener
 
 _SHUTDOWN_SECONDS: Final = 20.0  # how long the batches at work may take to finish
 _DESCRIPTORS_KEPT: Final = 64  # for Postgres, Redis, webhooks' names and whatever else the process opens

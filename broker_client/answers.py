@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from broker_client.settings import RelaySettings
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
-from postroom.chassis.words import clean
+from postroom.chassis.logs import clean
 from postroom.retry import clamp_retry_after
 
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")

@@ -16,7 +16,7 @@ from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import BrokerClientSettings
 from broker_client.token import TokenFile
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.words import clean
+from postroom.chassis.logs import clean
 
 _CHUNK: Final = 64 * 1024
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})

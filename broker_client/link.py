@@ -30,7 +30,7 @@ from postroom.accept import (
 )
 from postroom.administration import Subscribe, Subscription, TopicList
 from postroom.chassis.config import MASK
-from postroom.chassis.words import clean
+from postroom.chassis.logs import clean
 from postroom.errors import Problem, error_for
 from postroom.ids import is_client_message_id
 from postroom.message import parse_destination

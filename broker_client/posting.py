@@ -19,7 +19,7 @@ from broker_client.suspects import Suspects
 from outbox import Outbox
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
-from postroom.chassis.words import clean
+from postroom.chassis.logs import clean
 from postroom.errors import PostroomError
 from postroom.retry import clamp_retry_after
 

@@ -16,8 +16,8 @@ import structlog
 
 from postroom.accept import DEDUPE_MODES, DedupeFeature, Features
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.logs import clean
 from postroom.chassis.ownership import open_private
-from postroom.chassis.words import clean
 
 _log = structlog.get_logger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Final
 from cli.connect import read_token
 from cli.dependencies import look_at_servers
 from postroom import AsyncClient, BrokerClient, PostroomError
-from postroom.chassis.exits import Fatal
-from postroom.chassis.findings import Finding
+from postroom.chassis.exits import Fatal, Finding
 
 PROGRAMS: Final = (*("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline"),)
 OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables

@@ -40,7 +40,7 @@ def check(*, config: Config = None, as_json: Json = False) -> None:
     """Show the effective config, secrets masked, and try everything that it names."""
     from daemon.checks import check as find  # noqa: PLC0415
     from postroom.chassis.config import effective  # noqa: PLC0415
-    from postroom.chassis.findings import Finding  # noqa: PLC0415
+    from postroom.chassis.exits import Finding  # noqa: PLC0415
 
     loaded = daemon_config(config)
     settings = {".".join(setting.path): value for setting, value in effective(loaded)}

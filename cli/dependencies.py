@@ -12,8 +12,7 @@ from typing import Final
 
 from cli import jetstream
 from postroom import PostroomError
-from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.findings import Finding
+from postroom.chassis.exits import Exit, Fatal, Finding
 
 _REDIS_MILLISECONDS: Final = 5000
 

@@ -16,7 +16,7 @@ from cli.output import ago, confirm, fields, json_line, line, listing, note, rea
 from cli.quantities import age
 from cli.selection import chosen_ids
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.users import this_user
+from postroom.chassis.ownership import this_user
 
 if TYPE_CHECKING:
     from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations, StoredLetter

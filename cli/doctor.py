@@ -9,7 +9,7 @@ from cli.findings import show_findings
 from cli.noun import Json, Socket, TokenFile, Url, noun
 
 if TYPE_CHECKING:
-    from postroom.chassis.findings import Finding
+    from postroom.chassis.exits import Finding
 
 app = noun()
 

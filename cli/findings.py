@@ -9,7 +9,7 @@ from cli.output import json_line, table
 from postroom.chassis.exits import Exit
 
 if TYPE_CHECKING:
-    from postroom.chassis.findings import Finding
+    from postroom.chassis.exits import Finding
 
 
 def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:

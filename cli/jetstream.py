@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.users import this_user
+from postroom.chassis.ownership import this_user
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext

@@ -11,7 +11,7 @@ import typer
 from cli.noun import Json, Reason, Yes, noun
 from cli.output import confirm, fields, json_line, line, note, reason_or_ask, table
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.users import this_user
+from postroom.chassis.ownership import this_user
 
 if TYPE_CHECKING:
     from postroom.errors import NotFound

@@ -65,7 +65,7 @@ def _run(layout: Layout) -> None:
     """Start everything, say how to use it, and supervise it until Ctrl-C or SIGTERM."""
     from cli.stack import Stack, fatal_failures  # noqa: PLC0415
     from cli.stack.supervisor import Interrupted, interruptible, keep_running, supervising  # noqa: PLC0415
-    from postroom.chassis.systemd import notify  # noqa: PLC0415
+    from postroom.chassis.runtime import notify  # noqa: PLC0415
 
     stack = Stack(layout.state)
     with interruptible(), supervising(layout), fatal_failures():

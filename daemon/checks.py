@@ -17,8 +17,7 @@ from broker_client.window import max_age_hours
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from ipc.tokens import LocalToken
 from postroom.accept import Features
-from postroom.chassis.exits import Fatal
-from postroom.chassis.findings import Finding
+from postroom.chassis.exits import Fatal, Finding
 from postroom.chassis.listener import refuse_path
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings

@@ -18,7 +18,7 @@ from ipc.counters import LATENCY_BOUNDS as ACCEPT_BOUNDS
 from ipc.counters import Counters
 from outbox import Outbox
 from outbox.model import Missing, OutboxCounts
-from postroom.chassis.metrics import exposition
+from postroom.chassis.routes import exposition
 
 PREFIX: Final = "postroom_daemon_"
 _process = ProcessCollector(registry=None)

@@ -32,7 +32,7 @@ from ipc.tcp_guard import TcpGuard
 from ipc.tokens import LocalToken
 from outbox import Outbox
 from postroom.chassis.listener import loopback_listener, refuse_path, remove, unix_listener
-from postroom.chassis.systemd import listen_sockets
+from postroom.chassis.runtime import listen_sockets
 
 _log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from broker_client.relay import Relay
 from outbox import Outbox
-from postroom.chassis.systemd import notify, watchdog_seconds
+from postroom.chassis.runtime import notify, watchdog_seconds
 from postroom.errors import PostroomError
 
 STATUS_SECONDS: Final = 5.0

@@ -6,7 +6,7 @@ from broker.config import PREFIX as BROKER_PREFIX
 from broker.config import BrokerConfig
 from daemon.config import PREFIX as DAEMON_PREFIX
 from daemon.config import DaemonConfig
-from postroom.chassis.reference import reference
+from postroom.chassis.config import reference
 from postroom.delivery.settings import StreamSettings
 from postroom.worker.agent_config import PREFIX as AGENT_PREFIX
 from postroom.worker.agent_config import AgentConfig

@@ -23,7 +23,7 @@ from ipc.budget import Budget
 from ipc.peers import peer_of
 from ipc.turns import Turns
 from outbox.model import Caller
-from postroom.chassis.deadlines import NEVER, Deadlines, TimedConnection, has_passed
+from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.errors import Problem
 
 

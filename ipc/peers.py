@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import Final
 
 from outbox.model import Caller
-from postroom.chassis.users import user_name
+from postroom.chassis.ownership import user_name
 
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ROOT: Final = 0

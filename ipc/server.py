@@ -33,7 +33,7 @@ from ipc.peers import Policy, peer_of
 from ipc.request import Request
 from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query
 from ipc.turns import REQUEST, REST, Turns
-from postroom.chassis.deadlines import TimedServer
+from postroom.chassis.listener import TimedServer
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 

@@ -4,19 +4,23 @@ An unknown key, a wrong type or a value out of range is a `Fatal` with exit code
 A config type is a `msgspec.Struct` with `forbid_unknown_fields`, whose fields are scalars, lists, paths or such
 structs (also `| None`: a section that may be left out), each described by `msgspec.Meta(description=…)`. A secret
 inside a value is marked with `SECRET`.
+
+`reference` writes what a config type says of itself as Markdown, for the documents.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
+import types
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec.inspect import is_struct_type
 
 from postroom.chassis.exits import Exit, Fatal
 
@@ -25,6 +29,14 @@ C = TypeVar("C", bound=msgspec.Struct)
 SECRET: Final = msgspec.Meta(extra={"secret": True})
 MASK: Final = "********"
 _NEARLY: Final = 0.8  # how like a setting's name a variable's has to be to count as misspelt (difflib's ratio)
+_NAMES: Final = {
+    "str": "text",
+    "int": "integer",
+    "float": "number",
+    "bool": "true or false",
+    "Path": "path",
+    "datetime": "time",
+}
 
 
 class Setting(NamedTuple):
@@ -77,7 +89,11 @@ def load(
         if text is not None:
             _set(tree, setting, text)
     if file is None:
-        _refuse_too_little(config, prefix, {**own, **environ})
+        # refuse an environment that, without a file, leaves out what has no default
+        needed = [setting.variable(prefix) for setting in settings(config) if setting.default is msgspec.NODEFAULT]
+        if missing := [variable for variable in needed if variable not in {**own, **environ}]:
+            sentence = "no config file was named, and the environment alone is not enough: give one with --config FILE"
+            raise Fatal(Exit.CONFIG, f"{sentence}, or set {', '.join(missing)}")
     try:
         return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
     except msgspec.ValidationError as error:
@@ -89,7 +105,9 @@ def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterat
     hints = get_type_hints(config, include_extras=True)
     for field in msgspec.structs.fields(config):
         bare, meta = _split(hints[field.name])
-        if (section := _section(bare)) is not None:
+        kinds = [part for part in get_args(bare) if part is not type(None)] if get_origin(bare) is UnionType else [bare]
+        only = kinds[0] if len(kinds) == 1 else None
+        if (section := only if isinstance(only, type) and issubclass(only, msgspec.Struct) else None) is not None:
             inner = settings(section, (*path, field.name))
             yield from inner if section is bare else map(_may_be_left_out, inner)
         else:
@@ -115,14 +133,6 @@ def _refuse_misspelt(config: type[C], prefix: str, environ: Mapping[str, str]) -
             continue
         if meant := get_close_matches(name, names, n=1, cutoff=_NEARLY):
             raise Fatal(Exit.CONFIG, f"{variable} sets nothing: did you mean {prefix}{meant[0]}?")
-
-
-def _refuse_too_little(config: type[C], prefix: str, environ: Mapping[str, str]) -> None:
-    """Refuse an environment that, without a file, leaves out what has no default."""
-    needed = [setting.variable(prefix) for setting in settings(config) if setting.default is msgspec.NODEFAULT]
-    if missing := [variable for variable in needed if variable not in environ]:
-        sentence = "no config file was named, and the environment alone is not enough: give one with --config FILE"
-        raise Fatal(Exit.CONFIG, f"{sentence}, or set {', '.join(missing)}")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -157,13 +167,6 @@ def _may_be_left_out(setting: Setting) -> Setting:
     return setting._replace(default=None) if setting.default is msgspec.NODEFAULT else setting
 
 
-def _section(kind: Any) -> type[msgspec.Struct] | None:
-    """Return the struct that a field holds, or may hold."""
-    kinds = [part for part in get_args(kind) if part is not type(None)] if get_origin(kind) is UnionType else [kind]
-    only = kinds[0] if len(kinds) == 1 else None
-    return only if isinstance(only, type) and issubclass(only, msgspec.Struct) else None
-
-
 def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:
     if get_origin(annotation) is Annotated:
         bare, *extras = get_args(annotation)
@@ -173,22 +176,74 @@ def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:
 
 def _decode(wanted: type, value: Any) -> Any:
     if wanted is Path and isinstance(value, str):
-        return _path(value)
+        if value == "":
+            raise ValueError("Expected a path, got an empty text")
+        if "\0" in value:
+            raise ValueError("Expected a path, got one with a NUL character")
+        try:
+            return Path(os.path.expandvars(value)).expanduser()
+        except RuntimeError as error:  # no such user, or one without a home
+            raise ValueError(f"Expected a path, got {value!r}, and nobody knows that home directory") from error
     raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")
-
-
-def _path(text: str) -> Path:
-    if text == "":
-        raise ValueError("Expected a path, got an empty text")
-    if "\0" in text:
-        raise ValueError("Expected a path, got one with a NUL character")
-    try:
-        return Path(os.path.expandvars(text)).expanduser()
-    except RuntimeError as error:  # no such user, or one without a home
-        raise ValueError(f"Expected a path, got {text!r}, and nobody knows that home directory") from error
 
 
 def _sentence(error: msgspec.ValidationError) -> str:
     sentence, _, path = str(error).partition(" - at `$")
     where = path.rstrip("`").lstrip(".")
     return f"{where}: {sentence}" if where else sentence
+
+
+def reference(config: type[msgspec.Struct], prefix: str | None) -> str:
+    """Describe every setting of `config` in a table, one row each; without a prefix no variable overrides them."""
+    lines = ["| key | what it does | type | default | variable |", "|---|---|---|---|---|"]
+    for setting in settings(config):
+        key = ".".join(setting.path)
+        words = ", ".join([_name(setting.type), *_bounds(setting)])
+        cells = (
+            f"`{key}`",
+            setting.description[:1].upper() + setting.description[1:].removesuffix("."),
+            f"{words} (secret)" if setting.secret else words,
+            _default(setting),
+            "-" if prefix is None or _holds_tables(setting.type) else f"`{setting.variable(prefix)}`",
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _name(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_name(part) for part in get_args(kind) if part is not type(None))
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(kind))
+    if _holds_tables(kind):
+        return "tables"
+    if origin is list:
+        return f"list of {_name(get_args(kind)[0])}"
+    if get_args(kind):  # Annotated
+        return _name(get_args(kind)[0])
+    return _NAMES[kind.__name__]
+
+
+def _holds_tables(kind: Any) -> bool:
+    """Tell whether a setting is a list of tables, as `[[streams]]`."""
+    return get_origin(kind) is list and is_struct_type(get_args(kind)[0])
+
+
+def _bounds(setting: Setting) -> Iterator[str]:
+    for meta in setting.meta:
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            if (bound := getattr(meta, name)) is not None:
+                yield f"{sign} {bound:,}"
+        if meta.pattern is not None:
+            yield f"`{meta.pattern}`"
+
+
+def _default(setting: Setting) -> str:
+    if setting.default is msgspec.NODEFAULT:
+        return "required"
+    if setting.default is None or setting.default == []:
+        return "-"
+    if isinstance(setting.default, bool):
+        return f"`{str(setting.default).lower()}`"
+    return f"`{setting.default}`"

@@ -1,7 +1,14 @@
-"""Exit codes, the same for every program (docs/contract/operate.md#operate-14), from 64 up as in sysexits.h."""
+"""Exit codes, the same for every program (docs/contract/operate.md#operate-14), from 64 up as in sysexits.h.
+
+`Finding` is what a check found: the answer of `daemon check` and of `doctor`.
+"""
+
+from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Final, Literal
+
+import msgspec
 
 
 class Exit(IntEnum):
@@ -36,3 +43,12 @@ class Fatal(Exception):
     def __init__(self, exit_code: Exit, sentence: str) -> None:
         super().__init__(sentence)
         self.exit_code = exit_code
+
+
+class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that was looked at: `ok`, or what is wrong and what to do about it (`remedy`)."""
+
+    subject: str
+    verdict: Literal["ok", "warning", "failed"]
+    detail: str
+    remedy: str | None = None

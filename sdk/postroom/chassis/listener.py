@@ -2,10 +2,15 @@
 
 A stale socket file is replaced; a live one, a symlink or any other file in the way ends the process with a sentence
 (docs/contract/send.md#send-2). Sockets that systemd passes in are used as they are and never come through here.
+
+aiohttp bounds how long a connection idles, before a request and between two, and nothing else. `TimedConnection`
+remembers since when its peer owes something, and `TimedServer.sweep` drops whoever is overdue
+(docs/contract/bad-input.md).
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import grp
@@ -13,13 +18,28 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Any, ClassVar, Final, Protocol, cast
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import (
+    BadHttpMethod,
+    InvalidHeader,
+    InvalidURLError,
+    LineTooLong,
+    PayloadEncodingError,
+)
+from aiohttp.streams import StreamReader
+from aiohttp.web_protocol import RequestHandler
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import private_directory
+from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, problem_response
+from postroom.errors import PostroomError, Problem
 
 MAX_PATH_BYTES: Final = 107  # sockaddr_un.sun_path holds 108 with its closing NUL
 BACKLOG: Final = 1024  # connections that wait to be accepted
@@ -27,6 +47,20 @@ _LONGEST_WAIT: Final = 2.0  # seconds for others that start in the same director
 _LOOK_AGAIN: Final = 0.005  # seconds
 PRIVATE: Final = 0o600
 SHARED: Final = 0o660  # with a group
+_log = structlog.get_logger(__name__)
+
+
+SWEEP_SECONDS: Final = 1.0
+_SWEPT_AT_ONCE: Final = 100  # connections
+_NOT_HTTP: Final = "the request is not HTTP/1.1"
+_REFUSED: Final[dict[type[BaseException], str]] = {
+    LineTooLong: "a line of the request's head is too long",
+    BadHttpMethod: "the request's method is not one",
+    InvalidURLError: "the request's target is not one",
+    InvalidHeader: "a header field of the request is not well formed",
+    PayloadEncodingError: str(BROKEN_BODY.detail),
+}
+NEVER: Final = 0.0  # "no such moment yet"; the loop's clock never reads zero here
 
 
 def unix_listener(path: Path, group: str | None = None) -> socket.socket:
@@ -41,7 +75,20 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
         with _only_starter(path.parent):
             refuse_path(path)
             path.unlink(missing_ok=True)  # nobody answers on it: whoever made it is gone
-            return _bind(path, gid)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            mode = PRIVATE if gid is None else SHARED
+            before = os.umask(0o777 & ~mode)  # bind(2) creates the file with 0777 less the umask
+            try:
+                sock.bind(str(path))
+            except OSError:
+                sock.close()
+                raise
+            finally:
+                os.umask(before)
+            if gid is not None:
+                os.chown(path, -1, gid)  # nobody can have connected: the socket does not listen yet
+            sock.listen(BACKLOG)
+            return sock
     except OSError as error:
         raise Fatal(Exit.CONFIG, f"cannot create the socket {path}: {error.strerror}") from error
 
@@ -75,7 +122,10 @@ def refuse_path(path: Path) -> None:
         raise Fatal(Exit.CONFIG, f"{path} is a symbolic link: remove it or configure another path")
     if not stat.S_ISSOCK(mode):
         raise Fatal(Exit.CONFIG, f"{path} is there and is no socket: remove it or configure another path")
-    if _is_live(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        code = probe.connect_ex(str(path))
+    if code not in (errno.ECONNREFUSED, errno.ENOENT):
         raise Fatal(Exit.UNAVAILABLE, f"already running: a process answers on {path}")
 
 
@@ -84,23 +134,6 @@ def remove(path: Path, inode: int) -> None:
     with suppress(OSError):
         if path.lstat().st_ino == inode:
             path.unlink()
-
-
-def _bind(path: Path, gid: int | None) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    mode = PRIVATE if gid is None else SHARED
-    before = os.umask(0o777 & ~mode)  # bind(2) creates the file with 0777 less the umask
-    try:
-        sock.bind(str(path))
-    except OSError:
-        sock.close()
-        raise
-    finally:
-        os.umask(before)
-    if gid is not None:
-        os.chown(path, -1, gid)  # nobody can have connected: the socket does not listen yet
-    sock.listen(BACKLOG)
-    return sock
 
 
 @contextmanager
@@ -125,15 +158,161 @@ def _only_starter(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _is_live(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        code = probe.connect_ex(str(path))
-    return code not in (errno.ECONNREFUSED, errno.ENOENT)
-
-
 def _group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError as error:
         raise Fatal(Exit.CONFIG, f"the socket's group: there is no group {group!r} on this machine") from error
+
+
+class Deadlines(Protocol):
+    """How slow a peer may be, in seconds; a config holds them under these names."""
+
+    @property
+    def header_seconds(self) -> float:
+        """Time for the head of a request, from its first byte."""
+
+    @property
+    def body_seconds(self) -> float:
+        """Time for the body of a request."""
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time without an answer being read."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time that a connection may idle; aiohttp itself sees to it."""
+
+
+class TimedConnection(RequestHandler):
+    """A peer's connection; `overdue` tells the server's sweep when to drop it."""
+
+    __slots__ = ("_blocked_since", "_head_since", "_heard_at")
+
+    def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
+        super().__init__(server, loop=loop, **options)
+        self._head_since = NEVER
+        self._heard_at = NEVER
+        self._blocked_since = NEVER
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember since when the peer may ask."""
+        self._heard_at = self._loop.time()
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and remember since when a head is incomplete."""
+        requests = self._request_count
+        super().data_received(data)
+        self._heard_at = self._loop.time()
+        if self._request_count != requests:
+            self._head_since = NEVER
+            self._notice(*self._messages[-1])
+        elif not self.busy and self._head_since == NEVER:
+            self._head_since = self._heard_at
+
+    def _notice(self, message: object, body: StreamReader) -> None:
+        """Take note of the newest request: its head, or what the parser says against it, and its body."""
+
+    def pause_writing(self) -> None:
+        """Remember since when the peer has not read its answers."""
+        super().pause_writing()
+        self._blocked_since = self._loop.time()
+
+    def resume_writing(self) -> None:
+        """Forget it: the peer reads again."""
+        super().resume_writing()
+        self._blocked_since = NEVER
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered or waits for its turn."""
+        return self._waiter is None or self._waiter.done()
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when (loop time) nothing has been going on here; None while something is."""
+        return None if self.busy else self._heard_at
+
+    def overdue(self, now: float, limits: Deadlines) -> str | None:
+        """Say which deadline has passed, or nothing."""
+        return next((reason for reason, passed in self._deadlines(now, limits) if passed), None)
+
+    def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
+        yield "reply_not_read", has_passed(self._blocked_since, now, limits.stall_seconds)
+        yield "head_too_slow", has_passed(self._head_since, now, limits.header_seconds)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what the parser refused, or what escaped a handler, as a problem, and close.
+
+        What the parser says quotes what it read: neither an answer nor a log repeats it, since it may hold a token.
+        """
+        del message
+        if isinstance(exc, ConnectionError):
+            raise exc  # the peer has gone
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer is already under way")
+        if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            sentence = next((text for kind, text in _REFUSED.items() if isinstance(exc, kind)), _NOT_HTTP)
+            return self._last_answer(PostroomError.of(status, "bad_request", sentence).problem)
+        _log.error("unforeseen_error", exc_info=exc)
+        return self._last_answer(INTERNAL_ERROR)
+
+    def _last_answer(self, problem: Problem) -> web.StreamResponse:
+        """Return the answer that says `problem`, and closes."""
+        answer = problem_response(problem)
+        answer.force_close()
+        return answer
+
+    def abort(self) -> None:
+        """Drop the connection without waiting for anything to be read."""
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class TimedServer(web.Server):
+    """An aiohttp server that drops the connections of peers that are too slow, for as long as `sweep` runs."""
+
+    connection_type: ClassVar[type[TimedConnection]] = TimedConnection
+
+    def __init__(self, handler: Any, *, deadlines: Deadlines, on_drop: Callable[[str], None], **options: Any) -> None:
+        super().__init__(handler, keepalive_timeout=deadlines.idle_seconds, **options)
+        self._deadlines = deadlines
+        self._on_drop = on_drop
+        self._running_loop = asyncio.get_running_loop()
+
+    def __call__(self) -> RequestHandler:
+        """Make the protocol of a new connection (aiohttp and asyncio call this)."""
+        return self.connection_type(self, loop=self._running_loop, **self._kwargs)
+
+    async def sweep(self) -> None:
+        """Drop connections whose deadline has passed, once a second, for ever; few at a time."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            now = self._running_loop.time()
+            connections = cast("list[TimedConnection]", self.connections)
+            for start in range(0, len(connections), _SWEPT_AT_ONCE):
+                self._drop(connections[start : start + _SWEPT_AT_ONCE], now)
+                await asyncio.sleep(0)
+
+    def drop_overdue(self, now: float) -> None:
+        """Drop every connection whose deadline has passed at `now` (loop time), and tell `on_drop` why."""
+        self._drop(cast("list[TimedConnection]", self.connections), now)
+
+    def _drop(self, connections: Sequence[TimedConnection], now: float) -> None:
+        for connection in connections:
+            if (reason := connection.overdue(now, self._deadlines)) is not None:
+                self._on_drop(reason)
+                connection.abort()
+
+
+def has_passed(since: float, now: float, seconds: float) -> bool:
+    """Say whether more than `seconds` lie between `since` and `now`; never where `since` is `NEVER`."""
+    return since != NEVER and now - since > seconds

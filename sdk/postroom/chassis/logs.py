@@ -3,6 +3,8 @@
 Events are snake_case words; what happened to which message goes into fields (`client_message_id`, `row_id`). What a
 library logs becomes such a line too, `library_message`, with the library's logger; few of them a library and a while,
 since a server that comes and goes can have one say the same a thousand times a second.
+
+`clean` makes a peer's words fit for a log line, a column or an error.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ _SECRETS: Final = (
 )
 _LINES: Final = 20  # of one library
 _PERIOD: Final = 10.0  # seconds
+MAX_WORDS: Final = 500  # characters kept
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
 
 
 def configure(level: str = "info") -> None:
@@ -117,3 +121,8 @@ def _dump(event: Any, **_: Any) -> str:
         return msgspec.json.encode(event, enc_hook=str).decode()
     except UnicodeEncodeError:  # half a character, in some error's text: it stays an escape
         return json.dumps(event, default=str, separators=(",", ":"))
+
+
+def clean(text: str) -> str:
+    """Return `text` without control characters and lone surrogates, and not longer than `MAX_WORDS`."""
+    return _UNPRINTABLE.sub(" ", text[: 2 * MAX_WORDS])[:MAX_WORDS].strip()

@@ -3,6 +3,8 @@
 Whoever can write to a directory, or owns it, can put another file in the place of one that lies there; whoever can
 write to one above it, another directory. So a program keeps its state, its sockets and its locks only where neither is
 the case, and follows no link to them. Root is trusted, and so is a group that is this user's alone.
+
+Users are named as the system knows them: no variable of the environment changes it.
 """
 
 from __future__ import annotations
@@ -10,15 +12,30 @@ from __future__ import annotations
 import errno
 import grp
 import os
+import pwd
 import stat
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from postroom.chassis.users import user_name
-
 _OVERFLOW_UID: Final = 65_534  # whom a user namespace shows as the owner of what belongs to nobody in it
 _WHOLE: Final = ["0", "0", "4294967295"]  # the uid map of a process that is in no user namespace
+
+
+@lru_cache(maxsize=256)
+def user_name(uid: int) -> str | None:
+    """Return the login name of `uid`, or None where the machine knows none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return None
+
+
+def this_user() -> str:
+    """Return the name of who runs this program, as the system knows it: no variable of the environment changes it."""
+    uid = os.getuid()
+    return user_name(uid) or f"uid {uid}"
 
 
 def private_directory(directory: Path, *, may_be_anothers: bool = False) -> None:

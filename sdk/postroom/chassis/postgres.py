@@ -14,8 +14,8 @@ import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import this_user
 from postroom.chassis.sql import load_queries, migrations
-from postroom.chassis.users import this_user
 from postroom.postgres_url import missing_file, why_refused
 
 _QUERIES: Final = load_queries("postroom.chassis", "migrations.sql")

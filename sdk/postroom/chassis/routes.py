@@ -2,7 +2,7 @@
 
 A program lists its `Route`s (method, path, handler, who may call, types in and out); `application` builds the aiohttp
 application from them, `openapi` the document from the same types that decode the requests, and a test walks the table.
-Every error leaves as `application/problem+json`.
+Every error leaves as `application/problem+json`, and metrics in Prometheus' text format (`exposition`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import msgspec
 import structlog
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
 from postroom.message import where
@@ -130,35 +133,31 @@ def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, A
     schema = dict(zip(map(_key, [*types, Problem]), refs, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema)
+        names = [part[1:-1].split(":")[0] for part in route.path.split("/") if part.startswith("{")]
+        parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        if route.query is not None:
+            parameters += _query_parameters(route.query)
+        operation: dict[str, Any] = {
+            "summary": route.summary,
+            "x-access": route.access,
+            "parameters": parameters,
+            "responses": {
+                **{str(status): _answer(route.answer_media, kind, schema) for status, kind in route.answers.items()},
+                **{str(status): _answer(PROBLEM_JSON, Problem, schema) for status in route.problems},
+            },
+        }
+        if route.body is not None:
+            operation["requestBody"] = {
+                "required": True,
+                "content": {route.body_media: {"schema": schema[_key(route.body)]}},
+            }
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
         "paths": paths,
         "components": {"schemas": components},
     }
-
-
-def _operation(route: Route, schema: Mapping[str, Any]) -> dict[str, Any]:
-    names = [part[1:-1].split(":")[0] for part in route.path.split("/") if part.startswith("{")]
-    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-    if route.query is not None:
-        parameters += _query_parameters(route.query)
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "x-access": route.access,
-        "parameters": parameters,
-        "responses": {
-            **{str(status): _answer(route.answer_media, kind, schema) for status, kind in route.answers.items()},
-            **{str(status): _answer(PROBLEM_JSON, Problem, schema) for status in route.problems},
-        },
-    }
-    if route.body is not None:
-        operation["requestBody"] = {
-            "required": True,
-            "content": {route.body_media: {"schema": schema[_key(route.body)]}},
-        }
-    return operation
 
 
 def _query_parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:
@@ -179,3 +178,20 @@ def _answer(media: str, kind: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _key(kind: Any) -> str:
     return repr(kind)
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Write what one scrape found, `families` with their samples, as it is answered."""
+    registry = CollectorRegistry()
+    registry.register(_Scrape(list(families)))
+    return generate_latest(registry)
+
+
+class _Scrape(Collector):
+    """What one scrape found."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -1,14 +1,23 @@
 """Start and stop of a process: named tasks, signals, and the first task that ends too early ends the process.
 
 Every program's main reads the same way: options → build → `run_until_stopped` → close what was built.
+
+It speaks the two protocols of systemd that a service needs, sd_notify(3) and socket activation (sd_listen_fds(3)), and
+finds what `module:name` names in a user's own code.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
+import os
 import signal
+import socket
+import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -20,6 +29,7 @@ T = TypeVar("T")
 _GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dropped with it, and hold no circles
 
 _log = structlog.get_logger(__name__)
+_FIRST_FD: Final = 3  # SD_LISTEN_FDS_START
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -70,3 +80,72 @@ def _fatal(task: asyncio.Task[Any]) -> Fatal:
         return error
     _log.error("task_ended", task=task.get_name(), exc_info=error)
     return Fatal(Exit.FAILED, f"the task {task.get_name()!r} ended: {error!r}" if error else task.get_name())
+
+
+def managed(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a service manager wants to hear of this process."""
+    return bool(environ.get("NOTIFY_SOCKET"))
+
+
+def notify(message: str, environ: Mapping[str, str] = os.environ, *, patience: float = 1.0) -> None:
+    """Send `READY=1`, `STATUS=…`, `WATCHDOG=1` or `STOPPING=1` to the service manager, if there is one.
+
+    One that does not listen is waited for, for `patience` seconds, and then not told: what is told again and again has
+    none, since the loop stands still meanwhile.
+    """
+    if not managed(environ):
+        return
+    address = environ["NOTIFY_SOCKET"]
+    # What fails: an address that was inherited, as in a container, a manager that restarts or hangs. No reason to end.
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.settimeout(patience)
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.sendall(message.encode())
+
+
+def watchdog_seconds(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return how often the service manager wants to hear `WATCHDOG=1`, or None where it does not."""
+    usec = environ.get("WATCHDOG_USEC")
+    return None if usec is None or _is_foreign("WATCHDOG_PID", environ) else int(usec) / 1e6
+
+
+async def answer_watchdog(interval: float) -> None:
+    """Answer every `interval` seconds, for ever; a task, so that a loop that hangs is noticed.
+
+    A server that is away is no reason to die: nobody asks after that here.
+    """
+    while True:
+        notify("WATCHDOG=1", patience=0)
+        await asyncio.sleep(interval)
+
+
+def listen_sockets(environ: Mapping[str, str] = os.environ) -> list[socket.socket]:
+    """Return the sockets that the service manager opened for this process, in order; usually none."""
+    count = environ.get("LISTEN_FDS")
+    if count is None or _is_foreign("LISTEN_PID", environ):
+        return []
+    return [socket.socket(fileno=fd) for fd in range(_FIRST_FD, _FIRST_FD + int(count))]
+
+
+def _is_foreign(variable: str, environ: Mapping[str, str]) -> bool:
+    return environ.get(variable, str(os.getpid())) != str(os.getpid())
+
+
+def load_named(name: str, *, what: str, example: str) -> Any:
+    """Import `module:name`, also from the current directory, which comes last: its `worker.py` must not hide ours.
+
+    Raises `Fatal`: 2 where `name` has another form, as one that names no `what`, and 78 where it can't be imported.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise Fatal(Exit.USAGE, f"{name!r} names no {what}: give {example}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise Fatal(Exit.CONFIG, f"cannot import {module_name}: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name} ({module.__file__})")
+    return found

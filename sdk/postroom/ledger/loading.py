@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.loading import load_named
+from postroom.chassis.runtime import load_named
 from postroom.flow import Flow, InvalidFlow, check_flow
 
 

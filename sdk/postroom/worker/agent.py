@@ -15,9 +15,8 @@ from nats.aio.client import Client
 from postroom.agent import Agent, agent_name, fill_subjects
 from postroom.chassis import logs
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
 from postroom.chassis.runtime import run as run_program
-from postroom.chassis.runtime import run_until_stopped, stop_on_signals
-from postroom.chassis.systemd import answer_watchdog, notify, watchdog_seconds
 from postroom.delivery.agents.consumers import check_events, open_consumers
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumers import run_alone

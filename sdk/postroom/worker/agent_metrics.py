@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from postroom.chassis.metrics import exposition
+from postroom.chassis.routes import exposition
 from postroom.delivery.agents.counters import AgentCounters
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consuming import ConsumerCounters

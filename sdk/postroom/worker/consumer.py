@@ -12,9 +12,15 @@ import structlog
 
 from postroom.chassis import logs
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.runtime import (
+    answer_watchdog,
+    managed,
+    notify,
+    run_until_stopped,
+    stop_on_signals,
+    watchdog_seconds,
+)
 from postroom.chassis.runtime import run as run_program
-from postroom.chassis.runtime import run_until_stopped, stop_on_signals
-from postroom.chassis.systemd import answer_watchdog, managed, notify, watchdog_seconds
 from postroom.delivery.consumers import run_alone
 from postroom.worker.consumer_config import ConsumerConfig
 from postroom.worker.consumer_services import Services, open_services

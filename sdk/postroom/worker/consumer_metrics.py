@@ -10,7 +10,7 @@ from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from postroom.chassis.metrics import exposition
+from postroom.chassis.routes import exposition
 from postroom.delivery.consuming import ConsumerCounters
 from postroom.delivery.http.counters import CALL_BOUNDS, HandlerCounters
 from postroom.delivery.http.handler import HttpHandler

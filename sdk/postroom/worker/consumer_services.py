@@ -14,7 +14,7 @@ from nats.aio.client import Client
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.chassis.systemd import notify
+from postroom.chassis.runtime import notify
 from postroom.delivery.consuming import Consumer
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.client import HandlerClient

@@ -13,8 +13,14 @@ from typing import Any, Final
 
 import structlog
 
-from postroom.chassis.runtime import run_until_stopped, stop_on_signals
-from postroom.chassis.systemd import answer_watchdog, managed, notify, watchdog_seconds
+from postroom.chassis.runtime import (
+    answer_watchdog,
+    managed,
+    notify,
+    run_until_stopped,
+    stop_on_signals,
+    watchdog_seconds,
+)
 from postroom.worker.config import WorkerConfig
 from postroom.worker.page import serving_page
 from postroom.worker.services import Services, open_services

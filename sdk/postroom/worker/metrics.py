@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from postroom.chassis.metrics import exposition
+from postroom.chassis.routes import exposition
 from postroom.delivery.publishing import Backlog, Publisher, Record
 from postroom.delivery.webhooks.webhooks import Webhooks
 from postroom.worker.jobs import Jobs

@@ -13,7 +13,7 @@ from typing import Final
 import asyncpg
 
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.chassis.systemd import notify
+from postroom.chassis.runtime import notify
 from postroom.delivery.database import open_database
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool

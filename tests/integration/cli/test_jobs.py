@@ -16,7 +16,7 @@ from support.ledgers import LEASE, Jobs
 from support.terminal import Terminal
 
 from embedded import EmbeddedPostgres
-from postroom.chassis.users import this_user
+from postroom.chassis.ownership import this_user
 from postroom.ledger.database import migrate
 from postroom.ledger.primitives import Answer, Child, enter_leg2, fail_activity, finish_work, spawn
 from postroom.ledger.setting_aside import set_aside

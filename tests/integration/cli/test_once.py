@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.terminal import Outcome, Terminal
 
-from postroom.chassis.users import this_user
+from postroom.chassis.ownership import this_user
 from postroom.once import open_registry
 
 NAMES = ("--tenant", "acme", "--topic", "orders", "--group", "billing")

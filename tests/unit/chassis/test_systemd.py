@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from postroom.chassis.systemd import listen_sockets, notify, watchdog_seconds
+from postroom.chassis.runtime import listen_sockets, notify, watchdog_seconds
 
 
 @pytest.mark.parametrize("abstract", [False, True])
@@ -52,7 +52,7 @@ def test_a_passed_socket_is_taken_over(tmp_path):
     path = str(tmp_path / "passed.sock")
     script = (
         "import os; os.environ['LISTEN_PID'] = str(os.getpid())\n"
-        "from postroom.chassis.systemd import listen_sockets\n"
+        "from postroom.chassis.runtime import listen_sockets\n"
         "print([s.getsockname() for s in listen_sockets()])"
     )
     with socket.socket(socket.AF_UNIX) as listener:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from postroom.chassis.words import MAX_WORDS, clean
+from postroom.chassis.logs import MAX_WORDS, clean
 
 
 def test_a_peers_words_are_made_fit_for_a_column() -> None:

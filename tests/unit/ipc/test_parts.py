@@ -21,7 +21,7 @@ from ipc.sends import idempotency_key
 from ipc.tokens import GRACE_SECONDS, LocalToken, rotate
 from outbox.model import Caller
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.users import user_name
+from postroom.chassis.ownership import user_name
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError, TryAgain
 
 LIMIT = 8

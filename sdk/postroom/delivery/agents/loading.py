@@ -6,7 +6,7 @@ from typing import Any
 
 from postroom.agent import Agent, InvalidAgent, check_agent
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.loading import load_named
+from postroom.chassis.runtime import load_named
 
 
 def load_agent(name: str) -> type[Agent[Any]]:

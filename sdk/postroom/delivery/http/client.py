@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.words import clean
+from postroom.chassis.logs import clean
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.answers import UNREACHABLE, UNTRUSTED, Answer
 from postroom.delivery.http.settings import HandlerSettings

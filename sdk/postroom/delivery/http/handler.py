@@ -29,8 +29,8 @@ from typing import Final
 
 import structlog
 
+from postroom.chassis.logs import clean
 from postroom.chassis.postgres import REFUSED
-from postroom.chassis.words import clean
 from postroom.delivery.consuming import ACK_TIMEOUT, DONE, MAX_DELIVER, Dead, Outcome, Retry, Settle
 from postroom.delivery.http.answers import Judgement, State, judge
 from postroom.delivery.http.client import HandlerClient

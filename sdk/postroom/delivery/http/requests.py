@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from postroom.chassis.words import clean
+from postroom.chassis.logs import clean
 from postroom.delivery.message import Delivery
 from postroom.delivery.subjects import CommandSubject, EventSubject, InboxSubject, Subject, parse_subject
 from postroom.errors import InvalidMessage
