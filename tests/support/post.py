@@ -12,8 +12,8 @@ import asyncpg
 
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom import AsyncClient
-from support.mailroom import Mailroom, Process
 from postroom.spark.rows import RowIds
+from support.mailroom import Mailroom, Process
 
 _DATABASE = "post"
 

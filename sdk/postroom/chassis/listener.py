@@ -5,7 +5,7 @@ A stale socket file is replaced; a live one, a symlink or any other file in the 
 
 aiohttp bounds how long a connection idles, before a request and between two, and nothing else. `TimedConnection`
 remembers since when its peer owes something, and `TimedServer.sweep` drops whoever is overdue
-(docs/contract/bad-input.md).
+(docs/contract/bad-input.md#bad-input-1).
 """
 
 from __future__ import annotations
