@@ -1,7 +1,7 @@
 """From the daemon to the broker: the HTTP client, the features, the relay and how it reads answers."""
 
-from broker_client.counters import LATENCY_BOUNDS, RelayCounters
-from broker_client.failures import Failure, RequestFailed
+from broker_client.answers import LATENCY_BOUNDS, RelayCounters
+from broker_client.channel import Failure, RequestFailed
 from broker_client.link import BrokerLink
 from broker_client.relay import Relay
 from broker_client.settings import BrokerClientSettings, RelaySettings

@@ -8,23 +8,31 @@
 | 5xx                        | pending, exponential backoff with full jitter by its attempts   |
 
 No attempt count ever kills a row. The functions are pure: randomness comes in as an argument.
+
+Where a whole request failed, the batch always goes back to `pending` without an attempt of its own, and the relay
+pauses. A broker that is busy is left alone for as long as it asks, and gets batches as large as before, fewer at once;
+any other failure is an outage, with backoff and one small batch as a probe. `REACTIONS` says what comes on top.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from enum import StrEnum
 from http import HTTPStatus
 from random import Random
 from typing import Final, NamedTuple
 
+from broker_client.channel import Failure, RequestFailed
 from broker_client.settings import RelaySettings
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
 from postroom.chassis.logs import clean
-from postroom.retry import clamp_retry_after
+from postroom.retry import RETRY_AFTER_LEAST, Backoff, clamp_retry_after
 
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+LATENCY_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # seconds
 
 
 class Outcome(StrEnum):
@@ -80,7 +88,13 @@ def settlement_for(row: ClaimedRow, answer: AcceptAnswer, waits: Waits) -> Settl
         case Outcome.CONFLICT | Outcome.REJECTED:
             return Settlement(row.row_id, Verdict.DEAD, last_error=_error_text(answer), answered=True)
         case Outcome.RATE_LIMITED:
-            return _retry(row, answer, _wait_after_limit(row, answer, waits), answered=True)
+            seconds = answer.problem.retry_after if answer.problem is not None else None
+            return _retry(
+                row,
+                answer,
+                waits.wait_ms(row.attempts + 1) if seconds is None else round(clamp_retry_after(seconds) * 1000),
+                answered=True,
+            )
         case _:  # the broker itself may not know what became of it
             return _retry(row, answer, waits.wait_ms(row.attempts + 1), answered=False)
 
@@ -125,14 +139,71 @@ def _retry(row: ClaimedRow, answer: AcceptAnswer, wait_ms: int, *, answered: boo
     return Settlement(row.row_id, Verdict.RETRY, last_error=_error_text(answer), wait_ms=wait_ms, answered=answered)
 
 
-def _wait_after_limit(row: ClaimedRow, answer: AcceptAnswer, waits: Waits) -> int:
-    seconds = answer.problem.retry_after if answer.problem is not None else None
-    return waits.wait_ms(row.attempts + 1) if seconds is None else round(clamp_retry_after(seconds) * 1000)
-
-
 def _error_text(answer: AcceptAnswer) -> str:
     """Word `last_error` as `<code>: <detail>`, the form that the outbox's `code` filter reads."""
     if answer.problem is None:
         return f"http_{answer.status}: the broker gave no reason"
     code = answer.problem.code if _CODE.fullmatch(answer.problem.code) else f"http_{answer.status}"
     return f"{code}: {clean(answer.problem.detail)}"
+
+
+class Reaction(NamedTuple):
+    """What a failure means beyond the pause.
+
+    `degraded`: health says so, with the reason: an operator has to act. `suspicious`: the batch itself may be the
+    cause, so it is halved. `recheck`: another broker may come back, so its features are asked for again. `busy`: the
+    broker works, and asks for less at once. `untaken`: the broker took nothing of the request, since it did not arrive
+    or was refused whole.
+    """
+
+    degraded: bool = False
+    suspicious: bool = False
+    recheck: bool = False
+    busy: bool = False
+    untaken: bool = False
+
+
+REACTIONS: Final[dict[Failure, Reaction]] = {
+    Failure.UNREACHABLE: Reaction(recheck=True, untaken=True),
+    Failure.TIMED_OUT: Reaction(suspicious=True),
+    Failure.BROKEN_OFF: Reaction(suspicious=True),
+    Failure.GARBAGE: Reaction(suspicious=True),
+    Failure.SERVER_ERROR: Reaction(suspicious=True),
+    Failure.REFUSED: Reaction(suspicious=True, untaken=True),
+    Failure.NOT_NOW: Reaction(busy=True, untaken=True),
+    Failure.OVERLOADED: Reaction(busy=True, untaken=True),
+    Failure.NOT_PERMITTED: Reaction(degraded=True, recheck=True, untaken=True),
+}
+
+
+def pause_seconds(error: RequestFailed, failures: int, rng: Random, settings: RelaySettings) -> float:
+    """Return how long to pause after `failures` failures in a row, at least as long as the broker asked for.
+
+    After an outage it is backoff. What a busy broker asks for is spread over twice the time, or all whom it turned away
+    together would come back together.
+    """
+    if REACTIONS[error.failure].busy:
+        twice = 2 * (error.retry_after or RETRY_AFTER_LEAST)
+        return Backoff(twice, twice, least=0.5).seconds(1, rng.random)
+    return max(settings.backoff.seconds(failures, rng.random), error.retry_after or 0)
+
+
+class RelayCounters:
+    """Counted since the start of the process.
+
+    `attempts` by `Outcome`; `batches` by `answered` or the `Failure`; `latency` holds how many posts took at most each
+    of `LATENCY_BOUNDS`, not cumulated, and one last count for the longer ones.
+    """
+
+    def __init__(self) -> None:
+        self.attempts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
+        self.batches: Counter[str] = Counter()
+        self.latency: list[int] = [0] * (len(LATENCY_BOUNDS) + 1)
+        self.latency_seconds = 0.0  # of all posts together
+
+    def batch(self, result: str, outcomes: Iterable[Outcome], seconds: float) -> None:
+        """Count one post: what came of it as a whole and of each message, and how long it took."""
+        self.batches[result] += 1
+        self.attempts.update(outcomes)
+        self.latency_seconds += seconds
+        self.latency[next((n for n, bound in enumerate(LATENCY_BOUNDS) if seconds <= bound), -1)] += 1

@@ -7,8 +7,8 @@ from typing import Final
 
 import structlog
 
-from broker_client.failures import Failure, RequestFailed
-from broker_client.reactions import REACTIONS, pause_seconds
+from broker_client.answers import REACTIONS, pause_seconds
+from broker_client.channel import Failure, RequestFailed
 from broker_client.settings import RelaySettings
 
 _log = structlog.get_logger(__name__)
@@ -81,7 +81,10 @@ class Availability:
         self.answered_at = now_ms
         self._unreached_since = None
         if flight == self.flight:
-            self._grow()
+            self._answered_since += 1
+            if self._answered_since >= self.slots:
+                self._answered_since = 0
+                self.slots = min(self.slots + 1, self._settings.posts_at_once)
         elif not self.probing:
             return
         if self.probing:
@@ -101,12 +104,6 @@ class Availability:
     def try_now(self) -> None:
         """End the pause; the next post is still a probe."""
         self.resume_at = 0
-
-    def _grow(self) -> None:
-        self._answered_since += 1
-        if self._answered_since >= self.slots:
-            self._answered_since = 0
-            self.slots = min(self.slots + 1, self._settings.posts_at_once)
 
     def _pause(self, error: RequestFailed, seconds: float, now_ms: int) -> None:
         reaction = REACTIONS[error.failure]

@@ -2,24 +2,108 @@
 
 A redirect is never followed, so the token goes to the configured address alone; an answer that is too large, too slow
 or broken off raises `RequestFailed`. Neither the token nor a message's payload reaches a log or an error.
+The token is in a file that is read again when it changes.
 """
 
 from __future__ import annotations
 
 import ssl
+import stat
+from enum import StrEnum
+from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from broker_client.failures import Failure, RequestFailed
 from broker_client.settings import BrokerClientSettings
-from broker_client.token import TokenFile
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
+from postroom.errors import Unavailable
 
+MAX_TOKEN_BYTES = 4096
 _CHUNK: Final = 64 * 1024
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Failure(StrEnum):
+    """Why there is no answer per message."""
+
+    UNREACHABLE = "broker_unreachable"  # no connection: the request never left
+    TIMED_OUT = "broker_timed_out"
+    BROKEN_OFF = "broker_connection_lost"
+    GARBAGE = "broker_answer_invalid"
+    SERVER_ERROR = "broker_failed"  # 5xx
+    NOT_PERMITTED = "broker_refused_token"  # 401, 403, 404, or no token to show
+    NOT_NOW = "broker_rate_limited"  # 429
+    OVERLOADED = "broker_overloaded"  # 503 with this code: it has as much at work as it takes
+    REFUSED = "broker_refused_request"  # any other 4xx
+
+
+_STATUS: Final = {Failure.TIMED_OUT: 504, Failure.GARBAGE: 502, Failure.REFUSED: 502, Failure.SERVER_ERROR: 502}
+_UNAVAILABLE: Final = 503
+
+
+class RequestFailed(Unavailable):
+    """A request to the broker came to nothing; whether it took effect there is not known.
+
+    `failure` is what happened, `retry_after` the seconds that the broker asked for, already clamped.
+    Passed on to a caller of the socket it is a 502, 503 or 504.
+    """
+
+    failure: Failure
+    retry_after: float | None
+
+    @classmethod
+    def because(cls, failure: Failure, detail: str, retry_after: float | None = None) -> RequestFailed:
+        """Build the error for `failure`; `detail` is one sentence without a token or a body."""
+        status = _STATUS.get(failure, _UNAVAILABLE)
+        error = cls.of(status, failure.value, detail, retryable=True, retry_after=retry_after)
+        error.failure = failure
+        error.retry_after = retry_after
+        return error
+
+
+class TokenFile:
+    """A token in a file that an operator, or systemd, may replace at any moment."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int, int] | None = None
+        self._token = ""
+        self._changes = 0
+
+    def changes(self) -> int:
+        """Return how many different versions of the file have been read; raises as `read` does."""
+        self.read()
+        return self._changes
+
+    def read(self) -> str:
+        """Return the token as the file holds it now.
+
+        Raises `RequestFailed` (`NOT_PERMITTED`) where the file is missing, empty, not a token, or open to everybody.
+        """
+        try:
+            status = self._path.stat()
+            version = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if version != self._seen:
+                if not stat.S_ISREG(status.st_mode):
+                    raise _unusable(f"the token file {self._path} is not a plain file")
+                if status.st_mode & stat.S_IRWXO:
+                    raise _unusable(f"the token file {self._path} is open to every user: chmod 600 it")
+                with self._path.open("rb") as file:
+                    token = file.read(MAX_TOKEN_BYTES + 1).strip()
+                if not token or len(token) > MAX_TOKEN_BYTES or not all(0x21 <= byte <= 0x7E for byte in token):  # noqa: PLR2004 - visible ASCII
+                    raise _unusable(f"the token file {self._path} does not hold a token: one word of visible ASCII")
+                self._token, self._seen = token.decode("ascii"), version
+                self._changes += 1
+        except OSError as error:
+            raise _unusable(f"cannot read the token file {self._path}: {error.strerror}") from error
+        return self._token
+
+
+def _unusable(sentence: str) -> RequestFailed:
+    return RequestFailed.because(Failure.NOT_PERMITTED, sentence)
 
 
 class Reply(NamedTuple):
@@ -36,7 +120,18 @@ class Channel:
 
     def __init__(self, settings: BrokerClientSettings) -> None:
         """Check the settings; raises `Fatal` (78) for an address or a CA file that cannot be used."""
-        self.base = _checked_url(settings)
+        try:
+            parts = urlsplit(settings.url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+        except ValueError:  # a port that is none
+            usable = False
+        if not usable or parts.username is not None or parts.query or parts.fragment:
+            rule = "give the broker's address as https://host[:port], without user, query or fragment"
+            raise Fatal(Exit.CONFIG, f"broker.url: {rule}")
+        if parts.scheme == "http" and parts.hostname not in _LOOPBACK and not settings.allow_plaintext:
+            advice = "would show the token to the network: use https, or set broker.allow_plaintext"
+            raise Fatal(Exit.CONFIG, f"broker.url: http://{parts.hostname} {advice}")
+        self.base = settings.url.rstrip("/")
         self.token = TokenFile(settings.token_file)
         self._settings = settings
         self._ssl = _ssl_context(settings)
@@ -52,7 +147,27 @@ class Channel:
         """Send one request and read its whole answer; raises `RequestFailed` where there is none."""
         token = self.token.read()
         try:
-            return await self._exchange(method, path, body, token)
+            headers = {"Authorization": f"Bearer {token}"}
+            if body is not None:
+                headers["Content-Type"] = "application/json"
+            if self._session is None:
+                timeout = aiohttp.ClientTimeout(
+                    total=self._settings.request_seconds, connect=self._settings.connect_seconds
+                )
+                self._session = aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl),
+                    cookie_jar=aiohttp.DummyCookieJar(),
+                    timeout=timeout,
+                    headers={"Accept": "application/json", "Accept-Encoding": "identity"},
+                    auto_decompress=False,
+                    trust_env=False,
+                )
+            async with self._session.request(
+                method, self.base + path, data=body, headers=headers, allow_redirects=False
+            ) as response:
+                head = response.headers
+                date = None if "Age" in head else head.get("Date")
+                return Reply(response.status, await self._read(response), head.get("Retry-After"), date)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             sentence = f"cannot connect to {self.base}: {clean(str(error))}"
             raise RequestFailed.because(Failure.UNREACHABLE, sentence) from error
@@ -68,17 +183,6 @@ class Channel:
             sentence = f"{self.base} did not answer in HTTP ({type(error).__name__})"
             raise RequestFailed.because(Failure.GARBAGE, sentence) from error
 
-    async def _exchange(self, method: str, path: str, body: bytes | None, token: str) -> Reply:
-        headers = {"Authorization": f"Bearer {token}"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        async with self._open().request(
-            method, self.base + path, data=body, headers=headers, allow_redirects=False
-        ) as response:
-            head = response.headers
-            date = None if "Age" in head else head.get("Date")
-            return Reply(response.status, await self._read(response), head.get("Retry-After"), date)
-
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         limit = self._settings.max_answer_bytes
         content = bytearray()
@@ -88,36 +192,6 @@ class Channel:
                 response.close()
                 raise RequestFailed.because(Failure.GARBAGE, f"{self.base} sent more than {limit} bytes")
         return bytes(content)
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(
-                total=self._settings.request_seconds, connect=self._settings.connect_seconds
-            )
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=timeout,
-                headers={"Accept": "application/json", "Accept-Encoding": "identity"},
-                auto_decompress=False,
-                trust_env=False,
-            )
-        return self._session
-
-
-def _checked_url(settings: BrokerClientSettings) -> str:
-    try:
-        parts = urlsplit(settings.url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
-    except ValueError:  # a port that is none
-        usable = False
-    if not usable or parts.username is not None or parts.query or parts.fragment:
-        rule = "give the broker's address as https://host[:port], without user, query or fragment"
-        raise Fatal(Exit.CONFIG, f"broker.url: {rule}")
-    if parts.scheme == "http" and parts.hostname not in _LOOPBACK and not settings.allow_plaintext:
-        advice = "would show the token to the network: use https, or set broker.allow_plaintext"
-        raise Fatal(Exit.CONFIG, f"broker.url: http://{parts.hostname} {advice}")
-    return settings.url.rstrip("/")
 
 
 def _ssl_context(settings: BrokerClientSettings) -> ssl.SSLContext | bool:

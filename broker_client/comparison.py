@@ -13,10 +13,9 @@ from typing import Final
 
 import structlog
 
+from broker_client.features import recognised_hours
 from broker_client.link import BrokerLink
-from broker_client.window import recognised_hours
 from outbox import Outbox
-from outbox.model import Comparison as Progress
 from postroom.accept import Features
 from postroom.errors import PostroomError
 
@@ -70,25 +69,19 @@ class Comparison:
         while True:
             await self._due.wait()
             self._due.clear()
-            await self._compare()
-
-    async def _compare(self) -> None:
-        while (progress := await self._outbox.comparison()) is not None and not progress.ended:
-            try:
-                await self._compare_some(progress)
-            except PostroomError as error:  # the broker cannot be asked, or the disk is full
-                _log.warning("comparison_waits", code=error.code, reason=str(error))
-                await asyncio.sleep(_RETRY_SECONDS)
-        if progress is not None and (missing := await self._outbox.missing()).rows:
-            _log.error(
-                "messages_missing_at_the_broker",
-                rows=missing.rows,
-                without_payload=missing.without_payload,
-                advice="postroom outbox resend --missing",
-            )
-
-    async def _compare_some(self, progress: Progress) -> None:
-        rows, up_to = await self._outbox.stretch(progress)
-        lost = await self._link.lost(rows) if rows else []
-        found = set(rows).difference(lost)
-        await self._outbox.note_compared(progress, up_to, found=sorted(found), lost=lost)
+            while (progress := await self._outbox.comparison()) is not None and not progress.ended:
+                try:
+                    rows, up_to = await self._outbox.stretch(progress)
+                    lost = await self._link.lost(rows) if rows else []
+                    found = set(rows).difference(lost)
+                    await self._outbox.note_compared(progress, up_to, found=sorted(found), lost=lost)
+                except PostroomError as error:  # the broker cannot be asked, or the disk is full
+                    _log.warning("comparison_waits", code=error.code, reason=str(error))
+                    await asyncio.sleep(_RETRY_SECONDS)
+            if progress is not None and (missing := await self._outbox.missing()).rows:
+                _log.error(
+                    "messages_missing_at_the_broker",
+                    rows=missing.rows,
+                    without_payload=missing.without_payload,
+                    advice="postroom outbox resend --missing",
+                )

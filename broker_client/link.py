@@ -9,14 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Final, Self, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from broker_client.channel import Channel, Reply
-from broker_client.clock import ConfirmedClock
-from broker_client.failures import Failure, RequestFailed
+from broker_client.channel import Channel, Failure, Reply, RequestFailed
 from broker_client.settings import BrokerClientSettings
 from outbox.model import Accepted, ClaimedRow, DoneRow, Unanswered
 from postroom.accept import (
@@ -34,7 +32,7 @@ from postroom.chassis.logs import clean
 from postroom.errors import Problem, error_for
 from postroom.ids import is_client_message_id
 from postroom.message import parse_destination
-from postroom.retry import read_retry_after
+from postroom.retry import read_date, read_retry_after
 
 T = TypeVar("T")
 
@@ -244,3 +242,43 @@ def _problem_of(content: bytes) -> _ProblemText:
 
 def _garbage(sentence: str) -> RequestFailed:
     return RequestFailed.because(Failure.GARBAGE, sentence)
+
+
+class _Answer(NamedTuple):
+    """When an answer came, and what its `Date` said: both ms since the epoch, each by its own clock."""
+
+    local: int
+    date: int
+
+
+class ConfirmedClock:
+    """The daemon's clock, held against the broker's last answer: what may expire by it; times in ms since the epoch.
+
+    A clock may be wrong by years, for seconds or permanently, and a message that dies of it is lost. So a row expires
+    by a clock alone that the broker's last answer (its `Date`) agrees with to within the safety margin of the window, and
+    by none once that answer is older than the margin: whatever is wrong by then, the next answer tells.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Answer | None = None
+
+    def answered(self, date: str | None, now: int) -> None:
+        """Note an answer with the header `Date`; one without says nothing, and takes back nothing."""
+        if (moment := read_date(date)) is not None:
+            self._last = _Answer(now, moment)
+
+    def is_confirmed(self, now: int, margin: int) -> bool:
+        """Tell whether the last answer is recent, and agrees with the clock; the clock has not gone back since."""
+        return (
+            self._last is not None
+            and 0 <= now - self._last.local <= margin
+            and abs(self._last.date - self._last.local) <= margin
+        )
+
+    def is_stale(self, now: int, margin: int) -> bool:
+        """Tell whether the broker has to be asked before anything is known of the clock."""
+        return self._last is None or not 0 <= now - self._last.local <= margin
+
+    def estimate(self, now: int) -> int:
+        """Return the time that it is by the broker's clock, as far as the last answer tells."""
+        return now if self._last is None else now + self._last.date - self._last.local

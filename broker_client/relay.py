@@ -19,17 +19,15 @@ from typing import Any, Final, Literal
 
 import structlog
 
-from broker_client.answers import Outcome, expired, not_dated, returned
+from broker_client.answers import Outcome, RelayCounters, expired, not_dated, returned
 from broker_client.availability import Availability
+from broker_client.channel import RequestFailed
 from broker_client.comparison import Comparison
-from broker_client.counters import RelayCounters
-from broker_client.failures import RequestFailed
-from broker_client.feature_check import FeatureCheck
+from broker_client.features import HOUR, FeatureCheck
 from broker_client.link import BrokerLink, now_ms
 from broker_client.pace import Controls
-from broker_client.posting import STORAGE_SECONDS, Posting
+from broker_client.posts import STORAGE_SECONDS, Posting
 from broker_client.settings import RelaySettings
-from broker_client.window import HOUR
 from outbox import Outbox
 from outbox.model import ClaimedRow, to_datetime
 from postroom.accept import Features
@@ -108,7 +106,12 @@ class Relay:
         self._stopping.set()
         self._wake.set()
         await self._idle.wait()
-        await self._finish_posts()
+        if self._posts:
+            posts = asyncio.gather(*self._posts, return_exceptions=True)
+            await _first_of(asyncio.shield(posts), self._sleep(self._settings.stop_seconds))
+            for task in list(self._posts):
+                task.cancel()
+            await posts
         await self._give_back_the_rest()
 
     def status(self) -> RelayStatus:
@@ -177,7 +180,11 @@ class Relay:
             if self._link.clock.is_stale(self._clock(), self._check.margin_ms):
                 self._availability.features_due = True  # their answer tells the time
             await self._expire()
-        self._give_back_stale()
+        # give back what was claimed before an outage: the probe is small; and an operator's pause is at once
+        outage = self._availability.probing and self._ready_flight != self._availability.flight
+        if self._ready and (self._controls.paused or outage):
+            rows = self._take_ready()
+            self._start(self._posting.settle([returned(row) for row in rows]), rows)
         if (seconds := self._hold_seconds()) > 0:
             await self._wait(seconds)
         elif self._availability.features_due or self._check.is_due():
@@ -194,16 +201,13 @@ class Relay:
     def _hold_seconds(self) -> float:
         """Return how long not to post: 0 to go on, infinite where something will wake the relay."""
         now = self._clock()
-        if self._controls.paused or len(self._posts) >= self._slots():
+        if self._controls.paused or len(self._posts) >= (1 if self._availability.probing else self._availability.slots):
             return math.inf
         if (pause := self._availability.pause_left(now)) > 0:
             return pause
         if not self._ready and not self._controls.allowance(1, now):
             return self._controls.wait_seconds(now)
         return 0.0
-
-    def _slots(self) -> int:
-        return 1 if self._availability.probing else self._availability.slots
 
     async def _claim_rows(self) -> bool:
         """Claim the next batch; False where nothing is due."""
@@ -252,13 +256,6 @@ class Relay:
         ]
         if settlements:
             self._start(self._posting.settle(settlements), [*old, *beyond])
-
-    def _give_back_stale(self) -> None:
-        """Give back what was claimed before an outage: the probe is small; and an operator's pause is at once."""
-        outage = self._availability.probing and self._ready_flight != self._availability.flight
-        if self._ready and (self._controls.paused or outage):
-            rows = self._take_ready()
-            self._start(self._posting.settle([returned(row) for row in rows]), rows)
 
     def _take_ready(self) -> list[ClaimedRow]:
         rows = [row for batch in self._ready for row in batch]
@@ -312,24 +309,19 @@ class Relay:
             await _first_of(asyncio.shield(asking), self._stopping.wait())
             if asking.done():
                 asking.result()
-                await self._notice_database(last_done)
+                # Have the done rows compared where the broker's database is another one.
+                # What the one before answered is settled first: no post is under way then whose answer might be its.
+                features = self._check.features
+                if features is not None and (name := await self.comparison.name_of(features, last_done)) is not None:
+                    if self._posts:
+                        await asyncio.wait(self._posts)
+                    await self.comparison.begin(name, features)
                 self._availability.reachable()
                 await self._expire()  # by the age that now holds
         except RequestFailed as error:
             self._availability.failed(error, flight, self._clock())
         finally:
             asking.cancel()
-
-    async def _notice_database(self, last_done: int) -> None:
-        """Have the done rows compared where the broker's database is another one.
-
-        What the one before answered is settled first: no post is under way then whose answer might be its.
-        """
-        features = self._check.features
-        if features is not None and (name := await self.comparison.name_of(features, last_done)) is not None:
-            if self._posts:
-                await asyncio.wait(self._posts)
-            await self.comparison.begin(name, features)
 
     async def _wait(self, seconds: float, *, for_work: bool = False) -> None:
         """Wait to be woken, for `seconds` at most, and no longer than until the next look for expired rows."""
@@ -339,14 +331,6 @@ class Relay:
             waits.append(self._outbox.wait_for_work(seconds))
         await _first_of(*waits)
         self._wake.clear()
-
-    async def _finish_posts(self) -> None:
-        if self._posts:
-            posts = asyncio.gather(*self._posts, return_exceptions=True)
-            await _first_of(asyncio.shield(posts), self._sleep(self._settings.stop_seconds))
-            for task in list(self._posts):
-                task.cancel()
-            await posts
 
     async def _give_back_the_rest(self) -> None:
         rows = self._take_ready()

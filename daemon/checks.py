@@ -11,9 +11,9 @@ import stat
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from broker_client.failures import RequestFailed
+from broker_client.channel import RequestFailed
+from broker_client.features import max_age_hours
 from broker_client.link import BrokerLink
-from broker_client.window import max_age_hours
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from ipc.tokens import LocalToken
 from postroom.accept import Features

@@ -10,8 +10,8 @@ from typing import Final
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from broker_client.counters import LATENCY_BOUNDS as POST_BOUNDS
-from broker_client.counters import RelayCounters
+from broker_client.answers import LATENCY_BOUNDS as POST_BOUNDS
+from broker_client.answers import RelayCounters
 from broker_client.relay import Relay
 from daemon.receiver import Receiver
 from ipc.counters import LATENCY_BOUNDS as ACCEPT_BOUNDS

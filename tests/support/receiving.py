@@ -15,7 +15,7 @@ from typing import Final
 import nats
 from nats.js import JetStreamContext
 
-from broker_client.window import KeptFeatures
+from broker_client.features import KeptFeatures
 from postroom import AsyncClient, InboxMessage, InboxQuery
 from postroom.accept import DedupeFeature, Features
 from postroom.administration import HistoryMessage

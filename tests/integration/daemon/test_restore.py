@@ -19,7 +19,7 @@ from broker.commands import begin_incarnation
 from broker.config import BrokerConfig
 from broker.main import open_services
 from broker.migrate import migrate
-from broker_client import BrokerClientSettings, RelaySettings, feature_check
+from broker_client import BrokerClientSettings, RelaySettings, features
 from daemon.config import DaemonConfig, SocketSettings
 from daemon.postroomd import Postroomd
 from embedded import EmbeddedPostgres
@@ -80,7 +80,7 @@ async def drill(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Drill:
-    monkeypatch.setattr(feature_check, "_FRESH_SECONDS", 0.05)
+    monkeypatch.setattr(features, "_FRESH_SECONDS", 0.05)
     admin, token_file = tmp_path / "admin-token", tmp_path / "token"
     for file, text in ((admin, ADMIN_TOKEN), (token_file, "")):
         file.touch(mode=0o600)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import structlog
 
+from broker_client.channel import Failure, RequestFailed
+from broker_client.link import BrokerLink
+from broker_client.settings import RelaySettings
 from postroom.accept import DEDUPE_MODES, DedupeFeature, Features
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
@@ -38,6 +42,7 @@ DEFAULT_DEDUPE: Final = DedupeFeature(
     request_fingerprint=True,
     dedupe_retention_days=LEAST_RETENTION_DAYS,
 )
+_FRESH_SECONDS: Final = 15.0  # in which a daemon notices that the broker's database is another one
 
 
 def max_age_hours(features: Features, override: int | None) -> int:
@@ -45,7 +50,17 @@ def max_age_hours(features: Features, override: int | None) -> int:
 
     The margin is max(24 h, 10 % of the window, rounded up). An `override` may use the margin up, but for 24 h.
     """
-    dedupe = _checked(features.client_message_id_dedupe)
+    dedupe = features.client_message_id_dedupe
+    if dedupe is not None and dedupe.mode not in DEDUPE_MODES:
+        raise _incompatible(
+            f"the broker recognises repeated ids in a way that this daemon does not know ({clean(dedupe.mode)}): "
+            "upgrade the daemon, or point broker.url at another"
+        )
+    if dedupe is None or dedupe.version != DEDUPE_VERSION or not dedupe.request_fingerprint:
+        raise _incompatible(
+            "the broker does not offer client_message_id_dedupe version 1 with request_fingerprint, "
+            "so that a repeated message could be accepted twice: upgrade the broker, or point broker.url at another"
+        )
     if dedupe.mode == "permanent":
         return PERMANENT_HOURS if override is None else _within(override, PERMANENT_MOST_HOURS, PERMANENT_MOST_HOURS)
     days = dedupe.dedupe_retention_days or 0
@@ -111,20 +126,6 @@ class KeptFeatures:
             _log.warning("features_not_kept", file=str(self._file), error=str(error))
 
 
-def _checked(dedupe: DedupeFeature | None) -> DedupeFeature:
-    if dedupe is not None and dedupe.mode not in DEDUPE_MODES:
-        raise _incompatible(
-            f"the broker recognises repeated ids in a way that this daemon does not know ({clean(dedupe.mode)}): "
-            "upgrade the daemon, or point broker.url at another"
-        )
-    if dedupe is None or dedupe.version != DEDUPE_VERSION or not dedupe.request_fingerprint:
-        raise _incompatible(
-            "the broker does not offer client_message_id_dedupe version 1 with request_fingerprint, "
-            "so that a repeated message could be accepted twice: upgrade the broker, or point broker.url at another"
-        )
-    return dedupe
-
-
 def _within(override: int, most: int, advised: int) -> int:
     if override > most:
         raise _incompatible(
@@ -138,3 +139,58 @@ def _within(override: int, most: int, advised: int) -> int:
 
 def _incompatible(sentence: str) -> Fatal:
     return Fatal(Exit.CONFIG, sentence)
+
+
+class FeatureCheck:
+    """Asks for the features at a start, after the broker was away, whenever the token changes, and now and then.
+
+    Until they are known, those last seen count, kept on disk, else the defaults (docs/contract/send.md#send-73).
+    """
+
+    def __init__(self, link: BrokerLink, settings: RelaySettings, state_directory: Path, mesh: str | None) -> None:
+        self._link = link
+        self._settings = settings
+        self._mesh = mesh
+        self._kept = KeptFeatures(state_directory)
+        self._identity: int | None = None  # of the link, when the check was last passed
+        self._asked_at = -math.inf
+        self.features: Features | None = self._kept.load()
+        self.max_age_hours = assumed_max_age_hours(self.features, settings.max_age_hours)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the broker has passed the check since the process started."""
+        return self._identity is not None
+
+    @property
+    def margin_ms(self) -> int:
+        """Between the age at which a row goes dead and the end of the broker's window: how wrong a clock may be."""
+        return margin_hours(self.features, self.max_age_hours) * HOUR
+
+    def is_due(self) -> bool:
+        """Tell whether nothing may be posted before the check: the token is new, or gone, or the last one is old."""
+        try:
+            return self._link.identity() != self._identity or self.fresh_seconds() <= 0
+        except RequestFailed:  # no token to show: asking says so
+            return True
+
+    def fresh_seconds(self) -> float:
+        """Return how long the last check is still worth something."""
+        return self._asked_at + _FRESH_SECONDS - time.monotonic()
+
+    async def ask(self) -> None:
+        """Do the check. Raises `RequestFailed` where it has to be repeated, `Fatal` (78) where it failed for good.
+
+        A token of another mesh is no reason to end: an operator can put the right one into the file.
+        """
+        identity = self._link.identity()
+        features = await self._link.features()
+        if self._mesh is not None and features.mesh != self._mesh:
+            sentence = f"the token speaks for the mesh {features.mesh!r}, this daemon serves {self._mesh!r}"
+            raise RequestFailed.because(Failure.NOT_PERMITTED, f"{sentence}: put another token into broker.token_file")
+        self.max_age_hours = max_age_hours(features, self._settings.max_age_hours)
+        if features != self.features:
+            self._kept.save(features)
+        self.features = features
+        self._identity = identity
+        self._asked_at = time.monotonic()

@@ -8,14 +8,21 @@ from typing import Final
 
 import structlog
 
-from broker_client.answers import Outcome, Waits, backed_off, outcome_of, returned, settlement_for
+from broker_client.answers import (
+    REACTIONS,
+    Outcome,
+    RelayCounters,
+    Waits,
+    backed_off,
+    outcome_of,
+    returned,
+    settlement_for,
+)
 from broker_client.availability import Availability
-from broker_client.counters import RelayCounters
-from broker_client.failures import Failure, RequestFailed
+from broker_client.channel import Failure, RequestFailed
 from broker_client.link import BrokerLink
-from broker_client.reactions import REACTIONS
+from broker_client.pace import Suspects
 from broker_client.settings import RelaySettings
-from broker_client.suspects import Suspects
 from outbox import Outbox
 from outbox.model import ClaimedRow, Settlement, Verdict
 from postroom.accept import AcceptAnswer
@@ -94,7 +101,10 @@ class Posting:
         self.suspects.clear(batch)
         self._availability.succeeded(flight, now)
         if len(batch) > 1 and all(outcome is Outcome.RATE_LIMITED for outcome in outcomes):
-            self._availability.rest(self._least_retry_after(answers), now)
+            asked = [answer.problem.retry_after or 0 for answer in answers if answer.problem is not None]
+            self._availability.rest(
+                min(clamp_retry_after(min(asked, default=0)), self._settings.backoff_most_seconds), now
+            )
         _report(batch, answers, settlements)
         return outcomes, settlements
 
@@ -119,10 +129,6 @@ class Posting:
         """Return the ms until a batch that failed is due: after the pause, suspects a little later than the probe."""
         pause = max(0, self._availability.resume_at - now)
         return pause + (pause // SUSPECTS_LATER if suspicious else 0)
-
-    def _least_retry_after(self, answers: Sequence[AcceptAnswer]) -> float:
-        asked = [answer.problem.retry_after or 0 for answer in answers if answer.problem is not None]
-        return min(clamp_retry_after(min(asked, default=0)), self._settings.backoff_most_seconds)
 
 
 def _look_behind_the_broker(answers: Sequence[AcceptAnswer]) -> None:
