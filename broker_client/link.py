@@ -252,10 +252,10 @@ class _Answer(NamedTuple):
 
 
 class ConfirmedClock:
-    """The daemon's clock, held against the broker's last answer: what may expire by it; times in ms since the epoch.
+    """The daemon's clock, held against the broker's last answer; times in ms since the epoch.
 
     A clock may be wrong by years, for seconds or permanently, and a message that dies of it is lost. So a row expires
-    by a clock alone that the broker's last answer (its `Date`) agrees with to within the safety margin of the window, and
+    by a clock alone that the last answer (its `Date`) agrees with to within the safety margin of the window, and
     by none once that answer is older than the margin: whatever is wrong by then, the next answer tells.
     """
 

@@ -30,7 +30,7 @@ def run(*, config: Config = None, accept_lost_ids: AcceptLostIds = False) -> Non
 @app.command()
 def rotate_token(*, config: Config = None) -> None:
     """Write a new local token for the TCP port; the old one is good for another 60 s."""
-    from daemon.maintenance import rotate_token as rotate  # noqa: PLC0415
+    from daemon.postroomd import rotate_token as rotate  # noqa: PLC0415
 
     line(f"the new token is in {rotate(daemon_config(config))}")
 

@@ -30,7 +30,7 @@ from cli.selection import (
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from daemon.maintenance import Recovery
+    from daemon.postroomd import Recovery
     from postroom import AsyncClient, ListQuery, OutboxRow, RowFilter
     from postroom.message import SendRequest
     from postroom.operations import Verb
@@ -280,7 +280,7 @@ def export(
 @app.command()
 def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -> None:
     """Set the damaged files of a stopped daemon aside, and save what can be read into a new outbox."""
-    from daemon.maintenance import recover as recover_outbox  # noqa: PLC0415
+    from daemon.postroomd import recover as recover_outbox  # noqa: PLC0415
 
     loaded = daemon_config(config)
     confirm("Set the outbox's files aside and save what can be read into a new one?", yes=yes)

@@ -17,8 +17,7 @@ from typing import Final
 import structlog
 
 from daemon.config import DaemonConfig, load_config
-from daemon.postroomd import Postroomd
-from daemon.service_manager import ready, stopping
+from daemon.postroomd import Postroomd, ready, stopping
 from postroom.chassis import runtime
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import configure

@@ -2,17 +2,21 @@
 
 Start: refuse a second daemon, open the outbox (which recovers), listen, accept. Stop: accept no more, finish what is in
 hand, let the relay settle its batch, close the outbox. Killed at any moment in between, the next start carries on.
+
+systemd is notified that the daemon is ready, what it does, and that it lives (sd_notify(3)). The watchdog is fed by
+the event loop, and only after a transaction of the outbox's writer has committed: a loop that hangs, or a writer that
+is stuck, starves it, and systemd starts the daemon anew.
 """
 
 from __future__ import annotations
 
-import socket
+import asyncio
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import structlog
 
@@ -21,7 +25,6 @@ from broker_client.relay import Relay
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
-from daemon.service_manager import answer_watchdog, keep_status
 from ipc.counters import Counters
 from ipc.destinations import DestinationRule
 from ipc.peers import Policy
@@ -29,12 +32,16 @@ from ipc.routes import routes
 from ipc.server import Server
 from ipc.services import NoInbox, Services
 from ipc.tcp_guard import TcpGuard
-from ipc.tokens import LocalToken
+from ipc.tokens import LocalToken, rotate
 from outbox import Outbox
+from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
+from outbox.recover import recover as recover_directory
 from postroom.chassis.listener import loopback_listener, refuse_path, remove, unix_listener
-from postroom.chassis.runtime import listen_sockets
+from postroom.chassis.runtime import listen_sockets, notify, watchdog_seconds
+from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
+STATUS_SECONDS: Final = 5.0
 
 
 class Postroomd:
@@ -75,7 +82,23 @@ class Postroomd:
             outbox = await undo.enter_async_context(await opening)
             relay = Relay(outbox, link, config.relay, state_directory=state, mesh=config.mesh)
             receiver = _receiver(config, state, relay)
-            services = _services(config, outbox, link, relay, receiver)
+            counters = Counters()
+            services = Services(
+                outbox=outbox,
+                relay=relay,
+                topics=link,
+                inbox=receiver or NoInbox(),
+                inbox_settings=config.inbox,
+                mesh=config.mesh,
+                version=version("postroom-server"),
+                expose=partial(expose, counters, outbox, relay, receiver),
+                limits=config.limits,
+                policy=Policy(config.socket.allow_uids, config.socket.operators),
+                counters=counters,
+                destinations=DestinationRule(config.allow_destinations),
+                late_seconds=config.relay.late_seconds,
+                outbox_max_bytes=config.outbox.max_bytes,
+            )
             server = Server(
                 routes(services),
                 limits=config.limits,
@@ -84,7 +107,17 @@ class Postroomd:
                 tcp_guard=guard,
             )
             daemon = cls(config, outbox=outbox, link=link, relay=relay, receiver=receiver, server=server)
-            await daemon._listen(inherited)
+            # serve the sockets that systemd passed in, else our own; and the TCP port where one is configured
+            sockets = list(inherited)
+            if not inherited:
+                path = socket_path(daemon.config)
+                sockets.append(unix_listener(path, daemon.config.socket.group))
+                daemon._own.append((path, path.lstat().st_ino))
+            if daemon.config.tcp.port is not None:
+                sockets.append(loopback_listener(daemon.config.tcp.port))
+            await daemon.server.start(sockets)
+            for sock in sockets:
+                _log.info("listening", address=str(sock.getsockname()), inherited=sock in inherited)
             undo.pop_all()
         return daemon
 
@@ -118,19 +151,6 @@ class Postroomd:
         finally:
             await self.link.close()
 
-    async def _listen(self, inherited: list[socket.socket]) -> None:
-        """Serve the sockets that systemd passed in, else our own; and the TCP port where one is configured."""
-        sockets = list(inherited)
-        if not inherited:
-            path = socket_path(self.config)
-            sockets.append(unix_listener(path, self.config.socket.group))
-            self._own.append((path, path.lstat().st_ino))
-        if self.config.tcp.port is not None:
-            sockets.append(loopback_listener(self.config.tcp.port))
-        await self.server.start(sockets)
-        for sock in sockets:
-            _log.info("listening", address=str(sock.getsockname()), inherited=sock in inherited)
-
 
 def _receiver(config: DaemonConfig, state: Path, relay: Relay) -> Receiver | None:
     if config.nats is None:
@@ -145,23 +165,49 @@ def _receiver(config: DaemonConfig, state: Path, relay: Relay) -> Receiver | Non
     )
 
 
-def _services(
-    config: DaemonConfig, outbox: Outbox, link: BrokerLink, relay: Relay, receiver: Receiver | None
-) -> Services:
-    counters = Counters()
-    return Services(
-        outbox=outbox,
-        relay=relay,
-        topics=link,
-        inbox=receiver or NoInbox(),
-        inbox_settings=config.inbox,
-        mesh=config.mesh,
-        version=version("postroom-server"),
-        expose=partial(expose, counters, outbox, relay, receiver),
-        limits=config.limits,
-        policy=Policy(config.socket.allow_uids, config.socket.operators),
-        counters=counters,
-        destinations=DestinationRule(config.allow_destinations),
-        late_seconds=config.relay.late_seconds,
-        outbox_max_bytes=config.outbox.max_bytes,
-    )
+def rotate_token(config: DaemonConfig) -> Path:
+    """Write a new local token and return its file; a running daemon takes the old one for another 60 s."""
+    file = token_file(config)
+    rotate(file)
+    return file
+
+
+def recover(config: DaemonConfig) -> Recovery:
+    """Set the damaged outbox of a stopped daemon aside and save its rows into a new one.
+
+    Raises `Fatal`: 69 while the daemon runs, 78 where there is no outbox.
+    """
+    return recover_directory(state_directory(config))
+
+
+def ready() -> None:
+    """Tell systemd that sends are accepted."""
+    notify("READY=1")
+
+
+def stopping() -> None:
+    """Tell systemd that the daemon is about to end."""
+    notify("STOPPING=1\nSTATUS=finishing what is in hand")
+
+
+async def answer_watchdog(outbox: Outbox) -> None:
+    """Feed the watchdog, each time after a commit, at half its interval; for ever, even where nobody watches."""
+    interval = watchdog_seconds()
+    if interval is None:
+        await asyncio.Event().wait()
+    while interval is not None:
+        with suppress(PostroomError):  # the outbox has failed: its own task ends the process
+            await outbox.settle(())  # nothing to settle, but a transaction of the writer all the same
+            notify("WATCHDOG=1", patience=0)
+        await asyncio.sleep(interval / 2)
+
+
+async def keep_status(outbox: Outbox, relay: Relay) -> None:
+    """Keep the line that `systemctl status` shows up to date, for ever."""
+    while True:
+        counts = await outbox.counts()
+        state = relay.status()
+        backlog = counts.rows["pending"] + counts.rows["inflight"]
+        reason = f" ({state.reason})" if state.reason else ""
+        notify(f"STATUS={backlog} waiting, {counts.rows['dead']} dead; {state.state}{reason}", patience=0)
+        await asyncio.sleep(STATUS_SECONDS)

@@ -8,27 +8,28 @@ this file, and in no other. So each daemon of a member has a consumer of its own
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import structlog
 from nats.aio.client import Client
 
 from broker_client.settings import BrokerClientSettings
-from daemon.filing import Filing, FilingCounters, refill
 from inbox import Broken, Inbox, InboxSettings, now_ms
 from inbox.errors import unavailable
 from postroom.accept import Features
+from postroom.administration import HistoryMessage, HistoryQuery
 from postroom.broker import BrokerClient
-from postroom.delivery.consuming import Consumer
+from postroom.delivery.consuming import DONE, Consumer, Dead, Delivery, Settle
 from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import inbox_subject, stream_name
-from postroom.errors import PostroomError
+from postroom.errors import Gone, PostroomError
 from postroom.retry import STEADY, Backoff
 
 _log = structlog.get_logger(__name__)
@@ -42,6 +43,11 @@ _UNLIMITED: Final = 1_000_000_000  # deliveries: what waits for space on the dis
 _BATCH: Final = 200  # messages that share a transaction
 _CLOSE_SECONDS: Final = 5.0  # longest wait for the batches in hand where the inbox has failed
 _MEMBER_CHARACTERS: Final = 32  # of a durable's name, which has 64 at most
+_RETRY_SECONDS: Final = 1.0  # between two tries to write to a full disk
+_PAGE: Final = 200  # messages of the history asked for, and filed, at once
+
+_decode: Final = msgspec.json.Decoder(HistoryMessage).decode
+Sleep = Callable[[float], Awaitable[None]]
 
 
 class Receiver:
@@ -98,7 +104,12 @@ class Receiver:
         failures = 0
         while not self._stopping:
             try:
-                await self._open_and_receive()
+                async with await Inbox.open(self._state_directory) as inbox:
+                    self.inbox, self._trouble = inbox, None
+                    try:
+                        await self._receive(inbox)
+                    finally:
+                        self.inbox = None
                 failures = 0
             except Exception as error:  # noqa: BLE001 - whatever it is, sending goes on
                 self._trouble = str(error) or type(error).__name__
@@ -120,14 +131,6 @@ class Receiver:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_seconds):
                     await self._consumer.stop()
-
-    async def _open_and_receive(self) -> None:
-        async with await Inbox.open(self._state_directory) as inbox:
-            self.inbox, self._trouble = inbox, None
-            try:
-                await self._receive(inbox)
-            finally:
-                self.inbox = None
 
     async def _receive(self, inbox: Inbox) -> None:
         """Pull, refill and prune until the consumer is stopped, or anything fails."""
@@ -208,3 +211,109 @@ def consumer_settings(mesh: str, member: str, file_id: str) -> ConsumerSettings:
         max_deliver=_UNLIMITED,
         batch=_BATCH,
     )
+
+
+class FilingCounters(msgspec.Struct):
+    """What was done with messages since the process started, for metrics."""
+
+    filed: int = 0
+    known: int = 0  # were here before, or had been
+    refused: int = 0  # make no sense
+
+
+class Filing:
+    """Files batches: one transaction each, and `Done` only after its commit (docs/contract/delivery.md#delivery-80).
+
+    A message that was filed before is left out by its key in the file, so a batch that comes again is harmless. While
+    the disk is full a batch waits in hand, however long: a message is never buried for that.
+    """
+
+    def __init__(self, inbox: Inbox, mesh: str, counters: FilingCounters, *, sleep: Sleep = asyncio.sleep) -> None:
+        self._inbox = inbox
+        self._mesh = mesh
+        self._counters = counters
+        self._sleep = sleep
+        self._stopping = False
+        self.trouble: str | None = None  # what keeps a batch waiting
+
+    def stop(self) -> None:
+        """Let a batch that waits go back to the stream."""
+        self._stopping = True
+
+    async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
+        """File the messages of `batch` and settle them; what makes no sense is buried."""
+        messages = {each.sequence: message for each in batch if (message := self._message(each)) is not None}
+        try:
+            filed = await self._file(list(messages.values()))
+        except (ArithmeticError, ValueError, RecursionError):  # a number, a text or a depth that no file holds
+            if len(batch) > 1:
+                raise  # each is given alone then
+            filed, messages = False, {}
+        for delivery in batch:
+            if delivery.sequence not in messages:
+                self._counters.refused += 1
+                sentence = f"the message {delivery.message_id} is not a message of the mesh {self._mesh}"
+                await settle(delivery, Dead("malformed", sentence))
+            elif filed:
+                await settle(delivery, DONE)
+
+    def _message(self, delivery: Delivery) -> HistoryMessage | None:
+        try:
+            message = _decode(delivery.data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return message if message.mesh == self._mesh and message.history_id > 0 else None
+
+    async def _file(self, messages: Sequence[HistoryMessage]) -> bool:
+        """Return whether the messages are on disk; waits while that cannot be."""
+        while messages and not self._stopping:
+            try:
+                new = await self._inbox.file(messages)
+            except PostroomError as error:
+                sentence = str(error)
+                if sentence != self.trouble:
+                    _log.warning("inbox_waits", reason=sentence)
+                self.trouble = sentence
+                await self._sleep(_RETRY_SECONDS)
+                continue
+            self._counters.filed += new
+            self._counters.known += len(messages) - new
+            self.trouble = None
+            return True
+        return not messages
+
+
+async def refill(inbox: Inbox, broker: BrokerClient, member: str, accepted_after: datetime) -> None:
+    """File what the broker's history holds for `member`, from where an earlier refill had come to, up to its end.
+
+    What the history shows beside (queues, direct messages to others) stays out. Raises `PostroomError`, and then goes
+    on where it was with the next call.
+    """
+    while True:
+        query = HistoryQuery(after=inbox.refill_after or 0, limit=_PAGE)
+        batch: list[HistoryMessage] = []
+        try:
+            async for message in broker.history(query):
+                batch.append(message)
+                if len(batch) == _PAGE:
+                    await _refill(inbox, batch, member, accepted_after)
+                    batch = []
+            break
+        except Gone as error:  # the broker's database was restored: what is filed already is known by its key
+            _log.warning("inbox_refill_goes_back", reason=str(error))
+            await inbox.refilled_to(error.problem.resume_after or 0)
+    await _refill(inbox, batch, member, accepted_after)
+    await inbox.refilled_to(None)
+    _log.info("inbox_refilled")
+
+
+async def _refill(inbox: Inbox, batch: Sequence[HistoryMessage], member: str, accepted_after: datetime) -> None:
+    wanted = [
+        each
+        for each in batch
+        if (each.destination_kind == "topic" or each.to == f"dm:{member}") and each.accepted_at >= accepted_after
+    ]
+    if wanted:
+        await inbox.file(wanted)
+    if batch:
+        await inbox.refilled_to(batch[-1].history_id)

@@ -9,8 +9,7 @@ from pathlib import Path
 import msgspec
 from support.inboxes import message
 
-from daemon.filing import Filing, FilingCounters
-from daemon.receiver import consumer_settings
+from daemon.receiver import Filing, FilingCounters, consumer_settings
 from inbox import Inbox
 from postroom.delivery.consuming import Dead, Delivery, Done, Outcome
 
