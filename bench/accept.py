@@ -19,9 +19,8 @@ from bench.report import Measured, Ratio, judge, show
 from broker.authentication import Member, digest
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database
-from broker.identifiers import MessageIds
 from broker.incoming import Item, check, event, read_items
-from broker.store import AcceptStore, Candidate
+from broker.store import AcceptStore, Candidate, MessageIds
 from postroom.accept import AcceptResponse, RawAcceptItem
 from postroom.message import MAX_BODY_BYTES, prepare
 

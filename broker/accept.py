@@ -127,7 +127,11 @@ class Accepting:
         except LimiterClosed as error:
             batch.settle_denied(frozenset(ids), error.problem)
             return
-        batch.settle_denied(admission.denied, _rate_limited(admission.retry_after).problem)
+        sentence = "the rate limit of the mesh or the member is used up: try again when the next window begins"
+        batch.settle_denied(
+            admission.denied,
+            TryAgain.of(429, "rate_limited", sentence, retryable=True, retry_after=admission.retry_after).problem,
+        )
 
     async def _resolve_unknown(self, sender: Member, batch: _Batch, error: Exception) -> None:
         """After an error the batch is committed or it isn't: the dedupe rows know. What has none may be tried again."""
@@ -284,22 +288,18 @@ def _accepted(item: Item, broker_message_id: str, history_id: int) -> AcceptAnsw
 def answer_taken(sender: Member, client_message_id: str, fingerprint: bytes, row: Taken) -> AcceptAnswer:
     """Answer for an id that `row` holds: 200 for the very message, 409 for another one, or for another member's."""
     if row.sender_id == sender.member_id and row.request_fingerprint == fingerprint:
-        return _duplicate(client_message_id, row)
+        return AcceptAnswer(
+            status=200,
+            client_message_id=client_message_id,
+            broker_message_id=str(row.broker_message_id),
+            history_id=row.history_id,
+            duplicate=True,
+            history_available=row.history_available,
+            first_seen_at=row.first_seen_at.isoformat(),
+        )
     refuse = _another_members if row.sender_id != sender.member_id else _conflict
     problem = refuse(client_message_id, row).problem
     return AcceptAnswer(status=problem.status, client_message_id=client_message_id, problem=problem)
-
-
-def _duplicate(client_message_id: str, row: Taken) -> AcceptAnswer:
-    return AcceptAnswer(
-        status=200,
-        client_message_id=client_message_id,
-        broker_message_id=str(row.broker_message_id),
-        history_id=row.history_id,
-        duplicate=True,
-        history_available=row.history_available,
-        first_seen_at=row.first_seen_at.isoformat(),
-    )
 
 
 def _another_members(client_message_id: str, _row: Taken) -> Conflict:
@@ -330,8 +330,3 @@ def _refusal(code: str, checked: Checked) -> PostroomError:
         return NotPermitted.of(403, code, sentence, field="to", destination=f"topic:{name}")
     destination = f"{checked.destination_kind}:{name}"
     return NotFound.of(404, code, f"there is no {destination} in this mesh", field="to", destination=destination)
-
-
-def _rate_limited(retry_after: float) -> TryAgain:
-    sentence = "the rate limit of the mesh or the member is used up: try again when the next window begins"
-    return TryAgain.of(429, "rate_limited", sentence, retryable=True, retry_after=retry_after)

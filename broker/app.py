@@ -16,9 +16,8 @@ from broker.administration import Administration
 from broker.authentication import PRINCIPAL, Authentication, member_of
 from broker.config import BrokerConfig
 from broker.database import QUERIES, Database
-from broker.history import History
+from broker.history import History, LookUp
 from broker.limiter import Limiter
-from broker.lookup import LookUp
 from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
@@ -192,7 +191,9 @@ class _Accept:
         """`POST /v1/accept`: once there is room for the body it is read, and once it has arrived it waits its turn."""
         member = member_of(request)
         async with received(request) as body, self._work.hold(member.whose):
-            answer = await self._accepting.accept(member, body, lambda: _waits(request))
+            answer = await self._accepting.accept(
+                member, body, lambda: request.transport is not None and not request.transport.is_closing()
+            )
         return web.Response(body=answer, content_type="application/json")
 
     async def accepted(self, request: web.Request) -> web.Response:
@@ -228,11 +229,6 @@ class _Accept:
                 last_history_id=last_history_id,
             )
         )
-
-
-def _waits(request: web.Request) -> bool:
-    """Tell whether the caller's connection is open: whoever gave up has closed it."""
-    return request.transport is not None and not request.transport.is_closing()
 
 
 class _Control:

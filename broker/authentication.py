@@ -131,7 +131,13 @@ class Authentication:
         except NotPermitted:
             await self._refusals.wait(request)
             raise
-        _check(principal, access)
+        if not isinstance(principal, Member):
+            if access == "member":
+                raise NotPermitted.of(403, "not_a_member", "the administrator belongs to no mesh: use a member's token")
+        elif access == "broker_admin":
+            raise NotPermitted.of(403, "not_permitted", "only the broker's administrator may do this")
+        elif access == "mesh_admin" and principal.role != "admin":
+            raise NotPermitted.of(403, "not_permitted", f"{principal.name} is no admin of the mesh {principal.mesh}")
         request[PRINCIPAL] = principal
 
     def forget(self) -> None:
@@ -222,16 +228,6 @@ def _bearer(request: web.Request) -> bytes:
 
 def _nobodys() -> NotPermitted:
     return NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it may have been revoked")
-
-
-def _check(principal: Principal, access: str) -> None:
-    if not isinstance(principal, Member):
-        if access == "member":
-            raise NotPermitted.of(403, "not_a_member", "the administrator belongs to no mesh: use a member's token")
-    elif access == "broker_admin":
-        raise NotPermitted.of(403, "not_permitted", "only the broker's administrator may do this")
-    elif access == "mesh_admin" and principal.role != "admin":
-        raise NotPermitted.of(403, "not_permitted", f"{principal.name} is no admin of the mesh {principal.mesh}")
 
 
 def member_of(request: web.Request) -> Member:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from broker.config import BrokerConfig, events_kept, load_config
-from broker.database import QUERIES, check_version
+from broker.database import QUERIES, check_version, migrate
 from broker.main import run
-from broker.migrate import migrate
 from postroom.chassis import logs, postgres, runtime
 from postroom.chassis.exits import Exit, Fatal
 from postroom.worker.orphans import Violation, check

@@ -15,7 +15,6 @@ from typing import Final, Self
 
 import asyncpg
 
-from broker.migrate import ROOMS
 from broker.shares import Shares
 from postroom.chassis import postgres
 from postroom.chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool
@@ -39,6 +38,8 @@ _NOT_NOW: Final = (
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
 )
+# the tables of deliveries come first: an accept and the steps of jobs write to their outbox
+ROOMS: Final = ("postroom.delivery", "broker", "postroom.ledger")
 
 
 class Database:
@@ -111,13 +112,15 @@ async def unavailable_as_503() -> AsyncIterator[None]:
     try:
         yield
     except (*UNREACHABLE, *_NOT_NOW) as error:
-        raise _unavailable() from error
-
-
-def _unavailable() -> TryAgain:
-    return TryAgain.of(
-        503, "database_unavailable", "the broker cannot reach its database: try again", retryable=True, retry_after=1.0
-    )
+        raise (
+            TryAgain.of(
+                503,
+                "database_unavailable",
+                "the broker cannot reach its database: try again",
+                retryable=True,
+                retry_after=1.0,
+            )
+        ) from error
 
 
 async def check_version(connection: Connection) -> None:
@@ -131,3 +134,11 @@ async def _know_incarnation(connection: Connection) -> None:
     A failover or a restore breaks every connection, so whichever comes back first notices.
     """
     await connection.fetchval(QUERIES["current_incarnation"])
+
+
+async def migrate(url: str) -> list[str]:
+    """Bring the database to this program's version and return the names of what was applied, in order.
+
+    Raises `Fatal` as `postroom.chassis.postgres.migrate` does.
+    """
+    return await postgres.migrate(url, *ROOMS)

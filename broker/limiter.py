@@ -83,16 +83,14 @@ class LocalWindow:
         """Count in memory; never fails."""
         seconds = self._config.window_seconds
         now = self._clock()
-        self._begin(int(now // seconds))
+        number = int(now // seconds)
+        if number != self._number:
+            self._number = number
+            self._taken.clear()
         of_mesh = self._taken.setdefault((mesh,), set())
         of_member = self._taken.setdefault((mesh, member), set())
         denied = frozenset(client_id for client_id in ids if not self._take(client_id, of_mesh, of_member))
         return Admission(denied, seconds - now % seconds)
-
-    def _begin(self, number: int) -> None:
-        if number != self._number:
-            self._number = number
-            self._taken.clear()
 
     def _take(self, client_id: str, of_mesh: set[str], of_member: set[str]) -> bool:
         if client_id not in of_mesh and len(of_mesh) >= self._config.per_mesh:

@@ -14,12 +14,11 @@ from broker.app import Services
 from broker.authentication import Authentication, read_admin_token
 from broker.config import BrokerConfig
 from broker.database import Database
-from broker.identifiers import MessageIds
 from broker.limiter import Breaker, Limiter, LocalWindow, RedisWindow, open_redis
 from broker.metrics import Metrics
 from broker.retention import Sweeper
 from broker.server import serving
-from broker.store import AcceptStore
+from broker.store import AcceptStore, MessageIds
 from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.webhooks.settings import networks_of
@@ -39,7 +38,12 @@ async def run(config: BrokerConfig) -> None:
         url = await stack.enter_async_context(serving(services))
         _log.info("listening", url=url)
         notify(f"READY=1\nSTATUS=accepting on {url}")
-        await run_until_stopped(_tasks(services), stop)
+        tasks: dict[str, Coroutine[Any, Any, None]] = {}
+        if services.config.retention.sweep:
+            tasks["sweeper"] = Sweeper(services.database, services.config.retention, services.metrics).run()
+        if (seconds := watchdog_seconds()) is not None:
+            tasks["watchdog"] = answer_watchdog(seconds / 2)
+        await run_until_stopped(tasks, stop)
         notify("STOPPING=1")
 
 
@@ -70,12 +74,3 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
     finally:
         if redis is not None:
             await redis.aclose()
-
-
-def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
-    tasks: dict[str, Coroutine[Any, Any, None]] = {}
-    if services.config.retention.sweep:
-        tasks["sweeper"] = Sweeper(services.database, services.config.retention, services.metrics).run()
-    if (seconds := watchdog_seconds()) is not None:
-        tasks["watchdog"] = answer_watchdog(seconds / 2)
-    return tasks

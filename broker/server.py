@@ -39,7 +39,13 @@ async def serving(services: Services) -> AsyncIterator[str]:
     async with AsyncExitStack() as stack:
         runner = await stack.enter_async_context(_running(services))
         if config.socket_path is None:
-            yield await _listen_on_tcp(runner, config, tls)
+            try:
+                await web.TCPSite(runner, config.listen_host, config.listen_port, ssl_context=tls).start()
+            except OSError as error:
+                where = f"{config.listen_host}:{config.listen_port}"
+                raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {where}: {error.strerror}") from error
+            host, port = runner.addresses[0][:2]
+            yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
         else:
             sock = stack.enter_context(_unix_socket(config.socket_path, config.socket_group))
             await web.SockSite(runner, sock, ssl_context=tls).start()
@@ -116,16 +122,6 @@ def _unix_socket(path: Path, group: str | None) -> Iterator[socket.socket]:
         yield sock
     finally:
         remove(path, inode)
-
-
-async def _listen_on_tcp(runner: web.ServerRunner, config: BrokerConfig, tls: ssl.SSLContext | None) -> str:
-    try:
-        await web.TCPSite(runner, config.listen_host, config.listen_port, ssl_context=tls).start()
-    except OSError as error:
-        where = f"{config.listen_host}:{config.listen_port}"
-        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {where}: {error.strerror}") from error
-    host, port = runner.addresses[0][:2]
-    return f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _tls(config: BrokerConfig) -> ssl.SSLContext | None:

@@ -50,13 +50,6 @@ class Shares:
         Raises `TryAgain` (503 `overloaded`) where that takes too long.
         """
         holders = (), whose[:1], whose
-        await self._take(holders, amount)
-        try:
-            yield
-        finally:
-            self._give_back(holders, amount)
-
-    async def _take(self, holders: tuple[_Holder, ...], amount: int) -> None:
         _, (mesh,), member = holders
         request = _Request(amount, asyncio.get_running_loop().create_future())
         self._waiting.setdefault(mesh, OrderedDict()).setdefault(member, deque()).append(request)
@@ -71,6 +64,10 @@ class Shares:
                 raise
             sentence = "the broker has as much at work for you as it takes at once: try again"
             raise TryAgain.of(503, OVERLOADED, sentence, retryable=True, retry_after=1.0) from None
+        try:
+            yield
+        finally:
+            self._give_back(holders, amount)
 
     def _give_back(self, holders: tuple[_Holder, ...], amount: int) -> None:
         self._held.subtract(dict.fromkeys(holders, amount))
@@ -92,7 +89,11 @@ class Shares:
             elif member is not None and self._may_hold((mesh,), members[member][0].amount):
                 if not self._may_hold((), members[member][0].amount):
                     return False  # nobody overtakes: what is large would never get its turn
-                self._grant(mesh, member, members)
+                request = members[member].popleft()
+                members.move_to_end(member)
+                self._waiting.move_to_end(mesh)
+                self._held.update(dict.fromkeys(((), (mesh,), member), request.amount))
+                request.granted.set_result(None)
                 return True
         return False
 
@@ -106,13 +107,6 @@ class Shares:
             elif self._may_hold(member, requests[0].amount):
                 return member
         return None
-
-    def _grant(self, mesh: str, member: _Holder, members: OrderedDict[_Holder, deque[_Request]]) -> None:
-        request = members[member].popleft()
-        members.move_to_end(member)
-        self._waiting.move_to_end(mesh)
-        self._held.update(dict.fromkeys(((), (mesh,), member), request.amount))
-        request.granted.set_result(None)
 
     def _may_hold(self, holder: _Holder, amount: int) -> bool:
         held = self._held[holder]

@@ -2,11 +2,17 @@
 
 The write is one statement and so one transaction, without a round trip inside: a broker that dies leaves no
 transaction open, and a batch is in the tables whole or not at all.
+
+A `broker_message_id` is a ULID, kept as `uuid`, minted in the order in which this process accepts: ids in time order
+keep every index append-only. A ULID is 48 bits of milliseconds and 80 bits of randomness; within a millisecond (and
+while the clock stands still or goes back) the next id is the last one plus one, as the ULID specification has it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
@@ -14,12 +20,12 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
+import ulid
 from asyncpg.pgproto.pgproto import UUID
 
 from broker.authentication import Member
 from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
-from broker.identifiers import MessageIds
 from broker.incoming import Checked, Item, event
 from broker.shares import Slices
 from postroom.delivery.subjects import command_subject, event_subject
@@ -28,6 +34,8 @@ from postroom.message import DestinationKind
 _WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections
 # For a turn, then for a connection: longer than they take under load, shorter than a daemon's patience.
 _WAIT_SECONDS: Final = 10.0
+_TIME_BYTES: Final = 6
+_RANDOM_BYTES: Final = 10
 
 
 class Candidate(NamedTuple):
@@ -175,3 +183,24 @@ def _subject(mesh: str, kind: DestinationKind, ref: str, version: int) -> str | 
             return command_subject(mesh, ref)
         case "dm":
             return None
+
+
+def now_ms() -> int:
+    """Return the wall clock in milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+class MessageIds:
+    """Mints ids; each is greater than the one before. Clock and randomness are handed in."""
+
+    def __init__(self, clock: Callable[[], int] = now_ms, randomness: Callable[[int], bytes] = os.urandom) -> None:
+        self._clock = clock
+        self._randomness = randomness
+        self._last = 0
+
+    def mint(self, count: int) -> list[UUID]:
+        """Return `count` ids in ascending order."""
+        fresh = ulid.from_bytes(self._clock().to_bytes(_TIME_BYTES, "big") + self._randomness(_RANDOM_BYTES))
+        first = max(fresh.int, self._last + 1)
+        self._last = first + count
+        return [UUID(number.to_bytes(_TIME_BYTES + _RANDOM_BYTES, "big")) for number in range(first, first + count)]

@@ -11,11 +11,9 @@ import msgspec
 
 from broker.authentication import Member, digest
 from broker.config import RetentionConfig
-from broker.database import QUERIES, Database
-from broker.identifiers import MessageIds
+from broker.database import QUERIES, Database, migrate
 from broker.incoming import Item, check
-from broker.migrate import migrate
-from broker.store import AcceptStore, Candidate
+from broker.store import AcceptStore, Candidate, MessageIds
 from postroom.message import MAX_BODY_BYTES, prepare
 
 T = TypeVar("T")

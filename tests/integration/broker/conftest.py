@@ -22,8 +22,8 @@ from support.databases import migrated_database, postgres_of_its_own
 
 from broker.app import Services, build
 from broker.config import BrokerConfig
+from broker.database import migrate
 from broker.main import open_services
-from broker.migrate import migrate
 from embedded import EmbeddedPostgres
 from embedded.processes import tethered
 from postroom.accept import AcceptAnswer, AcceptResponse

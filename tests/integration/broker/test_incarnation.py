@@ -13,7 +13,7 @@ from support.restores import back_up, begin_timeline, forget, restore
 from support.waiting import until_so
 
 from broker.commands import begin_incarnation
-from broker.migrate import migrate
+from broker.database import migrate
 from embedded import EmbeddedPostgres
 from embedded.postgres import _SETTINGS
 from postroom import BrokerClient, Gone

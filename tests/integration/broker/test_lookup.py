@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from support.waiting import until
 
-from broker import lookup
+from broker import history
 from postroom import BrokerClient
 from postroom.accept import AcceptResponse, SentMessage
 
@@ -123,7 +123,7 @@ async def test_a_post_at_work_in_another_instance_is_waited_for(
 async def test_a_post_that_does_not_end_leaves_the_question_open(
     broker: Any, message: Message, postgres: Any, waiting_for_lock: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(history, "_WAIT_SECONDS", 0.05)
     alice = broker.member("alice")
     async with postgres.transaction():
         await postgres.execute(COUNTER)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from support.waiting import until_so
 
-from broker.migrate import migrate
+from broker.database import migrate
 from embedded import EmbeddedPostgres
 from postroom.chassis.postgres import _SERVER_SETTINGS
 

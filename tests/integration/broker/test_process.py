@@ -20,8 +20,8 @@ import msgspec
 import pytest
 
 from broker.config import BrokerConfig
+from broker.database import migrate
 from broker.main import open_services
-from broker.migrate import migrate
 from broker.server import serving
 from postroom.chassis.exits import Exit, Fatal
 

@@ -13,8 +13,7 @@ import asyncpg
 import pytest
 
 from broker.commands import find_orphans
-from broker.database import Database
-from broker.migrate import migrate
+from broker.database import Database, migrate
 from embedded import EmbeddedPostgres
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import fatal_errors

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from broker.migrate import migrate
+from broker.database import migrate
 from embedded.processes import tethered
 from postroom import BrokerClient
 

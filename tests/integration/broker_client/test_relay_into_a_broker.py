@@ -16,8 +16,8 @@ from support.waiting import until_so
 
 from broker.app import build
 from broker.config import BrokerConfig, LimiterConfig
+from broker.database import migrate
 from broker.main import open_services
-from broker.migrate import migrate
 from outbox.model import Caller, RowFilter
 from postroom import BrokerClient, NotFound
 from postroom.errors import Conflict

@@ -17,8 +17,8 @@ from support.waiting import until_so
 from broker.app import build
 from broker.commands import begin_incarnation
 from broker.config import BrokerConfig
+from broker.database import migrate
 from broker.main import open_services
-from broker.migrate import migrate
 from broker_client import BrokerClientSettings, RelaySettings, features
 from daemon.config import DaemonConfig, SocketSettings
 from daemon.postroomd import Postroomd

@@ -11,7 +11,7 @@ import asyncpg
 import pytest
 from support.ledgers import LEASE, Jobs, asking
 
-from broker.migrate import migrate
+from broker.database import migrate
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Inactive, LeaseLost
 from postroom.ledger.operating import QUERIES, JobFilter, cancel_job, find_jobs, show_job, start

@@ -20,7 +20,7 @@ from support.http_consumers import consuming
 from support.nats_cluster import running_cluster
 from support.waiting import until, until_so
 
-from broker.migrate import migrate
+from broker.database import migrate
 from embedded.processes import tethered
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.delivery.settings import ConsumerSettings, NatsSettings

@@ -20,7 +20,7 @@ from support.terminal import Terminal
 from support.waiting import until_so
 from support.workers import worker
 
-from broker.migrate import migrate
+from broker.database import migrate
 from embedded import EmbeddedNats
 from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
 

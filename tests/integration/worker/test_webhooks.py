@@ -26,8 +26,8 @@ from support.workers import worker
 
 from broker.app import build
 from broker.config import BrokerConfig
+from broker.database import migrate
 from broker.main import open_services
-from broker.migrate import migrate
 from postroom import BrokerClient
 from postroom.administration import NewWebhook
 from postroom.delivery.nats import connect

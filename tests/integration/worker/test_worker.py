@@ -24,11 +24,9 @@ from support.workers import worker
 
 from broker.authentication import Member
 from broker.config import RetentionConfig
-from broker.database import QUERIES, Database
-from broker.identifiers import MessageIds
+from broker.database import QUERIES, Database, migrate
 from broker.incoming import Item, check, read_items
-from broker.migrate import migrate
-from broker.store import AcceptStore, Candidate
+from broker.store import AcceptStore, Candidate, MessageIds
 from embedded import EmbeddedNats
 from postroom.administration import HistoryMessage
 from postroom.delivery.publishing import DELIVERIES, Record, RecordSettings

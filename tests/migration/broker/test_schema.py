@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.catalog import catalog, rebuild
 
-from broker.migrate import migrate
+from broker.database import migrate
 from postroom.chassis.sql import read_sql
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ulid
 
-from broker.identifiers import MessageIds
+from broker.store import MessageIds
 
 NOW = 1_795_000_000_123  # ms since the epoch
 
