@@ -28,7 +28,7 @@ POINTS = ("before-handle", "before-commit", "after-commit", "before-settle", "af
 
 FATAL = """
 import os, signal, sqlite3, sys
-import daemon.filing as filing, inbox.writer as writer
+import daemon.receiver as filing, inbox.writer as writer
 from daemon.main import main
 
 point, fatal = sys.argv[1], int(sys.argv[2])
