@@ -46,7 +46,7 @@ demo: setup ## the whole main job on embedded servers, with visible results
 # A test that outlasts its time-out takes its worker with it. The run ends then: with a new worker in its place
 # pytest-xdist 3.8 would wait for ever.
 test: $(SPARK_STAMP) ## every test but the slow suites
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd"
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s
 	$(BIN)/pytest -n 2 -q tests/unit
