@@ -22,6 +22,7 @@ from ipc.budget import NOBODY, Budget
 from ipc.request import Request, check_media, start_body
 from ipc.services import Services
 from ipc.turns import TURN
+from outbox.errors import stopped
 from outbox.model import AcceptedRow, Caller
 from postroom.chassis.routes import NDJSON
 from postroom.errors import InvalidMessage, PostroomError
@@ -66,13 +67,19 @@ class Batch:
         response = web.StreamResponse(headers={"Content-Type": NDJSON})
         await response.prepare(self._request)
         self._request.connection.between_lines = True
+        self._request.connection.until_end().add_done_callback(self._take_no_more)
         try:
             await self._stream(response)
         except (PostroomError, RequestPayloadError) as error:
             raise ConnectionResetError("the stream broke off") from error  # an answer cannot begin a second time
         finally:
+            self._request.connection.until_end().remove_done_callback(self._take_no_more)
             self._request.connection.between_lines = False
         return response
+
+    def _take_no_more(self, _: asyncio.Future[None]) -> None:
+        """Answer what was read, and break off: the server stops, and the next line may be long in coming."""
+        self._request.content.set_exception(stopped())
 
     async def _stream(self, response: web.StreamResponse) -> None:
         uid = self._request.caller.uid

@@ -73,7 +73,7 @@ async def full_disk(run: Run) -> None:
         async with writing(run, room) as writers, AsyncClient(room.socket, patience=0) as client:
             for fill in range(1, run.size.trials + 1):
                 await writers.reached(run.size.load * fill // run.size.trials)
-                shim.arm(run.chance.randrange(1, _OPERATIONS), Strike.ENOSPC, for_ever=True)
+                shim.arm(run.chance.randrange(1, _OPERATIONS), Strike.FULL, for_ever=True)
                 await until(lambda: shim.striking)
                 await asyncio.sleep(run.chance.uniform(0, 1))
                 run.struck["write without space"] += shim.lift()

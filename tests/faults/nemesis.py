@@ -32,6 +32,7 @@ class Strike(enum.IntEnum):
     KILL_HALFWAY = 2
     EIO = 3
     ENOSPC = 4
+    FULL = 5  # ENOSPC for what needs space, as a disk gives it that has none
 
 
 class _Control(ctypes.Structure):

@@ -169,7 +169,7 @@ def _of_shim(run: Run, shim: Shim) -> list[Nemesis]:
         shim.set_clock_off(0)
 
     return [
-        failing("disk full", Strike.ENOSPC, for_ever=True),
+        failing("disk full", Strike.FULL, for_ever=True),
         failing("disk failing once", Strike.EIO, for_ever=False),
         failing("killed within a write", Strike.KILL_HALFWAY, for_ever=False),
         Nemesis("clock wrong", jump, right),

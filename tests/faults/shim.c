@@ -26,7 +26,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { KILL_BEFORE = 1, KILL_HALFWAY = 2, GIVE_EIO = 3, GIVE_ENOSPC = 4 };
+enum { KILL_BEFORE = 1, KILL_HALFWAY = 2, GIVE_EIO = 3, GIVE_ENOSPC = 4, FULL = 5 };
 enum { FILES = 4096, TEXT = 512 };
 
 struct control { /* as nemesis.py has it */
@@ -83,10 +83,12 @@ static void note(char kind, const char *first, const char *second, int64_t offse
   close(fd);
 }
 
-/* Count an operation. Returns 0 to go on, 1 to be killed after half of it, or the error to give. */
-static int strike(void) {
+/* Count an operation. Returns 0 to go on, 1 to be killed after half of it, or the error to give. A full disk still
+   syncs, renames and removes: it refuses what `needs_space`. */
+static int strike(int needs_space) {
   int64_t number = __atomic_add_fetch(&control->seen, 1, __ATOMIC_SEQ_CST), at = control->at;
   if (!at || number < at || (number > at && !control->for_ever)) return 0;
+  if (control->action == FULL && !needs_space) return 0;
   __atomic_add_fetch(&control->struck, 1, __ATOMIC_SEQ_CST);
   switch (control->action) {
     case KILL_BEFORE: kill(getpid(), SIGKILL); pause(); return 0;
@@ -98,9 +100,9 @@ static int strike(void) {
 
 static void die(void) { kill(getpid(), SIGKILL); pause(); }
 
-#define STRUCK(half) \
+#define STRUCK(needs_space, half) \
   do { \
-    int verdict = strike(); \
+    int verdict = strike(needs_space); \
     if (verdict == 1) { half; die(); } \
     if (verdict) { pthread_mutex_unlock(&order); errno = verdict; return -1; } \
   } while (0)
@@ -114,7 +116,7 @@ ssize_t pwrite64(int fd, const void *data, size_t length, off64_t offset) {
   const char *path = watched_file(fd);
   if (!path) return at_offset(fd, data, length, offset);
   pthread_mutex_lock(&order);
-  STRUCK(at_offset(fd, data, length / 2, offset));
+  STRUCK(1, at_offset(fd, data, length / 2, offset));
   note('W', path, NULL, offset, data, length);
   ssize_t written = at_offset(fd, data, length, offset);
   pthread_mutex_unlock(&order);
@@ -127,7 +129,7 @@ ssize_t write(int fd, const void *data, size_t length) {
   const char *path = watched_file(fd);
   if (!path) return real(fd, data, length);
   pthread_mutex_lock(&order);
-  STRUCK(real(fd, data, length / 2));
+  STRUCK(1, real(fd, data, length / 2));
   off64_t offset = fcntl(fd, F_GETFL) & O_APPEND ? lseek64(fd, 0, SEEK_END) : lseek64(fd, 0, SEEK_CUR);
   note('W', path, NULL, offset, data, length);
   ssize_t written = real(fd, data, length);
@@ -148,7 +150,7 @@ static int sync_with(int (*real)(int), int fd) {
     path = found;
   }
   pthread_mutex_lock(&order);
-  STRUCK((void)0);
+  STRUCK(0, (void)0);
   int done = real(fd);
   if (!done) note('S', path, NULL, 0, NULL, 0);
   pthread_mutex_unlock(&order);
@@ -162,7 +164,7 @@ int ftruncate64(int fd, off64_t length) {
   const char *path = watched_file(fd);
   if (!path) return real(fd, length);
   pthread_mutex_lock(&order);
-  STRUCK((void)0);
+  STRUCK(0, (void)0);
   note('T', path, NULL, length, NULL, 0);
   int done = real(fd, length);
   pthread_mutex_unlock(&order);
@@ -186,7 +188,7 @@ static int open_with(const char *path, int flags, mode_t mode) {
     return control ? opened(real(path, flags, mode), path) : real(path, flags, mode);
   int there = !stat(path, &status), news = (flags & O_CREAT && !there) || (flags & O_TRUNC && there);
   pthread_mutex_lock(&order);
-  if (news) STRUCK((void)0);
+  if (news) STRUCK(1, (void)0);
   int fd = real(path, flags, mode);
   if (fd >= 0 && !there) note('C', path, NULL, 0, NULL, 0);
   if (fd >= 0 && there && flags & O_TRUNC) note('T', path, NULL, 0, NULL, 0);
@@ -221,7 +223,7 @@ int rename(const char *from, const char *to) {
   REAL(rename);
   if (!watched(from)) return real(from, to);
   pthread_mutex_lock(&order);
-  STRUCK((void)0);
+  STRUCK(0, (void)0);
   int done = real(from, to);
   if (!done) note('R', from, to, 0, NULL, 0);
   for (int fd = 0; fd < FILES; fd++)
@@ -234,7 +236,7 @@ int unlink(const char *path) {
   REAL(unlink);
   if (!watched(path) || access(path, F_OK)) return real(path);
   pthread_mutex_lock(&order);
-  STRUCK((void)0);
+  STRUCK(0, (void)0);
   int done = real(path);
   if (!done) note('U', path, NULL, 0, NULL, 0);
   pthread_mutex_unlock(&order);
