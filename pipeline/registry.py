@@ -79,7 +79,7 @@ def moment(text: str | None, option: str) -> datetime | None:
     try:
         found = datetime.fromisoformat(text)
     except ValueError as error:
-        raise Fatal(Exit.USAGE, f"{option} is {text!r}: give a day or a time, as 2026-11-01") from error
+        raise Fatal(Exit.USAGE, f"{option} is {text!r}: use a day or a time, such as 2026-11-01") from error
     return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
 
 

@@ -138,10 +138,12 @@ def agent_name(agent: type[Agent[Any]]) -> str:
 def check_agent(agent: Any) -> None:
     """Raise `InvalidAgent` with what the author of the class has to change."""
     if not (isinstance(agent, type) and issubclass(agent, Agent)):
-        raise _invalid(f"{agent!r} is no agent: derive a class from postroom.agent.Agent, and name that")
+        raise _invalid(f"{agent!r} is not an agent: derive a class from postroom.agent.Agent, and name that class")
     name = agent_name(agent)
     if _NAME.fullmatch(name) is None:
-        raise _invalid(f"{agent.__name__}.name {name!r} must be a lower-case letter, then such letters, digits, _ or -")
+        raise _invalid(
+            f"{agent.__name__}.name {name!r} must be a lower-case letter, then lower-case letters, digits, _ or -"
+        )
     _check_subjects(agent)
     _check_methods(agent)
 
@@ -153,7 +155,9 @@ def fill_subjects(agent: type[Agent[Any]], tenant: str, workspace: str) -> list[
         return [subject.format_map(places) for subject in agent.subjects]
     except (KeyError, IndexError, ValueError) as error:
         allowed = "{tenant}, {workspace} and {agent}"
-        raise _invalid(f"{agent.__name__}.subjects may hold {allowed}, nothing else in braces: {error}") from error
+        raise _invalid(
+            f"{agent.__name__}.subjects may contain {allowed}, and nothing else in braces: {error}"
+        ) from error
 
 
 def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, event: str, version: int | str) -> str:
@@ -163,10 +167,12 @@ def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, eve
         subject = agent.event_subject.format_map(places)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         allowed = "{tenant}, {workspace}, {agent}, {type} and {version}"
-        raise _invalid(f"{agent.__name__}.event_subject may hold {allowed}, nothing else in braces: {error}") from error
+        raise _invalid(
+            f"{agent.__name__}.event_subject may contain {allowed}, and nothing else in braces: {error}"
+        ) from error
     if _SUBJECT.fullmatch(subject) is None or event not in subject:
         raise _invalid(
-            f"{agent.__name__}.event_subject must be words with dots between them, one of which holds {{type}}, as in "
+            f"{agent.__name__}.event_subject must be words joined by dots, one of which contains {{type}}, as in "
             '"evt.{tenant}.{workspace}.{agent}.{type}"'
         )
     return subject
@@ -195,7 +201,7 @@ def _check_subjects(agent: type[Agent[Any]]) -> None:
             'subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)'
         )
     if isinstance(subjects, str) or not all(isinstance(subject, str) and subject for subject in subjects):
-        raise _invalid(f"{agent.__name__}.subjects must be a tuple of texts, also where it is one: (subject,)")
+        raise _invalid(f"{agent.__name__}.subjects must be a tuple of strings, even if it is only one: (subject,)")
     fill_subjects(agent, "tenant", "workspace")
     fill_event_subject(agent, "tenant", "workspace", "something_happened", 1)
 
@@ -207,11 +213,13 @@ def _check_methods(agent: type[Agent[Any]]) -> None:
         raise _invalid(f"{agent.__name__}.receive is not async: write `async def receive(self, envelope)`")
     for name in ("apply", "initial_state"):
         if inspect.iscoroutinefunction(getattr(agent, name)):
-            raise _invalid(f"{agent.__name__}.{name} is async: write `def {name}`, and let it wait for nothing")
+            raise _invalid(f"{agent.__name__}.{name} is async: write `def {name}`, without await")
     try:
         inspect.signature(agent).bind()
     except TypeError as error:
-        raise _invalid(f"{agent.__name__} cannot be made without arguments ({error}): give each a default") from error
+        raise _invalid(
+            f"{agent.__name__} cannot be created without arguments ({error}): give each a default"
+        ) from error
 
 
 def _invalid(detail: str) -> InvalidAgent:

@@ -19,7 +19,9 @@ def check_seconds(timeout: float, patience: float) -> None:
 def check_id(message_id: Any) -> str:
     """Return an id as it came; refuse what is none, such as the whole receipt of a send."""
     if not isinstance(message_id, str):
-        sentence = f"an id is text, as `client_message_id` of what `send` returned, not {type(message_id).__name__}"
+        sentence = (
+            f"an id must be text, such as the `client_message_id` that `send` returned, not {type(message_id).__name__}"
+        )
         refuse("invalid_client_message_id", sentence, "client_message_id")
     return message_id
 

@@ -145,7 +145,9 @@ class Batch:
         """Match an answer with the oldest unanswered line; None where the line has to be tried again."""
         result = self._transport.decode(answer, BatchResult)
         if not self._unanswered or (result.result is None) == (result.problem is None):
-            raise self._transport.peer.foreign("it answered a line that it was not sent, or not with one result")
+            raise self._transport.peer.foreign(
+                "it answered a line that was not sent, or did not answer with one result"
+            )
         line = self._unanswered.popleft()
         if result.problem is not None and result.problem.retryable:
             self._later.append(line)

@@ -132,7 +132,7 @@ class Client:
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
         if not self._thread.is_alive():  # also after a fork: nobody would ever run it
             work.close()
-            raise RuntimeError("this client is closed, or was opened before a fork: open one in this process")
+            raise RuntimeError("this client is closed, or was opened before a fork: create one in this process")
         ended = threading.Event()
 
         async def watched() -> R:

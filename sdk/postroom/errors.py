@@ -97,7 +97,7 @@ class Conflict(PostroomError):
 
 
 class Gone(PostroomError):
-    """What the cursor stands at is no more (410): `problem.resume_after` says where to go on."""
+    """What the cursor points to was lost (410): `problem.resume_after` is the position to resume from."""
 
 
 class TryAgain(PostroomError):

@@ -123,9 +123,9 @@ class Activity:
     def answered(self, function: Handler) -> Handler:
         """Register leg 2, `async def _(ctx, answer)`, which returns what to spawn; raises `InvalidFlow`."""
         if self.queue is None:
-            raise _invalid(f"the activity {self.name!r} sends nothing, so that nothing answers it: give it sends=…")
+            raise _invalid(f"the activity {self.name!r} sends nothing, so that it gets no answer: give it sends=…")
         if self._answered is not None:
-            raise _invalid(f"the activity {self.name!r} has two handlers of its answer: leave one")
+            raise _invalid(f"the activity {self.name!r} has two handlers for its answer: remove one")
         _check_handler(function, f"the answer of {self.name!r}", "ctx, answer")
         self._answered = function
         return function
@@ -165,11 +165,11 @@ class Flow:
         """
         _check_name("the flow", name)
         if isinstance(threshold, bool) or not isinstance(threshold, int) or not 0 <= threshold <= _MOST_THRESHOLD:
-            raise _invalid(f"the flow {name!r} has the threshold {threshold!r}: a whole number from 0 up")
+            raise _invalid(f"the flow {name!r} has the threshold {threshold!r}: use a whole number, 0 or more")
         if len(name) > _MOST_FLOW_NAME:
             raise _invalid(f"the flow {name!r} has {len(name)} characters: at most {_MOST_FLOW_NAME}")
         if name == SPARK_WRITE:
-            raise _invalid(f"the flow cannot be called {name!r}: writes of Spark are its jobs")
+            raise _invalid(f"the flow cannot be named {name!r}: that name is reserved for writes of Spark")
         self.name = name
         self.threshold = threshold
         self._activities: dict[str, Activity] = {}
@@ -250,7 +250,7 @@ class Flow:
 
     def _complete(self, function: Handler, retry_policy: RetryPolicy | None) -> Handler:
         if self._completed is not None:
-            raise _invalid(f"the flow {self.name!r} has two completion handlers: leave one")
+            raise _invalid(f"the flow {self.name!r} has two completion handlers: remove one")
         _check_handler(function, f"the completion of {self.name!r}", "ctx, job")
         self._completed, self._completion_policy = function, retry_policy
         return function
@@ -267,13 +267,13 @@ class Flow:
 def check_flow(flow: Any) -> None:
     """Raise `InvalidFlow` with what its author has to change; a worker asks before it runs a flow."""
     if not isinstance(flow, Flow):
-        raise _invalid(f"{flow!r} is no flow: make one with postroom.flow.Flow, and name that")
+        raise _invalid(f"{flow!r} is not a flow: create one with postroom.flow.Flow, and name it")
     _ = flow.first
     for activity in flow.activities.values():
         if activity.leg2 is None:
             raise _invalid(
-                f"the activity {activity.name!r} sends to {activity.queue!r}, and nothing takes its answer: write one "
-                f"with @{activity.name}.answered"
+                f"the activity {activity.name!r} sends to {activity.queue!r}, and has no handler for its "
+                f"answer: write one with @{activity.name}.answered"
             )
 
 
@@ -295,11 +295,11 @@ def _check_step(flow: Flow, activity: Activity, step: Any) -> None:
     if not isinstance(step, (Spawn, Again)):
         raise _wrong_step(activity, step)
     if flow.activities.get(step.activity.name) is not step.activity:
-        raise _invalid(f"{activity.name!r} returned {step.activity.name!r}, which is no activity of {flow.name!r}")
+        raise _invalid(f"{activity.name!r} returned {step.activity.name!r}, which is not an activity of {flow.name!r}")
     if isinstance(step, Again) and step.activity is not activity:
         raise _invalid(
-            f"{activity.name!r} returned {step.activity.name}.again(…): only an activity itself is entered again; "
-            f"return {step.activity.name}.spawn(…)"
+            f"{activity.name!r} returned {step.activity.name}.again(…): an activity can only repeat "
+            f"itself; return {step.activity.name}.spawn(…)"
         )
 
 
@@ -310,13 +310,15 @@ def _check_name(what: str, name: str) -> None:
 
 def _check_asking(name: str, sends: str | None, answer: str | None, timeout: float | None, asks: int) -> None:
     if sends is None and (answer is not None or timeout is not None or asks != 1):
-        raise _invalid(f"the activity {name!r} sends nothing: answer, timeout and asks are for one that does")
+        raise _invalid(f"the activity {name!r} sends nothing: answer, timeout and asks need sends")
     if sends is not None:
         _check_queue(name, sends)
     if answer is not None and (_NAME.fullmatch(answer) is None or "-" in answer):
-        raise _invalid(f"the activity {name!r} has the answer {answer!r}, which is no event's name: snake_case")
+        raise _invalid(f"the activity {name!r} has the answer {answer!r}, which is not an event's name: use snake_case")
     if timeout is not None and not 0 < timeout <= _MOST_TIMEOUT:
-        raise _invalid(f"the activity {name!r} has the timeout {timeout!r}: seconds, more than 0 and at most 7 days")
+        raise _invalid(
+            f"the activity {name!r} has the timeout {timeout!r}: use seconds, more than 0 and at most 7 days"
+        )
     if not 1 <= asks <= _MOST_ASKS:
         raise _invalid(f"the activity {name!r} asks {asks!r} times: from 1 to {_MOST_ASKS}")
     if asks > 1 and timeout is None:
@@ -339,7 +341,7 @@ def _check_handler(function: Any, what: str, arguments: str) -> None:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise _invalid(
-            f"{what} is handled by {function.__qualname__}, which must take ({arguments}): {error}"
+            f"{what} is handled by {function.__qualname__}, which must accept ({arguments}): {error}"
         ) from None
 
 

@@ -223,7 +223,7 @@ def refuse_too_many_values(data: bytes) -> None:
         if openings > _MAX_VALUES + MAX_DEPTH * (commas + 1):
             refuse("too_deep", f"the JSON is nested deeper than {MAX_DEPTH} levels", "meta")
         if max(commas, openings, quotes // 4) > _MAX_VALUES:  # a value has a key and is a string, at most
-            refuse("meta_too_large", f"meta holds more than {MAX_META_VALUES} values", "meta")
+            refuse("meta_too_large", f"meta has more than {MAX_META_VALUES} values", "meta")
 
 
 def _may_hold_too_many(data: bytes) -> bool:
@@ -236,7 +236,7 @@ def _may_hold_too_many(data: bytes) -> bool:
 
 
 def refuse_duplicate_keys(data: bytes) -> None:
-    """Raise `InvalidMessage` where a key stands twice in one object of `data`, which has been decoded before."""
+    """Raise `InvalidMessage` where a key is given twice in one object of `data`, which has been decoded before."""
     try:
         json.loads(data, object_pairs_hook=_unique_keys)
     except ValueError as error:  # an integer with more digits than Python converts
@@ -267,7 +267,7 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
         except NotCanonical as error:
             refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {error}", "meta")
         if b"\\u0000" in meta and _holds_nul(envelope.meta):
-            refuse("nul_character", "meta holds a NUL character", "meta")
+            refuse("nul_character", "meta contains a NUL character", "meta")
     return Checked(
         destination,
         fingerprint(
@@ -318,7 +318,7 @@ def _meta_with_mentions(meta: dict[str, Any] | None, mentions: list[str] | None)
 def _body_bytes(text: str | None, encoded: str | None) -> bytes:
     if encoded is None:
         if text is not None and "\0" in text:
-            refuse("nul_character", "body holds a NUL character: send bytes as body_base64", "body")
+            refuse("nul_character", "body contains a NUL character: send bytes as body_base64", "body")
         return (text or "").encode()
     if text is not None:
         refuse("two_bodies", "give body or body_base64, not both", "body_base64")
@@ -332,11 +332,11 @@ def _utc(moment: datetime | None) -> datetime | None:
     if moment is None:
         return None
     if moment.tzinfo is None:
-        refuse("invalid_field", "not_before needs an offset, as in 2026-11-21T09:00:00Z", "not_before")
+        refuse("invalid_field", "not_before needs a UTC offset, as in 2026-11-21T09:00:00Z", "not_before")
     try:
         return moment.astimezone(UTC)
     except OverflowError:
-        refuse("invalid_field", "not_before lies outside the calendar", "not_before")
+        refuse("invalid_field", "not_before is outside the calendar", "not_before")
 
 
 def _quotes_in(data: bytes) -> int:
@@ -385,7 +385,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     decoded = dict(pairs)
     if len(decoded) != len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        refuse("duplicate_key", f"the key {twice[:MAX_NAME]!r} stands twice in one object", twice[:MAX_NAME])
+        refuse("duplicate_key", f"the key {twice[:MAX_NAME]!r} is given twice in one object", twice[:MAX_NAME])
     return decoded
 
 
@@ -396,7 +396,7 @@ def _check_size(meta: dict[str, Any]) -> None:
     for _ in range(MAX_DEPTH):
         values += sum(map(len, level))
         if values > MAX_META_VALUES:
-            refuse("meta_too_large", f"meta holds more than {MAX_META_VALUES} values", "meta")
+            refuse("meta_too_large", f"meta has more than {MAX_META_VALUES} values", "meta")
         level = [child for node in level for child in _nodes(node.values() if isinstance(node, dict) else node)]
         if not level:
             return

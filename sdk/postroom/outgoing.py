@@ -52,7 +52,7 @@ def compose(
 def with_id(request: SendRequest) -> SendRequest:
     """Return `request`, with a fresh id where it has none: what is tried twice needs one name."""
     if not isinstance(request, SendRequest):
-        refuse("invalid_message", f"a stream of messages is made of SendRequest, not of {type(request).__name__}")
+        refuse("invalid_message", f"a stream of messages must yield SendRequest, not {type(request).__name__}")
     if request.client_message_id is not None:
         return request
     return msgspec.structs.replace(request, client_message_id=new_id())
@@ -68,7 +68,7 @@ def encode(request: SendRequest) -> bytes:
         what = re.sub(r"<class '(.*)'>", r"\1", str(error))
         refuse("meta_not_canonical", f"meta cannot be fingerprinted (RFC 8785): {what}; {_META_RULE}", "meta")
     except UnicodeEncodeError:
-        refuse("invalid_json", "the message holds half of a surrogate pair, which is no text: send bytes instead")
+        refuse("invalid_json", "the message contains half of a surrogate pair, which is not text: send bytes instead")
     except RecursionError:
         refuse("too_deep", f"meta is nested deeper than {MAX_DEPTH} levels", "meta")
 
@@ -89,5 +89,7 @@ def _check_types(request: SendRequest) -> None:
         refuse("invalid_field", f"meta must be an object (a dict), not {type(request.meta).__name__}", "meta")
     moment: Any = request.not_before
     if not isinstance(moment, datetime | str | None):  # text is a time as JSON writes it
-        sentence = f"not_before is a time, not {type(moment).__name__}, as datetime.now(UTC) + timedelta(minutes=5)"
+        sentence = (
+            f"not_before must be a time, not {type(moment).__name__}, as datetime.now(UTC) + timedelta(minutes=5)"
+        )
         refuse("invalid_field", sentence, "not_before")

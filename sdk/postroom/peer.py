@@ -35,10 +35,10 @@ class Peer(NamedTuple):
             return self.absent(reason)
         match cause:
             case PermissionError():
-                detail = f"{self} is not yours to open: {cause.strerror}"
+                detail = f"{self} refuses the connection: {cause.strerror}"
                 return NotPermitted.of(403, "socket_not_permitted", detail)
             case TimeoutError():
-                detail = f"{self} did not answer in time: it hangs, or has too much to do"
+                detail = f"{self} did not answer in time: it hangs or is overloaded"
                 return _unavailable("no_answer", detail)
             case aiohttp.ClientResponseError() | aiohttp.InvalidURL():
                 return self.foreign(str(cause) or type(cause).__name__)
@@ -46,7 +46,7 @@ class Peer(NamedTuple):
 
     def lost(self) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""
-        detail = f"the connection to {self} broke; whether the request took effect is not known"
+        detail = f"the connection to {self} broke; it is not known whether the request took effect"
         return _unavailable("connection_lost", detail)
 
     def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
@@ -68,15 +68,15 @@ class Peer(NamedTuple):
 
     def foreign(self, reason: str, *, retryable: bool = False) -> Unavailable:
         """Build the error for an answer that isn't ours: another program, or another version of this one."""
-        detail = f"{self} is not Postroom's, or of another version: {reason[:MAX_REASON]}"
+        detail = f"{self} is not part of Postroom, or has another version: {reason[:MAX_REASON]}"
         return Unavailable.of(502, "not_understood", detail, retryable=retryable)
 
 
 def _why_absent(cause: Exception, error: Exception) -> str | None:
     if isinstance(cause, (FileNotFoundError, ConnectionRefusedError)):
-        return "nobody listens there"
+        return "nothing listens there"
     if isinstance(cause, OSError) and cause.errno in {errno.ENOTSOCK, errno.ENOTDIR, errno.EPROTOTYPE}:
-        return "that is no socket"
+        return "that is not a socket"
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(cause, (PermissionError, TimeoutError)):
         return str(cause)
     return None

@@ -52,9 +52,9 @@ def verify(
     at, digests = _read(header)
     secrets = [secret] if isinstance(secret, bytes) else secret
     if not _any_equal([_digest(one, body, at) for one in secrets], digests):
-        raise NotPermitted.of(401, "invalid_signature", "the signature is not made from this body with our secret")
+        raise NotPermitted.of(401, "invalid_signature", "the signature does not match this body and the secret")
     if abs(clock() - at) > window:
-        sentence = f"the request was signed more than {window} seconds from now: check both clocks"
+        sentence = f"the request was signed more than {window} seconds before or after now: check both clocks"
         raise NotPermitted.of(401, "stale_signature", sentence)
 
 

@@ -29,7 +29,7 @@ def find_socket(socket: Path | str | None = None, environ: Mapping[str, str] = o
         raise _unavailable("socket_ambiguous", f"several daemons run here: set POSTROOM_SOCKET to one of {choice}")
     places = " or ".join(map(str, directories))
     raise _unavailable(
-        "daemon_absent", f"no daemon's socket lies in {places}: start one (`postroom up`), or set POSTROOM_SOCKET"
+        "daemon_absent", f"there is no daemon's socket in {places}: start one (`postroom up`), or set POSTROOM_SOCKET"
     )
 
 

@@ -25,7 +25,7 @@ class Queries(Mapping[str, str]):
         ends = [head.start() for head in heads[1:]] + [len(text)]
         self._queries = {head[1]: text[head.start() : end].strip() for head, end in zip(heads, ends, strict=False)}
         if len(self._queries) != text.count("-- name:"):
-            raise ValueError("a query has no description, or a name stands twice")
+            raise ValueError("a query has no description, or a name is used twice")
 
     def __getitem__(self, name: str) -> str:
         return self._queries[name]

@@ -24,4 +24,4 @@ def _text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as broken:  # noqa: BLE001 - it is the handler's own code
-        return f"(its text could not be had: {type(broken).__name__})"
+        return f"(its text is not available: {type(broken).__name__})"

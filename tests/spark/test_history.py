@@ -25,7 +25,7 @@ from support.histories import History, run
 from support.restores import back_up, forget, restore
 
 from embedded import EmbeddedPostgres
-from postroom import Conflict
+from postroom import Conflict, Gone
 from postroom.administration import HistoryMessage
 from postroom.errors import InvalidMessage
 from postroom.spark.database import connect
@@ -191,7 +191,7 @@ def test_what_a_filter_cannot_say_leaves_nothing_out() -> None:
     ("options", "sentence"),
     [
         ({"sinse": "2026-11-01"}, "has no option 'sinse'"),
-        ({"since": "yesterday"}, "give a day or a time"),
+        ({"since": "yesterday"}, "use a day or a time"),
         ({"since": "2026-11-02", "until": "2026-11-02"}, "not after since"),
         ({"partition_rows": "0"}, "a whole number from 1 up"),
         ({"max_connections": "none"}, "a whole number from 1 up"),
@@ -328,9 +328,10 @@ def restored(history: History, postgres_server: EmbeddedPostgres) -> Iterator[Hi
 
 
 def test_a_stream_that_has_read_what_a_restore_took_fails_unless_it_may_lose(restored: History) -> None:
-    with pytest.raises(Conflict, match="was restored to an earlier state") as refusal:
+    with pytest.raises(Gone, match="was restored to an earlier state") as refusal:
         stream_reader(restored).latestOffset({"1": 5}, ReadAllAvailable())
-    assert refusal.value.code == "history_restored"
+    problem = refusal.value.problem
+    assert (problem.status, problem.code, problem.resume_after) == (410, "history_restored", 3)
 
     reader = stream_reader(restored, failOnDataLoss="false")
     end = reader.latestOffset({"1": 5}, ReadAllAvailable())
@@ -349,7 +350,7 @@ def test_the_numbers_that_a_restore_skips_cost_nothing(spark: SparkSession, rest
 
 def test_a_history_that_ends_before_the_checkpoint_is_refused(history: History) -> None:
     history.accept(["first"])
-    with pytest.raises(Conflict, match="was an older database put back"):
+    with pytest.raises(Conflict, match="was an older database restored"):
         stream_reader(history).latestOffset({"1": 40}, ReadAllAvailable())
 
 
@@ -368,7 +369,7 @@ def test_a_checkpoint_behind_the_retention_fails_the_stream(
     history.accept(f"id-{number}" for number in range(3, 6))
     history.execute("DELETE FROM mesh.message_history WHERE history_id <= 5")
 
-    with pytest.raises(StreamingQueryException, match=r"stands at history_id 3, .* some up to 5. .*failOnDataLoss"):
+    with pytest.raises(StreamingQueryException, match=r"is at history_id 3, .* some up to 5. .*failOnDataLoss"):
         stream()
     assert stream(failOnDataLoss="false") == ["id-0", "id-1", "id-2", "id-5"]
     history.execute("DELETE FROM mesh.message_history WHERE history_id <= 6")
@@ -396,7 +397,9 @@ def test_a_stream_whose_lost_rows_leave_nothing_goes_past_them(
     reader = stream_reader(history, failOnDataLoss="false")
 
     assert reader.latestOffset({"1": 2}, ReadAllAvailable()) == {"1": 4}
-    assert "it stands at history_id 2, and retention has taken some up to 4; it goes on" in capfd.readouterr().err
+    assert (
+        "it is at history_id 2, and retention has deleted some up to 4; the stream continues" in capfd.readouterr().err
+    )
     assert reader.partitions({"1": 2}, {"1": 4}) == []
 
 
@@ -412,7 +415,7 @@ def test_what_was_deleted_before_a_stream_began_is_no_loss_of_its_own(history: H
     history.execute("DELETE FROM mesh.message_history WHERE history_id IN (1, 2)")  # they were read
     assert reader.latestOffset(first, ReadAllAvailable()) == {"1": 4, "deletion": 1}
     history.execute("DELETE FROM mesh.message_history WHERE history_id = 3")  # below the first deletion
-    with pytest.raises(Conflict, match=r"stands at history_id 2, .* some up to 3"):
+    with pytest.raises(Conflict, match=r"is at history_id 2, .* some up to 3"):
         reader.latestOffset(first, ReadAllAvailable())
 
 

@@ -162,7 +162,7 @@ def test_a_write_that_cannot_work_is_refused_before_a_row_is_sent(spark: SparkSe
     rows = spark.range(3).selectExpr("id AS order_id")
     with pytest.raises(AnalysisException, match="set the option `id`"):
         write(rows, post, id="")
-    with pytest.raises(AnalysisException, match="is no column"):
+    with pytest.raises(AnalysisException, match="is not a column"):
         write(rows, post, body="text")
     with pytest.raises(AnalysisException, match=r'mode\("append"\)'):
         rows.write.format("postroom").options(**post.options()).mode("overwrite").save()

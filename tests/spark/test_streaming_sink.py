@@ -28,7 +28,7 @@ def test_a_stream_ends_with_the_reason_when_it_cannot_work(
 ) -> None:
     source = tmp_path / "orders"
     spark.range(1).selectExpr("id AS order_id").write.parquet(str(source))
-    with pytest.raises(StreamingQueryException, match="`number` of the option `id` is no column"):
+    with pytest.raises(StreamingQueryException, match="`number` of the option `id` is not a column"):
         run(spark, post, source, tmp_path / "checkpoint", id="number")
 
 

@@ -85,7 +85,7 @@ def test_a_job_that_cannot_be_this_writes_is_refused_before_a_row_is_sent(
     with pytest.raises(AnalysisException, match="belongs to another write"):
         write(orders, post, cancelled.id, namespace="another")
     cancel(post.database_url, cancelled.id)
-    with pytest.raises(AnalysisException, match="was cancelled, which is for good"):
+    with pytest.raises(AnalysisException, match="was cancelled permanently"):
         write(orders, post, cancelled.id)
     with pytest.raises(AnalysisException, match="there is no mesh 'sea'"):
         write(orders, post, uuid4(), mesh="sea")
@@ -94,7 +94,7 @@ def test_a_job_that_cannot_be_this_writes_is_refused_before_a_row_is_sent(
 
 def test_a_job_is_of_the_mesh_that_the_daemons_serve(post: PostOffice) -> None:
     plan = plan_of(post, mesh="sea")
-    with pytest.raises(InvalidMessage, match="serves the mesh 'demo', and the job is one of 'sea'"):
+    with pytest.raises(InvalidMessage, match="serves the mesh 'demo', but the job is in 'sea'"):
         send(plan, iter([pa.record_batch({"order_id": [1]})]))
     assert post.accepted() == {}
 
@@ -139,9 +139,9 @@ def test_a_job_that_was_begun_as_often_as_its_ledger_can_count_has_failed(post: 
     job = job_of(post)
     job.begin()
     in_database(post.database_url, lambda connection: connection.execute(COUNT_UP, job.id))
-    with pytest.raises(Conflict, match=r"begun 999 times under this job.*: run it under another one"):
+    with pytest.raises(Conflict, match=r"begun 999 times under this job.*: run it under another job"):
         job.begin()
-    with pytest.raises(Conflict, match=r"the job is failed .*: write under another one"):
+    with pytest.raises(Conflict, match=r"the job is failed .*: write under another job"):
         job.begin()
     found = shown(post.database_url, job.id)
     assert (found.job.state, found.activities[0].state) == ("failed", "failed")
@@ -151,7 +151,9 @@ def test_a_job_that_was_begun_as_often_as_its_ledger_can_count_has_failed(post: 
 def test_a_database_without_jobs_is_told_how_to_get_them(post: PostOffice, database_url: str) -> None:
     plan = plan_of(post, database_url=database_url)
     assert plan.job is not None
-    with pytest.raises(PostroomError, match="has no jobs, or those of another version: `postroom broker migrate`"):
+    with pytest.raises(
+        PostroomError, match="has no tables for jobs, or those of another version: run `postroom broker migrate`"
+    ):
         JobOfWrite(plan, plan.job).begin()
 
 

@@ -92,7 +92,7 @@ def load(
         # refuse an environment that, without a file, leaves out what has no default
         needed = [setting.variable(prefix) for setting in settings(config) if setting.default is msgspec.NODEFAULT]
         if missing := [variable for variable in needed if variable not in {**own, **environ}]:
-            sentence = "no config file was named, and the environment alone is not enough: give one with --config FILE"
+            sentence = "no config file was given, and the environment alone is not enough: pass one with --config FILE"
             raise Fatal(Exit.CONFIG, f"{sentence}, or set {', '.join(missing)}")
     try:
         return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
@@ -132,7 +132,7 @@ def _refuse_misspelt(config: type[C], prefix: str, environ: Mapping[str, str]) -
         if name == variable or name in names:
             continue
         if meant := get_close_matches(name, names, n=1, cutoff=_NEARLY):
-            raise Fatal(Exit.CONFIG, f"{variable} sets nothing: did you mean {prefix}{meant[0]}?")
+            raise Fatal(Exit.CONFIG, f"{variable} is not a setting: did you mean {prefix}{meant[0]}?")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _decode(wanted: type, value: Any) -> Any:
         try:
             return Path(os.path.expandvars(value)).expanduser()
         except RuntimeError as error:  # no such user, or one without a home
-            raise ValueError(f"Expected a path, got {value!r}, and nobody knows that home directory") from error
+            raise ValueError(f"Expected a path, got {value!r}, whose home directory is unknown") from error
     raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")
 
 

@@ -55,8 +55,8 @@ _SWEPT_AT_ONCE: Final = 100  # connections
 _NOT_HTTP: Final = "the request is not HTTP/1.1"
 _REFUSED: Final[dict[type[BaseException], str]] = {
     LineTooLong: "a line of the request's head is too long",
-    BadHttpMethod: "the request's method is not one",
-    InvalidURLError: "the request's target is not one",
+    BadHttpMethod: "the request's method is not valid",
+    InvalidURLError: "the request's target is not valid",
     InvalidHeader: "a header field of the request is not well formed",
     PayloadEncodingError: str(BROKEN_BODY.detail),
 }
@@ -117,11 +117,11 @@ def refuse_path(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise Fatal(Exit.CONFIG, f"cannot look at the socket path {path}: {error.strerror}") from error
+        raise Fatal(Exit.CONFIG, f"cannot check the socket path {path}: {error.strerror}") from error
     if stat.S_ISLNK(mode):
         raise Fatal(Exit.CONFIG, f"{path} is a symbolic link: remove it or configure another path")
     if not stat.S_ISSOCK(mode):
-        raise Fatal(Exit.CONFIG, f"{path} is there and is no socket: remove it or configure another path")
+        raise Fatal(Exit.CONFIG, f"{path} exists and is not a socket: remove it or configure another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         code = probe.connect_ex(str(path))
@@ -162,7 +162,7 @@ def _group_id(group: str) -> int:
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError as error:
-        raise Fatal(Exit.CONFIG, f"the socket's group: there is no group {group!r} on this machine") from error
+        raise Fatal(Exit.CONFIG, f"the socket's group {group!r} does not exist on this machine") from error
 
 
 class Deadlines(Protocol):

@@ -70,9 +70,11 @@ def check_private(directory: Path, *, may_be_anothers: bool = False) -> None:
     for parent in _above(directory):
         status = parent.stat()
         if status.st_uid not in trusted:
-            _refuse(f"{parent}, in which it lies, belongs to {_name(status.st_uid)}: choose another directory")
+            _refuse(f"the directory {parent} above it belongs to {_name(status.st_uid)}: choose another directory")
         if _others_may_write(status) and not status.st_mode & stat.S_ISVTX:
-            _refuse(f"others may write to {parent}, in which it lies: chmod go-w {parent}, or choose another directory")
+            _refuse(
+                f"others may write to the directory {parent} above it: chmod go-w {parent}, or choose another directory"
+            )
 
 
 def open_private(path: Path, flags: int = os.O_RDWR) -> int:
@@ -90,7 +92,7 @@ def refuse_link(path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         _refuse(f"{path} is a symbolic link: remove it", errno.ELOOP)
     if not stat.S_ISREG(status.st_mode):
-        _refuse(f"{path} is no regular file: remove it")
+        _refuse(f"{path} is not a regular file: remove it")
     if status.st_uid not in {0, os.geteuid(), path.parent.stat().st_uid}:
         _refuse(f"{path} belongs to {_name(status.st_uid)}: give it to {_name(os.geteuid())}")
 

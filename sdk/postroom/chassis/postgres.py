@@ -56,8 +56,8 @@ _EXITS: Final[Sequence[tuple[tuple[type[Exception], ...], Exit]]] = (
 )
 _SENTENCES: Final[Mapping[Exit, str]] = {
     Exit.UNAVAILABLE: "cannot open the database (database_url)",
-    Exit.CONFIG: "the database does not let the program in: correct database_url, or create the role or the database",
-    Exit.NOT_PERMITTED: "the database does not let the role of database_url do this: grant it the rights",
+    Exit.CONFIG: "the database refused the login: correct database_url, or create the role or the database",
+    Exit.NOT_PERMITTED: "the role of database_url lacks the permission for this: grant it",
     Exit.FAILED: "the database refused",
 }
 

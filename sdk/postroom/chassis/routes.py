@@ -29,10 +29,8 @@ Handler = Callable[[Any], Awaitable[web.StreamResponse]]  # takes a server's own
 Authorize = Callable[[web.Request, str], Awaitable[None]]
 Q = TypeVar("Q", bound=msgspec.Struct)
 
-INTERNAL_ERROR: Final = PostroomError.of(
-    500, "internal_error", "an error that nobody foresaw; the log has it", retryable=True
-).problem
-BROKEN_BODY: Final = PostroomError.of(400, "bad_request", "the body is not what its head promised").problem
+INTERNAL_ERROR: Final = PostroomError.of(500, "internal_error", "internal error: see the log", retryable=True).problem
+BROKEN_BODY: Final = PostroomError.of(400, "bad_request", "the body does not match its headers").problem
 
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
@@ -115,7 +113,7 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
     """Decode the query string into `query`; an unknown or repeated parameter is a 400 that names it."""
     pairs = list(request.query.items())
     if len({name for name, _ in pairs}) != len(pairs):
-        raise InvalidMessage.of(400, "invalid_query", "a query parameter stands twice")
+        raise InvalidMessage.of(400, "invalid_query", "a query parameter is given twice")
     try:
         return msgspec.convert(dict(pairs), query, strict=False)
     except msgspec.ValidationError as error:

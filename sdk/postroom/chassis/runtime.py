@@ -138,7 +138,7 @@ def load_named(name: str, *, what: str, example: str) -> Any:
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise Fatal(Exit.USAGE, f"{name!r} names no {what}: give {example}")
+        raise Fatal(Exit.USAGE, f"{name!r} does not name {what}: pass {example}")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:

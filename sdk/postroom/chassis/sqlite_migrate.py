@@ -25,11 +25,12 @@ def _version(db: sqlite3.Connection, path: Path, newest: int, application_id: in
     (version,) = db.execute(QUERIES["user_version"]).fetchone()
     (application,) = db.execute(QUERIES["application_id"]).fetchone()
     if application not in (0, application_id):
-        raise Fatal(Exit.CONFIG, f"{path} is an SQLite file of another program: move it away")
+        raise Fatal(Exit.CONFIG, f"{path} is an SQLite file of another program: move it to another directory")
     if version > newest:
         raise Fatal(
             Exit.CONFIG,
-            f"{path} has schema version {version}, this program knows {newest}: install the newer program again",
+            f"{path} has schema version {version}, this program supports up to "
+            f"{newest}: install the newer program again",
         )
     return int(version)
 

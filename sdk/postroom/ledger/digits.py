@@ -170,26 +170,26 @@ def kind_of(text: str) -> Literal["activity", "message"]:
 def _contradiction(activity: ActivityLedger) -> str | None:
     """Say what no activity's ledger says (the table's own rules)."""
     if not activity.leg1_complete and (activity.leg2_entries or activity.work_done):
-        return "leg 2 was entered, and leg 1 is not complete"
+        return "leg 2 was entered, but leg 1 is not complete"
     return _contradiction_of_steps(activity)
 
 
 def _contradiction_of(guid: GuidLedger) -> str | None:
     """Say what no message's ledger says (the table's own rules)."""
     if not guid.ordinal:
-        return "a message has the number of an entry into leg 2, from 1 on"
+        return "the ledger of a message has the number of an entry into leg 2, at least 1"
     if guid.job_closed and not guid.children_spawned:
-        return "the job is closed by step 2, and that is not done"
+        return "step 2 closes the job, but it is not done"
     if guid.completion_done and not guid.job_closed:
-        return "the completion tasks are done, and this message did not close the job"
+        return "the completion tasks are done, but this message did not close the job"
     return _contradiction_of_steps(guid)
 
 
 def _contradiction_of_steps(ledger: ActivityLedger | GuidLedger) -> str | None:
     if ledger.children_spawned and not ledger.work_done:
-        return "the children are spawned, and the work is not done"
+        return "the children are spawned, but the work is not done"
     if ledger.completion_done and not ledger.children_spawned:
-        return "the completion tasks are done, and the children are not spawned"
+        return "the completion tasks are done, but the children are not spawned"
     return None
 
 
@@ -230,7 +230,7 @@ def _complete(marker: bool) -> str:  # noqa: FBT001 - a digit
 
 
 def _sent(marker: bool) -> str:  # noqa: FBT001 - a digit
-    return "its request, where it sends one, is in the outbox" if marker else "nothing is sent"
+    return "its request, if it sends one, is in the outbox" if marker else "nothing is sent"
 
 
 def _times(count: int) -> str:

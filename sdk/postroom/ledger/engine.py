@@ -121,7 +121,7 @@ class Engine:
     async def abandon(self, activity: UUID, error: str) -> None:
         """Fail an activity whose message came too often; raises `TryLater` while a worker is at it."""
         if await self._running.pool.fetchval(QUERIES["is_leased"], activity):
-            raise TryLater(f"a worker is at the activity {activity}", None)
+            raise TryLater(f"a worker runs the activity {activity}", None)
         await self.fail(activity, error)
 
     async def look_after_requests(self) -> None:

@@ -56,7 +56,7 @@ class Inactive(Fault):
     @classmethod
     def of_activity(cls, activity: object, state: str) -> Self:
         """Say what state forbids it."""
-        return cls.of(409, "inactive", f"the activity {activity} takes no message: {state}")
+        return cls.of(409, "inactive", f"the activity {activity} accepts no message: {state}")
 
 
 class Forbidden(Fault):
@@ -102,8 +102,8 @@ class Exhausted(Fault):
     @classmethod
     def of_attempts(cls, leg: str, most: int, last_error: str | None) -> Self:
         """Say what became of the last one, and why one before it failed, where one did."""
-        ended = f"attempt {most} of {most} of {leg} ended without a word: its worker was killed, or lost its lease"
-        before = "" if last_error is None else f"; an attempt before failed: {last_error}"
+        ended = f"attempt {most} of {most} of {leg} ended without a result: its worker was killed, or lost its lease"
+        before = "" if last_error is None else f"; an earlier attempt failed: {last_error}"
         return cls.of(409, "exhausted", ended + before)
 
 
@@ -115,20 +115,20 @@ class Overflow(Fault):
     @classmethod
     def of_leg1(cls, ledger: str) -> Self:
         """Refuse the thousandth attempt."""
-        return cls.of(409, "overflow", f"leg 1 was attempted 999 times (ledger {ledger}): there is no further attempt")
+        return cls.of(409, "overflow", f"leg 1 was attempted 999 times (ledger {ledger}), which is the limit")
 
     @classmethod
     def of_leg2(cls, ledger: str) -> Self:
         """Refuse entry 100,000,000."""
-        return cls.of(409, "overflow", f"leg 2 was entered 99999999 times (ledger {ledger}): there is no further entry")
+        return cls.of(409, "overflow", f"leg 2 was entered 99999999 times (ledger {ledger}), which is the limit")
 
 
 def not_a_ledger(text: str) -> InvalidMessage:
     """Refuse what is no ledger."""
-    detail = f"{text!r} is no ledger: it has 15 digits, of which those at positions 4 to 7 are 0 or 1"
+    detail = f"{text!r} is not a ledger: it has 15 digits, of which those at positions 4 to 7 are 0 or 1"
     return InvalidMessage.of(400, "invalid_ledger", detail, field="ledger")
 
 
 def impossible(text: str, problem: str) -> InvalidMessage:
     """Refuse 15 digits that stand in no ledger."""
-    return InvalidMessage.of(400, "invalid_ledger", f"{text} is no ledger: {problem}", field="ledger")
+    return InvalidMessage.of(400, "invalid_ledger", f"{text} is not a ledger: {problem}", field="ledger")

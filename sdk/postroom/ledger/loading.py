@@ -9,7 +9,7 @@ from postroom.flow import Flow, InvalidFlow, check_flow
 
 def load_flow(name: str) -> Flow:
     """Import `module:flow`, also from the current directory; raises `Fatal` with what its author has to change."""
-    flow = load_named(name, what="flow", example="module:flow, as in nightly_export:flow")
+    flow = load_named(name, what="a flow", example="module:flow, as in nightly_export:flow")
     try:
         check_flow(flow)
     except InvalidFlow as error:

@@ -82,13 +82,13 @@ def _sentence(row: asyncpg.Record) -> str:
         case "set_aside":
             return f"the worker {row['by']} set it aside: it waits for one that has the activity {row['name']!r}"
         case "missed":
-            return "it came while the job was failed: a retry of the job brings it back"
+            return "it arrived while the job was failed: a retry of the job delivers it again"
         case "request":
-            return f"the activity asks with it ({_asked(row)})"
+            return f"it is a request of the activity ({_asked(row)})"
         case "event":
-            return f"it moves the activity on ({row['by']}, {_published(row)})"
+            return f"it is a transition of the activity ({row['by']}, {_published(row)})"
         case _:
-            return "it is an activity, and no message"
+            return "it is an activity, not a message"
 
 
 def _asked(row: asyncpg.Record) -> str:

@@ -152,7 +152,7 @@ async def start(connection: Connection, job: Start) -> bool:
         raise InvalidMessage.of(400, "invalid_mesh", detail, field="mesh") from error
     except asyncpg.DataError as error:
         why = str(getattr(error, "detail", None) or error).rstrip(".")
-        raise InvalidMessage.of(422, "invalid_request", f"the request cannot be kept by Postgres ({why})") from error
+        raise InvalidMessage.of(422, "invalid_request", f"Postgres cannot store the request ({why})") from error
     except Duplicate:
         found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
         removed = await connection.fetchrow(QUERIES["find_removed"], job.job)
@@ -228,14 +228,14 @@ def missing(job: UUID) -> NotFound:
 def _lacked(name: str, worker: str) -> str:
     return (
         f"the worker {worker} has no activity {name!r}, nor had any before it: the name is misspelt or was changed, or "
-        "they run an older version of the flow; it waits for one that has it"
+        "the workers run an older version of the flow; the step waits for a worker that has it"
     )
 
 
 def _ended(job: UUID, state: str) -> Conflict:
-    return Conflict.of(409, "job_ended", f"the job {job} is {state}: only one that is running or closed is cancelled")
+    return Conflict.of(409, "job_ended", f"the job {job} is {state}: only a running or closed job can be cancelled")
 
 
 def _taken(job: UUID) -> Conflict:
-    detail = f"the id {job} belongs to a job that was started otherwise: use another id, or the same flow and request"
+    detail = f"the id {job} belongs to a job with another flow or request: use another id, or the same flow and request"
     return Conflict.of(409, "job_taken", detail)

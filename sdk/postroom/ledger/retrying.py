@@ -18,10 +18,10 @@ from postroom.ledger.errors import Overflow
 from postroom.ledger.operating import QUERIES, hold, missing
 
 _STATES: Final = {
-    "running": "it runs: there is nothing to retry",
-    "closed": "every step is done, and its completion tasks are under way",
-    "completed": "it is completed: start another",
-    "cancelled": "it was cancelled, which is for good: start another",
+    "running": "it is running: there is nothing to retry",
+    "closed": "every step is done, and its completion tasks are running",
+    "completed": "it is completed: start a new job",
+    "cancelled": "it was cancelled permanently: start a new job",
 }
 
 
@@ -39,7 +39,7 @@ async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: st
         if row is None:
             raise missing(job)
         if not row["done"]:
-            raise Conflict.of(409, "job_not_failed", f"the job {job} is not tried again: {_STATES[row['state']]}")
+            raise Conflict.of(409, "job_not_failed", f"the job {job} cannot be retried: {_STATES[row['state']]}")
 
 
 async def _check_ceilings(connection: Connection, job: UUID) -> None:
@@ -49,7 +49,7 @@ async def _check_ceilings(connection: Connection, job: UUID) -> None:
         if ledger is not None:
             enter_leg2(ledger) if is_set(ledger, LEG1_COMPLETE) else enter_leg1(ledger)
     except Overflow as error:
-        raise Conflict.of(409, "job_exhausted", f"the job {job} cannot go on: {error}; start another") from error
+        raise Conflict.of(409, "job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
 
 
 async def _check_requests(connection: Connection, job: UUID) -> None:

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 _RENEWALS: Final = 3  # of each lease, so that two may fail
 _ENDED: Final = (
-    "the handler ended the transaction of its step, on `ctx.connection()`: leave that to the step, which commits where "
-    "the handler returns, and rolls back where it raises; for a part by itself use a nested `transaction()`"
+    "the handler ended the transaction of its step, on `ctx.connection()`: the step commits when the handler "
+    "returns, and rolls back when it raises; for a part of it use a nested `transaction()`"
 )
 _MOST_ATTEMPTS: Final = 20  # of a handler whose policy does not say it
 
@@ -69,7 +69,10 @@ class Running:
         """Return the activity that a row names; raises `InvalidFlow` where the flow has none of that name."""
         activity = self.flow.activities.get(name)
         if activity is None:
-            detail = f"the flow {self.flow.name!r} has no activity {name!r}: it was renamed, or this worker is old"
+            detail = (
+                f"the flow {self.flow.name!r} has no activity {name!r}: it was renamed, "
+                "or this worker has an older version"
+            )
             raise InvalidFlow.of(500, "unknown_activity", detail)
         return activity
 

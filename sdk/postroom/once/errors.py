@@ -27,13 +27,17 @@ class LeaseLost(Conflict):
     @classmethod
     def of_scope(cls, scope: Scope) -> LeaseLost:
         """Build the error for `scope`."""
-        detail = f"the lease on {scope} has run out: this worker can settle it no more, another may have taken it over"
+        detail = (
+            f"the lease on {scope} has expired: this worker can no longer settle it, and another may have taken it over"
+        )
         return cls.of(409, "lease_lost", detail)
 
 
 def absent(where: str) -> NotFound:
     """Build the error for a place where nobody has begun to keep keys."""
-    detail = f"there is no idempotency registry in {where}: the first program that opens it (`open_registry`) makes it"
+    detail = (
+        f"there is no idempotency registry in {where}: the first program that opens it (`open_registry`) creates it"
+    )
     return NotFound.of(404, "registry_absent", detail)
 
 

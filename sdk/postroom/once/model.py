@@ -61,7 +61,7 @@ class Scope:
         ):
             _check(name, value, most)
         if self.group == "":
-            raise _invalid("group", "must not be empty: leave it out (None) for the scope of the producer")
+            raise _invalid("group", "must not be empty: omit it (None) for the scope of the producer")
 
     def __str__(self) -> str:
         who = "" if self.group is None else f" for the group {self.group}"
@@ -165,7 +165,7 @@ def _json(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
-        detail = f"the result can be kept neither as JSON nor as bytes: {error}"
+        detail = f"the result can be stored neither as JSON nor as bytes: {error}"
         raise InvalidMessage.of(422, "result_not_json", detail) from error
 
 
@@ -173,7 +173,7 @@ def _check(name: str, value: str, most: int) -> None:
     if len(value) > most:
         raise _invalid(name, f"has {len(value)} characters, at most {most} are allowed")
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise _invalid(name, "holds a NUL or a lone surrogate, which no database can keep")
+        raise _invalid(name, "contains a NUL or a lone surrogate, which no database can store")
 
 
 def _invalid(name: str, why: str) -> InvalidMessage:

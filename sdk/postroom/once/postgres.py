@@ -64,7 +64,7 @@ class PostgresStore:
             if version is None:
                 version = await _create(connection)
         if version != VERSION:
-            raise unusable(f"its schema is {version}, this program knows {VERSION}: install the same version")
+            raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
 
     async def _require(self) -> None:
         if not await self.is_there():
@@ -75,7 +75,7 @@ class PostgresStore:
         async with _mapped():
             version = await self._pool.fetchval(_QUERIES["version"])
         if version not in (None, VERSION):
-            raise unusable(f"its schema is {version}, this program knows {VERSION}: install the same version")
+            raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
         return version is not None
 
     async def take(self, scope: Scope, owner: str, lease: float) -> Row | None:
@@ -149,7 +149,7 @@ async def _connect(url: str) -> asyncpg.Pool[asyncpg.Record]:
                 url, min_size=1, max_size=_CONNECTIONS, timeout=_CONNECT_SECONDS, command_timeout=_COMMAND_SECONDS
             )
     except ValueError as error:
-        raise unusable("its address is no Postgres URL (postgresql://user@host/database)") from error
+        raise unusable("its address is not a Postgres URL (postgresql://user@host/database)") from error
 
 
 async def _create(connection: PoolConnectionProxy[asyncpg.Record]) -> str:

@@ -55,7 +55,7 @@ class Registry:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         if lease <= 0 or wait < 0:
-            raise ValueError("a lease is longer than 0 seconds, and a wait is not negative")
+            raise ValueError("a lease must be longer than 0 seconds, and a wait must not be negative")
         self.lease = lease
         self.clock = clock
         self.sleep = sleep
@@ -92,7 +92,7 @@ class Registry:
                 return Done(row.result)
             if row is not None and row.lease_until is not None and row.lease_until > row.now:
                 return Held(row.lease_until, (row.lease_until - row.now).total_seconds())
-        raise RuntimeError(f"{scope} was neither free nor taken, {_RACES} times")
+        raise RuntimeError(f"{scope} was taken and released by others {_RACES} times: try again")
 
     async def begin_waiting(self, scope: Scope) -> Run | Done:
         """Begin, and wait for whoever holds the key; raises `KeyHeld` after `wait` seconds."""
@@ -174,7 +174,7 @@ async def open_registry(
     Raises `InvalidMessage` for another address, `Unavailable` and `PostroomError` as the stores do.
     """
     if keep_days is not None and keep_days <= 0:
-        raise ValueError("a key is kept for longer than 0 days")
+        raise ValueError("keep_days must be more than 0")
     store = await open_store(url)
     try:
         registry = Registry(store, group=group, lease=lease, wait=wait)

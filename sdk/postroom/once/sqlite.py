@@ -132,9 +132,9 @@ class SqliteStore:
                 db.execute(_QUERIES[name]).fetchone() for name in ("user_version", "application_id")
             )
             if application not in (0, APPLICATION_ID) or (version and not application):
-                raise unusable(f"{self._path} is an SQLite file of another program: name another one")
+                raise unusable(f"{self._path} is an SQLite file of another program: use another file")
             if version > VERSION:
-                raise unusable(f"{self._path} has version {version}, this program knows {VERSION}: upgrade it")
+                raise unusable(f"{self._path} has version {version}, this program supports {VERSION}: upgrade it")
             if version == 0:
                 for statement in _statements(_SCHEMA):
                     db.execute(statement)

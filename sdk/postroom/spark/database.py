@@ -23,7 +23,7 @@ def chosen_url(option: str | None, purpose: str) -> str:
     """Return the option's URL, else the environment's; raises `InvalidMessage` that says what `purpose` it is for."""
     url = option or os.environ.get(DATABASE_URL)
     if not url:
-        sentence = f"say which database {purpose}: set {DATABASE_URL}, or the option database_url"
+        sentence = f"no database {purpose} is configured: set {DATABASE_URL}, or the option database_url"
         raise InvalidMessage.of(400, "invalid_option", sentence, field="database_url")
     return url
 
@@ -34,7 +34,7 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
         import asyncpg  # noqa: PLC0415 - of the extra `postgres`
     except ImportError as error:
         raise PostroomError.of(
-            501, "extra_missing", "Postgres is reached with asyncpg: pip install 'postroom[postgres,spark]'"
+            501, "extra_missing", "asyncpg is missing: pip install 'postroom[postgres,spark]'"
         ) from error
     if (missing := missing_file(url)) is not None:
         raise InvalidMessage.of(400, "invalid_option", missing, field="database_url")
@@ -62,10 +62,13 @@ async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record
         asyncpg.InterfaceError,
         asyncpg.OperatorInterventionError,
     ) as error:
-        detail = f"the database went away: {error}"
+        detail = f"the connection to the database was lost: {error}"
         raise Unavailable.of(503, "database_unavailable", detail, retryable=True) from error
     except (asyncpg.UndefinedFunctionError, asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError) as error:
-        detail = f"this database has no jobs, or those of another version: `postroom broker migrate` ({error})"
+        detail = (
+            "this database has no tables for jobs, or those of another version: run "
+            f"`postroom broker migrate` ({error})"
+        )
         raise PostroomError.of(501, "jobs_missing", detail) from error
     finally:
         connection.terminate()

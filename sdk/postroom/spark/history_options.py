@@ -74,17 +74,15 @@ def read_options(options: Mapping[str, str], *, streaming: bool) -> HistoryOptio
         push_filters=_switch(given, "push_filters"),
     )
     if not streaming and "failondataloss" in given:
-        _refuse("failOnDataLoss", "failOnDataLoss is for streams: leave it out, or read with spark.readStream")
+        _refuse("failOnDataLoss", "failOnDataLoss is for streams: omit it, or read with spark.readStream")
     if streaming and found.until is not None:
-        _refuse("until", "a stream has no end: leave the option until out, or read with spark.read")
+        _refuse("until", "a stream has no end: omit the option until, or read with spark.read")
     if streaming and found.push_filters:
-        _refuse(
-            "push_filters", "Spark pushes no filters into a stream: leave push_filters out; mesh and since are options"
-        )
+        _refuse("push_filters", "Spark pushes no filters into a stream: omit push_filters; mesh and since are options")
     if not streaming and found.max_rows_per_batch is not None:
-        _refuse("max_rows_per_batch", "max_rows_per_batch is for streams: leave it out, or read with spark.readStream")
+        _refuse("max_rows_per_batch", "max_rows_per_batch is for streams: omit it, or read with spark.readStream")
     if found.since is not None and found.until is not None and found.since >= found.until:
-        _refuse("until", "the option until is not after since: nothing lies between them")
+        _refuse("until", "the option until is not after since, so there is nothing to read")
     return found
 
 
@@ -97,7 +95,7 @@ def _moment(options: Mapping[str, str], name: str) -> datetime | None:
         moment = datetime.fromisoformat(text)
     except ValueError:
         _refuse(
-            name, f"the option {name} is {text!r}: give a day or a time, as 2026-11-01 or 2026-11-01T08:00:00+01:00"
+            name, f"the option {name} is {text!r}: use a day or a time, such as 2026-11-01 or 2026-11-01T08:00:00+01:00"
         )
     return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
 
@@ -107,14 +105,14 @@ def _count(options: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and 0 < int(text) < 2**31):
-        _refuse(name, f"the option {name} is {text!r}: give a whole number from 1 up")
+        _refuse(name, f"the option {name} is {text!r}: use a whole number, 1 or more")
     return int(text)
 
 
 def _switch(options: Mapping[str, str], name: str, *, default: str = "false") -> bool:
     text = options.get(name.lower(), default).lower()
     if text not in ("true", "false"):
-        _refuse(name, f"the option {name} is {text!r}: give true or false")
+        _refuse(name, f"the option {name} is {text!r}: use true or false")
     return text == "true"
 
 

@@ -16,7 +16,7 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from postroom.errors import Conflict
+from postroom.errors import Conflict, Gone
 from postroom.spark.history_batch import QUERIES, Range, RangeReader, check_mesh, fetch, shared_out, split
 from postroom.spark.history_options import Conditions, HistoryOptions
 
@@ -78,8 +78,8 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 raise Conflict.of(
                     409,
                     "history_behind_checkpoint",
-                    f"the checkpoint has read up to history_id {read}, the history ends at {given_out}: was an older "
-                    "database put back? Begin with a new checkpoint",
+                    f"the checkpoint is at history_id {read}, but the history ends at {given_out}: "
+                    "was an older database restored? Start with a new checkpoint",
                 )
             self._check_not_restored(row)
             self._check_not_lost(row)
@@ -123,27 +123,29 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if row["restored"] is None:
             return
         what = (
-            f"the database was restored to an earlier state: of the mesh {row['mesh']} the stream has read up to "
-            f"history_id {row['after']}, and what it read after {row['restored']} is lost there, or was sent again and "
-            "comes again"
+            f"the database was restored to an earlier state: the stream has read the mesh {row['mesh']} "
+            f"up to history_id {row['after']}, and what it read after {row['restored']} is lost, or was sent again "
+            "and will be read again"
         )
         if self._options.fail_on_data_loss:
-            advice = "Set the option failOnDataLoss to false to go on all the same, or begin with a new checkpoint"
-            raise Conflict.of(409, "history_restored", f"{what}. {advice}")
-        print(f"postroom: {what}; it goes on", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
+            advice = "Set the option failOnDataLoss to false to continue anyway, or start with a new checkpoint"
+            raise Gone.of(410, "history_restored", f"{what}. {advice}", resume_after=row["restored"])
+        print(f"postroom: {what}; the stream continues", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
 
     def _check_not_lost(self, row: asyncpg.Record) -> None:
         """Refuse to skip messages that were deleted unread, unless that is wanted: then say so on the driver."""
         if row["lost"] is None:
             return
         what = (
-            f"messages of the mesh {row['mesh']} were deleted before the stream had read them: it stands at history_id "
-            f"{row['after']}, and retention has taken some up to {row['lost']}"
+            f"messages of the mesh {row['mesh']} were deleted before the stream had read them: it is at history_id "
+            f"{row['after']}, and retention has deleted some up to {row['lost']}"
         )
         if self._options.fail_on_data_loss:
-            advice = "Set the option failOnDataLoss to false to go on with what is left, or begin with a new checkpoint"
+            advice = (
+                "Set the option failOnDataLoss to false to continue with what is left, or start with a new checkpoint"
+            )
             raise Conflict.of(409, "history_lost", f"{what}. {advice}")
-        print(f"postroom: {what}; it goes on without them", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
+        print(f"postroom: {what}; the stream continues without them", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
 
 
 def _by_mesh(rows: Iterable[asyncpg.Record]) -> Offset:

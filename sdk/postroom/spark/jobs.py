@@ -40,8 +40,8 @@ QUERIES: Final = load_queries("postroom.spark", "jobs.sql")
 _ENDED_WELL: Final = ("closed", "completed")
 _LEASE: Final = timedelta(seconds=10)
 _TOO_OFTEN: Final = (
-    "the write was begun 999 times under this job, as often as a ledger can count: run it under another one, "
-    "where rows that were sent are duplicates"
+    "the write was begun 999 times under this job, the most that a ledger can count: run it under another "
+    "job; rows that were sent are duplicates there"
 )
 _BEGIN_SECONDS: Final = 15.0  # for a lease to run out that a killed driver has left
 _CLOSE_SECONDS: Final = 60.0  # for a Postgres that starts again: by then every row is sent
@@ -133,7 +133,7 @@ async def _call(connection: Connection, function: str, activity: UUID, *values: 
     row = await connection.fetchrow(QUERIES[function], activity, *values)
     if row is None:
         raise NotFound.of(
-            404, "activity_missing", f"there is no activity {activity}: its job was removed, or is another"
+            404, "activity_missing", f"there is no activity {activity}: its job was deleted, or is another one"
         )
     return row
 
@@ -141,14 +141,14 @@ async def _call(connection: Connection, function: str, activity: UUID, *values: 
 def _refuse(row: asyncpg.Record) -> NoReturn:
     verdict, state = row["verdict"], row["state"]
     if verdict == "held":
-        raise TryAgain.of(503, "held", "another driver is at the same step of the job", retryable=True)
+        raise TryAgain.of(503, "held", "another driver runs the same step of the job", retryable=True)
     if verdict == "lease_lost":
-        raise TryAgain.of(503, "lease_lost", "the step took too long: it was not done", retryable=True)
+        raise TryAgain.of(503, "lease_lost", "the step took too long and was not done", retryable=True)
     if verdict == "overflow":
         raise Conflict.of(409, "overflow", _TOO_OFTEN)
     if state == "cancelled":
-        raise Conflict.of(409, "job_cancelled", "the job was cancelled, which is for good: write under another one")
-    detail = f"the job is {state} ({verdict}), `postroom jobs show` says why: write under another one"
+        raise Conflict.of(409, "job_cancelled", "the job was cancelled permanently: write under another job")
+    detail = f"the job is {state} ({verdict}), `postroom jobs show` says why: write under another job"
     raise Conflict.of(409, "job_inactive", detail)
 
 
@@ -202,7 +202,7 @@ class JobOfWrite:
             flow = None if job is None else job["flow"]
             whose = "another write: to another target, of another mesh or namespace, or by other id columns"
             if flow is None:
-                whose = "a job that ended so long ago that it was removed"
+                whose = "a job that ended so long ago that it was deleted"
             elif flow != SPARK_WRITE:
                 whose = f"the flow {flow!r}"
             raise Conflict.of(

@@ -115,7 +115,7 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
     if not ids:
         _refuse("id", _ID_REQUIRED)
     if (chosen.to is None) == (chosen.to_column is None):
-        _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column that holds each row's")
+        _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column with each row's")
     if chosen.to is not None:
         parse_destination(chosen.to)
     plan = WritePlan(
@@ -162,12 +162,12 @@ def _job(chosen: SinkOptions) -> WriteJob | None:
     if chosen.job is None:
         for option, text in (("mesh", chosen.mesh), ("database_url", chosen.database_url)):
             if text is not None:
-                _refuse(option, f"the option `{option}` is for a write that is a job: set `job` too, or leave it out")
+                _refuse(option, f"the option `{option}` is only for a write with `job`: set `job` too, or omit it")
         return None
     chosen_url(chosen.database_url, "has the job")
     mesh = chosen.mesh or os.environ.get(_MESH)
     if not mesh:
-        _refuse("mesh", f"say which mesh the job is of: set {_MESH}, or the option `mesh`")
+        _refuse("mesh", f"the job has no mesh: set {_MESH}, or the option `mesh`")
     return WriteJob(id=_job_id(chosen.job), mesh=mesh, database_url=chosen.database_url)
 
 
@@ -175,7 +175,7 @@ def _job_id(text: str) -> UUID:
     try:
         return UUID(text)
     except ValueError:
-        advice = "give a UUID, which you choose once for a write, and give again whenever it runs again"
+        advice = "choose a UUID for the write, and use it again whenever the write runs again"
         _refuse("job", f"the option `job` is {text!r}: {advice}")
 
 
@@ -194,7 +194,7 @@ def _check_columns(plan: WritePlan) -> None:
         check_id_type(name, _column(plan, "id", name))
     for option, text in (("to_column", plan.to_column), ("priority", plan.priority_column)):
         if text is not None and not isinstance(_column(plan, option, text), StringType):
-            _refuse(option, f"the column `{text}` of the option `{option}` has to hold text")
+            _refuse(option, f"the column `{text}` of the option `{option}` must be text")
     if plan.meta is not None:
         _check_meta(plan.meta, _column(plan, "meta", plan.meta))
     if plan.body is None:
@@ -208,7 +208,7 @@ def _column(plan: WritePlan, option: str, name: str) -> DataType:
     if name not in plan.schema.fieldNames():
         there = ", ".join(plan.schema.fieldNames())
         hint = ", nor is it now, next or low" if option == "priority" else ""
-        _refuse(option, f"`{name}` of the option `{option}` is no column{hint}; the DataFrame has: {there}")
+        _refuse(option, f"`{name}` of the option `{option}` is not a column{hint}; the DataFrame has: {there}")
     return plan.schema[name].dataType
 
 
@@ -216,9 +216,7 @@ def _check_meta(name: str, kind: DataType) -> None:
     if isinstance(kind, StringType):
         return
     if not isinstance(kind, (StructType, MapType)):
-        _refuse(
-            "meta", f"the column `{name}` of the option `meta` has to be a struct, a map, or text with JSON objects"
-        )
+        _refuse("meta", f"the column `{name}` of the option `meta` must be a struct, a map, or text with JSON objects")
     check_type(name, kind)
 
 

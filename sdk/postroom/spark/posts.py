@@ -74,7 +74,7 @@ async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
         version = await client.version()  # a host without a daemon is told of soon
     # refuse to send what is a job of one mesh into another
     if plan.job is not None and plan.job.mesh != version.mesh:
-        detail = f"the daemon of this host serves the mesh {version.mesh!r}, and the job is one of {plan.job.mesh!r}"
+        detail = f"the daemon of this host serves the mesh {version.mesh!r}, but the job is in {plan.job.mesh!r}"
         raise InvalidMessage.of(
             400, "invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh"
         )
@@ -188,8 +188,8 @@ class _Task:
                 400,
                 "too_many_problems",
                 f"more than {MOST_PROBLEMS} rows of this task were not sent; the first is "
-                f"{key_text(self._plan, first.key)}: {first.detail}. Is the namespace {self._plan.namespace!r} "
-                "another write's?",
+                f"{key_text(self._plan, first.key)}: {first.detail}. Does another write use the namespace "
+                f"{self._plan.namespace!r}?",
             )
 
     async def _await_broker(self, client: AsyncClient) -> None:
@@ -211,7 +211,7 @@ class _Task:
                 503,
                 "not_accepted",
                 f"the broker has not accepted the row {key_text(self._plan, row.key)} within {PATIENCE_SECONDS:.0f} s; "
-                f"it is kept, and goes out when it can ({sent.last_error or 'no attempt has failed'})",
+                f"it is kept, and will be sent when possible ({sent.last_error or 'no attempt has failed'})",
                 retryable=True,
             )
         if sent.status != "done":

@@ -204,7 +204,7 @@ class _Columns:
         try:
             return list(self._batch.column(name).to_pylist())
         except (ValueError, OverflowError) as error:
-            raise _unusable(f"a value of the column `{name}` is outside what Python can hold: {error}") from error
+            raise _unusable(f"a value of the column `{name}` cannot be represented: {error}") from error
 
     def json(self, name: str) -> list[Any]:
         """Return the values of a column, ready for the JSON encoder."""

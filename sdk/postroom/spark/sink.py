@@ -72,7 +72,7 @@ class BatchSink(DataSourceArrowWriter):
         try:
             self._job.note_failure(error)
         except PostroomError as problem:  # what fails the write is the other one
-            _say(f"the job {self._job.id} was not told of it: {problem}")
+            _say(f"the failure could not be recorded in the job {self._job.id}: {problem}")
 
 
 class StreamSink(DataSourceStreamArrowWriter):
@@ -106,7 +106,7 @@ def stream_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bo
     """Check a streaming write; raises `InvalidMessage` before anything is sent."""
     plan = _checked(options, schema, overwrite=overwrite)
     if plan.job is not None:
-        detail = "a stream has no last partition, so that it is no job: leave the option `job` out, or write a batch"
+        detail = "a stream has no last partition, so it cannot be a job: omit the option `job`, or write a batch"
         raise InvalidMessage.of(400, "invalid_option", detail, field="job")
     return StreamSink(plan, stream_tag(plan, options))
 

@@ -73,7 +73,7 @@ def check_id_type(name: str, kind: DataType) -> None:
     """Raise `InvalidMessage` where the column can't name a row: it has to have one exact text for each value."""
     if not isinstance(kind, _EXACT):
         detail = (
-            f"the column `{name}` of the option `id` has the type {kind.simpleString()}: an id is made of text, "
+            f"the column `{name}` of the option `id` has the type {kind.simpleString()}: use text, "
             "whole numbers, decimals, booleans, dates and times, which are the same text each time"
         )
         raise InvalidMessage.of(400, "invalid_option", detail, field="id")

@@ -185,7 +185,7 @@ async def test_another_hash_than_the_expected_one_is_a_failure(command_line: Com
         ("counting_agent", 2, "give module:Agent"),
         ("no_such_module:Agent", 78, "cannot import no_such_module"),
         ("counting_agent:Nobody", 78, "there is no Nobody in counting_agent"),
-        ("counting_agent:Envelope", 78, "is no agent"),
+        ("counting_agent:Envelope", 78, "is not an agent"),
     ],
 )
 async def test_an_agent_that_cannot_be_found_is_said_so(

@@ -168,7 +168,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["cancel", str(UUID(int=7)), "--reason", "x"], 2, "Add --yes"),
         (["list", "--state", "odd"], 2, "'odd' is no state: running, closed"),
         (["explain", "1"], 2, "it has 15 digits"),
-        (["explain", "001000000000001"], 2, "leg 2 was entered, and leg 1 is not complete"),
+        (["explain", "001000000000001"], 2, "leg 2 was entered, but leg 1 is not complete"),
         (["explain", "m-7"], 3, "the ledgers know no message and no activity 'm-7'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -187,7 +187,7 @@ def test_an_id_that_another_start_has_is_exit_code_4(office: Office, flow: str) 
     office.user.run("jobs", "start", flow, "--job", job)
     outcome = office.user.run("jobs", "start", flow, "--job", job, "--request", "7")
     assert outcome.code == 4
-    assert "started otherwise" in outcome.sentence()
+    assert "with another flow or request" in outcome.sentence()
 
 
 def test_a_list_is_narrowed_by_state_flow_and_mesh_and_says_when_there_is_more(office: Office) -> None:
@@ -267,7 +267,7 @@ def test_several_jobs_come_from_a_list_and_one_that_is_refused_holds_up_none(off
     outcome = office.user.run("jobs", "retry", "-", "--reason", "mended", "--yes", stdin=listed)
     assert outcome.code == 1
     assert outcome.out == f"{jobs[0]} goes on\n{jobs[2]} goes on\n"
-    assert "it runs: there is nothing to retry" in outcome.err
+    assert "it is running: there is nothing to retry" in outcome.err
     assert [office.state(job) for job in jobs] == ["running"] * 3
 
 
@@ -329,7 +329,7 @@ def test_explain_tells_what_became_of_a_message(office: Office) -> None:
         assert said in told
     assert "step 1, the work, is not complete" in told
     (asked,) = office.user.run("jobs", "explain", f"{request}/1", "--json").json
-    assert asked["sentence"] == f"the activity asks with it (once, answered by {answer})"
+    assert asked["sentence"] == f"it is a request of the activity (once, answered by {answer})"
     (shown,) = office.user.run("jobs", "explain", str(activity), "--json").json
     assert (shown["what"], shown["job"], shown["ledger"]) == ("activity", str(job), "001100000000001")
 
@@ -344,7 +344,7 @@ def test_explain_tells_of_a_message_that_only_moved_an_activity_on_or_waits(offi
     activity, event = office.work(work)
     (told,) = office.user.run("jobs", "explain", str(event), "--json").json
     assert (told["what"], told["activity"]) == ("event", str(activity))
-    assert told["sentence"] == "it moves the activity on (activity_spawned, not published yet)"
+    assert told["sentence"] == "it is a transition of the activity (activity_spawned, not published yet)"
     (waits,) = office.user.run("jobs", "explain", "m-aside", "--json").json
     assert "the worker post/4711 set it aside" in waits["sentence"]
     assert waits["said"] == 7

@@ -193,7 +193,7 @@ async def test_a_leg_that_ends_its_worker_each_time_fails_its_activity_in_the_en
     await running.engine.spawned(asking.root, "extract", "spawned")
     await running.answer(answered, request, 2)
 
-    why = "attempt 3 of 3 of {} ended without a word: its worker was killed, or lost its lease"
+    why = "attempt 3 of 3 of {} ended without a result: its worker was killed, or lost its lease"
     assert await running.ended(asking) == ("failed", why.format("leg 1"))
     assert await running.ended(answered) == ("failed", why.format("leg 2"))
     assert await running.jobs.activity(asking.root) == "003000000000000"
@@ -203,7 +203,7 @@ async def test_a_leg_that_ends_its_worker_each_time_fails_its_activity_in_the_en
 async def test_an_activity_whose_message_came_too_often_is_given_up_when_no_worker_is_at_it(running: Running) -> None:
     start = await running.begin()
     entry = await enter_leg1(running.jobs.connection, start.root, LEASE)
-    with pytest.raises(TryLater, match="a worker is at the activity"):
+    with pytest.raises(TryLater, match="a worker runs the activity"):
         await running.engine.abandon(start.root, "in vain")
     assert await running.ended(start) == ("running", None)
     await release(running.jobs.connection, entry)

@@ -89,7 +89,7 @@ RETRIED_TO = {"failed": "running", "failed at its end": "closed"}
 async def test_what_runs_is_cancelled_and_what_has_ended_is_not(jobs: Jobs, state: str) -> None:
     begun, _ = await come_to(jobs, state)
     if state not in CANCELLED:
-        with pytest.raises(Conflict, match="only one that is running or closed is cancelled"):
+        with pytest.raises(Conflict, match="only a running or closed job can be cancelled"):
             await cancel(jobs, begun.job)
     else:
         await cancel(jobs, begun.job)
@@ -102,7 +102,7 @@ async def test_what_failed_goes_on_and_nothing_else_does(jobs: Jobs, state: str)
     begun, _ = await come_to(jobs, state)
     before = await jobs.activity(begun.root), await jobs.guid(begun.root)
     if state not in RETRIED_TO:
-        with pytest.raises(Conflict, match="is not tried again"):
+        with pytest.raises(Conflict, match="cannot be retried"):
             await retry(jobs, begun.job)
     else:
         await retry(jobs, begun.job)
@@ -360,7 +360,7 @@ async def test_a_start_is_repeated_only_as_it_was(jobs: Jobs) -> None:
         first._replace(name="load"),
         first._replace(request='{"day": 2}'),
     ):
-        with pytest.raises(Conflict, match="started otherwise"):
+        with pytest.raises(Conflict, match="with another flow or request"):
             await start(jobs.connection, other)
     assert (await jobs.events(first.job)).count("job_started") == 1
 
@@ -369,7 +369,7 @@ async def test_what_cannot_be_kept_is_refused_with_a_sentence(jobs: Jobs) -> Non
     job = Start(uuid4(), "sea", "nightly-export", uuid4(), "extract")
     with pytest.raises(InvalidMessage, match="no mesh 'No Such'"):
         await start(jobs.connection, job._replace(context="No Such"))
-    with pytest.raises(InvalidMessage, match="the request cannot be kept"):
+    with pytest.raises(InvalidMessage, match="Postgres cannot store the request"):
         await start(jobs.connection, job._replace(request='"\\u0000"'))
     with pytest.raises(NotFound):
         await show_job(jobs.connection, job.job)

@@ -100,7 +100,7 @@ async def test_a_job_that_was_removed_is_not_begun_again(jobs: Jobs, pool: Pool)
     assert not await start(jobs.connection, begun)
     assert (await rows(jobs))["job"] == 0
     assert await jobs.events(begun.job) == events
-    with pytest.raises(Conflict, match="belongs to a job that was started otherwise"):
+    with pytest.raises(Conflict, match="belongs to a job with another flow or request"):
         await start(jobs.connection, begun._replace(flow="another"))
 
 

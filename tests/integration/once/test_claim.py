@@ -237,7 +237,7 @@ class Mute(Exception):
     ("error", "told"),
     [
         (AssertionError(), "AssertionError"),
-        (Mute(), "Mute: (its text could not be had: RuntimeError)"),
+        (Mute(), "Mute: (its text is not available: RuntimeError)"),
         (ExceptionGroup("both", [OSError("ink")]), "ExceptionGroup: both (1 sub-exception): OSError: ink"),
     ],
     ids=lambda value: type(value).__name__,

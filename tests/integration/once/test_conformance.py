@@ -144,7 +144,7 @@ async def test_a_lease_that_ran_out_is_taken_over_and_its_owner_is_fenced(bench:
     taken = await started(registry)
     assert (taken.attempt, taken.last_error) == (2, "lease_expired")
     for step in (registry.commit(SCOPE, lost.owner, Result.of("late")), registry.fail(SCOPE, lost.owner, "late")):
-        with pytest.raises(LeaseLost, match="run out"):
+        with pytest.raises(LeaseLost, match="has expired"):
             await step
     await registry.commit(SCOPE, taken.owner, PAID)
     with pytest.raises(LeaseLost):

@@ -149,7 +149,7 @@ async def test_a_newer_store_is_left_alone(place: tuple[str, str], table: Table)
     kind, where = place
     comment = "COMMENT ON TABLE {table} IS 'version 2'"
     await table.run("PRAGMA user_version = 2" if kind == "sqlite" else comment)
-    with pytest.raises(PostroomError, match="version 2, this program knows"):
+    with pytest.raises(PostroomError, match="version 2, this program supports"):
         await (SqliteStore.open(Path(where)) if kind == "sqlite" else PostgresStore.open(where))
 
 
@@ -176,7 +176,7 @@ async def test_a_locked_file_and_an_absent_server_are_worth_another_try(tmp_path
     with pytest.raises(Unavailable) as caught:
         await PostgresStore.open(f"postgresql:///nothing?host={tmp_path}")
     assert (caught.value.code, caught.value.retryable) == ("registry_unavailable", True)
-    with pytest.raises(PostroomError, match="no Postgres URL"):
+    with pytest.raises(PostroomError, match="not a Postgres URL"):
         await PostgresStore.open("postgresql://host:port/")
     with pytest.raises(PostroomError, match="No such file"):
         await SqliteStore.open(tmp_path / "absent" / "once.db")

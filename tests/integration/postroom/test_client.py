@@ -282,5 +282,5 @@ client.close()
         running.kill()
         raise
     assert running.returncode == 0
-    assert b"open one in this process" in said
+    assert b"create one in this process" in said
     assert b"never awaited" not in complaints

@@ -184,7 +184,7 @@ async def test_a_step_that_kills_its_worker_each_time_fails_the_job_after_its_at
     with office.worker("deadly_flow:flow"):
         await office.until_is("SELECT state FROM ledger.job", "failed")
     error = await office.connection.fetchval("SELECT error FROM ledger.job")
-    assert error == "attempt 2 of 2 of leg 2 ended without a word: its worker was killed, or lost its lease"
+    assert error == "attempt 2 of 2 of leg 2 ended without a result: its worker was killed, or lost its lease"
 
 
 async def test_jobs_of_a_newer_flow_get_past_a_worker_that_is_older(office: Office) -> None:

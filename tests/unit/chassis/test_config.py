@@ -64,7 +64,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_path(tmp_path, text, said):
 
 def test_without_a_file_it_says_that_none_was_read_and_what_to_do():
     said = refusal(None)
-    assert "no config file was named" in said
+    assert "no config file was given" in said
     assert "--config FILE" in said
     assert "P_MESH" in said
 

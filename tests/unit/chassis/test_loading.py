@@ -8,7 +8,7 @@ from pathlib import Path
 
 PROGRAM = """
 from postroom.chassis.runtime import load_named
-print(load_named("pricing:NAME", what="agent", example="module:Agent"))
+print(load_named("pricing:NAME", what="an agent", example="module:Agent"))
 import postroom.worker  # what a program imports later is ours all the same
 print(postroom.worker.__name__)
 """

@@ -50,7 +50,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: i
 
 def test_a_directory_below_one_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(OSError, match=f"others may write to {tmp_path}, in which it lies"):
+    with pytest.raises(OSError, match=f"others may write to the directory {tmp_path} above it"):
         private_directory(tmp_path / "state")
     tmp_path.chmod(0o1777)
     private_directory(tmp_path / "state")
@@ -82,7 +82,7 @@ def test_a_directory_of_another_user_is_refused_but_root_may_work_for_its_owner(
     os.chown(tmp_path, 65534, -1)
     with pytest.raises(OSError, match=r"it belongs to \w+: give it to root"):
         private_directory(tmp_path)
-    with pytest.raises(OSError, match=f"{tmp_path}, in which it lies, belongs to"):
+    with pytest.raises(OSError, match=f"the directory {tmp_path} above it belongs to"):
         private_directory(tmp_path / "state")
     private_directory(tmp_path, may_be_anothers=True)
 
@@ -99,7 +99,7 @@ def test_a_file_is_opened_private_and_never_through_a_link(tmp_path: Path) -> No
         open_private(tmp_path / "link")
     assert not (tmp_path / "elsewhere").exists()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         refuse_link(tmp_path / "pipe")
 
 

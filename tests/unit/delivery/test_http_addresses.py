@@ -37,7 +37,7 @@ REFUSED = {
     "240.0.0.1": "private",
     "255.255.255.255": "private",
     "4000::1": "reserved",
-    "0.0.0.0": "unspecified",  # noqa: S104 - nobody listens there
+    "0.0.0.0": "unspecified",  # noqa: S104 - nothing listens there
     "::": "unspecified",
     "100.64.0.1": "no public",
     "169.254.169.254": "metadata",

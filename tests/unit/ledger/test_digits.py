@@ -156,14 +156,14 @@ def test_whose_a_ledger_is_stands_in_its_digits(kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("001000000000001", "leg 2 was entered, and leg 1 is not complete"),
-        ("001010000000000", "leg 2 was entered, and leg 1 is not complete"),
-        ("001101000000001", "the children are spawned, and the work is not done"),
-        ("001110100000001", "the completion tasks are done, and the children are not spawned"),
-        ("000010000000000", "a message has the number of an entry into leg 2, from 1 on"),
-        ("000001000000001", "the children are spawned, and the work is not done"),
-        ("000110000000001", "the job is closed by step 2, and that is not done"),
-        ("000011100000001", "the completion tasks are done, and this message did not close the job"),
+        ("001000000000001", "leg 2 was entered, but leg 1 is not complete"),
+        ("001010000000000", "leg 2 was entered, but leg 1 is not complete"),
+        ("001101000000001", "the children are spawned, but the work is not done"),
+        ("001110100000001", "the completion tasks are done, but the children are not spawned"),
+        ("000010000000000", "the ledger of a message has the number of an entry into leg 2, at least 1"),
+        ("000001000000001", "the children are spawned, but the work is not done"),
+        ("000110000000001", "step 2 closes the job, but it is not done"),
+        ("000011100000001", "the completion tasks are done, but this message did not close the job"),
     ],
 )
 def test_digits_that_no_ledger_has_are_refused_with_what_contradicts_what(text: str, problem: str) -> None:
@@ -190,7 +190,7 @@ def test_a_guid_says_whether_a_step_is_left_and_which_cycle_it_is(ledger: str, d
 def test_the_ledgers_of_an_activity_and_of_a_message_are_told_apart() -> None:
     assert [meaning.text for meaning in explain("012100000000001")] == [
         "leg 1 was attempted 12 times (at most 999)",
-        "leg 1 is complete: its request, where it sends one, is in the outbox",
+        "leg 1 is complete: its request, if it sends one, is in the outbox",
         "step 1, the work, is not complete",
         "step 2, the children, is not complete",
         "step 3, the job's completion tasks, is not complete here: it is for the activity that closes the job",

@@ -64,13 +64,13 @@ def needs_an_argument(self: Any, database: str) -> None:
     ("members", "sentence"),
     [
         ({"subjects": ()}, "has no subjects"),
-        ({"subjects": "cmd.demo.>"}, "must be a tuple of texts"),
+        ({"subjects": "cmd.demo.>"}, "must be a tuple of strings"),
         ({"subjects": ("cmd.{mesh}.>",)}, "nothing else in braces"),
         ({"receive": Agent.receive}, "has no receive"),
         ({"receive": sync_receive}, "is not async"),
         ({"apply": async_apply}, "apply is async"),
         ({"name": "My Agent"}, "must be a lower-case letter"),
-        ({"__init__": needs_an_argument}, "cannot be made without arguments"),
+        ({"__init__": needs_an_argument}, "cannot be created without arguments"),
     ],
 )
 def test_a_wrong_agent_is_told_what_to_change(members: dict[str, Any], sentence: str):
@@ -80,7 +80,7 @@ def test_a_wrong_agent_is_told_what_to_change(members: dict[str, Any], sentence:
 
 @pytest.mark.parametrize("other", [Pricing(), dict, "Pricing"])
 def test_what_is_no_agent_is_refused(other: object):
-    with pytest.raises(InvalidAgent, match="is no agent"):
+    with pytest.raises(InvalidAgent, match="is not an agent"):
         check_agent(other)
 
 

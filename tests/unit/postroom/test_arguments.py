@@ -43,7 +43,7 @@ async def test_a_patience_without_an_end_is_one(short_directory: Path) -> None:
 async def test_what_is_no_id_is_said_to_be_none_with_where_to_find_one(not_an_id: Any) -> None:
     async with AsyncClient(NOWHERE, patience=0) as client:
         for ask in (client.get(not_an_id), client.wait(not_an_id, 1), client.inspect(not_an_id)):
-            with pytest.raises(InvalidMessage, match="`client_message_id` of what `send` returned"):
+            with pytest.raises(InvalidMessage, match="the `client_message_id` that `send` returned"):
                 await ask
 
 

@@ -76,7 +76,7 @@ def test_what_is_no_step_is_refused_with_what_would_be_one(returned: Any) -> Non
 def test_only_an_activity_of_the_flow_is_spawned_and_only_itself_is_entered_again() -> None:
     flow, other = Flow("nightly-export"), Flow("other")
     one, two, stranger = flow.activity(extract), flow.activity(load), other.activity(load)
-    with pytest.raises(InvalidFlow, match="which is no activity of 'nightly-export'"):
+    with pytest.raises(InvalidFlow, match="which is not an activity of 'nightly-export'"):
         next_steps(flow, one, stranger.spawn())
     with pytest.raises(InvalidFlow, match=r"return load\.spawn"):
         next_steps(flow, one, two.again())
@@ -109,7 +109,7 @@ def _unanswered(flow: Flow) -> None:
     ("sentence", "define"),
     [
         ("the flow cannot be called 'Nightly'", lambda _: Flow("Nightly")),
-        ("writes of Spark are its jobs", lambda _: Flow("spark-write")),
+        ("reserved for writes of Spark", lambda _: Flow("spark-write")),
         ("cannot be called 'A'", lambda flow: flow.activity(name="A")(extract)),
         ("sends to .extract.", lambda flow: flow.activity(sends="extract")(extract)),
         ("a request goes to queue:<name>", lambda flow: flow.activity(sends="topic:extract")(extract)),
@@ -117,17 +117,17 @@ def _unanswered(flow: Flow) -> None:
         ("two activities 'extract'", lambda flow: (flow.activity(extract), flow.activity(extract))),
         ("which is not async", lambda flow: flow.activity(not_async)),
         (r"must take \(ctx, request\)", lambda flow: flow.activity(one_argument)),
-        ("answer, timeout and asks are for one that does", lambda flow: flow.activity(timeout=3)(extract)),
+        ("answer, timeout and asks need sends", lambda flow: flow.activity(timeout=3)(extract)),
         ("more than 0", lambda flow: flow.activity(sends="queue:a", timeout=0)(extract)),
         ("has no timeout after which", lambda flow: flow.activity(sends="queue:a", asks=2)(extract)),
         ("from 1 to 1000", lambda flow: flow.activity(sends="queue:a", timeout=1, asks=0)(extract)),
-        ("which is no event's name", lambda flow: flow.activity(sends="queue:a", answer="a.b")(extract)),
-        ("sends nothing, so that nothing answers it", lambda flow: flow.activity(extract).answered(load)),
-        ("two handlers of its answer", _answered_twice),
+        ("which is not an event's name", lambda flow: flow.activity(sends="queue:a", answer="a.b")(extract)),
+        ("sends nothing, so that it gets no answer", lambda flow: flow.activity(extract).answered(load)),
+        ("two handlers for its answer", _answered_twice),
         (r"must take \(ctx, answer\)", lambda flow: flow.activity(sends="queue:a")(extract).answered(one_argument)),
         ("two completion handlers", lambda flow: (flow.completed(load), flow.completed(load))),
-        ("is no flow", lambda _: check_flow(extract)),
-        (r"Activity\('extract'\) is no flow", lambda flow: check_flow(flow.activity(extract))),
+        ("is not a flow", lambda _: check_flow(extract)),
+        (r"Activity\('extract'\) is not a flow", lambda flow: check_flow(flow.activity(extract))),
         ("has no activity", check_flow),
         (r"write one with @extract\.answered", _unanswered),
     ],

@@ -66,13 +66,13 @@ def test_without_an_id_the_error_says_why_there_is_no_default() -> None:
         ({"to_column": "line"}, "to", "either `to`, .* or `to_column`"),
         ({"to": "orders"}, "to", "topic:<name>"),
         ({"to": ""}, "to", "`to` is empty"),
-        ({"id": "number"}, "id", "`number` of the option `id` is no column; the DataFrame has: order_id, line"),
+        ({"id": "number"}, "id", "`number` of the option `id` is not a column; the DataFrame has: order_id, line"),
         ({"id": "order_id, weight"}, "id", "`weight` of the option `id` has the type double"),
         ({"id": "tags"}, "id", "`tags` of the option `id` has the type map"),
-        ({"body": "text"}, "body", "`text` of the option `body` is no column"),
-        ({"meta": "order_id"}, "meta", "has to be a struct, a map, or text"),
+        ({"body": "text"}, "body", "`text` of the option `body` is not a column"),
+        ({"meta": "order_id"}, "meta", "must be a struct, a map, or text"),
         ({"priority": "urgent"}, "priority", "`urgent` .* nor is it now, next or low"),
-        ({"priority": "order_id"}, "priority", "has to hold text"),
+        ({"priority": "order_id"}, "priority", "must be text"),
         ({"batch_size": "many"}, "batch_size", "`batch_size` is 'many': give a number of rows from 1 to"),
         ({"batch_size": "0"}, "batch_size", "a number of rows from 1 to"),
         ({"wait": "handled"}, "wait", "give `queued` or `accepted`"),
@@ -106,7 +106,7 @@ def test_a_job_needs_a_mesh_and_a_database(missing: str, sentence: str, monkeypa
 
 @pytest.mark.parametrize("text", ["null", "nightly", "17"])
 def test_the_id_of_a_job_is_a_uuid(text: str) -> None:
-    with pytest.raises(InvalidMessage, match=f"`job` is '{text}': give a UUID") as caught:
+    with pytest.raises(InvalidMessage, match=f"`job` is '{text}': choose a UUID") as caught:
         plan_write(ENOUGH | JOB | {"job": text}, schema())
     assert caught.value.problem.field == "job"
 

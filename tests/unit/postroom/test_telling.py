@@ -18,7 +18,7 @@ class Mute(Exception):
         (OSError("the disk is full"), "OSError: the disk is full"),
         (AssertionError(), "AssertionError"),
         (ValueError("a\0b \ud800"), r"ValueError: a\x00b \ud800"),
-        (Mute(), "Mute: (its text could not be had: RuntimeError)"),
+        (Mute(), "Mute: (its text is not available: RuntimeError)"),
         (
             ExceptionGroup("2", [OSError("ink"), ExceptionGroup("1", [KeyError("day")])]),
             "ExceptionGroup: 2 (2 sub-exceptions): OSError: ink; ExceptionGroup: 1 (1 sub-exception): KeyError: 'day'",

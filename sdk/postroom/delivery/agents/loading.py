@@ -11,7 +11,7 @@ from postroom.chassis.runtime import load_named
 
 def load_agent(name: str) -> type[Agent[Any]]:
     """Import `module:Agent`, also from the current directory; raises `Fatal` with what its author has to change."""
-    agent = load_named(name, what="agent", example="module:Agent, as in shop.agents:Pricing")
+    agent = load_named(name, what="an agent", example="module:Agent, as in shop.agents:Pricing")
     try:
         check_agent(agent)
     except InvalidAgent as error:
