@@ -83,7 +83,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Path | None, Meta(description="holds the broker-wide administrator's token; not readable for others")
     ] = None
     listen_host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    listen_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 7420
+    listen_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: a free one")] = 7420
     socket_path: Annotated[Path | None, Meta(description="listen on this Unix socket instead")] = None
     socket_group: Annotated[
         str | None, Meta(description="group that may connect (mode 0660); unset: only the broker's user (mode 0600)")
@@ -110,7 +110,9 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in s")] = 30.0
     stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may lie unread, in s")] = 30.0
     idle_seconds: Annotated[float, Meta(gt=0, description="how long a connection may idle, in s")] = 75.0
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
+    ] = "info"
     limiter: LimiterConfig = msgspec.field(default_factory=LimiterConfig)
     retention: RetentionConfig = msgspec.field(default_factory=RetentionConfig)
     webhooks: AddressSettings = msgspec.field(default_factory=AddressSettings)

@@ -276,7 +276,7 @@ class Consumer:
 
     async def _give(self, chosen: list[_Held]) -> None:
         """Have `chosen` handled; where that raises, each of them alone, so that one to blame takes none along."""
-        error = "the handler said nothing about this message"
+        error = "the handler returned no outcome for this message"
         try:
             if chosen:
                 await self._handler.handle([held.delivery for held in chosen], self._settle)

@@ -43,7 +43,7 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
     if isinstance(error, PostroomError):
         return error
     if is_refusal(error):
-        return NotPermitted.of(403, "nats_refused", f"{doing}: NATS refused this user: look at the url and credentials")
+        return NotPermitted.of(403, "nats_refused", f"{doing}: NATS refused this user: check the url and credentials")
     if isinstance(error, nats.errors.MaxPayloadError):
         return too_large(doing)
     if isinstance(error, _UNREACHABLE) and getattr(error, "err_code", None) not in _NO_STORAGE:
@@ -67,7 +67,7 @@ def _from_jetstream(error: Exception, doing: str) -> PostroomError:
 
 def too_large(doing: str) -> InvalidMessage:
     """Say that NATS takes no message of that size."""
-    detail = f"{doing}: the message is larger than NATS takes; raise max_payload in the server's config"
+    detail = f"{doing}: the message is too large for NATS; raise max_payload in the server's config"
     return InvalidMessage.of(413, "payload_too_large", detail)
 
 
@@ -80,8 +80,8 @@ def would_lose(diff: str) -> Conflict:
 def name_taken(diff: str) -> Conflict:
     """Refuse another filter under a name that somebody consumes under at the moment."""
     detail = (
-        f"{diff}; another program consumes under this name now: stop it first if this one replaces it, else give this "
-        "one a durable of its own"
+        f"{diff}; another program consumes under this name now: stop it first if this one replaces it, or give "
+        "this one a durable of its own"
     )
     return Conflict.of(409, "consumer_in_use", detail, retryable=True)
 
@@ -89,8 +89,8 @@ def name_taken(diff: str) -> Conflict:
 def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[str]) -> Conflict:
     """Refuse a second consumer of what a work queue gives to one; `others` says who has which subjects."""
     detail = (
-        f"{durable} cannot have {', '.join(subjects)} of the work queue {stream}: {'; '.join(others)}. Where this "
-        "program had that name before, set it as its durable; else stop the other program, and delete its consumer"
+        f"{durable} cannot have {', '.join(subjects)} of the work queue {stream}: {'; '.join(others)}. If this "
+        "program had that name before, set it as its durable; otherwise stop the other program, and delete its consumer"
     )
     return Conflict.of(409, "subjects_taken", detail)
 
@@ -98,8 +98,8 @@ def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[
 def no_streams(context: str) -> NotFound:
     """Say that JetStream has never heard of a mesh: most likely its name is misspelt."""
     detail = (
-        f"NATS holds no stream of a mesh {context!r}: `postroom mesh list` shows the meshes, and a worker that runs "
-        "(`postroom worker run`) makes their streams"
+        f"NATS has no stream of a mesh {context!r}: `postroom mesh list` shows the meshes, and a running worker "
+        "(`postroom worker run`) creates their streams"
     )
     return NotFound.of(404, "mesh_not_found", detail)
 
@@ -118,28 +118,31 @@ def not_failing(source: str, key: str) -> NotFound:
 
 def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
     """Refuse a replay that nobody would take."""
-    detail = f"cannot replay {letter}: {consumer}, which buried it, is no consumer of {subject} now; start it first"
+    detail = f"cannot replay {letter}: its consumer {consumer} does not consume {subject} now; start it first"
     return Conflict.of(409, "consumer_gone", detail)
 
 
 def letter_elsewhere(letter: str, consumer: str) -> Conflict:
     """Refuse to settle a letter that is a row of another database: there it would stay as it is."""
     detail = (
-        f"the dead letter {letter} is kept in another database, that of its consumer {consumer}: set "
-        "POSTROOM_DATABASE_URL to that one"
+        f"the dead letter {letter} is in another database, that of its consumer {consumer}: "
+        "set POSTROOM_DATABASE_URL to that database"
     )
     return Conflict.of(409, "letter_elsewhere", detail)
 
 
 def letter_not_kept(letter: str, error: Exception) -> Unavailable:
     """Say that Postgres has not taken a dead letter."""
-    detail = f"keeping the dead letter of {letter}: Postgres has not taken it ({type(error).__name__}: {error})"
+    detail = f"cannot store the dead letter of {letter}: Postgres did not accept it ({type(error).__name__}: {error})"
     return Unavailable.of(503, "letter_not_kept", detail, retryable=True)
 
 
 def no_letter_record() -> InvalidMessage:
     """Say that what is done to dead letters has to be written down, and where."""
-    detail = "what is done to dead letters is recorded in Postgres: set POSTROOM_DATABASE_URL to that of the consumers"
+    detail = (
+        "operations on dead letters are recorded in Postgres: set "
+        "POSTROOM_DATABASE_URL to the database of the consumers"
+    )
     return InvalidMessage.of(400, "database_not_named", detail)
 
 
@@ -151,7 +154,7 @@ def no_nats(doing: str) -> Unavailable:
 def no_payload(letter: str) -> Conflict:
     """Refuse to replay what holds no message."""
     detail = (
-        f"cannot replay {letter}: it holds no payload, since another program wrote it, or NATS takes no letter so "
-        "large; look at it, or drop it"
+        f"cannot replay {letter}: it has no payload, since another program wrote it, or it was too "
+        "large for NATS; inspect it, or drop it"
     )
     return Conflict.of(409, "nothing_to_replay", detail)

@@ -114,7 +114,7 @@ def _secret(file: Path) -> str:
     if mode & stat.S_IRWXO:
         raise Fatal(Exit.CONFIG, f"the NATS credentials {file} are open to every user: chmod 600 it")
     if not text or not text.isprintable():
-        raise Fatal(Exit.CONFIG, f"{file} holds no NATS credentials: one line, `user:password` or a token, is expected")
+        raise Fatal(Exit.CONFIG, f"{file} has no NATS credentials: one line, `user:password` or a token, is expected")
     return text
 
 

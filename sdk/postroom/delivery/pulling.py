@@ -185,7 +185,7 @@ class Pull:
             return
         self.trouble = (
             f"{info.num_pending} messages wait in {self._settings.stream} for {self._settings.durable}, and none was "
-            f"delivered for {WATCH_SECONDS:g} s: {info.num_ack_pending} are in hand or wait for their next attempt"
+            f"delivered for {WATCH_SECONDS:g} s: {info.num_ack_pending} are claimed or wait for their next attempt"
         )
         _log.warning("consumer_stands_still", consumer=self._settings.durable, detail=self.trouble)
         self._asked = 0

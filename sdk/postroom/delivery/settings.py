@@ -34,7 +34,8 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
         float, Meta(gt=0, le=60, description="pause between two tries to connect again, in seconds")
     ] = 0.5
     ping_seconds: Annotated[
-        float, Meta(gt=0, le=600, description="a server that leaves two pings of this interval unanswered is gone")
+        float,
+        Meta(gt=0, le=600, description="pause between pings, in seconds; a server that misses two counts as lost"),
     ] = 10
 
 
@@ -45,16 +46,19 @@ class StreamSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     subjects: Annotated[list[str], Meta(min_length=1, description="subjects that it keeps, as in sea.event.>")]
     retention: Annotated[
         Retention,
-        Meta(description="keep until a limit, until one worker has taken it, or while somebody is interested"),
+        Meta(description="keep until a limit, until one consumer has acknowledged it, or while a consumer needs it"),
     ] = "limits"
-    max_age_seconds: Annotated[float, Meta(ge=0, description="age at which a message goes, in seconds; 0: never")] = 0
+    max_age_seconds: Annotated[
+        float, Meta(ge=0, description="age at which a message is deleted, in seconds; 0: never")
+    ] = 0
     max_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest go, in bytes; unset: no limit")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="size at which the oldest messages are deleted, in bytes; unset: no limit"),
     ] = None
     storage: Annotated[Literal["file"], Meta(description="where it is kept: always in files")] = "file"
-    replicas: Annotated[int, Meta(ge=1, le=5, description="servers of a cluster that keep a copy each")] = 1
+    replicas: Annotated[int, Meta(ge=1, le=5, description="number of servers of a cluster that keep a copy")] = 1
     duplicate_window_seconds: Annotated[
-        float, Meta(gt=0, description="how long a second publish of one message id is swallowed, in seconds")
+        float, Meta(gt=0, description="how long a second publish of the same message id is dropped, in seconds")
     ] = 120
 
 
@@ -62,10 +66,10 @@ class KindDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     """What the streams of one kind get; what is unset is as usual, and stays as it is where a stream exists."""
 
     max_age_seconds: Annotated[
-        Annotated[float, Meta(ge=0)] | None, Meta(description="age at which a message goes, in seconds; 0: never")
+        Annotated[float, Meta(ge=0)] | None, Meta(description="age at which a message is deleted, in seconds; 0: never")
     ] = None
     max_bytes: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest go, in bytes")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="size at which the oldest messages are deleted, in bytes")
     ] = None
 
 
@@ -73,11 +77,11 @@ class StreamDefaults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     """What the streams get that a worker makes for each mesh, those of later meshes too; unset: as with the kinds."""
 
     replicas: Annotated[
-        Annotated[int, Meta(ge=1, le=5)] | None, Meta(description="servers of a cluster that keep a copy each")
+        Annotated[int, Meta(ge=1, le=5)] | None, Meta(description="number of servers of a cluster that keep a copy")
     ] = None
     duplicate_window_seconds: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="how long a second publish of one message id is swallowed, in seconds"),
+        Meta(description="how long a second publish of the same message id is dropped, in seconds"),
     ] = None
     events: KindDefaults = msgspec.field(default_factory=KindDefaults)
     commands: KindDefaults = msgspec.field(default_factory=KindDefaults)
@@ -89,7 +93,7 @@ class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     """How long a message waits for its next delivery: `first`, times `factor` with each further one, up to `most`."""
 
     first_seconds: Annotated[float, Meta(gt=0, description="wait after the first attempt, in seconds")] = 1
-    factor: Annotated[float, Meta(ge=1, le=100, description="by how much each further wait is longer")] = 2
+    factor: Annotated[float, Meta(ge=1, le=100, description="factor of each further wait")] = 2
     most_seconds: Annotated[float, Meta(gt=0, le=DAY, description="longest wait, in seconds")] = 300
 
     @property
@@ -101,25 +105,29 @@ class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """One durable pull consumer. Every process that names the same one shares its work."""
 
-    stream: Annotated[Name, Meta(description="the stream that it reads")]
-    durable: Annotated[Name, Meta(description="its name, as in sea__from_vibespro")]
-    filter_subjects: Annotated[list[str], Meta(description="subjects that it wants; none: all of the stream")] = (
+    stream: Annotated[Name, Meta(description="the stream to read")]
+    durable: Annotated[Name, Meta(description="the name of the consumer, as in sea__from_vibespro")]
+    filter_subjects: Annotated[list[str], Meta(description="subjects that it receives; none: all of the stream")] = (
         msgspec.field(default_factory=list)
     )
     ack_wait_seconds: Annotated[
-        float, Meta(ge=0.1, description="silence after which a message is delivered again, in seconds")
+        float,
+        Meta(
+            ge=0.1, description="time without an acknowledgement after which a message is delivered again, in seconds"
+        ),
     ] = 30
     max_deliver: Annotated[
         int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
     ] = 20
-    max_ack_pending: Annotated[int, Meta(ge=1, description="messages that this process has in hand at most")] = 1000
+    max_ack_pending: Annotated[int, Meta(ge=1, description="most messages that this process has claimed")] = 1000
     max_waiting: Annotated[
-        int, Meta(ge=0, description="messages that may wait for their next attempt beside those in hand")
+        int,
+        Meta(ge=0, description="most messages that may wait for their next attempt, in addition to the claimed ones"),
     ] = 10_000
-    batch: Annotated[int, Meta(ge=1, le=10_000, description="most messages that a handler is given at once")] = 100
-    batches_at_once: Annotated[int, Meta(ge=1, description="most batches that are being handled at once")] = 4
+    batch: Annotated[int, Meta(ge=1, le=10_000, description="most messages that a handler gets at once")] = 100
+    batches_at_once: Annotated[int, Meta(ge=1, description="most batches that are handled at once")] = 4
     backoff: BackoffSettings = msgspec.field(default_factory=BackoffSettings)
     since: Annotated[
         datetime | None,
-        Meta(description="when it is made, it begins with what was published from then on; unset: with the oldest"),
+        Meta(description="a new consumer begins with what was published from this time on; unset: with the oldest"),
     ] = None

@@ -285,7 +285,7 @@ def _stream_config(settings: StreamSettings) -> StreamConfig:
 def _consumer_changes(found: ConsumerConfig, settings: ConsumerSettings) -> Iterator[_Change]:
     wanted = _consumer_config(settings)
     if found.ack_policy != AckPolicy.EXPLICIT or found.deliver_subject:
-        yield _Change("it is no pull consumer with explicit acks", loses=True)
+        yield _Change("it is not a pull consumer with explicit acks", loses=True)
     for name in ("ack_wait", "max_deliver", "max_ack_pending"):
         if getattr(found, name) != getattr(wanted, name):
             yield _Change(f"{name} {getattr(found, name)} → {getattr(wanted, name)}", loses=False)

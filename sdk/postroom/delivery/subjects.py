@@ -108,7 +108,7 @@ def parse_subject(subject: str) -> Subject:
     parsed = _parse(subject.split("."))
     if parsed is None:
         raise invalid_subject(
-            f"{subject!r} is none of <context>.event.<name>.v<n>, cmd.<context>.<workspace>.<agent>.<verb>, "
+            f"{subject!r} is not one of <context>.event.<name>.v<n>, cmd.<context>.<workspace>.<agent>.<verb>, "
             "<context>.inbox.<member>, <context>.dlq.<name>.v<n>"
         )
     return parsed

@@ -34,32 +34,37 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
     )
     nats: NatsSettings
     agent_class: Annotated[
-        str | None, Meta(description="the agent, as in shop.agents:Pricing, where the command names none")
+        str | None, Meta(description="the agent, as in shop.agents:Pricing, if the command does not name one")
     ] = None
     state_directory: Annotated[
         Path | None,
         Meta(
-            description="where `events.db` lies; unset: `agents/<tenant>.<workspace>.<agent>` below `POSTROOM_STATE` "
-            "(which `postroom up` sets), else below `$XDG_STATE_HOME/postroom`"
+            description="directory of `events.db`; unset: `agents/<tenant>.<workspace>.<agent>` below `POSTROOM_STATE` "
+            "(which `postroom up` sets), otherwise below `$XDG_STATE_HOME/postroom`"
         ),
     ] = None
     durable: Annotated[Name | None, Meta(description="the durable consumer; unset: {agent}_consumer")] = None
     ack_wait_seconds: Annotated[
-        float, Meta(ge=0.1, description="silence after which a message is delivered again, in seconds")
+        float,
+        Meta(
+            ge=0.1, description="time without an acknowledgement after which a message is delivered again, in seconds"
+        ),
     ] = 30
     max_deliver: Annotated[int, Meta(ge=1, description="attempts after which a message is dead-lettered")] = 5
-    max_ack_pending: Annotated[int, Meta(ge=1, description="messages that this process has in hand at most")] = 1000
+    max_ack_pending: Annotated[int, Meta(ge=1, description="most messages that this process has claimed")] = 1000
     start_seconds: Annotated[
-        float, Meta(ge=0, le=600, description="longest wait at a start for NATS and for its streams, in seconds")
+        float, Meta(ge=0, le=600, description="longest wait for NATS and the streams at a start, in seconds")
     ] = 20
     stop_seconds: Annotated[
-        float, Meta(gt=0, le=600, description="longest wait at a stop for messages in hand, in seconds")
+        float, Meta(gt=0, le=600, description="longest wait for running messages at a stop, in seconds")
     ] = 10
     listen_host: Annotated[str, Meta(description="address of /health, /ready and /metrics")] = "127.0.0.1"
     listen_port: Annotated[
-        Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="their port; 0 takes a free one; unset: none")
+        Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="port of these pages; 0: a free one; unset: none")
     ] = None
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
+    ] = "info"
     backoff: BackoffSettings = field(default_factory=BackoffSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
 
@@ -90,7 +95,7 @@ def load_config(
         raise Fatal(
             Exit.CONFIG,
             f"agent.keep_days ({config.agent.keep_days:g}) is shorter than agent.horizon_days "
-            f"({config.agent.horizon_days:g}): what may have to be published again must be kept",
+            f"({config.agent.horizon_days:g}): messages that may have to be published again must be kept",
         )
     return config
 

@@ -23,7 +23,7 @@ def expose(runtime: AgentRuntime, consumers: Sequence[ConsumerCounters]) -> byte
 
 def _agent(counters: AgentCounters, position: int) -> Iterator[Metric]:
     messages = CounterMetricFamily(
-        f"{PREFIX}messages", "Messages by what the agent did with them, or made of them.", labels=["what"]
+        f"{PREFIX}messages", "Messages that the agent handled and emitted, by outcome.", labels=["what"]
     )
     for what, count in asdict(counters).items():
         messages.add_metric([what], count)
@@ -33,7 +33,7 @@ def _agent(counters: AgentCounters, position: int) -> Iterator[Metric]:
 
 def _consumers(consumers: Sequence[ConsumerCounters]) -> Iterator[Metric]:
     deliveries = CounterMetricFamily(
-        f"{PREFIX}deliveries", "Deliveries by what became of them; delivered counts all.", labels=["what"]
+        f"{PREFIX}deliveries", "Deliveries by outcome; delivered counts all.", labels=["what"]
     )
     for what in ConsumerCounters.__slots__:
         deliveries.add_metric([what], sum(getattr(counters, what) for counters in consumers))

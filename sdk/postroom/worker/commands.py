@@ -70,7 +70,7 @@ def _named(name: str, sources: Sequence[Source]) -> Source:
     for source in sources:
         if source.name == name:
             return source
-    raise Fatal(Exit.NOT_FOUND, f"there are no {name} in this database: it is no broker's")
+    raise Fatal(Exit.NOT_FOUND, f"there are no {name} in this database: it is not a broker's database")
 
 
 @asynccontextmanager

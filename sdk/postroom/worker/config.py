@@ -33,23 +33,25 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     nats: NatsSettings
     listen_host: Annotated[str, Meta(description="address of /health, /ready and /metrics")] = "127.0.0.1"
     listen_port: Annotated[
-        Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="their port; 0 takes a free one; unset: none")
+        Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="port of these pages; 0: a free one; unset: none")
     ] = None
     declare_streams: Annotated[
         bool,
-        Meta(description="whether the default streams of each mesh are made where nothing takes their subjects"),
+        Meta(description="whether to create the default streams of each mesh where no other stream has their subjects"),
     ] = True
     stream_defaults: StreamDefaults = msgspec.field(default_factory=StreamDefaults)
-    streams: Annotated[list[StreamSettings], Meta(description="further streams, made as they are declared here")] = (
-        msgspec.field(default_factory=list)
+    streams: Annotated[list[StreamSettings], Meta(description="further streams to create and update")] = msgspec.field(
+        default_factory=list
     )
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
+    ] = "info"
     events: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     deliveries: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     record: RecordSettings = msgspec.field(default_factory=RecordSettings)
     once: OnceSettings = msgspec.field(default_factory=OnceSettings)
     webhooks: WebhookSettings = msgspec.field(default_factory=WebhookSettings)
-    flows: Annotated[list[str], Meta(description="flows whose jobs it runs, as in nightly_export:flow")] = (
+    flows: Annotated[list[str], Meta(description="flows whose jobs this worker runs, as in nightly_export:flow")] = (
         msgspec.field(default_factory=list)
     )
     orphan_check: OrphanCheckSettings = msgspec.field(default_factory=OrphanCheckSettings)
@@ -63,19 +65,20 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> W
         raise Fatal(
             Exit.CONFIG,
             f"record.keep_days ({config.record.keep_days:g}) is shorter than record.horizon_days "
-            f"({config.record.horizon_days:g}): what may have to be published again must be kept",
+            f"({config.record.horizon_days:g}): messages that may have to be published again must be kept",
         )
     check_webhooks(config.webhooks)
     if config.once.keep_days < config.record.horizon_days:
         raise Fatal(
             Exit.CONFIG,
             f"once.keep_days ({config.once.keep_days:g}) is shorter than record.horizon_days "
-            f"({config.record.horizon_days:g}): what is published again would be done again",
+            f"({config.record.horizon_days:g}): messages that are published again would be handled again",
         )
     if config.webhooks.inbox.horizon_days < config.record.horizon_days:
         raise Fatal(
             Exit.CONFIG,
             f"webhooks.inbox.horizon_days ({config.webhooks.inbox.horizon_days:g}) is shorter than "
-            f"record.horizon_days ({config.record.horizon_days:g}): what is published again would be posted again",
+            f"record.horizon_days ({config.record.horizon_days:g}): messages that are "
+            "published again would be posted again",
         )
     return config

@@ -30,16 +30,21 @@ class ConsumerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The config of one consumer process; any number of them with the same `consumer.durable` share its work."""
 
     context: Annotated[
-        str, Meta(pattern="^[a-z][a-z0-9_]{0,63}$", description="the mesh that consumes, and keeps the dead letters")
+        str,
+        Meta(
+            pattern="^[a-z][a-z0-9_]{0,63}$", description="the mesh that consumes, and that the dead letters belong to"
+        ),
     ]
     database_url: Annotated[str, SECRET, Meta(description="Postgres with the inbox, postgresql://…")]
     connections: Annotated[int, Meta(ge=1, le=100, description="Postgres connections")] = 3
     listen_host: Annotated[str, Meta(description="address of the page with health and metrics")] = "127.0.0.1"
     listen_port: Annotated[
         Annotated[int, Meta(ge=0, le=65535)] | None,
-        Meta(description="port of the page with health and metrics; 0 takes a free one, unset: no page"),
+        Meta(description="port of the page with health and metrics; 0: a free one; unset: no page"),
     ] = None
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
+    ] = "info"
     nats: NatsSettings
     consumer: ConsumerSettings
     handler: HandlerSettings

@@ -29,12 +29,12 @@ def expose(consumer: ConsumerCounters, handler: HttpHandler, in_hand: int, backl
 
 def _consumer(counters: ConsumerCounters, in_hand: int) -> Iterator[Metric]:
     deliveries = CounterMetricFamily(
-        f"{PREFIX}deliveries", "Messages by what became of a delivery, since the start", labels=["outcome"]
+        f"{PREFIX}deliveries", "Deliveries by outcome, since the start", labels=["outcome"]
     )
     for field in fields(counters):
         deliveries.add_metric([field.name], getattr(counters, field.name))
     yield deliveries
-    yield GaugeMetricFamily(f"{PREFIX}in_hand", "Messages in hand", in_hand)
+    yield GaugeMetricFamily(f"{PREFIX}in_hand", "Messages claimed", in_hand)
 
 
 def _handler(counters: HandlerCounters) -> Iterator[Metric]:
@@ -46,11 +46,11 @@ def _handler(counters: HandlerCounters) -> Iterator[Metric]:
     yield HistogramMetricFamily(
         f"{PREFIX}call_seconds", "Time of a call", buckets=buckets, sum_value=counters.call_seconds
     )
-    yield GaugeMetricFamily(f"{PREFIX}calls_under_way", "Calls under way", counters.calls_under_way)
+    yield GaugeMetricFamily(f"{PREFIX}calls_under_way", "Calls running", counters.calls_under_way)
     for name, what, value in (
         ("duplicates", "Deliveries of messages that were processed before", counters.duplicates),
-        ("malformed", "Messages that could make no request", counters.malformed),
-        ("held", "Deliveries of messages that were being attempted elsewhere", counters.held),
+        ("malformed", "Messages that could not become a request", counters.malformed),
+        ("held", "Deliveries of messages that another consumer was handling", counters.held),
         ("leases_lost", "Attempts that ended without their lease", counters.leases_lost),
     ):
         yield CounterMetricFamily(PREFIX + name, what, value)
@@ -58,8 +58,12 @@ def _handler(counters: HandlerCounters) -> Iterator[Metric]:
 
 def _reach(reach: Reach) -> Iterator[Metric]:
     there = float(reach.error is None)
-    yield GaugeMetricFamily(f"{PREFIX}handler_reachable", "0 while calls pause, since nobody can be reached", there)
-    yield GaugeMetricFamily(f"{PREFIX}handler_away_seconds", "For how long nobody could be reached", reach.away_seconds)
+    yield GaugeMetricFamily(
+        f"{PREFIX}handler_reachable", "0 while calls pause because the handler is unreachable", there
+    )
+    yield GaugeMetricFamily(
+        f"{PREFIX}handler_away_seconds", "How long the handler has been unreachable", reach.away_seconds
+    )
 
 
 def _backlog(backlog: Backlog | None) -> Iterator[Metric]:

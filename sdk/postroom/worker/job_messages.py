@@ -122,7 +122,9 @@ def _own(event: str, guid: str, delivery: Delivery) -> Spawned | Due:
     try:
         body = _decode_body(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage.of(400, "invalid_job_message", f"{delivery.message_id} is no {event}: {error}") from error
+        raise InvalidMessage.of(
+            400, "invalid_job_message", f"{delivery.message_id} is not a valid {event}: {error}"
+        ) from error
     if event == SPAWNED:
         return Spawned(body.activity, body.name, body.flow, body.guid or guid)
     if event == CYCLED:

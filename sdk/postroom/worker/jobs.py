@@ -66,7 +66,9 @@ class JobHandler:
         if isinstance(meaning, Answering):
             meaning = self._answer(delivery, meaning, await self._engine.find_askers([meaning.request]))
         if isinstance(meaning, Spawned | Due) and meaning.flow == self._engine.flow.name:
-            await self._engine.abandon(meaning.activity, f"its message was delivered {_MAX_DELIVER} times in vain")
+            await self._engine.abandon(
+                meaning.activity, f"its message was delivered {_MAX_DELIVER} times without success"
+            )
         return False  # it is dead-lettered beside
 
     async def _handle(
@@ -112,7 +114,7 @@ class JobHandler:
         except TryLater as later:
             return Retry(str(later), later.seconds)
         except REFUSED as error:
-            return Dead("refused_by_postgres", f"Postgres takes no such message: {error}")
+            return Dead("refused_by_postgres", f"Postgres cannot store the message: {error}")
         except (asyncpg.PostgresError, *UNREACHABLE) as error:
             return Retry(f"{type(error).__name__}: {error}")
         return DONE

@@ -40,10 +40,10 @@ def _counters(publishers: Sequence[Publisher], record: Record) -> Iterable[Metri
     counters = {publisher.source.name: publisher.counters for publisher in publishers}
     yield _counter("published", "Messages that JetStream acknowledged.", _pick(counters, "published"))
     yield _counter("publish_failures", "Attempts that failed.", _pick(counters, "failed"))
-    yield _counter("batches", "Transactions that moved something.", _pick(counters, "batches"))
-    yield _counter("requeued", "Messages that a stream had lost, and that are published again.", record.requeued)
+    yield _counter("batches", "Transactions that published something.", _pick(counters, "batches"))
+    yield _counter("requeued", "Messages that a stream lost and that are published again.", record.requeued)
     working = {source: float(one.trouble is None) for source, one in counters.items()}
-    yield _gauge("publishing", "1 while nothing stands in the way of publishing.", working)
+    yield _gauge("publishing", "1 while publishing is not blocked.", working)
 
 
 def _backlogs(backlogs: Mapping[str, Backlog]) -> Iterable[Metric]:
@@ -53,19 +53,19 @@ def _backlogs(backlogs: Mapping[str, Backlog]) -> Iterable[Metric]:
         for source, backlog in backlogs.items()
     }
     yield _gauge("backlog_messages", "Messages that wait to be published.", _pick(backlogs, "count"))
-    yield _gauge("backlog_failing_messages", "Those of them that failed before.", _pick(backlogs, "failing"))
+    yield _gauge("backlog_failing_messages", "Waiting messages that failed before.", _pick(backlogs, "failing"))
     yield _gauge("backlog_age_seconds", "How long the oldest has waited.", ages)
 
 
 def _webhooks(webhooks: Webhooks | None) -> Iterable[Metric]:
     if webhooks is None:
         return
-    yield GaugeMetricFamily("postroom_worker_webhooks", "Webhooks that are delivered to.", len(webhooks.running))
+    yield GaugeMetricFamily("postroom_worker_webhooks", "Webhooks that messages are posted to.", len(webhooks.running))
     away = sum(webhook.reach.error is not None for webhook in webhooks.running.values())
     yield GaugeMetricFamily(
-        "postroom_worker_webhooks_unreachable", "Those of them that pause, as nobody answers.", away
+        "postroom_worker_webhooks_unreachable", "Webhooks that pause because they are unreachable.", away
     )
-    name, text = "postroom_worker_webhook_deliveries", "Messages to webhooks, by what became of a delivery."
+    name, text = "postroom_worker_webhook_deliveries", "Deliveries to webhooks, by outcome."
     family = CounterMetricFamily(name, text, labels=["outcome"])
     for outcome, count in asdict(webhooks.counters).items():
         family.add_metric([outcome], count)
@@ -75,10 +75,8 @@ def _webhooks(webhooks: Webhooks | None) -> Iterable[Metric]:
 def _jobs(jobs: Jobs | None) -> Iterable[Metric]:
     if jobs is None:
         return
-    yield GaugeMetricFamily(
-        "postroom_worker_flows_running", "Flows in meshes that are consumed for.", len(jobs.running)
-    )
-    name, text = "postroom_worker_job_messages", "What became of messages that move jobs on."
+    yield GaugeMetricFamily("postroom_worker_flows_running", "Flows that run, by mesh.", len(jobs.running))
+    name, text = "postroom_worker_job_messages", "Transitions of jobs, by outcome."
     family = CounterMetricFamily(name, text, labels=["flow", "outcome"])
     for flow, engine in jobs.engines.items():
         for outcome, count in asdict(engine.counters).items():

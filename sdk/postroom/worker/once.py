@@ -23,7 +23,7 @@ class OnceSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
 
     keep_days: Annotated[
         float,
-        Meta(gt=0, description="how long keys of `postroom.once` are kept in this database once they ended, in days"),
+        Meta(gt=0, description="how long finished keys of `postroom.once` are kept in this database, in days"),
     ] = KEEP_DAYS
 
 

@@ -56,7 +56,7 @@ class LastCheck(NamedTuple):
 class OrphanCheckSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """When the database is checked for what is incomplete."""
 
-    enabled: Annotated[bool, Meta(description="whether this worker takes part in it, and tells what was found")] = True
+    enabled: Annotated[bool, Meta(description="whether this worker runs the check and reports its result")] = True
     hour: Annotated[int, Meta(ge=0, le=23, description="the hour of the day, in UTC, at which it begins")] = 3
 
 
@@ -83,7 +83,7 @@ class OrphanCheck:
         self._events_kept = events_kept
         self._clock = clock
         self._since = clock()
-        self._trouble = "no worker was there at that hour"
+        self._trouble = "no worker ran at that hour"
 
     async def run(self) -> None:
         """Look until cancelled whether a check is due; what fails is tried again later."""
@@ -117,7 +117,7 @@ class OrphanCheck:
             kinds = ", ".join(f"{violation.kind} ({violation.rows})" for violation in found)
             reasons.append(
                 f"the orphan check of {at:%Y-%m-%d %H:%M}Z found rows that are incomplete: {kinds}; "
-                "`postroom broker orphan-check` names their messages"
+                "`postroom broker orphan-check` lists their messages"
             )
         if self._clock() - at > _LATE:
             reasons.append(f"the orphan check has not run since {at:%Y-%m-%d %H:%M}Z: {self._trouble}")

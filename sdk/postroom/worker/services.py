@@ -53,7 +53,7 @@ class Services:
         waiting = [f"{source} wait: {trouble}" for source, trouble in troubles if trouble is not None]
         reading = {"webhooks": self.webhooks, "jobs": self.jobs}
         held = {name: one.trouble for name, one in reading.items() if one is not None and one.trouble is not None}
-        return [*waiting, *(f"{name} stand still: {trouble}" for name, trouble in held.items())]
+        return [*waiting, *(f"{name} do not run: {trouble}" for name, trouble in held.items())]
 
     def concerns(self) -> list[str]:
         """Return what somebody should look at although it works."""

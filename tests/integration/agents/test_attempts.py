@@ -139,7 +139,7 @@ async def test_a_receive_that_is_cancelled_from_within_is_a_failed_attempt(conte
     async with running_agent(context, tmp_path, Cancelled):
         await settled(context)
     assert Witness.told == [
-        (1, None), (2, "RuntimeError: receive was cancelled by something that it waited for")
+        (1, None), (2, "RuntimeError: receive was cancelled by something that it awaited")
     ]  # fmt: skip
 
 

@@ -208,4 +208,4 @@ async def test_a_subject_that_no_stream_keeps_is_said_so(command_line: CommandLi
     command_line.environment["POSTROOM_AGENT_START_SECONDS"] = "2"
     ended = await command_line.run("run", AGENT)
     assert ended.code == 75
-    assert "no stream keeps cmd." in ended.said
+    assert "no stream has cmd." in ended.said

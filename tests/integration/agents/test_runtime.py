@@ -234,7 +234,7 @@ async def test_what_jetstream_would_never_take_is_refused_before_it_is_stored(co
     async with running_agent(context, tmp_path, Wrong, max_deliver=1):
         await settled(context, "wrong_consumer")
     (letter,) = await context.letters()
-    assert "JetStream takes" in letter.last_error
+    assert "JetStream allows" in letter.last_error
     assert kept(tmp_path) == []
 
 

@@ -285,7 +285,7 @@ def test_what_another_program_wrote_can_be_seen_and_dropped_but_not_replayed(sta
     first = station.letters()[0]["id"]
     refused = station.user.run("dlq", "replay", first, "z", "--yes", "--reason", "x")
     assert refused.code == 1
-    assert refused.err.count("holds no payload") == 2
+    assert refused.err.count("has no payload") == 2
     assert station.user.run("dlq", "drop", first, "z", "--yes", "--reason", "x").code == 0
     assert station.letters() == []
     notes = station.user.run("dlq", "log", "--json").json

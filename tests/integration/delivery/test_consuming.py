@@ -96,7 +96,7 @@ async def test_a_message_that_the_handler_says_nothing_about_is_a_retry(context:
     async with context.consuming(Silent(), max_deliver=2) as consumer:
         await until(lambda: _is(lambda: consumer.counters.dead_lettered == 1), "the dead letter")
     (letter,) = await context.letters()
-    assert letter.last_error == "the handler said nothing about this message"
+    assert letter.last_error == "the handler returned no outcome for this message"
 
 
 async def test_a_second_word_about_one_message_is_not_heard(context: Context):

@@ -68,7 +68,7 @@ async def test_what_was_found_is_told_by_every_worker_until_a_check_finds_nothin
         await each.look()
         (reason,) = each.reasons()
         assert "(2)" in reason
-        assert "`postroom broker orphan-check` names their messages" in reason
+        assert "`postroom broker orphan-check` lists their messages" in reason
     assert first.last == second.last  # one check for both
 
     await execute(pool, "INSERT INTO mesh.topic_message SELECT * FROM lost")

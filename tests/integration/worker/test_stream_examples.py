@@ -97,7 +97,7 @@ async def test_an_agent_of_meshforge_says_where_its_events_go(
     await ensure_stream(js, StreamSettings(name="MESHFORGE_COMMANDS", subjects=["cmd.>"], retention="workqueue"))
     alone = {"POSTROOM_NATS_URL": nats_url, "POSTROOM_AGENT_START_SECONDS": "3"}
     with running(*scribe, log=tmp_path / "alone", **alone):
-        await until_so(lambda: _says(tmp_path / "alone", "no stream takes evt.default.demo.scribe.*"))
+        await until_so(lambda: _says(tmp_path / "alone", "no stream has evt.default.demo.scribe.*"))
     with (
         running(
             "worker",

@@ -54,8 +54,10 @@ async def check_events(js: JetStreamContext, agent: type[Agent[Any]], tenant: st
         raise from_nats(error, f"looking for the stream of {subjects}") from error
     taken = any(covers(pattern, subjects) for info in streams for pattern in info.config.subjects or ())
     if not taken and not missing:  # else a cluster elects a leader: what is missing may take them
-        detail = f"no stream takes {subjects}, where the events of {agent.__name__} go: declare one, or set its "
-        raise NotFound.of(404, "stream_not_found", f"{detail}event_subject to what a stream takes", retryable=True)
+        detail = (
+            f"no stream has {subjects}, where the events of {agent.__name__} are published: declare one, or set its "
+        )
+        raise NotFound.of(404, "stream_not_found", f"{detail}event_subject to a subject of a stream", retryable=True)
 
 
 async def _by_stream(js: JetStreamContext, subjects: Sequence[str]) -> dict[str, list[str]]:
@@ -64,7 +66,7 @@ async def _by_stream(js: JetStreamContext, subjects: Sequence[str]) -> dict[str,
         try:
             streams[await js.find_stream_name_by_subject(subject)].append(subject)
         except NotFoundError as error:
-            detail = f"no stream keeps {subject}: declare one (`postroom worker run` declares those of a mesh)"
+            detail = f"no stream has {subject}: declare one (`postroom worker run` declares those of a mesh)"
             raise NotFound.of(404, "stream_not_found", detail, retryable=True) from error
         except Exception as error:
             raise from_nats(error, f"looking for the stream of {subject}") from error

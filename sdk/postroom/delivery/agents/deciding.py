@@ -67,4 +67,4 @@ class Deciding:
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise  # the agent is being stopped
-            raise RuntimeError("receive was cancelled by something that it waited for") from error
+            raise RuntimeError("receive was cancelled by something that it awaited") from error

@@ -120,7 +120,7 @@ class Emitter:
     def _check_size(self, envelope: Envelope, payload: bytes) -> None:
         """Refuse what could be stored but never published."""
         if len(payload) > self._most_bytes:
-            detail = f"the payload of {envelope.type!r} has {len(payload)} bytes, JetStream takes {self._most_bytes}"
+            detail = f"the payload of {envelope.type!r} has {len(payload)} bytes, JetStream allows {self._most_bytes}"
             raise InvalidMessage.of(413, "payload_too_large", detail, field="payload")
 
 

@@ -171,7 +171,7 @@ def _time(text: str | None) -> datetime | None:
     try:
         return msgspec.convert(text, datetime).astimezone(UTC)
     except (msgspec.ValidationError, OverflowError) as error:
-        detail = f"the header {OCCURRED_AT} is {text!r:.40}: it must be a time as RFC 3339 writes it, with its offset"
+        detail = f"the header {OCCURRED_AT} is {text!r:.40}: it must be an RFC 3339 time with an offset"
         raise InvalidMessage.of(400, "invalid_header", detail) from error
 
 

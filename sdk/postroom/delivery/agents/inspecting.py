@@ -66,9 +66,9 @@ def _check_all(db: sqlite3.Connection, head: Head) -> None:
         check(event, position + 1, state_hash)
         position, state_hash = event.position, event.state_hash
     if position != head.position:
-        raise Differs(position + 1, f"the state stands at position {head.position}, the events end at {position}")
+        raise Differs(position + 1, f"the state is at position {head.position}, but the events end at {position}")
     if state_hash != head.state_hash:
-        raise Differs(position, "the state has another hash than the event")
+        raise Differs(position, "the hash of the state is not that of the event")
 
 
 async def _read(database: Path, read: Callable[[Owner, sqlite3.Connection], T]) -> T:

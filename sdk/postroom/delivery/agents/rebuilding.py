@@ -49,7 +49,7 @@ def rebuild(agent: Agent[Any], memory: Memory, events: Iterable[Event]) -> Memor
                 state = agent.apply(state, record.envelope)
             except Exception as error:
                 detail = f"{type(agent).__name__}.apply raised at the event of position {position}: {tell(error)}"
-                rule = "what is stored stays as it is: let `apply` take that event, and start again"
+                rule = "the store is unchanged: let `apply` accept that event, and start again"
                 raise Fatal(Exit.CONFIG, f"{detail}; {rule}") from error
     return Memory(position, state_hash, clock, state)
 
@@ -59,7 +59,7 @@ def check(event: Event, position: int, previous: bytes) -> Record:
     if event.position != position:
         raise Differs(position, f"there is no such event; the next is {event.position}")
     if next_hash(previous, event.record) != event.state_hash:
-        raise Differs(position, "the record does not have the state hash that was stored with it")
+        raise Differs(position, "the record does not match the state hash that was stored with it")
     try:
         return decode_record(event.record)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:

@@ -354,5 +354,5 @@ def open_turns(directory: Path) -> tuple[Turns, Underway]:
 def _altered(difference: Differs) -> Fatal:
     return Fatal(
         Exit.CONFIG,
-        f"the event store was altered at {difference}: nothing is handled on top of it; see `postroom agent verify`",
+        f"the event store was altered at {difference}: the agent does not run on it; see `postroom agent verify`",
     )

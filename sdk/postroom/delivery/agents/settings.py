@@ -12,7 +12,7 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     """The limits of one agent."""
 
     receive_seconds: Annotated[
-        float, Meta(gt=0, description="longest that `receive` may take for one message, in seconds")
+        float, Meta(gt=0, description="longest time that `receive` may take for one message, in seconds")
     ] = 60
     group_messages: Annotated[
         int, Meta(ge=1, le=10_000, description="most messages that share a transaction of the event store")
@@ -25,17 +25,18 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
         float, Meta(gt=0, le=300, description="longest wait for JetStream to acknowledge what was emitted, in seconds")
     ] = 5
     retry_seconds: Annotated[
-        float, Meta(gt=0, le=300, description="pause before what could not be published is tried again, in seconds")
+        float, Meta(gt=0, le=300, description="pause before a failed publish is tried again, in seconds")
     ] = 1
     check_seconds: Annotated[
         float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and store, in seconds")
     ] = 10
     horizon_days: Annotated[
-        float, Meta(gt=0, description="how old what a stream lost may be to be published again, in days")
+        float, Meta(gt=0, description="age up to which a message that a stream lost is published again, in days")
     ] = 7
     keep_days: Annotated[
         float,
         Meta(
-            gt=0, description="how long it is known where a published message went, in days; not below `horizon_days`"
+            gt=0,
+            description="how long the store records where a message was published, in days; at least `horizon_days`",
         ),
     ] = 30

@@ -391,7 +391,7 @@ def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, .
 
 def _unusable(path: Path, error: sqlite3.Error | OSError) -> Fatal:
     if is_damage(error):
-        return Fatal(Exit.CONFIG, f"{path} is damaged ({error}): put back a copy, or move it away to begin anew")
+        return Fatal(Exit.CONFIG, f"{path} is damaged ({error}): restore a copy, or move it away to start empty")
     return Fatal(
         exit_after_opening(path, error), f"cannot open {path}: {error}; check its owner, its mode and the disk"
     )

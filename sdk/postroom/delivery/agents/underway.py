@@ -64,4 +64,6 @@ class Underway:
         try:
             os.pwrite(self._file, text, 0)
         except OSError as error:
-            raise Fatal(exit_after(error), f"writing beside the event store failed: {error}; check the disk") from error
+            raise Fatal(
+                exit_after(error), f"writing next to the event store failed: {error}; check the disk"
+            ) from error

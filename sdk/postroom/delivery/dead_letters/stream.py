@@ -47,7 +47,7 @@ class StreamLetters:
         body = msgspec.json.encode(letter)
         if len(body) > self._js._nc.max_payload - _HEADER_BYTES:  # noqa: SLF001 - a context hides its connection
             body = msgspec.json.encode(letter.shortened())
-        doing = f"keeping the dead letter of {letter.message_id or letter.sequence}"
+        doing = f"storing the dead letter of {letter.message_id or letter.sequence}"
         try:
             try:
                 await self._js.publish(subject, body, stream=self._stream.name, headers=headers)

@@ -62,7 +62,7 @@ class Guard:
         parts = _split(url)
         for address in await self._addresses(str(parts.hostname), parts.port or _PORTS[parts.scheme]):
             if (refusal := self.refusal(address)) is not None:  # which one it is would tell of names inside
-                raise _invalid(f"{parts.hostname} cannot be a webhook's: it has {refusal}")
+                raise _invalid(f"{parts.hostname} cannot be used for a webhook: it has {refusal}")
 
     def open_socket(self, info: AddressInfo) -> socket.socket:
         """Make the socket for a connection to `info`; raises `OSError` (EACCES) where none may go there."""
@@ -107,7 +107,7 @@ def _split(url: str) -> SplitResult:
     if not usable or "\\" in url or parts.fragment:
         raise _invalid("give the webhook's address as http[s]://host[:port]/path, without a fragment")
     if parts.username is not None:
-        raise _invalid("a webhook's address holds no credentials: its requests are signed with the secret")
+        raise _invalid("a webhook's address must not contain credentials: its requests are signed with the secret")
     return parts
 
 

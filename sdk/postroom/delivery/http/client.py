@@ -158,7 +158,7 @@ def read_secret(file: Path | None) -> bytes | None:
     except OSError as error:
         raise Fatal(Exit.CONFIG, f"cannot read handler.secret_file {file}: {error.strerror}") from error
     if len(secret) < MIN_SECRET_BYTES:
-        raise Fatal(Exit.CONFIG, f"handler.secret_file {file} holds fewer than {MIN_SECRET_BYTES} bytes")
+        raise Fatal(Exit.CONFIG, f"handler.secret_file {file} has fewer than {MIN_SECRET_BYTES} bytes")
     return secret
 
 

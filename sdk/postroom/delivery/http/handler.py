@@ -93,7 +93,7 @@ class HttpHandler:
             return await self._outcome(incoming)
         except REFUSED as error:
             self.counters.malformed += 1
-            return Dead("refused_by_postgres", f"Postgres takes no such message: {clean(str(error))}")
+            return Dead("refused_by_postgres", f"Postgres cannot store the message: {clean(str(error))}")
 
     async def _outcome(self, incoming: Incoming) -> Outcome:
         """Attempt the message when its turn has come, or learn that there is no need to."""
@@ -113,7 +113,7 @@ class HttpHandler:
                     return Dead(reason, error, attempts)
                 case Held(seconds):
                     self.counters.held += 1
-                    return Retry("another attempt is under way", after=seconds)
+                    return Retry("another attempt is running", after=seconds)
 
     async def _attempt(self, incoming: Incoming, claim: Claim, turn: AsyncExitStack) -> Outcome:
         """Call the handler, end the turn, and write down what came of it, unless the lease ran out."""

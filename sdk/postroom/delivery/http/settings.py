@@ -17,12 +17,12 @@ KIB: Final = 1024
 class HandlerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """Where messages are posted to, and how long and how large an answer may be."""
 
-    url: Annotated[str, Meta(description="where messages are posted to, as in http://127.0.0.1:8000/handle")]
+    url: Annotated[str, Meta(description="the handler's address, as in http://127.0.0.1:8000/handle")]
     timeout_seconds: Annotated[
         float, Meta(gt=0, le=3600, description="longest wait for an answer, in seconds; shorter than ack_wait_seconds")
     ] = 20
     connect_seconds: Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")] = 5
-    calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most calls under way at once")] = 64
+    calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most calls at once")] = 64
     secret_file: Annotated[
         Path | None, Meta(description="file with the secret that signs requests; not readable for others")
     ] = None
@@ -31,7 +31,8 @@ class HandlerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
         Meta(description="PEM file of the authorities that may sign the handler's certificate, not the system's"),
     ] = None
     max_answer_bytes: Annotated[
-        int, Meta(ge=0, le=1024 * KIB, description="how much of an answer is read for its reason, in bytes")
+        int,
+        Meta(ge=0, le=1024 * KIB, description="how much of an answer is read for the reason of a failure, in bytes"),
     ] = 16 * KIB
 
 
@@ -40,12 +41,10 @@ class InboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
 
     keep_days: Annotated[
         float,
-        Meta(
-            gt=0, description="how long handled messages are remembered at least, in days; longer than `horizon_days`"
-        ),
+        Meta(gt=0, description="least time that handled messages are remembered, in days; longer than `horizon_days`"),
     ] = 30
     horizon_days: Annotated[
-        float, Meta(gt=0, description="how old a message is that workers publish again (their `record.horizon_days`)")
+        float, Meta(gt=0, description="age up to which workers publish a message again (their `record.horizon_days`)")
     ] = 7
     sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 600
     sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one slice of a sweep")] = 500
@@ -67,5 +66,5 @@ def check_timeout(handler: HandlerSettings, consumer: ConsumerSettings) -> None:
         raise Fatal(
             Exit.CONFIG,
             f"handler.timeout_seconds ({handler.timeout_seconds:g}) must be shorter than consumer.ack_wait_seconds "
-            f"({consumer.ack_wait_seconds:g}): else a message is delivered again while its handler still runs",
+            f"({consumer.ack_wait_seconds:g}): otherwise a message is delivered again while its handler still runs",
         )

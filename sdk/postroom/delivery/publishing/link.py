@@ -88,7 +88,7 @@ class Link:
             await self._client.flush()
             await self.streams.refresh(self.js)
         except Exception as error:
-            raise from_nats(error, "listening to what is done to the streams") from error
+            raise from_nats(error, "subscribing to advisories about the streams") from error
         audit.before = {(stream.name, stream.created_at) for stream in self.streams.pictures}
 
     def refusal(self, message: Outgoing) -> str | None:
@@ -96,14 +96,14 @@ class Link:
         stream = self.streams.of(message.subject)
         if stream is None and self.streams.missing:
             names = ", ".join(sorted(self.streams.missing))
-            return f"no stream that JetStream shows takes {message.subject}, and it cannot show {names} at the moment"
+            return f"no stream that JetStream lists has {message.subject}, and it cannot list {names} at the moment"
         if stream is None:
-            return f"no stream takes the subject {message.subject}: declare one"
+            return f"no stream has the subject {message.subject}: declare one"
         size, most = _size(message), self._client.max_payload
         if size > most:
-            return f"{size} bytes are more than the NATS server takes: raise its max_payload ({most})"
+            return f"{size} bytes are more than the NATS server allows: raise its max_payload ({most})"
         if stream.max_message_bytes is not None and size > stream.max_message_bytes:
-            return f"{size} bytes are more than the stream {stream.name} takes: raise its max_msg_size"
+            return f"{size} bytes are more than the stream {stream.name} allows: raise its max_msg_size"
         return None
 
     async def publish(self, messages: Sequence[Outgoing]) -> list[Result]:
@@ -143,7 +143,7 @@ class Link:
         if index < 0:
             return
         # Without data it is the server's word for it that nobody answers on that subject.
-        missing = _failure("no stream answers: it was deleted, or JetStream is away")
+        missing = _failure("no stream answers: it was deleted, or JetStream is unreachable")
         self._answer(index, _decode_ack(reply.data) if reply.data else missing)
 
     def _answer(self, index: int, ack: _Ack) -> None:
@@ -164,7 +164,7 @@ def _result(answer: _Ack | None, stream: StreamPicture | None) -> Result:
     if answer.error is not None:
         return answer.error.description
     if stream is None or answer.stream != stream.name:
-        return f"the stream {answer.stream} took it, which was not there before"
+        return f"the stream {answer.stream} stored it, which did not exist before"
     return Place(stream.name, stream.created_at, answer.seq, answer.duplicate)
 
 

@@ -19,7 +19,7 @@ class PublisherSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     )
     aggregates: Annotated[int, Meta(ge=1, le=10_000, description="most aggregates in one transaction")] = 256
     idle_seconds: Annotated[
-        float, Meta(gt=0, le=60, description="longest pause between two looks at an empty backlog, in seconds")
+        float, Meta(gt=0, le=60, description="longest pause between two checks of an empty backlog, in seconds")
     ] = 0.05
     ack_seconds: Annotated[
         float, Meta(gt=0, le=10, description="how long JetStream may take to acknowledge a batch, in seconds")
@@ -37,6 +37,6 @@ class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and record, in seconds")
     ] = 10
     horizon_days: Annotated[
-        float, Meta(gt=0, description="how old what a stream lost may be to be published again, in days")
+        float, Meta(gt=0, description="age up to which a message that a stream lost is published again, in days")
     ] = 7
     keep_days: Annotated[float, Meta(gt=0, description="how long published events are kept, in days")] = 30

@@ -19,7 +19,7 @@ class AddressSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     allow_networks: Annotated[
         list[str],
-        Meta(description="networks that webhooks may reach though they are not public, as in 10.1.0.0/16"),
+        Meta(description="networks that webhooks may reach although they are not public, as in 10.1.0.0/16"),
     ] = msgspec.field(default_factory=list)
 
 
@@ -27,16 +27,19 @@ class WebhookSettings(AddressSettings, kw_only=True, forbid_unknown_fields=True)
     """How the worker delivers to webhooks; the limits are those of each webhook for itself."""
 
     check_seconds: Annotated[
-        float, Meta(gt=0, le=60, description="pause between two looks at which webhooks there are, in seconds")
+        float, Meta(gt=0, le=60, description="pause between two checks for new webhooks, in seconds")
     ] = 2
     timeout_seconds: Annotated[
         float, Meta(gt=0, le=3600, description="longest wait for an answer, in seconds; shorter than ack_wait_seconds")
     ] = 10
     connect_seconds: Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")] = 5
     ack_wait_seconds: Annotated[
-        float, Meta(ge=0.1, description="silence after which a message is delivered again, in seconds")
+        float,
+        Meta(
+            ge=0.1, description="time without an acknowledgement after which a message is delivered again, in seconds"
+        ),
     ] = 30
-    calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most requests under way at once")] = 8
+    calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most requests at once")] = 8
     max_deliver: Annotated[
         int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
     ] = 20
@@ -54,7 +57,7 @@ def check_webhooks(settings: WebhookSettings) -> None:
         raise Fatal(
             Exit.CONFIG,
             f"webhooks.timeout_seconds ({settings.timeout_seconds:g}) must be shorter than webhooks.ack_wait_seconds "
-            f"({settings.ack_wait_seconds:g}): else a message is delivered again while it is still posted",
+            f"({settings.ack_wait_seconds:g}): otherwise a message is delivered again while it is still being posted",
         )
 
 

@@ -98,7 +98,7 @@ async def test_an_event_without_a_stream_holds_up_its_own_aggregate_and_no_other
         while (await failure(office, poison))["publish_attempts"] < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         assert set(await office.ids()) == {before, *others}
-        assert "no stream takes the subject nobody.event.lost.v1" in (await failure(office, poison))["publish_error"]
+        assert "no stream has the subject nobody.event.lost.v1" in (await failure(office, poison))["publish_error"]
 
         stream = f"{office.stream}_MORE"
         await office.js.add_stream(name=stream, subjects=["nobody.event.>"])
