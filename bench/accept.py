@@ -21,8 +21,8 @@ from broker.config import RetentionConfig
 from broker.database import QUERIES, Database
 from broker.incoming import Item, check, event, read_items
 from broker.store import AcceptStore, Candidate, MessageIds
-from postroom.accept import AcceptResponse, RawAcceptItem
-from postroom.message import MAX_BODY_BYTES, prepare
+from postroom._wire.accept import AcceptResponse, RawAcceptItem
+from postroom._wire.message import MAX_BODY_BYTES, prepare
 
 BATCH: Final = 500
 BATCHES: Final = 60

@@ -7,7 +7,7 @@ import sys
 import msgspec
 from aiohttp import web
 
-from postroom.message import SendRequest
+from postroom._wire.message import SendRequest
 
 _decode = msgspec.json.Decoder(SendRequest).decode
 

@@ -18,7 +18,7 @@ import asyncpg
 from bench.mailroom import broker
 from bench.report import Floor, judge_floor
 from bench.spark_session import output_of_spark, session
-from postroom.sql import Queries
+from postroom._wire.sql import Queries
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrameReader

@@ -32,10 +32,10 @@ from broker.incoming import Checked, Item, Malformed, check, read_item, split
 from broker.limiter import Limiter, LimiterClosed
 from broker.metrics import Metrics
 from broker.store import AcceptStore, Candidate, Taken, TokenRevoked, Unwanted, Wanted, Written
-from postroom.accept import AcceptAnswer, AcceptResponse
+from postroom._wire.accept import AcceptAnswer, AcceptResponse
+from postroom._wire.fingerprint import prefix
+from postroom._wire.ids import new_id
 from postroom.errors import Conflict, NotFound, NotPermitted, PostroomError, Problem, TryAgain
-from postroom.fingerprint import prefix
-from postroom.ids import new_id
 
 _log = structlog.get_logger(__name__)
 

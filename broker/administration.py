@@ -17,7 +17,7 @@ from broker.authentication import (
 )
 from broker.database import QUERIES, Database
 from broker.requests import decode_body
-from postroom import administration as api
+from postroom._wire import administration as api
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import decode_query, json_response
 from postroom.errors import Conflict, NotFound, NotPermitted

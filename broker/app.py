@@ -22,8 +22,8 @@ from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
 from broker.webhooks import Webhooks
-from postroom import administration as api
-from postroom.accept import (
+from postroom._wire import administration as api
+from postroom._wire.accept import (
     AcceptBatch,
     AcceptedQuery,
     AcceptResponse,

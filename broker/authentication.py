@@ -25,7 +25,7 @@ from typing import Final, Literal
 from aiohttp import web
 
 from broker.database import QUERIES, Database, unavailable_as_503
-from postroom.administration import Role
+from postroom._wire.administration import Role
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import CONNECT_SECONDS
 from postroom.errors import InvalidMessage, NotPermitted

@@ -28,13 +28,13 @@ from broker.accept import Accepting, answer_taken
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
 from broker.store import Taken
-from postroom.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, SentMessage
-from postroom.administration import HistoryPage, HistoryQuery
+from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, SentMessage
+from postroom._wire.administration import HistoryPage, HistoryQuery
+from postroom._wire.message import parse_destination
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import decode_query, json_response
 from postroom.delivery.history import history_message
 from postroom.errors import Gone, NotFound, TryAgain
-from postroom.message import parse_destination
 
 LOOK_AT: Final = 10_000  # rows of history that one page looks at, so that a page costs the same for every member
 MAX_PAGE_BYTES: Final = 8 * 1024 * 1024  # of bodies

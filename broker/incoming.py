@@ -13,12 +13,12 @@ from uuid import UUID
 
 import msgspec
 
-from postroom.accept import MAX_BATCH, RawAcceptItem
-from postroom.administration import MemberName
+from postroom._wire.accept import MAX_BATCH, RawAcceptItem
+from postroom._wire.administration import MemberName
+from postroom._wire.fingerprint import prefix
+from postroom._wire.ids import MAX_ID_LENGTH, is_client_message_id
+from postroom._wire.message import MAX_MENTIONS, DestinationKind, Envelope, Priority, check_envelope, refuse
 from postroom.errors import InvalidMessage, Problem
-from postroom.fingerprint import prefix
-from postroom.ids import MAX_ID_LENGTH, is_client_message_id
-from postroom.message import MAX_MENTIONS, DestinationKind, Envelope, Priority, check_envelope, refuse
 
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C Trace Context

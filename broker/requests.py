@@ -13,9 +13,9 @@ from aiohttp import web
 from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
 from broker.shares import Shares
-from postroom.administration import in_words
+from postroom._wire.administration import in_words
+from postroom._wire.message import where
 from postroom.errors import InvalidMessage, PostroomError
-from postroom.message import where
 
 B = TypeVar("B", bound=msgspec.Struct)
 

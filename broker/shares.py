@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Final, NamedTuple, TypeVar
 
-from postroom.accept import OVERLOADED
+from postroom._wire.accept import OVERLOADED
 from postroom.errors import TryAgain
 
 WAIT_SECONDS: Final = 10.0  # for a share: no less than a crowd takes for a round, and below a daemon's patience

@@ -28,8 +28,8 @@ from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.incoming import Checked, Item, event
 from broker.shares import Slices
+from postroom._wire.message import DestinationKind
 from postroom.delivery.subjects import command_subject, event_subject
-from postroom.message import DestinationKind
 
 _WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections
 # For a turn, then for a connection: longer than they take under load, shorter than a daemon's patience.

@@ -12,7 +12,7 @@ from broker.administration import find_topic_id, missing, path_mesh
 from broker.authentication import PRINCIPAL
 from broker.database import QUERIES, Database
 from broker.requests import decode_body
-from postroom import administration as api
+from postroom._wire import administration as api
 from postroom.chassis.routes import json_response
 from postroom.delivery.http.addresses import Guard
 from postroom.errors import Conflict, NotFound

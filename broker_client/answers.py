@@ -27,9 +27,9 @@ from typing import Final, NamedTuple
 from broker_client.channel import Failure, RequestFailed
 from broker_client.settings import RelaySettings
 from outbox.model import ClaimedRow, Settlement, Verdict
-from postroom.accept import AcceptAnswer
+from postroom._wire.accept import AcceptAnswer
+from postroom._wire.retry import RETRY_AFTER_LEAST, Backoff, clamp_retry_after
 from postroom.chassis.logs import clean
-from postroom.retry import RETRY_AFTER_LEAST, Backoff, clamp_retry_after
 
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 LATENCY_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # seconds

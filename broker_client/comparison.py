@@ -16,7 +16,7 @@ import structlog
 from broker_client.features import recognised_hours
 from broker_client.link import BrokerLink
 from outbox import Outbox
-from postroom.accept import Features
+from postroom._wire.accept import Features
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)

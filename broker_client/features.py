@@ -18,7 +18,7 @@ import structlog
 from broker_client.channel import Failure, RequestFailed
 from broker_client.link import BrokerLink
 from broker_client.settings import RelaySettings
-from postroom.accept import DEDUPE_MODES, DedupeFeature, Features
+from postroom._wire.accept import DEDUPE_MODES, DedupeFeature, Features
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.chassis.ownership import open_private

@@ -17,7 +17,7 @@ import msgspec
 from broker_client.channel import Channel, Failure, Reply, RequestFailed
 from broker_client.settings import BrokerClientSettings
 from outbox.model import Accepted, ClaimedRow, DoneRow, Unanswered
-from postroom.accept import (
+from postroom._wire.accept import (
     OVERLOADED,
     AcceptAnswer,
     AcceptedQuery,
@@ -26,13 +26,13 @@ from postroom.accept import (
     RawAcceptItem,
     SentMessage,
 )
-from postroom.administration import Subscribe, Subscription, TopicList
+from postroom._wire.administration import Subscribe, Subscription, TopicList
+from postroom._wire.ids import is_client_message_id
+from postroom._wire.message import parse_destination
+from postroom._wire.retry import read_date, read_retry_after
 from postroom.chassis.config import MASK
 from postroom.chassis.logs import clean
 from postroom.errors import Problem, error_for
-from postroom.ids import is_client_message_id
-from postroom.message import parse_destination
-from postroom.retry import read_date, read_retry_after
 
 T = TypeVar("T")
 

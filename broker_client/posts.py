@@ -25,10 +25,10 @@ from broker_client.pace import Suspects
 from broker_client.settings import RelaySettings
 from outbox import Outbox
 from outbox.model import ClaimedRow, Settlement, Verdict
-from postroom.accept import AcceptAnswer
+from postroom._wire.accept import AcceptAnswer
+from postroom._wire.retry import clamp_retry_after
 from postroom.chassis.logs import clean
 from postroom.errors import PostroomError
-from postroom.retry import clamp_retry_after
 
 _log = structlog.get_logger(__name__)
 

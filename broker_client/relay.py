@@ -30,9 +30,9 @@ from broker_client.posts import STORAGE_SECONDS, Posting
 from broker_client.settings import RelaySettings
 from outbox import Outbox
 from outbox.model import ClaimedRow, to_datetime
-from postroom.accept import Features
+from postroom._wire.accept import Features
+from postroom._wire.sends import RelayStatus
 from postroom.errors import PostroomError
-from postroom.sends import RelayStatus
 
 _log = structlog.get_logger(__name__)
 

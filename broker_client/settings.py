@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from postroom.retry import Backoff
+from postroom._wire.retry import Backoff
 
 MIB: Final = 1024 * 1024
 

@@ -13,7 +13,7 @@ from cli.quantities import time_of
 
 if TYPE_CHECKING:
     from postroom import SendRequest
-    from postroom.message import Priority
+    from postroom._wire.message import Priority
 
 
 class Common(NamedTuple):
@@ -60,7 +60,7 @@ def body_of(data: bytes) -> str | bytes:
 
 def plain_lines(to: str, common: Common, id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:
     """Make the parser for lines that are bodies."""
-    from postroom.outgoing import compose  # noqa: PLC0415
+    from postroom._wire.arguments import compose  # noqa: PLC0415
 
     def parse(line: bytes, number: int) -> SendRequest:
         _check_length(line)
@@ -73,7 +73,7 @@ def json_lines(id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:
     """Make the parser for lines that are whole messages, as `POST /v1/send/batch` takes them."""
     from msgspec.structs import replace  # noqa: PLC0415
 
-    from postroom.message import decode_request  # noqa: PLC0415
+    from postroom._wire.message import decode_request  # noqa: PLC0415
 
     def parse(line: bytes, number: int) -> SendRequest:
         _check_length(line)
@@ -91,7 +91,7 @@ def _id(prefix: str | None, number: int) -> str | None:
 
 
 def _check_length(line: bytes) -> None:
-    from postroom.message import refuse  # noqa: PLC0415
+    from postroom._wire.message import refuse  # noqa: PLC0415
 
     if len(line) > MAX_LINE:
         refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body", 413)

@@ -107,7 +107,7 @@ async def _read(
     """Show at most `limit` messages; returns the cursor that continues the list."""
     from msgspec.structs import replace  # noqa: PLC0415
 
-    from postroom.received import MAX_PAGE  # noqa: PLC0415
+    from postroom._wire.sends import MAX_PAGE  # noqa: PLC0415
 
     count, cursor = 0, query.cursor
     while True:
@@ -133,7 +133,7 @@ async def _follow(messages: AsyncIterator[InboxMessage], *, as_json: bool) -> No
 
 def _check(destination: str | None) -> None:
     """Refuse what is no destination: it would match nothing, and say nothing."""
-    from postroom.message import parse_destination  # noqa: PLC0415
+    from postroom._wire.message import parse_destination  # noqa: PLC0415
 
     if destination is not None:
         parse_destination(destination)

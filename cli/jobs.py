@@ -311,7 +311,7 @@ def _request(text: str) -> str:
 
 
 def _check_traceparent(text: str | None) -> None:
-    from postroom.message import TRACEPARENT  # noqa: PLC0415
+    from postroom._wire.message import TRACEPARENT  # noqa: PLC0415
 
     if text is not None and TRACEPARENT.fullmatch(text) is None:
         detail = f"{text!r} is not 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"

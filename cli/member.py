@@ -16,7 +16,7 @@ from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
-    from postroom.administration import Member, MemberToken
+    from postroom._wire.administration import Member, MemberToken
 
 app = noun("Administer the members of a mesh.")
 

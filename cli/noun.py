@@ -17,7 +17,7 @@ def named(kind: Literal["mesh", "member", "topic", "queue"]) -> Callable[[Any], 
     """Make the check of an argument that is such a name, or of an option that is several."""
 
     def check(value: Any) -> Any:
-        from postroom.administration import check_name  # noqa: PLC0415
+        from postroom._wire.administration import check_name  # noqa: PLC0415
         from postroom.errors import InvalidMessage  # noqa: PLC0415
 
         try:

@@ -32,8 +32,8 @@ from postroom.chassis.exits import Exit, Fatal
 if TYPE_CHECKING:
     from daemon.postroomd import Recovery
     from postroom import AsyncClient, ListQuery, OutboxRow, RowFilter
-    from postroom.message import SendRequest
-    from postroom.operations import Verb
+    from postroom._wire.message import SendRequest
+    from postroom._wire.operations import Verb
 
 app = noun("See and repair what the daemon keeps.")
 

@@ -9,12 +9,12 @@ from cli.files import read_plain_file
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from postroom.message import SendRequest
+    from postroom._wire.message import SendRequest
 
 
 def read_patch(file: Path) -> SendRequest:
     """Return the message in `file`; raises `Fatal` for no plain file, `InvalidMessage` for no message."""
-    from postroom.message import decode_request, parse_destination  # noqa: PLC0415
+    from postroom._wire.message import decode_request, parse_destination  # noqa: PLC0415
 
     request = decode_request(read_plain_file(file))
     parse_destination(request.to)

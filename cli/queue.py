@@ -12,7 +12,7 @@ from cli.output import confirm, json_line, line, listing
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
-    from postroom.administration import Queue
+    from postroom._wire.administration import Queue
 
 app = noun("Administer queues.")
 

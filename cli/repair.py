@@ -12,8 +12,8 @@ from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from postroom import AsyncClient, OutboxRow, RowFilter
-    from postroom.operations import Verb
-    from postroom.sends import BulkResult
+    from postroom._wire.operations import Verb
+    from postroom._wire.sends import BulkResult
 
 ASKS: Final = frozenset({"requeue", "abort"})  # the verbs that retire a row for good
 BULK_SECONDS: Final = 120.0  # how long one request of a bulk verb may take, a dry run over millions of rows included
@@ -120,7 +120,7 @@ def _bulk(
 
 def _together(results: Iterable[BulkResult]) -> BulkResult:
     """Add up what several requests did, or would do."""
-    from postroom.sends import BulkResult  # noqa: PLC0415
+    from postroom._wire.sends import BulkResult  # noqa: PLC0415
 
     total = BulkResult(dry_run=False, matched=0, done=[], skipped=[], failed=[])
     for each in results:

@@ -8,7 +8,7 @@ from cli.output import ago, fields, json_line, line, table, tree
 
 if TYPE_CHECKING:
     from postroom import AsyncClient, ListQuery, OutboxRow
-    from postroom.sends import RowChain
+    from postroom._wire.sends import RowChain
 
 COLUMNS: Final = ("ROW", "CLIENT MESSAGE ID", "STATUS", "TO", "AGE", "TRIES", "LAST ERROR")
 PAGE: Final = 1000  # rows asked for at once

@@ -48,7 +48,7 @@ def row_filter(
     import msgspec  # noqa: PLC0415
 
     from postroom import RowFilter  # noqa: PLC0415
-    from postroom.message import parse_destination  # noqa: PLC0415
+    from postroom._wire.message import parse_destination  # noqa: PLC0415
 
     if destination is not None:
         parse_destination(destination)  # a misspelt one would match nothing, and say nothing

@@ -101,7 +101,7 @@ def _source(body: str | None, file: Path | None, body_file: Path | None, *, ndjs
 
 
 def _destination(to: str | None) -> str:
-    from postroom.message import parse_destination  # noqa: PLC0415
+    from postroom._wire.message import parse_destination  # noqa: PLC0415
 
     if to is None:
         raise Fatal(Exit.USAGE, "say where to: topic:NAME, dm:MEMBER or queue:NAME")

@@ -74,7 +74,7 @@ class Sending:
                 json_line(result)
 
     def _fail(self, number: int, problem: Problem) -> None:
-        from postroom.sends import BatchResult  # noqa: PLC0415
+        from postroom._wire.sends import BatchResult  # noqa: PLC0415
 
         with self._saying:
             self._failed += 1

@@ -16,7 +16,7 @@ from cli.webhook import app as webhook
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
-    from postroom.administration import Subscription, Topic
+    from postroom._wire.administration import Subscription, Topic
 
 app = noun("Administer topics, and who gets them.")
 app.add_typer(webhook, name="webhook")

@@ -12,7 +12,7 @@ from cli.output import confirm, json_line, line, listing, note
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
-    from postroom.administration import NewWebhook, Webhook
+    from postroom._wire.administration import NewWebhook, Webhook
 
 app = noun("Administer where the messages of a topic are posted to.")
 

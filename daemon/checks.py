@@ -16,7 +16,7 @@ from broker_client.features import max_age_hours
 from broker_client.link import BrokerLink
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from ipc.tokens import LocalToken
-from postroom.accept import Features
+from postroom._wire.accept import Features
 from postroom.chassis.exits import Fatal, Finding
 from postroom.chassis.listener import refuse_path
 from postroom.delivery.nats import connect

@@ -17,7 +17,7 @@ from broker_client.settings import BrokerClientSettings, RelaySettings
 from inbox import InboxSettings
 from ipc.limits import Limits
 from outbox.settings import OutboxSettings
-from postroom.administration import SLUG_PATTERN
+from postroom._wire.administration import SLUG_PATTERN
 from postroom.chassis.config import load
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.settings import NatsSettings

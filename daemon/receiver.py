@@ -21,8 +21,9 @@ from nats.aio.client import Client
 from broker_client.settings import BrokerClientSettings
 from inbox import Broken, Inbox, InboxSettings, now_ms
 from inbox.errors import unavailable
-from postroom.accept import Features
-from postroom.administration import HistoryMessage, HistoryQuery
+from postroom._wire.accept import Features
+from postroom._wire.administration import HistoryMessage, HistoryQuery
+from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
 from postroom.delivery.consuming import DONE, Consumer, Dead, Delivery, Settle
 from postroom.delivery.dead_letters import StreamLetters
@@ -30,7 +31,6 @@ from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import inbox_subject, stream_name
 from postroom.errors import Gone, PostroomError
-from postroom.retry import STEADY, Backoff
 
 _log = structlog.get_logger(__name__)
 

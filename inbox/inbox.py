@@ -16,12 +16,12 @@ from inbox.model import MessageFilter, Page, StoredMessage, row_of
 from inbox.opening import open_file
 from inbox.reading import PAGE_BYTES, FileState, Reader
 from inbox.writer import Writer
-from postroom.administration import HistoryMessage
+from postroom._wire.administration import HistoryMessage
+from postroom._wire.ids import new_id
 from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import open_reader
 from postroom.chassis.sqlite_file import OwnedFile
 from postroom.errors import PostroomError
-from postroom.ids import new_id
 
 NAME: Final = "inbox"  # of its files
 _QUERIES: Final = load_queries("inbox", "sql/write.sql")

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from postroom.administration import HistoryMessage
+from postroom._wire.administration import HistoryMessage
 
 _encode: Final = msgspec.json.Encoder().encode
 

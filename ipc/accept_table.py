@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
 from outbox.model import AcceptedRow, Caller
+from postroom._wire.fingerprint import prefix
+from postroom._wire.message import PreparedSend
+from postroom._wire.sends import RowStatus, SendResult
 from postroom.errors import Conflict, PostroomError
-from postroom.fingerprint import prefix
-from postroom.message import PreparedSend
-from postroom.sends import RowStatus, SendResult
 
 
 class Kept(NamedTuple):

@@ -24,10 +24,10 @@ from ipc.services import Services
 from ipc.turns import TURN
 from outbox.errors import stopped
 from outbox.model import AcceptedRow, Caller
+from postroom._wire.message import PreparedSend, prepare
+from postroom._wire.sends import BatchResult
 from postroom.chassis.routes import NDJSON
 from postroom.errors import InvalidMessage, PostroomError
-from postroom.message import PreparedSend, prepare
-from postroom.sends import BatchResult
 
 CHUNK_LINES: Final = 1000
 _PIECE: Final = 4096  # bytes that are cut into lines at once

@@ -11,8 +11,8 @@ from ipc.answers import Answer, json_answer
 from ipc.request import Request
 from ipc.services import Services
 from outbox.model import Missing, to_datetime
+from postroom._wire.sends import Health, Ready, Version
 from postroom.errors import TryAgain
-from postroom.sends import Health, Ready, Version
 
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus
 WAL_WARNING_BYTES: Final = 64 * 1024 * 1024

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from outbox import Outbox
 from outbox.model import AcceptedRow, Caller
+from postroom._wire.message import PreparedSend
 from postroom.errors import NotPermitted, PostroomError
-from postroom.message import PreparedSend
 
 
 class DestinationRule:

@@ -22,9 +22,9 @@ from ipc.answers import json_answer
 from ipc.request import Request
 from ipc.services import Services
 from ipc.turns import Lanes
+from postroom._wire.sends import EventsQuery, InboxQuery
 from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, TryAgain
-from postroom.received import EventsQuery, InboxQuery
 
 EVENT_STREAM: Final = "text/event-stream"
 _PAGE: Final = 200  # messages read from the file at once

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from postroom.message import MAX_BODY_BYTES
+from postroom._wire.message import MAX_BODY_BYTES
 
 _FDS_KEPT_FREE: Final = 64  # for the database, the broker's connections, logs and whatever else the process opens
 MIB: Final = 1024 * 1024

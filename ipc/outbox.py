@@ -11,10 +11,8 @@ from ipc.answers import JSON, json_answer
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
 from outbox import RowFilter, now_ms
-from postroom.chassis.routes import NDJSON, Handler, decode_query
-from postroom.errors import InvalidMessage
-from postroom.message import PreparedSend, SendRequest, check_client_message_id, prepare_request
-from postroom.operations import (
+from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, prepare_request
+from postroom._wire.operations import (
     MAX_PAGE,
     RETIRING,
     AbortRequest,
@@ -28,6 +26,8 @@ from postroom.operations import (
     ResendResult,
     Verb,
 )
+from postroom.chassis.routes import NDJSON, Handler, decode_query
+from postroom.errors import InvalidMessage
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -10,8 +10,8 @@ from aiohttp import web
 from ipc.answers import JSON, json_answer
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
-from postroom.message import parse_destination
-from postroom.operations import PauseRequest, ResumeRequest
+from postroom._wire.message import parse_destination
+from postroom._wire.operations import PauseRequest, ResumeRequest
 
 
 class RelayDesk:

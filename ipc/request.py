@@ -13,8 +13,8 @@ from ipc.budget import Budget
 from ipc.connection import Connection
 from ipc.limits import Limits
 from outbox.model import Caller
+from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.errors import InvalidMessage
-from postroom.message import refuse_duplicate_keys, refuse_too_many_values, where
 
 T = TypeVar("T", bound=msgspec.Struct)
 

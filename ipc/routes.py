@@ -14,10 +14,9 @@ from ipc.relay import RelayDesk
 from ipc.sends import Sends
 from ipc.services import Services
 from ipc.topics import Topics
-from postroom.administration import Subscription, TopicList
-from postroom.chassis.routes import NDJSON, Route, openapi
-from postroom.message import SendRequest
-from postroom.operations import (
+from postroom._wire.administration import Subscription, TopicList
+from postroom._wire.message import SendRequest
+from postroom._wire.operations import (
     AbortRequest,
     BulkRequest,
     ListQuery,
@@ -32,11 +31,14 @@ from postroom.operations import (
     SendsQuery,
     WaitQuery,
 )
-from postroom.received import EventsQuery, InboxMessage, InboxPage, InboxQuery
-from postroom.sends import (
+from postroom._wire.sends import (
     BatchResult,
     BulkResult,
+    EventsQuery,
     Health,
+    InboxMessage,
+    InboxPage,
+    InboxQuery,
     OutboxPage,
     OutboxRow,
     Ready,
@@ -46,6 +48,7 @@ from postroom.sends import (
     SendResult,
     Version,
 )
+from postroom.chassis.routes import NDJSON, Route, openapi
 
 CALLER = "caller"
 OPERATOR = "operator"

@@ -18,12 +18,12 @@ from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
 from ipc.turns import TURN
 from outbox.model import Caller
+from postroom._wire.ids import is_client_message_id
+from postroom._wire.message import PreparedSend, decode_request, prepare_request
+from postroom._wire.operations import SendsQuery, WaitQuery
+from postroom._wire.sends import SETTLED, OutboxRow, SendList
 from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, NotFound, PostroomError
-from postroom.ids import is_client_message_id
-from postroom.message import PreparedSend, decode_request, prepare_request
-from postroom.operations import SendsQuery, WaitQuery
-from postroom.sends import SETTLED, OutboxRow, SendList
 
 _SMALL_BODY_BYTES: Final = 2048  # what counts as no more than any request does
 _IDEMPOTENCY_KEY: Final = istr("Idempotency-Key")

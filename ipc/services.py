@@ -14,8 +14,8 @@ from ipc.destinations import DestinationRule
 from ipc.limits import Limits
 from ipc.peers import Policy
 from outbox import Outbox
+from postroom._wire.sends import RelayStatus
 from postroom.errors import NotFound
-from postroom.sends import RelayStatus
 
 
 class RelayControl(Protocol):

@@ -21,9 +21,9 @@ from outbox.lanes import lane_for
 from outbox.model import AcceptedRow, Caller, Existing
 from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
+from postroom._wire.message import PreparedSend, Priority
 from postroom.chassis.sql import load_queries
 from postroom.errors import PostroomError
-from postroom.message import PreparedSend, Priority
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
 _ORDINARY_BYTES: Final = 8192  # of a payload: what a row counts as one for, so that no transaction floods the WAL

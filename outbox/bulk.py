@@ -12,9 +12,9 @@ from outbox.operating import Build, Order, Verb, why_not
 from outbox.outcomes import Outcomes
 from outbox.reading import Reader, seq_of
 from outbox.writer import Writer
+from postroom._wire.operations import MAX_IDS, RETIRING
+from postroom._wire.sends import BulkFailure, BulkResult, OutboxRow
 from postroom.errors import PostroomError
-from postroom.operations import MAX_IDS, RETIRING
-from postroom.sends import BulkFailure, BulkResult, OutboxRow
 
 _ROWS: Final = MAX_IDS  # after which one request ends: its answer stays far below what a client reads
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from postroom.message import Priority
+from postroom._wire.message import Priority
 
 DUE: Final[dict[Priority, int]] = {"now": 0, "next": 1, "low": 2}  # what a claim takes, in this order
 WAITING: Final = 3  # until next_attempt_at

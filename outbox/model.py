@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from postroom.operations import RowFilter as RowFilter  # noqa: PLC0414 - one of this module's words too
-from postroom.sends import RowStatus
+from postroom._wire.operations import RowFilter as RowFilter  # noqa: PLC0414 - one of this module's words too
+from postroom._wire.sends import RowStatus
 
 
 class Caller(NamedTuple):
@@ -64,7 +64,7 @@ class ClaimedRow(NamedTuple):
     row_id: str
     client_message_id: str
     fingerprint: bytes
-    payload: bytes  # an encoded `postroom.message.Envelope`
+    payload: bytes  # an encoded `postroom._wire.message.Envelope`
     destination: str
     attempts: int  # before this one
     age_from: int  # ms since the epoch: enqueued, or not_before where that is later

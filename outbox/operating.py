@@ -15,10 +15,10 @@ from outbox.model import Caller
 from outbox.relaying import WalkedPast
 from outbox.settled import find_moved, find_row, unpack
 from outbox.transaction import Transaction, room_of
+from postroom._wire.message import PreparedSend, Priority
+from postroom._wire.operations import Verb as Verb  # noqa: PLC0414 - one of this module's words too
+from postroom._wire.sends import RowStatus
 from postroom.chassis.sql import load_queries
-from postroom.message import PreparedSend, Priority
-from postroom.operations import Verb as Verb  # noqa: PLC0414 - one of this module's words too
-from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
 _RESUMED: Final = 1000  # rows that a resume makes due; the others wait until their time, a minute at most as a rule

@@ -38,14 +38,14 @@ from outbox.settled import Prune
 from outbox.transact import Transactor
 from outbox.watchers import Watchers
 from outbox.writer import PART_ROWS, Writer
+from postroom._wire.ids import new_id
+from postroom._wire.message import PreparedSend, check_client_message_id
+from postroom._wire.operations import MAX_IDS
+from postroom._wire.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import open_reader
 from postroom.chassis.sqlite_file import OwnedFile
 from postroom.errors import PostroomError
-from postroom.ids import new_id
-from postroom.message import PreparedSend, check_client_message_id
-from postroom.operations import MAX_IDS
-from postroom.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 
 _log = structlog.get_logger(__name__)
 
@@ -319,8 +319,8 @@ class Outbox:
         row is `done` then), and, without `force`, 409 `outcome_unknown` where it cannot be asked.
 
         The successor's id is `new_client_message_id` or a fresh one, never the patch's own. `patch` comes from
-        `postroom.message.prepare`: its payload, destination, priority and fingerprint replace the row's. 409 where the
-        row's state forbids it, the id was ever used, or the payload was pruned; 404 for an unknown row.
+        `_wire.message.prepare`: its payload, destination, priority and fingerprint replace the row's. 409 where
+        the row's state forbids it, the id was ever used, or the payload was pruned; 404 for an unknown row.
         """
         order = Order(caller, reason, force).checked()
         if new_client_message_id is not None:

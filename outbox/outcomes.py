@@ -16,9 +16,9 @@ from outbox.model import Accepted, Unanswered
 from outbox.reading import Reader
 from outbox.transaction import Transaction
 from outbox.writer import Writer
+from postroom._wire.sends import RowStatus
 from postroom.chassis.sql import load_queries
 from postroom.errors import PostroomError
-from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
 _UNANSWERED: Final[tuple[RowStatus, ...]] = ("pending", "dead")  # the states of a row that may be unanswered

@@ -26,12 +26,12 @@ from outbox.model import (
 )
 from outbox.relaying import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, unpack
+from postroom._wire.message import Priority
+from postroom._wire.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import QUERIES as CONNECTION
 from postroom.chassis.sqlite import Connection, in_snapshot
 from postroom.errors import InvalidMessage
-from postroom.message import Priority
-from postroom.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")
 _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have

@@ -29,6 +29,8 @@ from outbox.pages import PAGE, Pages, Records, in_order
 from outbox.settled import PACKED_BYTES, checksum_of, find_moved, following, key_of, number_of, pack, read_salt, text_of
 from outbox.settled import QUERIES as SETTLED
 from outbox.transaction import room_of
+from postroom._wire.ids import is_client_message_id
+from postroom._wire.message import Envelope, check_envelope
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import hand_over
 from postroom.chassis.sql import load_queries
@@ -36,8 +38,6 @@ from postroom.chassis.sqlite import PARTS
 from postroom.chassis.sqlite import QUERIES as CONNECTION
 from postroom.chassis.sqlite_file import OwnedFile, move, set_aside, sync
 from postroom.errors import PostroomError
-from postroom.ids import is_client_message_id
-from postroom.message import Envelope, check_envelope
 
 _QUERIES: Final = load_queries("outbox", "sql/recover.sql")
 _SAMPLE: Final = 100  # rows that show whether fingerprints are those of their messages

@@ -10,8 +10,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from postroom._wire.sends import RowStatus
 from postroom.chassis.sql import load_queries
-from postroom.sends import RowStatus
 
 _QUERIES: Final = load_queries("outbox", "sql/count.sql")
 FULL_AT: Final = 0.95  # of max_bytes: new messages are refused

@@ -25,7 +25,7 @@ from pyspark.sql.types import (
 from pipeline.registry import Database, Outcome
 from pipeline.runner import submitted
 from pipeline.tables import Snapshot, read_table, snapshot
-from postroom.accept import MIN_DEDUPE_DAYS
+from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom.chassis.sql import load_queries
 from postroom.worker.orphans import Violation
 

@@ -18,9 +18,9 @@ from cli.demo.stage import PATIENCE, WAIT_SECONDS, Scene, Stage
 from cli.stack.layout import MESH
 from embedded import EmbeddedServer
 from postroom import PostroomError
+from postroom._wire.message import SendRequest
+from postroom._wire.sends import BatchResult
 from postroom.chassis.exits import Exit, Fatal
-from postroom.message import SendRequest
-from postroom.sends import BatchResult
 
 EVENTS: Final = EXAMPLES / "events.ndjson"
 TYPO: Final = "topic:ordres"

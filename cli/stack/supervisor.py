@@ -25,9 +25,9 @@ from cli.stack.programs import module_command
 from cli.stack.stack import Stack
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import wait_for_any
+from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import open_private
-from postroom.retry import STEADY, Backoff
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STEADY_SECONDS: Final = 60.0  # a program that ran for longer has recovered: its next end is the first again

@@ -3,14 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from postroom.administration import HistoryQuery
+from postroom._wire.administration import HistoryQuery
+from postroom._wire.ids import new_id
+from postroom._wire.message import SendRequest
+from postroom._wire.operations import ListQuery, RowFilter
+from postroom._wire.sends import BatchResult, EventsQuery, InboxMessage, InboxQuery, OutboxRow, SendResult
 from postroom.errors import Conflict, Gone, InvalidMessage, NotFound, NotPermitted, PostroomError, TryAgain, Unavailable
 from postroom.flow import Flow
-from postroom.ids import new_id
-from postroom.message import SendRequest
-from postroom.operations import ListQuery, RowFilter
-from postroom.received import EventsQuery, InboxMessage, InboxQuery
-from postroom.sends import BatchResult, OutboxRow, SendResult
 
 if TYPE_CHECKING:
     from postroom.blocking import Client

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
+from postroom._wire.message import SendRequest
+from postroom._wire.sends import BatchResult
 from postroom.client import AsyncClient
-from postroom.message import SendRequest
-from postroom.sends import BatchResult
 
 _CANCEL_SECONDS: Final = 10.0  # for what is interrupted to wind up
 

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from postroom.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, Features, SentMessage
-from postroom.administration import (
+from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, Features, SentMessage
+from postroom._wire.administration import (
     BrokerHealth,
     CreateMember,
     CreateMesh,
@@ -44,11 +44,9 @@ from postroom.administration import (
     Webhook,
     WebhookList,
 )
-from postroom.arguments import check_seconds
-from postroom.calls import Calls
-from postroom.peer import Peer
-from postroom.retry import retrying
-from postroom.transport import Transport
+from postroom._wire.arguments import check_seconds
+from postroom._wire.retry import Peer, retrying
+from postroom._wire.transport import Calls, Transport
 
 
 class BrokerClient(Calls):

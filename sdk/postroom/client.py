@@ -16,21 +16,29 @@ from urllib.parse import quote
 
 import aiohttp
 
-from postroom.arguments import check_id, check_seconds, check_traceparent
-from postroom.batch import Batch
+from postroom._wire.arguments import Body, check_id, check_seconds, check_traceparent, compose, encode
+from postroom._wire.batch import Batch, feed
+from postroom._wire.events import Following
+from postroom._wire.message import Priority, SendRequest
+from postroom._wire.operations import MAX_PAGE, MAX_WAIT, SendsQuery, WaitQuery
+from postroom._wire.operator import OperatorMethods
+from postroom._wire.retry import Patience, Peer, retrying
+from postroom._wire.sends import (
+    SETTLED,
+    BatchResult,
+    EventsQuery,
+    Health,
+    InboxMessage,
+    InboxPage,
+    InboxQuery,
+    OutboxRow,
+    Ready,
+    SendList,
+    SendResult,
+    Version,
+)
+from postroom._wire.transport import Transport, find_socket
 from postroom.errors import NotFound, PostroomError
-from postroom.feed import feed
-from postroom.following import Following
-from postroom.message import Priority, SendRequest
-from postroom.operating import OperatorMethods
-from postroom.operations import MAX_PAGE, MAX_WAIT, SendsQuery, WaitQuery
-from postroom.outgoing import Body, compose, encode
-from postroom.peer import Peer
-from postroom.received import EventsQuery, InboxMessage, InboxPage, InboxQuery
-from postroom.retry import Patience, retrying
-from postroom.sends import SETTLED, BatchResult, Health, OutboxRow, Ready, SendList, SendResult, Version
-from postroom.sockets import find_socket
-from postroom.transport import Transport
 
 
 class AsyncClient(OperatorMethods):

@@ -39,9 +39,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, overload
 
+from postroom._wire.message import parse_destination
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.flow_context import Context, Job
-from postroom.message import parse_destination
 from postroom.retry_policy import RetryPolicy
 
 __all__ = ["Activity", "Again", "Context", "Flow", "InvalidFlow", "Job", "Spawn", "check_flow", "next_steps"]

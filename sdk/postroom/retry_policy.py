@@ -17,8 +17,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from postroom._wire.retry import STEADY, Backoff
 from postroom.errors import InvalidMessage
-from postroom.retry import STEADY, Backoff
 
 MEMBER: Final = "retry_policy"  # of meta, or of a payload
 DAY_MS: Final = 86_400_000

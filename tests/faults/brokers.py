@@ -22,8 +22,8 @@ from embedded import EmbeddedPostgres, EmbeddedRedis
 from faults.campaign import Run, create_database, goal
 from faults.load import mailroom, reckon, relayed, writing
 from faults.nemesis import Line, killed
-from postroom.accept import AcceptAnswer, AcceptResponse, RawAcceptItem
-from postroom.message import SendRequest, prepare
+from postroom._wire.accept import AcceptAnswer, AcceptResponse, RawAcceptItem
+from postroom._wire.message import SendRequest, prepare
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from faults.load import RESTARTED, accepted, kept, mailroom
 from faults.nemesis import Shim, Strike
 from faults.nursery import Nursery, Nursling, nursery
 from postroom import AsyncClient, PostroomError, new_id
-from postroom.message import SendRequest
+from postroom._wire.message import SendRequest
 
 _WHY: Final = "the campaign wants it"
 _SINGLE: Final = 2  # messages sent alone

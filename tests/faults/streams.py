@@ -25,7 +25,7 @@ from support.waiting import until_so
 
 from faults.campaign import Missed, Run, goal
 from postroom import AsyncClient, new_id
-from postroom.message import SendRequest
+from postroom._wire.message import SendRequest
 
 _SENDERS: Final = 8
 _SPOILT: Final = "spoilt_thing"  # the events that the handler refuses

@@ -26,7 +26,7 @@ from support.restores import back_up, forget, restore
 
 from embedded import EmbeddedPostgres
 from postroom import Conflict, Gone
-from postroom.administration import HistoryMessage
+from postroom._wire.administration import HistoryMessage
 from postroom.errors import InvalidMessage
 from postroom.spark.database import connect
 from postroom.spark.history_batch import _SETTINGS, QUERIES, SCHEMA, HistoryReader, PushingHistoryReader, copy

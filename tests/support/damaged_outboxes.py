@@ -16,8 +16,8 @@ import msgspec
 from outbox import Outbox
 from outbox.recover import Recovery, recover
 from outbox.settled import text_of
-from postroom.ids import new_id
-from postroom.message import prepare
+from postroom._wire.ids import new_id
+from postroom._wire.message import prepare
 from support.outboxes import WHY, accepted, dead, done
 
 PAGE: Final = 4096

@@ -14,7 +14,7 @@ from broker.config import RetentionConfig
 from broker.database import QUERIES, Database, migrate
 from broker.incoming import Item, check
 from broker.store import AcceptStore, Candidate, MessageIds
-from postroom.message import MAX_BODY_BYTES, prepare
+from postroom._wire.message import MAX_BODY_BYTES, prepare
 
 T = TypeVar("T")
 

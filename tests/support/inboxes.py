@@ -9,7 +9,7 @@ from uuid import UUID
 import msgspec
 
 from inbox import Inbox
-from postroom.administration import HistoryMessage
+from postroom._wire.administration import HistoryMessage
 
 MEMBER = "alice"
 

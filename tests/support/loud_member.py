@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from postroom.message import prepare
+from postroom._wire.message import prepare
 
 _numbers = itertools.count()
 

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from outbox import AcceptedRow, Caller, Outbox, Settlement, Verdict
-from postroom.message import PreparedSend
+from postroom._wire.message import PreparedSend
 
 START: Final = 1_800_000_000_000  # ms since the epoch
 ALICE: Final = Caller(1000, 1000, "alice")

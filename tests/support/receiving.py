@@ -17,8 +17,8 @@ from nats.js import JetStreamContext
 
 from broker_client.features import KeptFeatures
 from postroom import AsyncClient, InboxMessage, InboxQuery
-from postroom.accept import DedupeFeature, Features
-from postroom.administration import HistoryMessage
+from postroom._wire.accept import DedupeFeature, Features
+from postroom._wire.administration import HistoryMessage
 from postroom.delivery.streams import default_streams, ensure_stream
 from support.inboxes import MEMBER, wire
 from support.lone_daemon import LoneDaemon

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from postroom import AsyncClient, new_id
-from postroom.message import SendRequest
+from postroom._wire.message import SendRequest
 from support.mailroom import TOPIC
 
 _BATCH: Final = 50  # messages of a batch, at most

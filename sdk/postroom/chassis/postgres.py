@@ -13,10 +13,10 @@ from typing import Any, Final, TypeAlias
 import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
+from postroom._wire.sql import missing_file, why_refused
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
 from postroom.chassis.sql import load_queries, migrations
-from postroom.postgres_url import missing_file, why_refused
 
 _QUERIES: Final = load_queries("postroom.chassis", "migrations.sql")
 

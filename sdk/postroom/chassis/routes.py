@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from postroom._wire.message import where
 from postroom.errors import PROBLEM_JSON, InvalidMessage, PostroomError, Problem
-from postroom.message import where
 
 _log = structlog.get_logger(__name__)
 

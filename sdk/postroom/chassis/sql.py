@@ -1,11 +1,11 @@
-"""SQL from files: the named queries of a package (`postroom.sql`), and its numbered migrations."""
+"""SQL from files: the named queries of a package (`postroom._wire.sql`), and its numbered migrations."""
 
 from __future__ import annotations
 
 import re
 from importlib.resources import files
 
-from postroom.sql import Queries, load_queries, read_sql
+from postroom._wire.sql import Queries, load_queries, read_sql
 
 __all__ = ["Queries", "load_queries", "migrations", "read_sql"]
 

@@ -7,7 +7,7 @@ import base64
 import asyncpg
 import msgspec
 
-from postroom.administration import HistoryMessage
+from postroom._wire.administration import HistoryMessage
 
 
 def history_message(row: asyncpg.Record) -> HistoryMessage:

@@ -9,8 +9,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.config import SECRET
-from postroom.retry import STEADY, Backoff
 
 DAY: Final = 86_400.0  # seconds
 

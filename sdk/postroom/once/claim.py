@@ -9,11 +9,11 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Final, Protocol
 
+from postroom._wire.failures import tell
+from postroom._wire.retry import Patience, retrying
 from postroom.errors import Conflict, PostroomError
 from postroom.once.errors import LeaseLost
 from postroom.once.model import Done, Result, Run, Scope
-from postroom.retry import Patience, retrying
-from postroom.telling import tell
 
 _RENEWALS: Final = 3  # of each lease, so that two may fail
 

@@ -19,13 +19,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+from postroom._wire.retry import STEADY, Backoff
 from postroom.errors import InvalidMessage, PostroomError
 from postroom.once.claim import Claim, claimed
 from postroom.once.errors import KeyHeld, LeaseLost, unusable
 from postroom.once.memory import MemoryStore
 from postroom.once.model import MAX_ERROR, Begun, Done, Held, Result, Run, Scope
 from postroom.once.store import Store
-from postroom.retry import STEADY, Backoff
 
 LEASE: Final = 30.0  # seconds
 WAIT: Final = 10.0  # seconds

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
+from postroom._wire.sql import load_queries, read_sql
 from postroom.once.errors import absent, unavailable, unusable
 from postroom.once.model import LEASE_EXPIRED, Encoding, Forgotten, KeptKey, KeyFilter, Result, Row, Scope, State
-from postroom.sql import load_queries, read_sql
 
 T = TypeVar("T")
 

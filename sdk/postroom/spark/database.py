@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+from postroom._wire.sql import missing_file, why_refused
 from postroom.errors import InvalidMessage, PostroomError, Unavailable
-from postroom.postgres_url import missing_file, why_refused
 
 if TYPE_CHECKING:
     import asyncpg

@@ -3,7 +3,7 @@
     spark.read.format("postroom_history").option("mesh", "sea").option("since", "2026-11-01").load()
     spark.readStream.format("postroom_history").option("max_rows_per_batch", 100_000).load()
 
-Its columns are the fields of `postroom.administration.HistoryMessage`; `meta` is JSON. With
+Its columns are the fields of `postroom._wire.administration.HistoryMessage`; `meta` is JSON. With
 `.schema("history_id BIGINT")` only those columns are read. The options are `history_options.HistoryOptions`.
 """
 

@@ -21,10 +21,10 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
+from postroom._wire.sql import load_queries
 from postroom.errors import InvalidMessage, NotFound
 from postroom.spark.database import connect
 from postroom.spark.history_options import Conditions, HistoryOptions
-from postroom.sql import load_queries
 
 if TYPE_CHECKING:
     import asyncpg

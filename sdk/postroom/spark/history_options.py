@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Self
 from uuid import UUID
 
+from postroom._wire.message import parse_destination
 from postroom.errors import InvalidMessage
-from postroom.message import parse_destination
 from postroom.spark.database import chosen_url
 
 if TYPE_CHECKING:

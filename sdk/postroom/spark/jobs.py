@@ -23,12 +23,12 @@ from uuid import UUID, uuid4, uuid5
 
 import msgspec
 
+from postroom._wire.retry import Patience, retrying
+from postroom._wire.sql import load_queries
 from postroom.errors import Conflict, NotFound, TryAgain
 from postroom.flow import SPARK_WRITE
-from postroom.retry import Patience, retrying
 from postroom.spark.database import chosen_url, connected
 from postroom.spark.options import WriteJob, WritePlan
-from postroom.sql import load_queries
 
 if TYPE_CHECKING:
     import asyncpg

@@ -22,8 +22,8 @@ from pyspark.sql.types import (
     StructType,
 )
 
+from postroom._wire.message import Priority, parse_destination
 from postroom.errors import InvalidMessage
-from postroom.message import Priority, parse_destination
 from postroom.spark.database import chosen_url
 from postroom.spark.values import check_id_type, check_type
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from postroom._wire.message import SendRequest
+from postroom._wire.sends import SETTLED, OutboxRow, SendResult
 from postroom.client import AsyncClient
 from postroom.errors import Conflict, InvalidMessage, PostroomError, Problem, TryAgain
-from postroom.message import SendRequest
-from postroom.sends import SETTLED, OutboxRow, SendResult
 from postroom.spark.options import FAIL, WritePlan
 from postroom.spark.rows import Row, RowReader, key_text
 

@@ -18,9 +18,9 @@ import msgspec
 from pyspark import TaskContext
 from pyspark.sql.types import BinaryType, StringType
 
+from postroom._wire.ids import MAX_ID_LENGTH
+from postroom._wire.message import SendRequest
 from postroom.errors import InvalidMessage
-from postroom.ids import MAX_ID_LENGTH
-from postroom.message import SendRequest
 from postroom.spark.options import WritePlan
 from postroom.spark.values import converter, id_text
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from postroom._wire.ids import new_id
 from postroom.errors import InvalidMessage, PostroomError
-from postroom.ids import new_id
 from postroom.spark.jobs import Counts, JobOfWrite
 from postroom.spark.options import FAIL, WritePlan, plan_write, stream_tag
 from postroom.spark.posts import Tally, failure, post, prepare_directory, write_problems

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 from nats.aio.client import Client
 
+from postroom._wire.retry import Patience, retrying
 from postroom.agent import Agent, agent_name, fill_subjects
 from postroom.chassis import logs
 from postroom.chassis.exits import Exit, Fatal
@@ -23,7 +24,6 @@ from postroom.delivery.consumers import run_alone
 from postroom.delivery.consuming import Consumer
 from postroom.delivery.nats import connect
 from postroom.errors import PostroomError
-from postroom.retry import Patience, retrying
 from postroom.worker.agent_config import AgentConfig, state_directory
 from postroom.worker.agent_metrics import expose
 from postroom.worker.page import serving_page

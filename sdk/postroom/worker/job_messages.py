@@ -13,12 +13,12 @@ from uuid import UUID
 
 import msgspec
 
+from postroom._wire.message import TRACEPARENT
 from postroom.delivery.consuming import Delivery
 from postroom.delivery.dead_letters.letter import REPLAY_OF
 from postroom.delivery.subjects import EventSubject, parse_subject
 from postroom.errors import InvalidMessage
 from postroom.ledger.primitives import Answer
-from postroom.message import TRACEPARENT
 
 CAUSATION_ID: Final = "X-Causation-Id"
 SPAWNED: Final = "activity_spawned"

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 from msgspec import Meta
 
-from postroom.accept import MIN_DEDUPE_DAYS
+from postroom._wire.accept import MIN_DEDUPE_DAYS
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import UNREACHABLE, Connection, Pool, connected
 from postroom.chassis.sql import load_queries

@@ -26,8 +26,8 @@ from broker.database import migrate
 from broker.main import open_services
 from embedded import EmbeddedPostgres
 from embedded.processes import tethered
-from postroom.accept import AcceptAnswer, AcceptResponse
-from postroom.message import Envelope, check_envelope, prepare
+from postroom._wire.accept import AcceptAnswer, AcceptResponse
+from postroom._wire.message import Envelope, check_envelope, prepare
 
 TABLES = (
     "mesh.client_message_dedupe",

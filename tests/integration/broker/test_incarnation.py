@@ -17,7 +17,7 @@ from broker.database import migrate
 from embedded import EmbeddedPostgres
 from embedded.postgres import _SETTINGS
 from postroom import BrokerClient, Gone
-from postroom.administration import HistoryQuery
+from postroom._wire.administration import HistoryQuery
 from postroom.chassis.exits import Exit
 
 Message = Callable[..., dict[str, Any]]

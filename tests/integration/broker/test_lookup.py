@@ -13,7 +13,7 @@ from support.waiting import until
 
 from broker import history
 from postroom import BrokerClient
-from postroom.accept import AcceptResponse, SentMessage
+from postroom._wire.accept import AcceptResponse, SentMessage
 
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]

@@ -19,7 +19,7 @@ from support.relaying import FEATURES
 from broker_client import BrokerClientSettings, BrokerLink, Relay, RelaySettings
 from outbox import Outbox
 from outbox.model import Caller, ClaimedRow
-from postroom.message import prepare
+from postroom._wire.message import prepare
 
 TOKEN = "tok-3c1f"
 Item = dict[str, Any]

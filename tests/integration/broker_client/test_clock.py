@@ -6,7 +6,7 @@ import pytest
 from support.relaying import ids_of, rows_of, whole
 from support.waiting import until
 
-from broker_client.features import ConfirmedClock
+from broker_client.link import ConfirmedClock
 from outbox.model import Caller
 
 YEARS = 10 * 365 * 24  # hours

@@ -12,8 +12,8 @@ from support.relaying import FEATURES
 from support.waiting import until
 
 from outbox.model import Caller
+from postroom._wire.message import prepare
 from postroom.chassis.exits import Exit, Fatal
-from postroom.message import prepare
 
 ME = Caller(0, 0)
 HOUR = 3600  # seconds

@@ -11,7 +11,7 @@ from support.relaying import busy, ids_of, rows_of, whole
 from support.waiting import until
 
 from outbox.model import Caller, RowFilter
-from postroom.message import prepare
+from postroom._wire.message import prepare
 
 HOUR = 3600  # seconds
 

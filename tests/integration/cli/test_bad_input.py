@@ -16,7 +16,7 @@ from support.lone_daemon import LoneDaemon
 from support.terminal import Terminal
 
 from cli import connect
-from postroom.ids import is_client_message_id
+from postroom._wire.ids import is_client_message_id
 
 WHY = ("--reason", "test", "--yes")
 

@@ -15,7 +15,7 @@ from support.lone_daemon import LoneDaemon
 from support.terminal import Terminal
 
 from postroom import AsyncClient, Client, RowFilter
-from postroom.sends import BulkResult
+from postroom._wire.sends import BulkResult
 
 WHY = ("--reason", "a test wants it")
 

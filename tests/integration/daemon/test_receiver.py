@@ -17,7 +17,7 @@ from support.waiting import until, until_so
 from broker_client.settings import BrokerClientSettings
 from daemon.receiver import Receiver
 from inbox import InboxSettings
-from postroom.accept import Features
+from postroom._wire.accept import Features
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import TryAgain
 

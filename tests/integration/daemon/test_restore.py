@@ -24,9 +24,9 @@ from daemon.config import DaemonConfig, SocketSettings
 from daemon.postroomd import Postroomd
 from embedded import EmbeddedPostgres
 from postroom import AsyncClient, BrokerClient, Gone, SendRequest
-from postroom.administration import HistoryQuery
+from postroom._wire.administration import HistoryQuery
+from postroom._wire.sends import Health
 from postroom.chassis.exits import Exit
-from postroom.sends import Health
 
 ADMIN_TOKEN = "the administrator's token of this drill"
 WHY = {"reason": "the backup of last night was restored"}

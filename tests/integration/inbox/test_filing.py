@@ -10,8 +10,8 @@ from support.inboxes import message
 from support.outboxes import START, Clock, opened
 
 from inbox import Inbox, MessageFilter
+from postroom._wire.sends import InboxMessage
 from postroom.errors import InvalidMessage, TryAgain
-from postroom.received import InboxMessage
 
 DAY = 86_400
 EVERYTHING = MessageFilter()

@@ -29,10 +29,10 @@ from ipc.tcp_guard import TcpGuard
 from ipc.tokens import LocalToken
 from outbox import Outbox, OutboxSettings
 from outbox.model import Caller
-from postroom.administration import Subscription, TopicList
+from postroom._wire.administration import Subscription, TopicList
+from postroom._wire.sends import RelayStatus
 from postroom.chassis.listener import loopback_listener, unix_listener
 from postroom.errors import NotFound
-from postroom.sends import RelayStatus
 
 
 class StillRelay:

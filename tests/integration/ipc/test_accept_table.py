@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outbox.model import Caller, Settlement, Verdict
-from postroom.fingerprint import prefix
-from postroom.message import prepare
+from postroom._wire.fingerprint import prefix
+from postroom._wire.message import prepare
 
 FIRST = {"to": "topic:orders", "body": "hello", "client_message_id": "k"}
 OTHER = {**FIRST, "body": "another"}

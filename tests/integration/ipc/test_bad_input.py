@@ -15,7 +15,7 @@ from support.wire import MALFORMED, SECRET
 
 from ipc.limits import Limits
 from outbox.model import Caller, Settlement, Verdict
-from postroom.message import prepare
+from postroom._wire.message import prepare
 
 GOOD = b'{"to":"topic:orders","body":"hi"}'
 HOST = b"Host: localhost\r\n"

@@ -15,8 +15,8 @@ from inbox import Inbox, InboxSettings
 from ipc.limits import Limits
 from ipc.peers import Policy
 from postroom import AsyncClient, InboxQuery
+from postroom._wire.sends import InboxMessage, InboxPage
 from postroom.errors import TryAgain
-from postroom.received import InboxMessage, InboxPage
 
 OpenRoom = Callable[..., Awaitable[Any]]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outbox.model import Caller, Settlement, Verdict
-from postroom.sends import RelayStatus
+from postroom._wire.sends import RelayStatus
 
 WHY = {"reason": "the receiver was down"}
 

@@ -16,9 +16,9 @@ from support.wire import encode, parse
 from ipc.dispatch import MethodNotAllowed, Table
 from ipc.peers import Policy
 from ipc.routes import CALLER, OPERATOR, routes
+from postroom._wire.operations import VERBS
 from postroom.chassis.routes import Route
 from postroom.errors import NotFound
-from postroom.operations import VERBS
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from ipc.limits import Limits
 from ipc.peers import Policy
 from outbox import OutboxSettings
 from outbox.model import Caller, Settlement, Verdict
-from postroom.ids import is_client_message_id
-from postroom.message import Envelope, prepare
+from postroom._wire.ids import is_client_message_id
+from postroom._wire.message import Envelope, prepare
 
 NDJSON = {"Content-Type": "application/x-ndjson"}
 LINE = {"to": "topic:orders", "body": "hi"}

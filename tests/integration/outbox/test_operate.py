@@ -9,8 +9,8 @@ import pytest
 from support.outboxes import OPERATOR, START, WHY, Clock, accepted, dead, opened, retry, row_in, send
 
 from outbox import Caller, Outbox, RelayControl, RowFilter, reading
+from postroom._wire.message import Envelope, prepare
 from postroom.errors import Conflict, InvalidMessage, NotFound
-from postroom.message import Envelope, prepare
 
 
 async def test_requeue_retires_the_row_and_writes_its_successor(outbox: Outbox, clock: Clock) -> None:

@@ -6,8 +6,8 @@ import pytest
 from support.outboxes import START, WHY, Clock, accepted, counted, done, row_in, send
 
 from outbox import Outbox, RowFilter, reading
+from postroom._wire.sends import OutboxRow
 from postroom.errors import InvalidMessage, NotFound
-from postroom.sends import OutboxRow
 
 
 async def pages(outbox: Outbox, row_filter: RowFilter, limit: int) -> list[list[str]]:

@@ -14,8 +14,8 @@ from support.waiting import until_so
 
 from outbox import AcceptedRow, Outbox, OutboxSettings, RowFilter, Settlement, Verdict
 from outbox.transaction import room_of
+from postroom._wire.ids import new_id
 from postroom.errors import Conflict, NotFound, TryAgain
-from postroom.ids import new_id
 
 OpenOutbox = Callable[..., Awaitable[Outbox]]
 MIB = 1024 * 1024

@@ -6,7 +6,7 @@ import pytest
 from support.outboxes import START, WHY, Clock, accepted, dead, done, retry, row_in, send
 
 from outbox import Outbox, Settlement
-from postroom.sends import OutboxRow
+from postroom._wire.sends import OutboxRow
 
 
 async def found(outbox: Outbox, client_message_id: str = "id-1") -> OutboxRow:

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 from support.odd_peers import Serve, Speak
 
-from postroom import AsyncClient, BatchResult, PostroomError, SendRequest, SendResult, TryAgain, Unavailable, batch
-from postroom.backlog import MAX_WAITING
-from postroom.feed import MAX_AHEAD
-from postroom.message import decode_request
+from postroom import AsyncClient, BatchResult, PostroomError, SendRequest, SendResult, TryAgain, Unavailable
+from postroom._wire import batch
+from postroom._wire.batch import MAX_AHEAD, MAX_WAITING
+from postroom._wire.message import decode_request
 
 NDJSON = {"Content-Type": "application/x-ndjson"}
 

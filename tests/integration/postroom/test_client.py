@@ -21,8 +21,8 @@ from postroom import (
     RowFilter,
     SendRequest,
 )
-from postroom.operations import MAX_IDS
-from postroom.sends import RelayStatus
+from postroom._wire.operations import MAX_IDS
+from postroom._wire.sends import RelayStatus
 
 REASON = "a test wants it"
 

@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 from support.odd_peers import Serve, Speak
 
-from postroom import AsyncClient, BrokerClient, NotPermitted, Unavailable, transport
+from postroom import AsyncClient, BrokerClient, NotPermitted, Unavailable
+from postroom._wire import transport
 
 
 def answer(body: bytes, status: str = "200 OK", media: str = "application/json", more: str = "") -> bytes:

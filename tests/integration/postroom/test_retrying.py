@@ -11,7 +11,7 @@ from aiohttp import web
 from support.odd_peers import Serve
 
 from postroom import AsyncClient, InvalidMessage, PostroomError, SendResult, TryAgain, Unavailable
-from postroom.operations import RowFilter
+from postroom._wire.operations import RowFilter
 
 
 class Peer:

@@ -29,13 +29,13 @@ from broker.config import BrokerConfig
 from broker.database import migrate
 from broker.main import open_services
 from postroom import BrokerClient
-from postroom.administration import NewWebhook
+from postroom._wire.administration import NewWebhook
+from postroom._wire.message import prepare
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.webhooks.settings import AddressSettings
 from postroom.delivery.webhooks.webhooks import STRETCH
 from postroom.errors import NotPermitted
-from postroom.message import prepare
 from postroom.signatures import SIGNATURE, verify
 
 ADMIN = "an administrator's token for tests"

@@ -28,12 +28,12 @@ from broker.database import QUERIES, Database, migrate
 from broker.incoming import Item, check, read_items
 from broker.store import AcceptStore, Candidate, MessageIds
 from embedded import EmbeddedNats
-from postroom.administration import HistoryMessage
+from postroom._wire.administration import HistoryMessage
+from postroom._wire.message import MAX_BODY_BYTES, prepare
 from postroom.delivery.publishing import DELIVERIES, Record, RecordSettings
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.source import Outgoing, Place
 from postroom.delivery.settings import NatsSettings
-from postroom.message import MAX_BODY_BYTES, prepare
 
 DIGEST = b"d" * 32
 _decode = msgspec.json.Decoder(HistoryMessage).decode

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.incoming import Checked, Item, Malformed, check, event, read_items
+from postroom._wire.message import Envelope, check_envelope
 from postroom.errors import InvalidMessage
-from postroom.message import Envelope, check_envelope
 
 LIMIT = 1000  # bytes of a body
 

@@ -10,7 +10,7 @@ from broker_client.answers import Outcome, Waits, backed_off, expired, outcome_o
 from broker_client.answers import settlement_for as settle
 from broker_client.settings import RelaySettings
 from outbox.model import ClaimedRow, Verdict
-from postroom.accept import AcceptAnswer
+from postroom._wire.accept import AcceptAnswer
 from postroom.errors import Problem
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from broker_client.features import HOUR, KeptFeatures, assumed_max_age_hours, max_age_hours
-from postroom.accept import DedupeFeature, Features
+from postroom._wire.accept import DedupeFeature, Features
 from postroom.chassis.exits import Exit, Fatal
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from daemon.config import DaemonConfig, load_config, socket_path, state_directory, token_file
-from postroom.administration import CreateMesh
+from postroom._wire.administration import CreateMesh
 from postroom.chassis.config import effective, settings
 from postroom.chassis.exits import Exit, Fatal
 

@@ -1,4 +1,4 @@
-"""A key that stands twice is found without reading the text a second time (`postroom.message.decode_request`)."""
+"""A key that stands twice is found without reading the text a second time (`postroom._wire.message.decode_request`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from postroom import message
+from postroom._wire import message
 from postroom.errors import InvalidMessage
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0") | st.sampled_from('\\"/'), max_size=12)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from postroom import ledger
-from postroom.sql import load_queries
+from postroom._wire.sql import load_queries
 
 ROOM = Path(ledger.__file__).parent
 FILES = sorted(file.name for file in ROOM.glob("*.sql") if file.name not in {"schema.sql", "primitives.sql"})

@@ -8,7 +8,7 @@ from outbox.accepting import Accept
 from outbox.model import Caller
 from outbox.relaying import Expire
 from outbox.writer import PART_ROWS, Queue
-from postroom.message import prepare
+from postroom._wire.message import prepare
 
 MALLORY, ALICE = Caller(1, 1), Caller(2, 2)
 SEND = prepare(b'{"to":"topic:orders"}')

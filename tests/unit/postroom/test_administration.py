@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from postroom.administration import CreateMember, CreateMesh, CreateQueue, CreateTopic, Subscribe, in_words
+from postroom._wire.administration import CreateMember, CreateMesh, CreateQueue, CreateTopic, Subscribe, in_words
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from postroom import AsyncClient, BrokerClient, Client, InvalidMessage
-from postroom.outgoing import compose, encode
+from postroom._wire.arguments import compose, encode
 
 NOWHERE = Path("/nonexistent/nobody.sock")
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from postroom.backlog import MAX_CHUNK_BYTES, MAX_CHUNK_LINES, MAX_WAITING, Backlog, Line
+from postroom._wire.batch import MAX_CHUNK_BYTES, MAX_CHUNK_LINES, MAX_WAITING, Backlog, Line
 
 
 async def filled(count: int, size: int = 1) -> Backlog:

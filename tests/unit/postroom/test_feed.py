@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from postroom.feed import MAX_AHEAD, feed
+from postroom._wire.batch import MAX_AHEAD, feed
 
 
 def numbers(count: int) -> Iterator[int]:

@@ -10,8 +10,8 @@ import rfc8785
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from postroom.fingerprint import NotCanonical, canonical_json, fingerprint, prefix
-from postroom.message import prepare
+from postroom._wire.fingerprint import NotCanonical, canonical_json, fingerprint, prefix
+from postroom._wire.message import prepare
 
 
 def by_hand(

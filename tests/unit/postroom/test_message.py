@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from postroom import message
-from postroom.errors import InvalidMessage
-from postroom.message import (
+from postroom._wire import message
+from postroom._wire.message import (
     MAX_META_VALUES,
     Envelope,
     SendRequest,
@@ -21,6 +20,7 @@ from postroom.message import (
     prepare,
     refuse_duplicate_keys,
 )
+from postroom.errors import InvalidMessage
 
 MIB = 1024 * 1024
 

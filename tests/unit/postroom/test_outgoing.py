@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from postroom import InvalidMessage, SendRequest
-from postroom.outgoing import compose, encode, with_id
+from postroom._wire.arguments import compose, encode, with_id
 
 
 @pytest.mark.parametrize("body", [b"\xff\x00", bytearray(b"\xff\x00"), memoryview(b"\xff.\x00.")[::2]])

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from postroom._wire.retry import CLIENT, STEADY, Backoff, Patience, retrying, retrying_unless_arrived
 from postroom.errors import Conflict, PostroomError, TryAgain, Unavailable
-from postroom.retry import CLIENT, STEADY, Backoff, Patience, retrying, retrying_unless_arrived
 
 LOST = Unavailable.of(503, "connection_lost", "broken", retryable=True)
 ABSENT = Unavailable.of(503, "daemon_absent", "nobody", retryable=True)

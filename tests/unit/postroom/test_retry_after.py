@@ -5,7 +5,7 @@ from email.utils import format_datetime
 
 import pytest
 
-from postroom.retry import clamp_retry_after, read_retry_after
+from postroom._wire.retry import clamp_retry_after, read_retry_after
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 NOW_MS = int(NOW.timestamp() * 1000)

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from postroom._wire.message import prepare
 from postroom.errors import InvalidMessage
-from postroom.message import prepare
 from postroom.retry_policy import RetryPolicy, check_retry_policy, policy_of
 
 THREE = {"max_attempts": 3, "backoff_ms": 500, "max_backoff_ms": 1500}

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from postroom import Unavailable, sockets
-from postroom.sockets import find_socket
+from postroom import Unavailable
+from postroom._wire import transport
+from postroom._wire.transport import find_socket
 
 
 @pytest.fixture
 def runtime(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime directory of this test's, and no system's."""
-    monkeypatch.setattr(sockets, "SYSTEM_DIRECTORY", short_directory / "run")
+    monkeypatch.setattr(transport, "SYSTEM_DIRECTORY", short_directory / "run")
     (short_directory / "postroom").mkdir()
     return short_directory
 

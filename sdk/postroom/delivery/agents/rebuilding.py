@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from postroom._wire.failures import tell
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.clock import to_microseconds
 from postroom.delivery.agents.records import NO_HASH, Record, decode_record, next_hash
 from postroom.delivery.agents.store import Event
-from postroom.telling import tell
 
 
 class Memory(NamedTuple):

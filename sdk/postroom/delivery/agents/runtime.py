@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 import structlog
 from nats.js import JetStreamContext
 
+from postroom._wire.failures import tell
 from postroom.agent import Agent, agent_name, check_agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import private_directory
@@ -42,7 +43,6 @@ from postroom.delivery.agents.turns import Turns
 from postroom.delivery.agents.underway import Begun, Underway
 from postroom.delivery.agents.writing import durably
 from postroom.delivery.consuming import ACK_TIMEOUT, Dead, Delivery, Outcome, Settle
-from postroom.telling import tell
 
 _log = structlog.get_logger(__name__)
 

@@ -19,12 +19,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from postroom._wire.retry import read_retry_after
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.answers import UNREACHABLE, UNTRUSTED, Answer
 from postroom.delivery.http.settings import HandlerSettings
-from postroom.retry import read_retry_after
 from postroom.signatures import MIN_SECRET_BYTES, SIGNATURE, sign
 
 _CHUNK: Final = 64 * 1024

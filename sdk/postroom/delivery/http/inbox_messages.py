@@ -19,13 +19,13 @@ from uuid import UUID, uuid4
 import asyncpg
 import structlog
 
+from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, check_version, open_pool
 from postroom.chassis.sql import load_queries
 from postroom.delivery.database import ROOM
 from postroom.delivery.http.answers import Judgement
 from postroom.delivery.http.grouping import Grouped
 from postroom.delivery.http.requests import Incoming
-from postroom.retry import Backoff
 
 _log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from postroom.retry import STEADY, Backoff
+from postroom._wire.retry import STEADY, Backoff
 
 _log = structlog.get_logger(__name__)
 

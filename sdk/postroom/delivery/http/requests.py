@@ -12,12 +12,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from postroom._wire.message import TRACEPARENT
 from postroom.chassis.logs import clean
 from postroom.delivery.message import Delivery
 from postroom.delivery.subjects import CommandSubject, EventSubject, InboxSubject, Subject, parse_subject
 from postroom.errors import InvalidMessage
 from postroom.handler import HandlerRequest
-from postroom.message import TRACEPARENT
 
 MESSAGE_ID: Final = re.compile(r"[!-~]{1,255}")  # the table has the same rule
 _VERSION: Final = re.compile(r"[1-9][0-9]{0,8}")

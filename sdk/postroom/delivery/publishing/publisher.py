@@ -34,6 +34,7 @@ from typing import Final
 import asyncpg
 import structlog
 
+from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.pace import Pace
@@ -42,7 +43,6 @@ from postroom.delivery.publishing.settings import PublisherSettings
 from postroom.delivery.publishing.source import Outgoing, Place, Source
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError
-from postroom.retry import Backoff
 
 _log = structlog.get_logger(__name__)
 

@@ -15,9 +15,9 @@ from support.http_consumers import Inbox, settled
 from support.jetstream import QUICK, Context, until
 from support.waiting import until as until_noticed
 
+from postroom._wire.retry import Backoff
 from postroom.delivery import pulling
 from postroom.delivery.http import reach
-from postroom.retry import Backoff
 from postroom.signatures import verify
 from postroom.worker.consumer import Services
 

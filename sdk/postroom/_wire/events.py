@@ -6,12 +6,11 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Final
 
-from postroom.calls import to_parameters
+from postroom._wire.message import MAX_BODY_BYTES
+from postroom._wire.retry import Patience
+from postroom._wire.sends import EventsQuery, InboxMessage
+from postroom._wire.transport import Transport, to_parameters
 from postroom.errors import PostroomError
-from postroom.message import MAX_BODY_BYTES
-from postroom.received import EventsQuery, InboxMessage
-from postroom.retry import Patience
-from postroom.transport import Transport
 
 SILENCE_SECONDS: Final = 60.0  # without even a heartbeat, after which the connection counts as broken
 _LONGEST_LINE: Final = 8 * MAX_BODY_BYTES  # of one message's JSON

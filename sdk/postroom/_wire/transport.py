@@ -1,24 +1,32 @@
-"""HTTP to one peer, over a Unix socket or a URL; every failure becomes one `PostroomError`.
+"""Where a daemon's socket is: `POSTROOM_SOCKET`, else the only one there is (docs/contract/send.md#send-1).
 
-An answer is read up to a limit, redirects are never followed, and what is no answer of Postroom's is `Unavailable`.
+HTTP to one peer, over a Unix socket or a URL; every failure becomes one `PostroomError`. An answer is read up to a
+limit, redirects are never followed, and what is not an answer of Postroom's is `Unavailable`. Both clients are made of
+`Calls`: a transport, patience, and the two ways to call, reading and changing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
 
 import aiohttp
 import msgspec
 from aiohttp.typedefs import Query
 from yarl import URL
 
-from postroom.peer import Peer
+from postroom._wire.retry import Patience, Peer, retrying, retrying_unless_arrived
+from postroom.errors import Unavailable
 
+SYSTEM_DIRECTORY: Final = Path("/run/postroom")
+MAX_SOCKET_PATH: Final = 107  # bytes; sockaddr_un leaves no room for more
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
 LARGE_BODY: Final = 256 * 1024  # bytes
@@ -26,6 +34,53 @@ MAX_ANSWER: Final = 32 * 1024 * 1024  # bytes
 MAX_LINE: Final = 64 * 1024  # bytes of one line of an NDJSON answer
 
 T = TypeVar("T")
+
+
+def find_socket(socket: Path | str | None = None, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return `socket`, else `POSTROOM_SOCKET`, else the only socket that lies where daemons put theirs.
+
+    Raises `Unavailable` that says what to set or to start where there is none, or more than one.
+    """
+    if named := socket or environ.get("POSTROOM_SOCKET"):
+        return _checked(Path(named))
+    directories = list(socket_directories(environ))
+    found = [file for directory in directories for file in _sockets(directory)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        choice = ", ".join(map(str, found))
+        raise _unavailable("socket_ambiguous", f"several daemons run here: set POSTROOM_SOCKET to one of {choice}")
+    places = " or ".join(map(str, directories))
+    raise _unavailable(
+        "daemon_absent", f"there is no daemon's socket in {places}: start one (`postroom up`), or set POSTROOM_SOCKET"
+    )
+
+
+def socket_directories(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
+    """Name the directories where daemons put their sockets: the user's, then the system's."""
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        yield Path(runtime) / "postroom"
+    yield SYSTEM_DIRECTORY
+
+
+def _sockets(directory: Path) -> list[Path]:
+    try:
+        return sorted(file for file in directory.glob("*.sock") if file.is_socket())
+    except OSError:
+        return []  # a directory that can't be read holds no socket for us
+
+
+def _checked(socket: Path) -> Path:
+    length = len(os.fsencode(socket))
+    if length > MAX_SOCKET_PATH:
+        raise _unavailable(
+            "socket_path_too_long", f"the socket path has {length} bytes, the limit is {MAX_SOCKET_PATH}: {socket}"
+        )
+    return socket
+
+
+def _unavailable(code: str, detail: str) -> Unavailable:
+    return Unavailable.of(503, code, detail, retryable=code == "daemon_absent")
 
 
 class Transport:
@@ -146,3 +201,59 @@ class Transport:
             if len(data) > MAX_ANSWER:
                 raise self.peer.foreign(f"its answer is larger than {MAX_ANSWER} bytes")
         return bytes(data)
+
+
+class Calls:
+    """The base of a client: calls over one transport, tried again for `patience` seconds (0: one try)."""
+
+    def __init__(self, transport: Transport, patience: float) -> None:
+        self._transport = transport
+        self._patience_seconds = patience
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection; a second call does nothing."""
+        await self._transport.close()
+
+    def _patience(self) -> Patience:
+        return Patience(self._patience_seconds)
+
+    async def _read(
+        self,
+        path: str,
+        answer: type[T],
+        *,
+        query: msgspec.Struct | None = None,
+        body: msgspec.Struct | None = None,
+        waiting: float = 0.0,
+    ) -> T:
+        """Ask until it succeeds, fails for good, or patience ends: reading changes nothing, also with a body (POST)."""
+        method = "GET" if body is None else "POST"
+        parameters = None if query is None else to_parameters(query)
+        return await retrying(
+            lambda: self._transport.call(method, path, answer, query=parameters, body=body, waiting=waiting),
+            self._patience(),
+        )
+
+    async def _change(self, method: str, path: str, answer: type[T], body: msgspec.Struct | None = None) -> T:
+        """Ask for a change; tried again only where it surely did not happen."""
+        return await retrying_unless_arrived(
+            lambda: self._transport.call(method, path, answer, body=body), self._patience()
+        )
+
+
+def to_parameters(query: msgspec.Struct) -> dict[str, str]:
+    """Encode a query struct; what is not set is left out."""
+    members: dict[str, Any] = msgspec.to_builtins(query)
+    return {name: _text(value) for name, value in members.items() if value is not None}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

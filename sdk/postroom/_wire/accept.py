@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from postroom._wire.message import Envelope
 from postroom.errors import Problem
-from postroom.message import Envelope
 
 DEDUPE_MODES = ("retention_scoped", "permanent")
 MIN_DEDUPE_DAYS = 7  # docs/contract/accept.md#accept-3: a daemon tries for days, and must then be recognised

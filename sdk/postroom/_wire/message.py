@@ -18,9 +18,9 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, get_args
 
 import msgspec
 
+from postroom._wire.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
+from postroom._wire.ids import MAX_ID_LENGTH, is_client_message_id, new_id
 from postroom.errors import InvalidMessage
-from postroom.fingerprint import ENVELOPE_VERSION, NotCanonical, canonical_json, fingerprint
-from postroom.ids import MAX_ID_LENGTH, is_client_message_id, new_id
 from postroom.retry_policy import check_retry_policy
 
 Priority = Literal["now", "next", "low"]

@@ -22,8 +22,8 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from postroom.message import SendRequest
-from postroom.sends import RowStatus
+from postroom._wire.message import SendRequest
+from postroom._wire.sends import RowStatus
 
 Verb = Literal["requeue", "abort", "hold", "release", "flush"]
 VERBS: Final[tuple[Verb, ...]] = ("requeue", "abort", "hold", "release", "flush")

@@ -13,15 +13,15 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from postroom._wire.message import DestinationKind, Priority
 from postroom.errors import InvalidMessage
-from postroom.message import DestinationKind, Priority
 
 Role = Literal["member", "admin"]
 
 MAX_PAGE = 1000  # messages in one page of the history
 MAX_URL = 2048  # characters in the address of a webhook
 
-# Names obey the rules of destinations (postroom.message), so that everything that can be created can be written to.
+# Names obey the rules of destinations (`_wire.message`), so that everything that can be created can be written to.
 _END: Final = r"$(?!\n)"  # `$` alone lets a newline follow
 _SNAKE: Final = "^[a-z][a-z0-9_]{0,63}" + _END
 _WORD: Final = "[a-z][a-z0-9_-]{0,63}"

@@ -3,27 +3,37 @@
 Promises: every message gets exactly one result; at most `WINDOW` messages are sent and unanswered; a message that a
 broken connection left unanswered goes out again under the same id, which makes the second try harmless at the daemon.
 Fails with the `PostroomError` that outlasted the caller's patience; the results so far have been yielded by then.
+
+The lines that wait are filled from the caller's iterable and emptied into one request after another. Both ends wait for
+the other, so that a million lines never lie in memory. What a broken connection left unanswered is given back and goes
+out first. An ordinary iterable may block, so a thread walks it, and the event loop goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Final
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
 
-from postroom.backlog import Backlog, Line
+from postroom._wire.arguments import encode, with_id
+from postroom._wire.message import SendRequest
+from postroom._wire.retry import Patience
+from postroom._wire.sends import BatchResult
+from postroom._wire.transport import NDJSON, Transport
 from postroom.errors import InvalidMessage, PostroomError, Problem, error_for
-from postroom.message import SendRequest
-from postroom.outgoing import encode, with_id
-from postroom.retry import Patience
-from postroom.sends import BatchResult
-from postroom.transport import NDJSON, Transport
 
 WINDOW: Final = 4096  # messages sent and unanswered
 MAX_UNREAD: Final = 16  # pieces of the answer that the caller has not taken yet
 IDLE_SECONDS: Final = 1.0  # a request without a line ends after so long
 PATH: Final = "/v1/send/batch"
+MAX_WAITING: Final = 4096  # lines
+MAX_CHUNK_LINES: Final = 512
+MAX_CHUNK_BYTES: Final = 256 * 1024
+T = TypeVar("T")
+
+MAX_AHEAD: Final = 1024  # items that the thread may be ahead
 
 
 class Batch:
@@ -163,3 +173,144 @@ class Batch:
         self._unanswered.clear()
         self._why_later = None
         self._backlog.give_back(lines)
+
+
+class Line(NamedTuple):
+    """One line of a batch: its number in the caller's iterable, from 1, and its bytes with the line's end."""
+
+    number: int
+    data: bytes
+
+
+class Backlog:
+    """Lines on their way from the caller to the daemon."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Line] = deque()
+        self._filled = asyncio.Event()  # a line waits, or no more will come
+        self._drained = asyncio.Event()  # there is room
+        self._drained.set()
+        self._closed = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a line waits."""
+        return bool(self._waiting)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no line waits and none will come."""
+        return self._closed and not self._waiting
+
+    async def put(self, line: Line) -> None:
+        """Add a line once there is room."""
+        await self._drained.wait()
+        self._waiting.append(line)
+        self._update()
+
+    def give_back(self, lines: Iterable[Line]) -> None:
+        """Put lines that were taken, and never answered, before all others, in their order."""
+        self._waiting.extendleft(reversed(list(lines)))
+        self._update()
+
+    def close(self) -> None:
+        """Say that no more lines will come, save those that are given back."""
+        self._closed = True
+        self._update()
+
+    async def filled(self) -> bool:
+        """Wait until a line waits (True) or none will come any more (False)."""
+        await self._filled.wait()
+        return bool(self._waiting)
+
+    def take(self) -> list[Line]:
+        """Take as many of the waiting lines as make one chunk; none where none wait."""
+        taken: list[Line] = []
+        size = 0
+        while self._waiting and len(taken) < MAX_CHUNK_LINES and size < MAX_CHUNK_BYTES:
+            taken.append(self._waiting.popleft())
+            size += len(taken[-1].data)
+        self._update()
+        return taken
+
+    def _update(self) -> None:
+        _set(self._filled, wanted=bool(self._waiting) or self._closed)
+        _set(self._drained, wanted=len(self._waiting) < MAX_WAITING)
+
+
+def _set(event: asyncio.Event, *, wanted: bool) -> None:
+    if wanted:
+        event.set()
+    else:
+        event.clear()
+
+
+async def feed(items: Iterable[T] | AsyncIterable[T]) -> AsyncGenerator[T, None]:
+    """Yield the items of any iterable; what the iterable raises is raised here."""
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    elif isinstance(items, Sequence):
+        for item in items:
+            yield item
+    else:
+        walk = _Walk(items)
+        try:
+            async for item in walk.items():
+                yield item
+        finally:
+            walk.stop()
+
+
+class _Walk(Generic[T]):
+    """A daemon thread that walks `items`, at most `MAX_AHEAD` before its reader."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = items
+        self._ahead: deque[T] = deque()
+        self._room = threading.Semaphore(MAX_AHEAD)
+        self._loop = asyncio.get_running_loop()
+        self._more = asyncio.Event()
+        self._stopped = False
+        self._ended = False
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="postroom-feed", daemon=True).start()
+
+    async def items(self) -> AsyncIterator[T]:
+        """Yield what the thread finds, in order."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            ended = self._ended  # read first: what was found before the end is still yielded
+            while self._ahead:
+                self._room.release()
+                yield self._ahead.popleft()
+            if ended:
+                break
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """Let the thread end at its next item."""
+        self._stopped = True
+        self._room.release()
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                self._room.acquire()
+                if self._stopped:
+                    return
+                self._ahead.append(item)
+                if len(self._ahead) == 1:
+                    self._wake()
+        except BaseException as error:  # noqa: BLE001 - raised again where the items are read
+            self._error = error
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._more.set)
+        except RuntimeError:
+            self._stopped = True  # the loop is closed: nobody reads any more

@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 from support.inboxes import message
 
-from postroom.following import Following
-from postroom.peer import Peer
-from postroom.received import EventsQuery, InboxMessage
-from postroom.retry import Patience
-from postroom.transport import Transport
+from postroom._wire.events import Following
+from postroom._wire.retry import Patience, Peer
+from postroom._wire.sends import EventsQuery, InboxMessage
+from postroom._wire.transport import Transport
 
 
 def following() -> Following:

@@ -5,6 +5,8 @@ A file holds any number of queries; each begins with a line `-- name: <name>` an
     -- name: accept_lookup
     -- The rows that already hold one of these ids.
     SELECT …;
+
+`why_refused` says why a Postgres URL cannot be used, without the password that it may hold.
 """
 
 from __future__ import annotations
@@ -12,9 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
+from pathlib import Path
 from typing import Final
+from urllib.parse import parse_qs, urlsplit
 
 _NAME: Final = re.compile(r"^-- name: ([a-z0-9_]+)\n-- \S", re.MULTILINE)
+NO_URL: Final = "database_url is not a Postgres URL (postgresql://user@host/database)"
+_FILES: Final = ("sslrootcert", "sslcert", "sslkey", "sslcrl")
+_REMEDY: Final = "name the authority's certificate with sslrootcert=FILE"
 
 
 class Queries(Mapping[str, str]):
@@ -45,3 +52,26 @@ def load_queries(package: str, file: str = "queries.sql") -> Queries:
 def read_sql(package: str, file: str) -> str:
     """Return the text of one `.sql` file of `package`."""
     return files(package).joinpath(file).read_text("utf-8")
+
+
+def why_refused(error: Exception) -> str:
+    """Say what is wrong with a URL that asyncpg refused: one of its TLS options, else that it is none."""
+    said = str(error).partition("\n")[0]
+    if "certificate" in said or "`ssl" in said:  # of these asyncpg names only files and the values that there are
+        return f"the TLS options of database_url cannot be used: {said}; {_REMEDY}"
+    return NO_URL
+
+
+def missing_file(url: str) -> str | None:
+    """Say which file of a URL's TLS options cannot be read, None where all can."""
+    try:
+        query = parse_qs(urlsplit(url).query)
+    except ValueError:
+        return None
+    for option in _FILES:
+        for name in query.get(option, ()):
+            try:
+                Path(name).expanduser().open("rb").close()
+            except OSError as error:
+                return f"the TLS options of database_url cannot be used: {option}={name}: {error.strerror}"
+    return None

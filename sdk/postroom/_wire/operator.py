@@ -11,11 +11,10 @@ from urllib.parse import quote
 
 from msgspec.structs import replace
 
-from postroom.administration import Subscription, Topic, TopicList
-from postroom.arguments import check_id
-from postroom.calls import Calls, to_parameters
-from postroom.message import SendRequest
-from postroom.operations import (
+from postroom._wire.administration import Subscription, Topic, TopicList
+from postroom._wire.arguments import check_id
+from postroom._wire.message import SendRequest
+from postroom._wire.operations import (
     AbortRequest,
     BulkRequest,
     ListQuery,
@@ -30,7 +29,8 @@ from postroom.operations import (
     RowFilter,
     Verb,
 )
-from postroom.sends import BulkResult, OutboxPage, OutboxRow, RelayStatus, RowChain
+from postroom._wire.sends import BulkResult, OutboxPage, OutboxRow, RelayStatus, RowChain
+from postroom._wire.transport import Calls, to_parameters
 
 
 class OperatorMethods(Calls):
