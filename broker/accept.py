@@ -112,7 +112,9 @@ class Accepting:
             sentence = "the caller gave up before anything was written: send the batch again under the same ids"
             raise TryAgain.of(503, "given_up", sentence, retryable=True, retry_after=1.0) from None
         except TokenRevoked:
-            raise NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it was revoked") from None
+            raise NotPermitted.of(
+                401, "invalid_token", "the bearer token is not valid any more: it was revoked"
+            ) from None
         except Exception as error:  # noqa: BLE001 - whatever it was, the batch may have been committed
             await self._resolve_unknown(sender, batch, error)
         else:
@@ -144,7 +146,7 @@ class Accepting:
             TryAgain.of(
                 503,
                 "outcome_unknown",
-                "the transaction failed, and nothing of this message is to be found: send it again under the same id",
+                "the transaction failed, and this message was not written: send it again under the same id",
                 retryable=True,
                 retry_after=_UNKNOWN_RETRY_SECONDS,
             ).problem
@@ -252,7 +254,7 @@ class _Batch:
 
     def give_up(self) -> None:
         """Answer 503 to what no round settled: ids that come and go faster than they can be looked up."""
-        sentence = "the id is being taken and given up by others: send the message again under the same id"
+        sentence = "other senders are using this id at the moment: send the message again under the same id"
         self.fail_waiting(TryAgain.of(503, "id_contended", sentence, retryable=True, retry_after=1.0).problem)
 
     def in_order(self) -> list[AcceptAnswer]:

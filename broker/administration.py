@@ -53,7 +53,9 @@ class Administration:
             if mesh_id is None:
                 raise missing("mesh", slug)
             if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
-                sentence = f"the mesh {slug} holds messages: it can go when retention has deleted the last of them"
+                sentence = (
+                    f"the mesh {slug} still has messages: it can be deleted once retention has deleted the last of them"
+                )
                 raise Conflict.of(409, "mesh_holds_messages", sentence)
             await connection.execute(QUERIES["delete_mesh"], mesh_id)
         self._authentication.forget()
@@ -137,7 +139,7 @@ class Administration:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
         if row is None:  # somebody else subscribed the member in this very moment, or ended it
-            sentence = "the subscription changes just now: try again"
+            sentence = "the subscription is being changed: try again"
             raise Conflict.of(409, "subscription_changed", sentence, retryable=True)
         answer = api.Subscription(mesh=mesh, topic=topic, member=member, created_at=row["created_at"])
         return json_response(answer, 201 if row["created"] else 200)
@@ -211,7 +213,9 @@ def _subscriber(request: web.Request, asked: str | None) -> str:
         return asked
     if isinstance(principal, Member):
         return principal.name
-    raise NotPermitted.of(400, "member_required", "the administrator is no member: say whom to subscribe (`member`)")
+    raise NotPermitted.of(
+        400, "member_required", "the administrator is not a member: pass the member to subscribe (`member`)"
+    )
 
 
 async def _mesh_id(connection: Connection, slug: str) -> int:

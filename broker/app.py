@@ -116,23 +116,23 @@ def _table(services: Services) -> list[Route]:
               summary="Ask which of the member's own messages were accepted; writes nothing, costs no unit of a limit",
               body=AcceptedQuery, answers={200: AcceptResponse}, problems=(400, 401, 403, 408, 413, 415, 503)),
         Route(method="GET", path="/v1/features", handler=accept.features, access="member",
-              summary="What this broker does, and for whom the token speaks",
+              summary="What this broker supports, and the member that the token belongs to",
               answers={200: Features}, problems=(401, 403, 503)),
         Route(method="POST", path="/v1/meshes", handler=admin.create_mesh, access="broker_admin",
               summary="Create a mesh", body=api.CreateMesh, answers={201: api.Mesh}, problems=_WRITE),
         Route(method="GET", path="/v1/meshes", handler=admin.list_meshes, access="broker_admin",
               summary="List the meshes", answers={200: api.MeshList}, problems=_READ),
         Route(method="DELETE", path="/v1/meshes/{mesh}", handler=admin.delete_mesh, access="broker_admin",
-              summary="Delete a mesh that holds no messages", answers={204: None}, problems=_WRITE),
+              summary="Delete a mesh that has no messages", answers={204: None}, problems=_WRITE),
         Route(method="POST", path="/v1/members", handler=admin.create_member, access="mesh_admin",
               summary="Create a member; its token is shown this once",
               body=api.CreateMember, answers={201: api.MemberToken}, problems=_WRITE),
         Route(method="GET", path="/v1/members", handler=admin.list_members, access="reader",
               summary="List the members of a mesh", query=api.MeshQuery, answers={200: api.MemberList}, problems=_READ),
         Route(method="DELETE", path="/v1/members/{mesh}/{name}", handler=admin.revoke_member, access="mesh_admin",
-              summary="Revoke a member for good", answers={204: None}, problems=_WRITE),
+              summary="Revoke a member permanently", answers={204: None}, problems=_WRITE),
         Route(method="POST", path="/v1/members/{mesh}/{name}/token", handler=admin.rotate_token, access="reader",
-              summary="Give a member a new token, shown this once; for an admin, or the member itself",
+              summary="Give a member a new token, shown only once; for an admin, or the member itself",
               answers={200: api.MemberToken}, problems=_WRITE),
         Route(method="POST", path="/v1/topics", handler=admin.create_topic, access="mesh_admin",
               summary="Create a topic", body=api.CreateTopic, answers={201: api.Topic}, problems=_WRITE),
@@ -149,7 +149,7 @@ def _table(services: Services) -> list[Route]:
               summary="End a subscription; for an admin, or the member itself",
               answers={204: None}, problems=_WRITE),
         Route(method="POST", path=f"{topics}/webhooks", handler=webhooks.create_webhook, access="mesh_admin",
-              summary="Have a topic's messages posted to an address; the secret that signs them is shown this once",
+              summary="Post a topic's messages to an address; the secret that signs them is shown only once",
               body=api.CreateWebhook, answers={201: api.NewWebhook}, problems=_WRITE),
         Route(method="GET", path=f"{topics}/webhooks", handler=webhooks.list_webhooks, access="mesh_admin",
               summary="List the webhooks of a topic", answers={200: api.WebhookList}, problems=_READ),
@@ -167,7 +167,7 @@ def _table(services: Services) -> list[Route]:
         Route(method="GET", path="/v1/messages/{broker_message_id}", handler=history.get_message, access="reader",
               summary="Read one message", answers={200: api.HistoryMessage}, problems=_READ),
         Route(method="GET", path="/health", handler=control.health, access="anyone",
-              summary="Whether the process works, and what it lacks", answers={200: api.BrokerHealth}, problems=()),
+              summary="Whether the process works, and what is wrong", answers={200: api.BrokerHealth}, problems=()),
         Route(method="GET", path="/ready", handler=control.ready, access="anyone",
               summary="Whether it can accept now", answers={200: api.BrokerHealth, 503: api.BrokerHealth}, problems=()),
         Route(method="GET", path="/metrics", handler=control.metrics, access="anyone",
@@ -284,7 +284,7 @@ class _Control:
             async with asyncio.timeout(_READY_SECONDS):
                 return await self._services.database.trouble()
         except TimeoutError:
-            return "Postgres does not answer in time: nothing can be accepted"
+            return "Postgres does not answer in time: the broker cannot accept messages"
 
 
 def document(services: Services) -> dict[str, Any]:

@@ -100,12 +100,12 @@ def read_admin_token(file: Path | None) -> bytes | None:
         return None
     try:
         if file.stat().st_mode & stat.S_IROTH:
-            raise Fatal(Exit.CONFIG, f"admin_token_file {file} is readable for everybody: chmod o= it, and change it")
+            raise Fatal(Exit.CONFIG, f"admin_token_file {file} is readable by everybody: chmod o= it, and change it")
         token = file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise Fatal(Exit.CONFIG, f"cannot read admin_token_file {file}: {error}") from error
     if len(token) < MIN_ADMIN_TOKEN:
-        raise Fatal(Exit.CONFIG, f"admin_token_file {file} holds fewer than {MIN_ADMIN_TOKEN} characters")
+        raise Fatal(Exit.CONFIG, f"admin_token_file {file} has fewer than {MIN_ADMIN_TOKEN} characters")
     return digest(token)
 
 
@@ -137,7 +137,9 @@ class Authentication:
         elif access == "broker_admin":
             raise NotPermitted.of(403, "not_permitted", "only the broker's administrator may do this")
         elif access == "mesh_admin" and principal.role != "admin":
-            raise NotPermitted.of(403, "not_permitted", f"{principal.name} is no admin of the mesh {principal.mesh}")
+            raise NotPermitted.of(
+                403, "not_permitted", f"{principal.name} is not an admin of the mesh {principal.mesh}"
+            )
         request[PRINCIPAL] = principal
 
     def forget(self) -> None:
@@ -227,7 +229,7 @@ def _bearer(request: web.Request) -> bytes:
 
 
 def _nobodys() -> NotPermitted:
-    return NotPermitted.of(401, "invalid_token", "the bearer token is nobody's: it may have been revoked")
+    return NotPermitted.of(401, "invalid_token", "the bearer token is not valid: it may have been revoked")
 
 
 def member_of(request: web.Request) -> Member:
@@ -241,8 +243,8 @@ def own_mesh(principal: Principal, asked: str | None) -> str:
     """Return the mesh that a request is about; a member's own unless it asks for another one, which is a 403."""
     if isinstance(principal, Member):
         if asked is not None and asked != principal.mesh:
-            raise NotPermitted.of(403, "other_mesh", f"the token speaks for the mesh {principal.mesh} only")
+            raise NotPermitted.of(403, "other_mesh", f"the token is for the mesh {principal.mesh} only")
         return principal.mesh
     if asked is None:
-        raise InvalidMessage.of(400, "mesh_required", "the administrator belongs to no mesh: say which (`mesh`)")
+        raise InvalidMessage.of(400, "mesh_required", "the administrator belongs to no mesh: name one (`mesh`)")
     return asked

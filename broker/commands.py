@@ -38,8 +38,8 @@ async def begin_incarnation(config: BrokerConfig) -> Exit:
         await check_version(connection)
         incarnation = await connection.fetchval(QUERIES["begin_incarnation"], "an operator restored the database")
     sys.stdout.write(
-        f"incarnation {incarnation} began: each daemon now compares what it sent with the database, and says in "
-        "`postroom status` what is missing; `postroom outbox resend --missing` sends it again\n"
+        f"incarnation {incarnation} began: each daemon now compares what it sent with the database, and "
+        "`postroom status` shows what is missing; `postroom outbox resend --missing` sends it again\n"
     )
     return Exit.OK
 
@@ -60,7 +60,7 @@ async def check_orphans(config: BrokerConfig) -> Exit:
     for kind, rows, examples in violations:
         sys.stdout.write(f"{kind}: {rows} rows, such as {', '.join(map(str, examples))}\n")
     if not violations:
-        sys.stdout.write("every accept has all its rows, and every row its accept\n")
+        sys.stdout.write("every accepted message has all its rows, and every row its message\n")
     return Exit.FAILED if violations else Exit.OK
 
 

@@ -32,8 +32,10 @@ class LimiterConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Meta(description="without Redis: `local` limits in this process at the same rate, `closed` answers 503"),
     ] = "local"
     timeout_ms: Annotated[int, Meta(ge=1, le=10_000, description="how long Redis may take, in ms")] = 100
-    breaker_failures: Annotated[int, Meta(ge=1, description="failures in a row after which Redis gets a rest")] = 3
-    breaker_seconds: Annotated[float, Meta(gt=0, description="how long that rest is, in seconds")] = 2.0
+    breaker_failures: Annotated[
+        int, Meta(ge=1, description="consecutive failures after which Redis is not asked for a while")
+    ] = 3
+    breaker_seconds: Annotated[float, Meta(gt=0, description="how long Redis is not asked then, in seconds")] = 2.0
 
 
 class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +43,7 @@ class RetentionConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     mode: Annotated[
         Literal["retention_scoped", "permanent"],
-        Meta(description="whether ids are recognised for `dedupe_days` or for ever"),
+        Meta(description="whether ids are recognised for `dedupe_days` or forever"),
     ] = "retention_scoped"
     dedupe_days: Annotated[
         int, Meta(ge=MIN_DEDUPE_DAYS, le=MAX_DAYS, description="how long an id is recognised, in days")
@@ -88,7 +90,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     socket_group: Annotated[
         str | None, Meta(description="group that may connect (mode 0660); unset: only the broker's user (mode 0600)")
     ] = None
-    tls_cert: Annotated[Path | None, Meta(description="certificate chain (PEM); TLS is on where it is set")] = None
+    tls_cert: Annotated[Path | None, Meta(description="certificate chain (PEM); turns TLS on")] = None
     tls_key: Annotated[Path | None, Meta(description="private key (PEM) of `tls_cert`")] = None
     connections: Annotated[int, Meta(ge=1, le=100, description="Postgres connections for accepting")] = 6
     max_batch: Annotated[int, Meta(ge=1, le=MAX_BATCH, description="messages in one accept request")] = MAX_BATCH
@@ -98,7 +100,10 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     )
     max_in_flight: Annotated[
         int,
-        Meta(ge=1, description="batches at work at once; a mesh has at most a quarter, a member a quarter of that"),
+        Meta(
+            ge=1,
+            description="batches that are accepted at once; a mesh has at most a quarter, a member a quarter of that",
+        ),
     ] = 64
     buffered_bytes: Annotated[
         int, Meta(ge=1024, description="bodies in memory at once, in bytes, shared in the same way; the rest waits")
@@ -108,7 +113,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = 4096
     header_seconds: Annotated[float, Meta(gt=0, description="how long a request's head may take, in s")] = 10.0
     body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in s")] = 30.0
-    stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may lie unread, in s")] = 30.0
+    stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may stay unread, in s")] = 30.0
     idle_seconds: Annotated[float, Meta(gt=0, description="how long a connection may idle, in s")] = 75.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")

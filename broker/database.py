@@ -86,8 +86,8 @@ class Database:
             async with unavailable_as_503(), self.accepting.acquire(timeout=CONNECT_SECONDS) as connection:
                 read_only = await connection.fetchval(QUERIES["is_read_only"])
         except TryAgain:
-            return "Postgres does not answer, or lets nobody in: nothing can be accepted"
-        return "Postgres takes no writes, as a standby does: nothing can be accepted" if read_only else None
+            return "Postgres does not answer, or refuses the login: the broker cannot accept messages"
+        return "Postgres is read-only, as a standby is: the broker cannot accept messages" if read_only else None
 
     @asynccontextmanager
     async def read(self, whose: tuple[str, str]) -> AsyncIterator[Connection]:
@@ -103,7 +103,7 @@ class Database:
             ):
                 yield connection
         except asyncpg.CharacterNotInRepertoireError as error:
-            raise InvalidMessage.of(400, "nul_character", "a name in the request holds a NUL character") from error
+            raise InvalidMessage.of(400, "nul_character", "a name in the request contains a NUL character") from error
 
 
 @asynccontextmanager

@@ -68,7 +68,7 @@ class History:
         """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
         text = request.match_info["broker_message_id"]
         principal = request[PRINCIPAL]
-        missing = NotFound.of(404, "message_not_found", f"there is no message {text[:64]!r}, or not for you")
+        missing = NotFound.of(404, "message_not_found", f"there is no message {text[:64]!r}, or you may not read it")
         try:
             broker_message_id = UUID(text)
         except ValueError:
@@ -90,8 +90,9 @@ def _restored(resume_after: int, incarnation: str) -> Gone:
     return Gone.of(
         410,
         "history_restored",
-        "the broker's database was restored to an earlier state, or replaced, since this cursor was given: what the "
-        f"history holds is the same up to history_id {resume_after}; go on from there, and expect to read messages "
+        "the broker's database was restored to an earlier state, or replaced, since "
+        "this cursor was issued: the history "
+        f"is the same up to history_id {resume_after}; resume there, and expect to read messages "
         "again that were sent again",
         resume_after=resume_after,
         incarnation=incarnation,
@@ -130,7 +131,7 @@ class LookUp:
                         await _until_written(connection)
                         taken = await self._find(connection, sender, ids)
             except TimeoutError:
-                sentence = "posts that began before are still at work, and may hold these ids: ask again"
+                sentence = "earlier posts are still running, and may have these ids: ask again"
                 raise TryAgain.of(503, "posts_at_work", sentence, retryable=True, retry_after=1.0) from None
         answers = [_answer(sender, each, taken.get(each.client_message_id)) for each in asked.messages]
         return AcceptResponse(answers=answers)
@@ -143,7 +144,7 @@ class LookUp:
 async def _until_written(connection: Connection) -> None:
     """Wait until the transactions that write dedupe rows now have ended; a Postgres that only copies cannot say."""
     if await connection.fetchval(QUERIES["is_read_only"]):
-        sentence = "Postgres takes no writes at present, and may not have all that was accepted: ask again"
+        sentence = "Postgres is read-only at present, and may lack accepted messages: ask again"
         raise TryAgain.of(503, "database_unavailable", sentence, retryable=True, retry_after=1.0)
     under_way = await connection.fetchval(QUERIES["accepts_under_way"], None)
     while under_way:

@@ -84,7 +84,7 @@ def split(body: bytes, max_batch: int) -> list[msgspec.Raw]:
         refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: {error}")
     messages = list(takewhile(lambda message: message is not msgspec.UNSET, places))
     if not messages:
-        refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: it holds none")
+        refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: it is empty")
     if len(messages) > max_batch:
         refuse("batch_too_large", f"{len(messages)} messages, the limit is {max_batch}", "messages", 413)
     return messages
@@ -130,7 +130,7 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
             "request_fingerprint",
         )
     if envelope.traceparent is not None and _TRACEPARENT.fullmatch(envelope.traceparent) is None:
-        refuse("invalid_traceparent", "traceparent is not one of W3C Trace Context", "traceparent")
+        refuse("invalid_traceparent", "traceparent is not valid (W3C Trace Context)", "traceparent")
     meta = envelope.meta or {}
     return Checked(
         checked.destination.kind,
@@ -154,7 +154,7 @@ def _event_version(kind: DestinationKind, meta: dict[str, Any]) -> int:
     if kind != "topic":
         return 1
     if type(version) is not int or not 1 <= version <= _MAX_EVENT_VERSION:
-        refuse("invalid_event_version", "meta.event_version must be a whole number from 1 up", "meta.event_version")
+        refuse("invalid_event_version", "meta.event_version must be a whole number, 1 or more", "meta.event_version")
     return version
 
 

@@ -39,12 +39,12 @@ class Metrics:
         )
         self.limiter_decisions = Counter(
             "postroom_broker_limiter_decisions",
-            "Messages the limiter let through or denied, by who decided (redis, local, closed).",
+            "Messages that the limiter allowed or denied, by what decided (redis, local, closed).",
             ["decider", "decision"],
             registry=registry,
         )
         self.limiter_degraded = Gauge(
-            "postroom_broker_limiter_degraded", "1 while Redis does not decide.", registry=registry
+            "postroom_broker_limiter_degraded", "1 while the limiter works without Redis.", registry=registry
         )
         self.consumed_then_rejected = Counter(
             "postroom_broker_rate_limit_consumed_then_rejected",

@@ -49,8 +49,8 @@ async def _read(request: web.Request, config: BrokerConfig) -> bytes:
         raise PostroomError.of(408, "request_timeout", sentence, retryable=True) from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(config) from None
-    except (ConnectionError, web.RequestPayloadError):  # the caller has gone, or said that more would come
-        raise InvalidMessage.of(400, "incomplete_body", "the body broke off before its end") from None
+    except (ConnectionError, web.RequestPayloadError):  # the caller has disconnected, or said that more would come
+        raise InvalidMessage.of(400, "incomplete_body", "the body ended too early") from None
 
 
 _UNSAID = "application/octet-stream"  # what aiohttp reports where the client names no type
@@ -70,5 +70,5 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
             field, sentence = where(error)
             raise InvalidMessage.of(400, "invalid_request", in_words(sentence), field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            sentence = f"the body is not what this route takes: {error}"
+            sentence = f"the body does not match this route: {error}"
             raise InvalidMessage.of(400, "invalid_request", sentence) from error

@@ -62,7 +62,7 @@ class Shares:
                 self._give_back(holders, amount)
             if not isinstance(error, TimeoutError):
                 raise
-            sentence = "the broker has as much at work for you as it takes at once: try again"
+            sentence = "the broker is working on as many requests of yours as it allows: try again"
             raise TryAgain.of(503, OVERLOADED, sentence, retryable=True, retry_after=1.0) from None
         try:
             yield

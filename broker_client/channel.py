@@ -94,7 +94,7 @@ class TokenFile:
                 with self._path.open("rb") as file:
                     token = file.read(MAX_TOKEN_BYTES + 1).strip()
                 if not token or len(token) > MAX_TOKEN_BYTES or not all(0x21 <= byte <= 0x7E for byte in token):  # noqa: PLR2004 - visible ASCII
-                    raise _unusable(f"the token file {self._path} does not hold a token: one word of visible ASCII")
+                    raise _unusable(f"the token file {self._path} has no token: one word of visible ASCII")
                 self._token, self._seen = token.decode("ascii"), version
                 self._changes += 1
         except OSError as error:
@@ -172,10 +172,10 @@ class Channel:
             sentence = f"cannot connect to {self.base}: {clean(str(error))}"
             raise RequestFailed.because(Failure.UNREACHABLE, sentence) from error
         except TimeoutError as error:
-            sentence = f"{self.base} gave no whole answer within {self._settings.request_seconds:g} s"
+            sentence = f"{self.base} did not answer completely within {self._settings.request_seconds:g} s"
             raise RequestFailed.because(Failure.TIMED_OUT, sentence) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            sentence = f"{self.base} broke the connection off: {clean(str(error))}"
+            sentence = f"{self.base} closed the connection: {clean(str(error))}"
             raise RequestFailed.because(Failure.BROKEN_OFF, sentence) from error
         except RequestFailed:
             raise

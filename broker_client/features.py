@@ -129,8 +129,8 @@ class KeptFeatures:
 def _within(override: int, most: int, advised: int) -> int:
     if override > most:
         raise _incompatible(
-            f"relay.max_age_hours is {override}, more than the {most} h in which the broker surely recognises a "
-            f"repeated id: set it to {advised} or less, or leave it out"
+            f"relay.max_age_hours is {override}, more than the {most} h in which the broker is sure to recognise a "
+            f"repeated id: set it to {advised} or less, or omit it"
         )
     if override > advised:
         _log.warning("max_age_inside_margin", max_age_hours=override, advised_hours=advised)
@@ -186,7 +186,7 @@ class FeatureCheck:
         identity = self._link.identity()
         features = await self._link.features()
         if self._mesh is not None and features.mesh != self._mesh:
-            sentence = f"the token speaks for the mesh {features.mesh!r}, this daemon serves {self._mesh!r}"
+            sentence = f"the token is for the mesh {features.mesh!r}, but this daemon serves {self._mesh!r}"
             raise RequestFailed.because(Failure.NOT_PERMITTED, f"{sentence}: put another token into broker.token_file")
         self.max_age_hours = max_age_hours(features, self._settings.max_age_hours)
         if features != self.features:

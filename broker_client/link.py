@@ -110,7 +110,7 @@ class BrokerLink:
         answers = _decoded(reply, _decode_answers).answers
         _check_answers(rows, answers)
         if strange := next((each for each in answers if each.status not in _LOOKED_UP), None):
-            raise _garbage(f"the broker's answer for {strange.client_message_id} makes no sense")
+            raise _garbage(f"the broker's answer for {strange.client_message_id} is not valid")
         return answers
 
     async def features(self) -> Features:
@@ -204,9 +204,9 @@ def _check_answers(rows: Sequence[ClaimedRow | Unanswered | DoneRow], answers: S
         raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
     for row, answer in zip(rows, answers, strict=True):
         if answer.client_message_id != row.client_message_id:
-            raise _garbage(f"where the broker's answer for {row.client_message_id} belongs, it names another id")
+            raise _garbage(f"the broker answered another id in the place of {row.client_message_id}")
         if not _makes_sense(answer):
-            raise _garbage(f"the broker's answer for {row.client_message_id} makes no sense")
+            raise _garbage(f"the broker's answer for {row.client_message_id} is not valid")
 
 
 def _makes_sense(answer: AcceptAnswer) -> bool:
@@ -224,7 +224,7 @@ def _decoded(reply: Reply, decode: Callable[[bytes], T]) -> T:
     try:
         return decode(reply.content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _garbage(f"the broker's answer is not the JSON it should be: {clean(str(error))}") from error
+        raise _garbage(f"the broker's answer is not the expected JSON: {clean(str(error))}") from error
 
 
 class _ProblemText(msgspec.Struct):

@@ -32,7 +32,7 @@ class BrokerClientSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
         30
     )
     max_answer_bytes: Annotated[
-        int, Meta(ge=1024, le=256 * MIB, description="a longer answer is refused as garbage, in bytes")
+        int, Meta(ge=1024, le=256 * MIB, description="longest answer that is read, in bytes")
     ] = 4 * MIB
 
 
@@ -41,7 +41,7 @@ class RelaySettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
 
     batch_messages: Annotated[int, Meta(ge=1, le=1000, description="most messages in one post")] = 500
     batch_bytes: Annotated[int, Meta(ge=1024, le=64 * MIB, description="most payload in one post, in bytes")] = MIB
-    posts_at_once: Annotated[int, Meta(ge=1, le=16, description="most posts under way at once")] = 4
+    posts_at_once: Annotated[int, Meta(ge=1, le=16, description="most posts at once")] = 4
     backoff_first_seconds: Annotated[
         float, Meta(gt=0, le=60, description="longest wait after the first failure; it doubles with each further one")
     ] = 0.5
@@ -51,15 +51,16 @@ class RelaySettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
     max_age_hours: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="age, from not_before where one is set, at which a row goes dead; unset: what the broker allows"
+            description="age, from not_before where one is set, at which a row becomes "
+            "dead; unset: what the broker allows"
         ),
     ] = None
     late_seconds: Annotated[
         float, Meta(gt=0, description="health is `degraded` once a due message has waited for longer, in seconds")
     ] = 300
-    expiry_seconds: Annotated[float, Meta(gt=0, le=3600, description="time between two looks for expired rows")] = 60
+    expiry_seconds: Annotated[float, Meta(gt=0, le=3600, description="time between two checks for expired rows")] = 60
     stop_seconds: Annotated[
-        float, Meta(gt=0, le=600, description="longest wait at a stop for posts under way, in seconds")
+        float, Meta(gt=0, le=600, description="longest wait for running posts at a stop, in seconds")
     ] = 30
 
     @property

@@ -38,7 +38,7 @@ def _state(config: DaemonConfig) -> Iterator[Finding]:
     directory = state_directory(config)
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not existing.is_dir():
-        yield Finding("state directory", "failed", f"{existing} is no directory", "set another state_directory")
+        yield Finding("state directory", "failed", f"{existing} is not a directory", "set another state_directory")
     elif not os.access(existing, os.W_OK | os.X_OK):
         remedy = "give it to the daemon's user, or set another state_directory"
         yield Finding("state directory", "failed", f"{existing} can't be written", remedy)
@@ -106,10 +106,10 @@ async def _nats(settings: NatsSettings) -> Finding:
 
 def _compatible(config: DaemonConfig, features: Features) -> Finding:
     if features.mesh != config.mesh:
-        detail = f"the token speaks for {features.member} in mesh {features.mesh}, not in {config.mesh}"
-        return Finding("broker", "failed", detail, "set mesh, or broker.token_file, to what belongs together")
+        detail = f"the token is for {features.member} in mesh {features.mesh}, not in {config.mesh}"
+        return Finding("broker", "failed", detail, "set mesh and broker.token_file so that they match")
     hours = max_age_hours(features, config.relay.max_age_hours)
-    return Finding("broker", "ok", f"{config.broker.url} as {features.member}; rows go dead after {hours} h")
+    return Finding("broker", "ok", f"{config.broker.url} as {features.member}; rows become dead after {hours} h")
 
 
 def _answers(path: Path) -> bool:

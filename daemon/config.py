@@ -32,13 +32,13 @@ class SocketSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     """The Unix socket, unless systemd passes one in, and who may use it."""
 
     path: Annotated[
-        Path | None, Meta(description="Where the socket lies; unset: `$XDG_RUNTIME_DIR/postroom/<mesh>.sock`.")
+        Path | None, Meta(description="Path of the socket; unset: `$XDG_RUNTIME_DIR/postroom/<mesh>.sock`.")
     ] = None
     group: Annotated[
         str | None, Meta(description="Group that may connect (mode 0660); unset: only the daemon's user (mode 0600).")
     ] = None
     allow_uids: Annotated[
-        list[Uid], Meta(description="Users that may call; empty: everyone whom the socket's mode lets in.")
+        list[Uid], Meta(description="Users that may call; empty: everyone that the socket's mode allows.")
     ] = field(default_factory=list)
     operators: Annotated[
         list[Uid], Meta(description="Users that may see and repair every row; empty: root and the daemon's user.")
@@ -61,17 +61,18 @@ class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     mesh: Annotated[str, Meta(pattern=SLUG_PATTERN, description="The mesh that this daemon sends into.")]
     broker: BrokerClientSettings
     state_directory: Annotated[
-        Path | None, Meta(description="Where `outbox.db` and `inbox.db` lie; unset: `$XDG_STATE_HOME/postroom/<mesh>`.")
+        Path | None,
+        Meta(description="Directory of `outbox.db` and `inbox.db`; unset: `$XDG_STATE_HOME/postroom/<mesh>`."),
     ] = None
     allow_destinations: Annotated[
         list[str],
         Meta(description="Destinations that callers may use, as shell patterns (`topic:orders*`); empty: all."),
     ] = field(default_factory=list)
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe event that is logged.")
+        Literal["debug", "info", "warning", "error"], Meta(description="Lowest level that is logged.")
     ] = "info"
     stop_seconds: Annotated[
-        float, Meta(gt=0, le=600, description="Longest wait at a stop for requests in hand, in seconds.")
+        float, Meta(gt=0, le=600, description="Longest wait for running requests at a stop, in seconds.")
     ] = 10
     socket: SocketSettings = field(default_factory=SocketSettings)
     tcp: TcpSettings = field(default_factory=TcpSettings)

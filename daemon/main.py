@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the daemon that `--config FILE` describes; returns its exit code."""
     parser = argparse.ArgumentParser(prog="postroomd", description="The Postroom daemon of one mesh.")
-    parser.add_argument("--config", type=Path, help="TOML file; without it the environment alone decides")
+    parser.add_argument("--config", type=Path, help="TOML file; without it the environment alone is used")
     parser.add_argument("--accept-lost-ids", action="store_true", help="start with an outbox that lost rows")
     options = parser.parse_args(arguments)
     try:

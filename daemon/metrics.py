@@ -63,8 +63,8 @@ def _outbox(outbox: Outbox, counts: OutboxCounts, missing: Missing) -> Iterator[
     age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
     yield _gauge("outbox_oldest_pending_seconds", "Age of the oldest pending row", age)
     yield _gauge("outbox_payload_bytes", "Payloads kept", counts.payload_bytes)
-    yield _gauge("outbox_waiting_bytes", "Bytes of the file that rows take which wait", counts.waiting_bytes)
-    yield _gauge("outbox_used_bytes", "Bytes of the outbox file that hold something", counts.used_bytes)
+    yield _gauge("outbox_waiting_bytes", "Bytes of the file that waiting rows take", counts.waiting_bytes)
+    yield _gauge("outbox_used_bytes", "Bytes of the outbox file that are in use", counts.used_bytes)
     yield _gauge("outbox_file_bytes", "Size of the outbox file", counts.file_bytes)
     yield _gauge("outbox_wal_bytes", "Size of the write-ahead log", counts.wal_bytes)
     yield _gauge("outbox_missing", "Done rows that the broker's database lost", missing.rows)
@@ -86,7 +86,7 @@ def _inbox(counters: Counters, receiver: Receiver | None) -> Iterator[Metric]:
         return
     filing = receiver.counters
     outcomes = {"filed": filing.filed, "known": filing.known, "refused": filing.refused}
-    yield _counter("inbox_messages", "Messages that arrived, by what became of them", outcomes)
+    yield _counter("inbox_messages", "Messages that arrived, by outcome", outcomes)
     yield _gauge("inbox_readers", "Readers of the live stream", counters.event_readers)
     if receiver.inbox is not None:
         yield _gauge("inbox_file_bytes", "Size of the inbox file", receiver.inbox.used_bytes)

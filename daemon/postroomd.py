@@ -187,7 +187,7 @@ def ready() -> None:
 
 def stopping() -> None:
     """Tell systemd that the daemon is about to end."""
-    notify("STOPPING=1\nSTATUS=finishing what is in hand")
+    notify("STOPPING=1\nSTATUS=finishing running requests")
 
 
 async def answer_watchdog(outbox: Outbox) -> None:

@@ -94,7 +94,7 @@ class Receiver:
         if self._filing is not None and self._filing.trouble is not None:
             return self._filing.trouble
         if self._member is None:
-            return "the broker has not said yet for whom the token speaks"
+            return "the broker has not yet said which member the token belongs to"
         if self._connection is None or not self._connection.is_connected:
             return "NATS cannot be reached"
         return None if self._consumer is None else self._consumer.trouble
@@ -191,8 +191,8 @@ class Receiver:
                 async with asyncio.timeout(_LOOK_SECONDS):
                     await inbox.failed.wait()
             if self._member is not None and self._member != await self._whom():
-                raise unavailable("the broker's token now speaks for another member")
-        raise Broken("the inbox file failed: it is opened anew, and set aside where it is damaged")
+                raise unavailable("the broker's token now belongs to another member")
+        raise Broken("the inbox file failed: it is opened again, and set aside if it is damaged")
 
     async def _whom(self) -> str:
         """Wait until it is known for which member of the mesh the token speaks."""

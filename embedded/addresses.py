@@ -49,7 +49,7 @@ def socket_directory(directory: Path, longest_name: str, owner: int | None = Non
         pass
     status = short.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != wanted:
-        raise EmbeddedError(f"{short} belongs to somebody else: remove it, or choose a shorter directory")
+        raise EmbeddedError(f"{short} belongs to another user: remove it, or choose a shorter directory")
     return short
 
 

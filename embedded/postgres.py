@@ -138,7 +138,8 @@ class EmbeddedPostgres(EmbeddedServer):
                 raise EmbeddedError(
                     f"root starts Postgres as {account.name}, who may not enter {barrier} on the way to "
                     f"{self.directory}: "
-                    f"choose a directory that others may pass through (as one in /var/lib), or `chmod o+x {barrier}`"
+                    "choose a directory that others may pass through (such as one in "
+                    f"/var/lib), or `chmod o+x {barrier}`"
                 )
             if not may_run(postgres_home() / "bin" / "postgres", account):
                 self._copy_programs()

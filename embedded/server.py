@@ -95,7 +95,7 @@ class EmbeddedServer(ABC):
         """End the server and wait until it has ended; nothing happens where it does not run."""
         process = self.process
         if process is not None and not process.end(*self.stop_steps):
-            raise EmbeddedError(f"{self.name} (pid {process.pid}) does not end, not even by SIGKILL")
+            raise EmbeddedError(f"{self.name} (pid {process.pid}) did not end, not even after SIGKILL")
         self._reap()
         self.pid_file.unlink(missing_ok=True)
 

@@ -23,7 +23,7 @@ def from_sqlite(error: sqlite3.Error) -> PostroomError:
 
 def unavailable(reason: str) -> TryAgain:
     """Answer while there is no inbox to read."""
-    detail = f"the inbox is not open ({reason}): sending goes on, and what is missing here arrives later"
+    detail = f"the inbox is not open ({reason}): sends still work, and messages that are missing here arrive later"
     return TryAgain.of(503, "inbox_unavailable", detail, retryable=True)
 
 
@@ -39,5 +39,5 @@ def invalid_cursor() -> InvalidMessage:
 
 def invalid_event_id() -> InvalidMessage:
     """Refuse an event id that no stream of this daemon gave."""
-    detail = "the Last-Event-ID is not one that this daemon gave: leave it out, or ask for `since` a time"
+    detail = "the Last-Event-ID was not issued by this daemon: omit it, or ask for messages `since` a time"
     return InvalidMessage.of(400, "invalid_event_id", detail, field="Last-Event-ID")

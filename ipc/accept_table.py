@@ -49,7 +49,7 @@ OTHER_CALLER: Final = Taken("outbox_id_of_another_caller")
 CODE: Final = "idempotency_key_reused"
 
 _SENTENCE: Final = {
-    "match": "this very message was sent before under this id and is {status}: it is never sent again under it",
+    "match": "this message was sent before under this id and is {status}: it cannot be sent again under this id",
     "mismatch": "another message was sent under this id before and is {status}: use a new id",
 }
 

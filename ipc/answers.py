@@ -44,7 +44,7 @@ class Answer(web.StreamResponse):
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Write everything, once, then wait for a slow reader to make room: answers that nobody reads cannot pile up.
 
-        Raises `ConnectionResetError` where the caller has gone.
+        Raises `ConnectionResetError` where the caller has disconnected.
         """
         if self._written:
             return None
@@ -53,7 +53,7 @@ class Answer(web.StreamResponse):
             self._keep_alive = request.keep_alive
         transport = request.transport
         if transport is None:
-            raise ConnectionResetError("the caller has gone")
+            raise ConnectionResetError("the caller has disconnected")
         body = b"" if request.method == hdrs.METH_HEAD else self._body_bytes
         transport.write(f"{self._head}{self._connection(request)}\r\n".encode("latin-1") + body)
         if request.protocol.writing_paused:

@@ -71,7 +71,7 @@ class Batch:
         try:
             await self._stream(response)
         except (PostroomError, RequestPayloadError) as error:
-            raise ConnectionResetError("the stream broke off") from error  # an answer cannot begin a second time
+            raise ConnectionResetError("the stream ended too early") from error  # an answer cannot begin a second time
         finally:
             self._request.connection.until_end().remove_done_callback(self._take_no_more)
             self._request.connection.between_lines = False

@@ -20,7 +20,7 @@ NOBODY: Final = -1  # whoever has no uid
 class Budget:
     """Units that may be held at once; whoever takes some gives them back."""
 
-    def __init__(self, size: int, full: str = "too much is being received", code: str = "too_busy") -> None:
+    def __init__(self, size: int, full: str = "too many bytes are being received", code: str = "too_busy") -> None:
         """Let one uid hold `size` units; `full` is what the refusal says."""
         self._size = size
         self._full = full

@@ -68,7 +68,7 @@ class Connection(TimedConnection):
     def _notice(self, message: object, body: StreamReader) -> None:
         """Remember the newest request's body; where the parser gave up within one, tell whoever reads it."""
         if not isinstance(message, RawRequestMessage) and self._last_body is not None and not self._last_body.is_eof():
-            self._last_body.set_exception(RequestPayloadError("it is not what its head promised"))
+            self._last_body.set_exception(RequestPayloadError("it does not match its headers"))
         self._last_body = body
 
     def resume_reading(self, resume_parser: bool = True) -> None:  # noqa: FBT001, FBT002 - aiohttp's signature
@@ -90,7 +90,7 @@ class Connection(TimedConnection):
         self.end_waiting()
 
     def until_end(self) -> asyncio.Future[None]:
-        """Return a future that is done once the caller has gone or the server stops; for answers that take long."""
+        """Return a future that is done once the caller has disconnected or the server stops; for long answers."""
         return self._end
 
     def end_waiting(self) -> None:

@@ -54,7 +54,7 @@ class Control:
         relay = self._services.relay.status()
         reasons = []
         if not self._services.outbox.healthy:
-            reasons.append("the outbox cannot be written: look at the disk and the log")
+            reasons.append("the outbox cannot be written: check the disk and the log")
         if relay.degraded:
             reasons.append(f"the relay makes no progress: {relay.reason}")
         if counts.due_ms > self._services.late_seconds * 1000:
@@ -66,7 +66,7 @@ class Control:
             reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
         if counts.waiting_bytes > FULL_WARNING * self._services.outbox_max_bytes:
             advice = "wait for the relay, requeue or abort dead rows, or raise outbox.max_bytes"
-            reasons.append(f"the outbox is nearly full of what waits: {advice}")
+            reasons.append(f"the outbox is nearly full of waiting rows: {advice}")
         if (trouble := self._services.inbox.trouble()) is not None:
             reasons.append(f"nothing arrives in the inbox: {trouble}")
         return Health(
@@ -84,8 +84,10 @@ class Control:
 
 
 def _missing(missing: Missing) -> str:
-    gone = f" ({missing.without_payload} of them without their payload, which is gone)" * bool(missing.without_payload)
+    gone = f" ({missing.without_payload} of them without their payload, which was deleted)" * bool(
+        missing.without_payload
+    )
     return (
-        f"{missing.rows} messages that the broker had accepted are not in its database any more{gone}: "
+        f"{missing.rows} messages that the broker had accepted are no longer in its database{gone}: "
         "send them again with `postroom outbox resend --missing`"
     )

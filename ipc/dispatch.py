@@ -64,7 +64,7 @@ class MethodNotAllowed(PostroomError):
 
     def __init__(self, methods: Iterable[str]) -> None:
         self.allow = ", ".join(sorted(set(methods)))
-        super().__init__(problem_of(405, "method_not_allowed", f"this path takes {self.allow}"))
+        super().__init__(problem_of(405, "method_not_allowed", f"this path accepts {self.allow}"))
 
 
 def _match(segments: list[str], parts: list[str]) -> dict[str, str] | None:

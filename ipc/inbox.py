@@ -96,7 +96,9 @@ class InboxDesk:
         try:
             self._services.budget.take(size, request.caller.uid)
         except TryAgain as error:
-            raise ConnectionResetError("too much of this caller's is unread: it may go on later") from error
+            raise ConnectionResetError(
+                "too much is waiting to be read by this caller: read it, then try again"
+            ) from error
         try:
             await request.take_turn(size)
             await response.write(_events(messages))
@@ -140,6 +142,6 @@ def _ms(moment: datetime | None) -> int | None:
     if moment is None:
         return None
     if moment.tzinfo is None:
-        detail = "since needs an offset, as in 2026-11-21T09:00:00Z"
+        detail = "since needs a UTC offset, as in 2026-11-21T09:00:00Z"
         raise InvalidMessage.of(400, "invalid_query", detail, field="since")
     return int(moment.timestamp() * 1000)

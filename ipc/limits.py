@@ -34,7 +34,7 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
     )
     requests_in_flight: Annotated[Count, msgspec.Meta(description="Requests being answered at once (429).")] = 1024
     waits: Annotated[
-        Count, msgspec.Meta(description="Look-ups that wait for a send to settle, beside those requests (429).")
+        Count, msgspec.Meta(description="Look-ups that wait for a send to settle, in addition to those requests (429).")
     ] = 1024
     connections: Annotated[
         Count, msgspec.Meta(description="Open connections; kept below the limit on file descriptors in any case.")

@@ -132,7 +132,7 @@ class OutboxDesk:
         async def handle(request: Request) -> web.StreamResponse:
             asked = await self._body(request, BulkRequest)
             if asked.force and verb not in RETIRING:
-                detail = f"force is for what retires rows, {' and '.join(sorted(RETIRING))}: leave it out"
+                detail = f"force is only for verbs that retire rows, {' and '.join(sorted(RETIRING))}: omit it"
                 raise InvalidMessage.of(400, "invalid_field", detail, field="force")
             result = await self._outbox.bulk(
                 verb,
@@ -153,7 +153,9 @@ class OutboxDesk:
 
     def _patch(self, message: SendRequest, new_client_message_id: str | None) -> PreparedSend:
         if message.client_message_id is not None:
-            detail = "the message takes the row's place and has no id of its own: use new_client_message_id"
+            detail = (
+                "the message replaces that of the row and must not have an id of its own: use new_client_message_id"
+            )
             raise InvalidMessage.of(400, "invalid_field", detail, field="message.client_message_id")
         patch = prepare_request(
             message, idempotency_key=new_client_message_id, max_body_bytes=self._services.limits.body_bytes

@@ -31,7 +31,7 @@ def peer_of(sock: socket.socket) -> Caller:
 class Policy:
     """Who may connect and who may operate.
 
-    Without a list everyone whom the socket's mode lets in may call, and root and the daemon's own user may operate.
+    Without a list everyone that the socket's mode allows may call, and root and the daemon's own user may operate.
     """
 
     def __init__(self, allow_uids: Collection[int] = (), operators: Collection[int] = ()) -> None:

@@ -63,28 +63,28 @@ def routes(services: Services) -> list[Route]:
     inbox, topics, control = InboxDesk(services), Topics(services), Control(services)
     # fmt: off
     table = [
-        _route("POST", "/v1/send", sends.send, CALLER, "hand in one message",
+        _route("POST", "/v1/send", sends.send, CALLER, "send one message",
                body=SendRequest, answers={202: SendResult, 200: SendResult}, problems=_SEND),
-        _route("POST", "/v1/send/batch", sends.batch, CALLER, "hand in a stream of messages, one a line",
+        _route("POST", "/v1/send/batch", sends.batch, CALLER, "send a stream of messages, one per line",
                body=SendRequest, body_media=NDJSON, answers={200: BatchResult}, answer_media=NDJSON, problems=_BODY),
-        _route("GET", "/v1/sends/{client_message_id}", sends.where, CALLER, "where a send is now",
+        _route("GET", "/v1/sends/{client_message_id}", sends.where, CALLER, "the state of a send",
                query=WaitQuery, answers={200: OutboxRow}, problems=(400, 404)),
-        _route("POST", "/v1/sends", sends.where_all, CALLER, "where many sends are now",
+        _route("POST", "/v1/sends", sends.where_all, CALLER, "the states of many sends",
                body=SendsQuery, answers={200: SendList}, problems=_BODY),
 
         _route("GET", "/v1/outbox", outbox.list, OPERATOR, "list rows, page by page",
                query=ListQuery, answers={200: OutboxPage}, problems=(400, 403)),
-        _route("GET", "/v1/outbox/export", outbox.export, OPERATOR, "stream rows, one a line",
+        _route("GET", "/v1/outbox/export", outbox.export, OPERATOR, "stream rows, one per line",
                query=ListQuery, answers={200: OutboxRow}, answer_media=NDJSON, problems=(400, 403)),
         _route("GET", "/v1/outbox/{id}", outbox.inspect, OPERATOR, "one row, its chain of requeues and its log",
                answers={200: RowChain}, problems=(400, 403, 404)),
-        _route("POST", "/v1/outbox/{id}/requeue", outbox.requeue, OPERATOR, "retire a row, send its message anew",
+        _route("POST", "/v1/outbox/{id}/requeue", outbox.requeue, OPERATOR, "retire a row, send " "its message " "under a new id",
                body=RequeueRequest, answers={200: OutboxRow}, problems=_VERB),
-        _route("POST", "/v1/outbox/{id}/abort", outbox.abort, OPERATOR, "retire a row for good",
+        _route("POST", "/v1/outbox/{id}/abort", outbox.abort, OPERATOR, "retire a row permanently",
                body=AbortRequest, answers={200: OutboxRow}, problems=_VERB),
         _route("POST", "/v1/outbox/{id}/hold", outbox.hold, OPERATOR, "keep a pending row back",
                body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
-        _route("POST", "/v1/outbox/{id}/release", outbox.release, OPERATOR, "let a held row go",
+        _route("POST", "/v1/outbox/{id}/release", outbox.release, OPERATOR, "release a held row",
                body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
         _route("POST", "/v1/outbox/{id}/flush", outbox.flush, OPERATOR, "make a pending row due now",
                body=ReasonRequest, answers={200: OutboxRow}, problems=_VERB),
@@ -98,14 +98,14 @@ def routes(services: Services) -> list[Route]:
                body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
         _route("POST", "/v1/outbox/flush", outbox.bulk("flush"), OPERATOR, "flush many rows",
                body=BulkRequest, answers={200: BulkResult}, problems=_BODY),
-        _route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "drop the payloads of old finished rows",
+        _route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "delete the payloads of old settled rows",
                body=PruneRequest, answers={200: PruneResult}, problems=_BODY),
         _route("POST", "/v1/outbox/resend", outbox.resend, OPERATOR, "send again what the broker's database lost",
                body=ResendRequest, answers={200: ResendResult}, problems=_BODY),
 
-        _route("POST", "/v1/relay/pause", relay.pause, OPERATOR, "stop relaying, wholly or to one destination",
+        _route("POST", "/v1/relay/pause", relay.pause, OPERATOR, "pause the relay, or one destination",
                body=PauseRequest, answers={200: RelayStatus}, problems=_BODY),
-        _route("POST", "/v1/relay/resume", relay.resume, OPERATOR, "relay again, at a rate where one is given",
+        _route("POST", "/v1/relay/resume", relay.resume, OPERATOR, "resume the relay, at a rate if one is given",
                body=ResumeRequest, answers={200: RelayStatus}, problems=_BODY),
 
         _route("GET", "/v1/inbox", inbox.list, CALLER, "received messages, page by page",
@@ -128,7 +128,7 @@ def routes(services: Services) -> list[Route]:
                answers={200: str}, answer_media=EXPOSITION),
         _route("GET", "/v1/version", control.version, CALLER, "the program, its version, its mesh",
                answers={200: Version}),
-        _route("GET", "/v1/openapi.json", control.openapi, CALLER, "this table", answers={200: dict[str, Any]}),
+        _route("GET", "/v1/openapi.json", control.openapi, CALLER, "this document", answers={200: dict[str, Any]}),
     ]
     # fmt: on
     control.document = openapi(table, title="Postroom daemon", version=services.version)

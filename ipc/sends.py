@@ -144,7 +144,7 @@ def idempotency_key(values: list[str] | tuple[str, ...]) -> str | None:
     if not values:
         return None
     if len(values) > 1:
-        detail = "the header stands more than once: a send has one id"
+        detail = "the header is given more than once: a send has one id"
         raise InvalidMessage.of(400, "invalid_client_message_id", detail, field="Idempotency-Key")
     value = values[0].strip()
     quoted = len(value) > 1 and value[0] == value[-1] == '"'

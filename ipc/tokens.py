@@ -82,7 +82,7 @@ def _read(file: Path) -> tuple[tuple[int, int, int], str]:
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise Fatal(Exit.CONFIG, f"the token file {file} can be read by others: chmod 600 it, and rotate the token")
     if len(token) < _MIN_LENGTH:
-        raise Fatal(Exit.CONFIG, f"the token file {file} holds no token: `postroom daemon rotate-token` writes one")
+        raise Fatal(Exit.CONFIG, f"the token file {file} has no token: `postroom daemon rotate-token` writes one")
     return _identity(status), token
 
 

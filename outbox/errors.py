@@ -15,10 +15,10 @@ def from_sqlite(error: Exception) -> Exception:
     if not isinstance(error, sqlite3.Error):
         return error
     if is_full(error):
-        detail = "the disk is full: nothing was written; free some space, then the same request succeeds"
+        detail = "the disk is full: nothing was written; free some space, then repeat the request"
         return TryAgain.of(507, "disk_full", detail, retryable=True)
     if result_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return TryAgain.of(503, "outbox_busy", "another program holds the outbox file locked", retryable=True)
+        return TryAgain.of(503, "outbox_busy", "another program has locked the outbox file", retryable=True)
     return PostroomError.of(500, "outbox_error", f"the outbox refused the operation: {error}")
 
 
@@ -36,7 +36,7 @@ def stopped() -> TryAgain:
 def outbox_full(max_bytes: int) -> TryAgain:
     """Answer a new message once what waits has reached 95 % of `max_bytes`."""
     detail = (
-        f"what waits in the outbox (pending, inflight and dead rows) has reached 95 % of outbox.max_bytes "
+        f"the waiting rows of the outbox (pending, inflight and dead) have reached 95 % of outbox.max_bytes "
         f"({max_bytes}): wait for the relay, requeue or abort dead rows (`postroom outbox list --status dead`), "
         "or raise it"
     )
@@ -51,7 +51,7 @@ def write_failed(path: Path, error: BaseException) -> Fatal:
 def recovery_failed(path: Path, error: OSError | sqlite3.Error) -> Fatal:
     """End a recovery that could not write its new file; the old one has every row that it had."""
     if is_full(error):
-        what = "free some space, about as much as the outbox takes, then recover again"
+        what = "free some space, about the size of the outbox, then recover again"
         return Fatal(Exit.TRY_AGAIN, f"the disk is full: {path} cannot be recovered now, and nothing is lost; {what}")
     sentence = f"recovering {path} failed: {error}; nothing is lost: check the disk, then recover again"
     return Fatal(Exit.IO_ERROR, sentence)
@@ -77,7 +77,7 @@ def unanswered(verb: str, row_id: str, why: str) -> Conflict:
     """Refuse a verb on a row that the broker may have accepted, while it cannot be asked."""
     detail = (
         f"cannot {verb} row {row_id}: a post of it was not answered, so the broker may have accepted it, and {why}; "
-        "try again once the broker answers, or force it"
+        "try again when the broker answers, or force it"
     )
     return Conflict.of(409, "outcome_unknown", detail)
 
@@ -96,5 +96,5 @@ def payload_pruned(row_id: str, status: str) -> Conflict:
 
 def reason_missing() -> InvalidMessage:
     """Refuse a verb without a reason."""
-    detail = "an operator's verb needs a reason, which the log keeps: say why"
+    detail = "give a reason, which is kept in the operator log"
     return InvalidMessage.of(400, "reason_required", detail, field="reason")

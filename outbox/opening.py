@@ -49,7 +49,7 @@ def _refuse_lost(path: Path, db: sqlite3.Connection) -> None:
         rows = "an unknown number of rows is" if missing is None else f"{missing} rows are"
         raise Fatal(
             Exit.CONFIG,
-            f"{rows} missing since {path} was recovered, and their ids may be taken again: look at what was lost (the "
+            f"{rows} missing since {path} was recovered, and their ids may be used again: check what was lost (the "
             "broker has what it accepted), then start once with `postroom daemon run --accept-lost-ids`",
         )
 
@@ -69,8 +69,8 @@ def _user_name() -> str | None:
 def _cut_short(path: Path, damaged: Path) -> Fatal:
     return Fatal(
         Exit.CONFIG,
-        f"there is no {path}, but {damaged.name} was set aside beside it: run `postroom outbox recover`, which saves "
-        "its rows, so that no id that was used is taken for a new one",
+        f"there is no {path}, but {damaged.name} was set aside next to it: run `postroom outbox recover`, which saves "
+        "its rows, so that no used id is taken for a new one",
     )
 
 

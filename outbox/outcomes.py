@@ -61,7 +61,7 @@ class Outcomes:
             async with asyncio.timeout(_ASK_SECONDS):
                 found = await self._look_up(rows)
         except TimeoutError:
-            return Learned({}, f"the broker did not say within {_ASK_SECONDS:g} s")
+            return Learned({}, f"the broker did not answer within {_ASK_SECONDS:g} s")
         except PostroomError as error:
             return Learned({}, f"the broker cannot be asked: {error}")
         settled = await self._writer.submit(_Learn(rows, found))

@@ -14,9 +14,10 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         int,
         msgspec.Meta(
             ge=1024 * 1024,
-            description="Room for what waits (pending, inflight and dead rows), in bytes of the file: a warning at "
-            "80 %, new messages are refused (507) at 95 %. Done and aborted rows never count: when all rows together "
-            "need more than 90 %, the payloads of the oldest of those go.",
+            description="Room for waiting rows (pending, inflight and dead), in bytes of the file: a "
+            "warning at 80 %, new messages are refused (507) at 95 %. Done and aborted "
+            "rows never count: when all rows together "
+            "need more than 90 %, the payloads of the oldest of those are deleted.",
         ),
     ] = 2 * 1024 * 1024 * 1024
     keep_payloads: Annotated[
@@ -24,8 +25,8 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         msgspec.Meta(
             ge=0,
             le=36_500,
-            description="How long the payloads of done and aborted rows are kept while there is room, in days. Of each "
-            "such row some 140 bytes stay for ever (id, fingerprint, outcome), beside `max_bytes`.",
+            description="How long the payloads of done and aborted rows are kept while there is room, in days. About "
+            "140 bytes of each such row stay forever (id, fingerprint, outcome), in addition to `max_bytes`.",
         ),
     ] = 7
     max_group_rows: Annotated[

@@ -315,7 +315,7 @@ class Writer:
             await self._connection.run(_truncate)
         except sqlite3.Error as error:
             _log.warning(
-                "checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes, advice="the next start goes on"
+                "checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes, advice="the next start continues"
             )
             return False
         return True

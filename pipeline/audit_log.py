@@ -161,7 +161,7 @@ class Options(Database, kw_only=True):
 
     output: Annotated[str, msgspec.Meta(description="the directory of the log, which all executors see")]
     outbox: Annotated[str | None, msgspec.Meta(description="exports of outboxes, as exports/*.ndjson")] = None
-    verify: Annotated[bool, msgspec.Meta(description="compute the days that are there anew, and compare")] = False
+    verify: Annotated[bool, msgspec.Meta(description="recompute the existing days, and compare")] = False
     before: Annotated[str | None, msgspec.Meta(description="the first day that is not over [default: today]")] = None
 
 

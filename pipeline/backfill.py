@@ -23,19 +23,21 @@ _OF_READING: Final = frozenset({"input", "format"})
 class Options(Struct, kw_only=True):
     """The options of `backfill`; all but the first two are options of the sink."""
 
-    input: Annotated[str, msgspec.Meta(description="the data set: a file, a directory or a pattern")]
+    input: Annotated[str, msgspec.Meta(description="the data: a file, a directory or a pattern")]
     format: Annotated[
-        Literal["parquet", "csv", "json"] | None, msgspec.Meta(description="what it is [default: by its ending]")
+        Literal["parquet", "csv", "json"] | None, msgspec.Meta(description="its format [default: by its ending]")
     ] = None
     id: Annotated[str, msgspec.Meta(description="the column, or columns with commas, that name a row")]
     to: Annotated[str | None, msgspec.Meta(description="the destination of all rows, as topic:orders")] = None
-    to_column: Annotated[str | None, msgspec.Meta(description="else the column with each row's destination")] = None
+    to_column: Annotated[str | None, msgspec.Meta(description="or the column with each row's destination")] = None
     body: Annotated[str | None, msgspec.Meta(description="the column with the body [default: the row as JSON]")] = None
     meta: Annotated[str | None, msgspec.Meta(description="the column with the meta")] = None
     priority: Annotated[str | None, msgspec.Meta(description="now, next or low, or a column")] = None
     socket: Annotated[str | None, msgspec.Meta(description="the daemon's socket on every host")] = None
-    namespace: Annotated[str | None, msgspec.Meta(description="what ids are derived from besides the columns")] = None
-    wait: Annotated[Literal["queued", "accepted"] | None, msgspec.Meta(description="until when to wait")] = None
+    namespace: Annotated[str | None, msgspec.Meta(description="a prefix that keeps these ids apart from others")] = None
+    wait: Annotated[
+        Literal["queued", "accepted"] | None, msgspec.Meta(description="wait for `queued` or `accepted`")
+    ] = None
     on_conflict: Annotated[str | None, msgspec.Meta(description="fail, or a directory for the keys of conflicts")] = (
         None
     )

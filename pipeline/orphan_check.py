@@ -1,4 +1,4 @@
-"""`orphan-check`: every accept has all its rows, and every row its accept (docs/contract/accept.md#accept-38).
+"""`orphan-check`: every accepted message has all its rows (docs/contract/accept.md#accept-38).
 
 Gives the answer of `postroom broker orphan-check`, for databases where one statement takes too long. All tables are
 read as one snapshot shows them, so that it may run beside accepts and sweeps. It writes nothing.
@@ -44,7 +44,7 @@ class Options(Database, kw_only=True):
     """The options of `orphan-check`."""
 
     events_kept_days: Annotated[
-        float, msgspec.Meta(gt=0, description="how long events are kept at least: an older one may have been pruned")
+        float, msgspec.Meta(gt=0, description="least time that events are kept: older ones may have been deleted")
     ] = 30
 
 

@@ -44,7 +44,7 @@ def parse(options: type[O], words: Iterable[str], name: str) -> O:
     for word in words:
         key, separator, value = word.partition("=")
         if not separator or key in given:
-            _refuse(name, options, f"{word!r} is not one option, as name=value")
+            _refuse(name, options, f"{word!r} is not an option of the form name=value")
         given[key.replace("-", "_")] = value
     if DATABASE_URL in os.environ and "database_url" in options.__struct_fields__:
         given.setdefault("database_url", os.environ[DATABASE_URL])
@@ -96,7 +96,7 @@ def history_options(options: History) -> dict[str, str]:
 
 def _refuse(name: str, options: type[msgspec.Struct], why: str) -> Any:
     known = ", ".join(options.__struct_fields__)
-    raise Fatal(Exit.USAGE, f"{name}: {why}; its options are {known} (`postroom pipeline list` says more)")
+    raise Fatal(Exit.USAGE, f"{name}: {why}; its options are {known} (`postroom pipeline list` describes them)")
 
 
 class Pipeline(NamedTuple):
@@ -135,13 +135,13 @@ PIPELINES: Final[Mapping[str, Pipeline]] = MappingProxyType(
     {
         pipeline.name: pipeline
         for pipeline in (
-            Pipeline("orphan-check", "the broker's tables", "Check that every accept has all its rows."),
+            Pipeline("orphan-check", "the broker's tables", "Check that every accepted message has all its rows."),
             Pipeline("rate-telemetry", "the history", "Count what each member sent in each window of the limiter."),
             Pipeline("audit-log", "the history, exports of outboxes", "Append each day that is over to Parquet."),
             Pipeline("search-index", "messages", "Fill the full-text index."),
-            Pipeline("state-hash", "event stores of agents", "Compute each agent's chain of hashes anew."),
+            Pipeline("state-hash", "event stores of agents", "Recompute each agent's chain of hashes."),
             Pipeline("backfill", "Parquet, CSV or JSON", "Send every row through the daemon."),
-            Pipeline("delivery-report", "the history, deliveries", "Draw how long deliveries take, by topic and day."),
+            Pipeline("delivery-report", "the history, deliveries", "Plot how long deliveries take, by topic and day."),
         )
     }
 )

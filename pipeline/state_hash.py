@@ -39,7 +39,7 @@ class Options(Struct, kw_only=True):
     """The options of `state-hash`."""
 
     stores: Annotated[str, msgspec.Meta(description="the event stores, as /var/lib/postroom/agents/**/events.db")]
-    output: Annotated[str | None, msgspec.Meta(description="a Parquet directory for what was found; replaced")] = None
+    output: Annotated[str | None, msgspec.Meta(description="a Parquet directory for the result; replaced")] = None
 
 
 def run(spark: SparkSession, options: Options) -> Outcome:

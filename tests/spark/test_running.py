@@ -48,8 +48,8 @@ def test_every_pipeline_describes_each_of_its_options() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["mesh"], "not one option, as name=value"),
-        (["output=x", "output=y"], "not one option, as name=value"),
+        (["mesh"], "not an option of the form name=value"),
+        (["output=x", "output=y"], "not an option of the form name=value"),
         (["colour=red", "output=x"], "colour"),
         ([], "output"),
         (["output=x", "database_url="], "say which database"),

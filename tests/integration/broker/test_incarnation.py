@@ -92,7 +92,7 @@ async def test_a_restored_database_is_another_one_and_goes_on_above_all_numbers(
             assert (page.status, len(page.body["messages"])) == (200, count)
 
         async with BrokerClient(broker.url, broker.tokens["demo", "alice"]) as client:
-            with pytest.raises(Gone, match="go on from there") as refusal:
+            with pytest.raises(Gone, match="resume there") as refusal:
                 [each async for each in client.history(HistoryQuery(after=6))]
             assert refusal.value.problem.resume_after == 3
             assert len([each async for each in client.history(HistoryQuery(limit=2))]) == 6

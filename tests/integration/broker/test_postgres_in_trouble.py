@@ -64,7 +64,7 @@ async def trouble(elsewhere: Any, database_url: str) -> AsyncIterator[Trouble]:
         await elsewhere.execute(f"ALTER DATABASE {name}_away RENAME TO {name}")
 
 
-@pytest.mark.parametrize("statement", [REFUSING, RENAMED], ids=["lets nobody in", "was renamed"])
+@pytest.mark.parametrize("statement", [REFUSING, RENAMED], ids=["refuses the login", "was renamed"])
 async def test_a_postgres_that_lets_nobody_in_is_a_503_and_said(
     broker: Any, trouble: Trouble, message: Message, statement: str
 ) -> None:
@@ -72,7 +72,7 @@ async def test_a_postgres_that_lets_nobody_in_is_a_503_and_said(
 
     health, ready = await broker.nobody.get("/health"), await broker.nobody.get("/ready")
     assert (health.status, ready.status) == (200, 503)
-    assert "lets nobody in" in ready.body["reasons"][0]
+    assert "refuses the login" in ready.body["reasons"][0]
     for answer in (
         await broker.member("alice").post("/v1/accept", {"messages": [message("id-1")]}),
         await broker.admin.get("/v1/meshes"),
@@ -92,7 +92,7 @@ async def test_a_postgres_that_takes_no_writes_is_not_ready_and_keeps_nothing(
     ):  # over a connection that has ended
         pass
     assert (ready.status, ready.body["status"]) == (503, "unavailable")
-    assert "takes no writes" in ready.body["reasons"][0]
+    assert "is read-only" in ready.body["reasons"][0]
     assert [answer.status for answer in await alice.send(message("id-1"), message("id-2"))] == [200, 503]
     refused = await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})
     assert (refused.status, refused.code) == (503, "database_unavailable")

@@ -144,7 +144,7 @@ async def test_a_wrong_config_ends_it_with_78_and_a_sentence(rewrite: Any, confi
 async def test_what_cannot_be_opened_is_named(migrated: BrokerConfig, bad_tokens: dict[str, Path]) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"admin_token_file": bad_tokens["short"]}, "fewer than 20"),
-        ({"admin_token_file": bad_tokens["open"]}, "readable for everybody"),
+        ({"admin_token_file": bad_tokens["open"]}, "readable by everybody"),
         ({"admin_token_file": Path("/nowhere")}, "/nowhere"),
         ({"database_url": "nonsense"}, "database_url is not a Postgres URL"),
         ({"redis_url": "nonsense"}, "redis_url is not a Redis URL"),

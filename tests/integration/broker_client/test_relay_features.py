@@ -77,7 +77,7 @@ async def test_a_token_of_another_mesh_is_degraded_and_posts_nothing(scripted_br
     await here.send("a")
     here.run()
     await until(lambda: here.relay.status().degraded)
-    assert "speaks for the mesh 'other'" in (here.relay.status().reason or "")
+    assert "is for the mesh 'other'" in (here.relay.status().reason or "")
     scripted_broker.features = lambda: web.json_response(FEATURES)
     assert [row.status for row in await here.settled("a")] == ["done"]
     assert scripted_broker.batches == [["a"]]

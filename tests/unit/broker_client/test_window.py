@@ -44,7 +44,7 @@ def test_an_override_may_use_the_margin_up_but_for_a_day(days, override):
     [(features(7), 145), (features(7), 168), (features(30), 697), (features(30), 720), (PERMANENT, 721)],
 )
 def test_an_override_within_a_day_of_the_window_stops_the_daemon_and_says_what_to_do(shown, override):
-    with pytest.raises(Fatal, match=r"relay\.max_age_hours is \d+.*set it to \d+ or less, or leave it out") as caught:
+    with pytest.raises(Fatal, match=r"relay\.max_age_hours is \d+.*set it to \d+ or less, or omit it") as caught:
         max_age_hours(shown, override)
     assert caught.value.exit_code is Exit.CONFIG
 

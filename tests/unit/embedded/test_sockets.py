@@ -35,7 +35,7 @@ def test_a_link_in_the_place_of_the_stand_in_is_refused(short_directory: Path) -
     stand_in = socket_directory(long, "s")
     stand_in.rmdir()
     stand_in.symlink_to(short_directory)
-    with pytest.raises(EmbeddedError, match="belongs to somebody else"):
+    with pytest.raises(EmbeddedError, match="belongs to another user"):
         socket_directory(long, "s")
 
 
@@ -43,7 +43,7 @@ def test_a_link_in_the_place_of_the_stand_in_is_refused(short_directory: Path) -
 def test_a_stand_in_of_another_user_is_refused(short_directory: Path) -> None:
     long = short_directory / ("d" * MAX_ADDRESS_BYTES)
     os.chown(socket_directory(long, "s"), 12345, -1)
-    with pytest.raises(EmbeddedError, match="belongs to somebody else"):
+    with pytest.raises(EmbeddedError, match="belongs to another user"):
         socket_directory(long, "s")
 
 
