@@ -78,7 +78,7 @@ def routes(services: Services) -> list[Route]:
                query=ListQuery, answers={200: OutboxRow}, answer_media=NDJSON, problems=(400, 403)),
         _route("GET", "/v1/outbox/{id}", outbox.inspect, OPERATOR, "one row, its chain of requeues and its log",
                answers={200: RowChain}, problems=(400, 403, 404)),
-        _route("POST", "/v1/outbox/{id}/requeue", outbox.requeue, OPERATOR, "retire a row, send it again under a new id",
+        _route("POST", "/v1/outbox/{id}/requeue", outbox.requeue, OPERATOR, "retire a row, send it under a new id",
                body=RequeueRequest, answers={200: OutboxRow}, problems=_VERB),
         _route("POST", "/v1/outbox/{id}/abort", outbox.abort, OPERATOR, "retire a row permanently",
                body=AbortRequest, answers={200: OutboxRow}, problems=_VERB),
