@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from postroom.delivery.agents.inspecting import Verified
     from postroom.worker.agent_config import AgentConfig
 
-app = noun("Run agents, and look at their event stores.")
+app = noun("Run agents, and inspect their event stores.")
 
 Name = Annotated[
     str | None,
@@ -29,19 +29,21 @@ Name = Annotated[
 Tenant = Annotated[
     str | None,
     typer.Option(
-        "--tenant", help="The mesh that it works in [default: by the config or POSTROOM_MESH].", metavar="SLUG"
+        "--tenant", help="The mesh that it works in [default: from the config or POSTROOM_MESH].", metavar="SLUG"
     ),
 ]
 Workspace = Annotated[str | None, typer.Option("--workspace", help="Its workspace there [default: default].")]
 State = Annotated[
     Path | None,
-    typer.Option("--state-directory", help="Where its events.db lies [default: by the config].", metavar="DIRECTORY"),
+    typer.Option(
+        "--state-directory", help="The directory of its events.db [default: from the config].", metavar="DIRECTORY"
+    ),
 ]
 
 
 @app.command()
 def run(*, agent: Name = None, config: Config = None, tenant: Tenant = None, workspace: Workspace = None) -> None:
-    """Handle messages until a signal says stop. Those of one agent on one host share its store and its work."""
+    """Handle messages until a signal says stop. Processes of one agent on one host share its store and its work."""
     from postroom.worker.agent import main  # noqa: PLC0415
 
     agent_class, loaded = _load(agent, config, tenant, workspace)
@@ -84,12 +86,10 @@ def verify(
     tenant: Tenant = None,
     workspace: Workspace = None,
     state_directory: State = None,
-    expected: Annotated[
-        str | None, typer.Option("--hash", help="The state hash that it should have.", metavar="HEX")
-    ] = None,
+    expected: Annotated[str | None, typer.Option("--hash", help="The expected state hash.", metavar="HEX")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute a store's state hash anew; exit code 1, and the first position that differs, where it is another."""
+    """Recompute a store's state hash; exit code 1, and the first position that differs, if it is not the stored one."""
     from postroom.delivery.agents.inspecting import verify as verify_store  # noqa: PLC0415
 
     _, database = _stored(agent, config, tenant, workspace, state_directory)
@@ -114,7 +114,7 @@ def republish(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Publish again what an agent published since a time; the agent does it, within seconds or when it is started."""
+    """Publish again what an agent published since a time; a running agent does it at once, others at their start."""
     from postroom.delivery.agents.republishing import republish as republish_since  # noqa: PLC0415
 
     _, database = _stored(agent, config, tenant, workspace, state_directory)

@@ -28,13 +28,13 @@ def migrate(*, config: Config = None) -> None:
 
 @app.command()
 def restored(*, config: Config = None) -> None:
-    """Say that the database was restored from a backup: daemons find out what it lacks, readers where to go on."""
+    """Mark the database as restored from a backup: daemons then find what it lacks, readers where to resume."""
     _command("restored", config)
 
 
 @app.command()
 def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
-    """Check that every accept has all its rows; exit code 1 where one has not."""
+    """Check that every accepted message has all its rows; exit code 1 if one has not."""
     if not as_json:
         _command("orphan-check", config)
     from broker.commands import find_orphans  # noqa: PLC0415
@@ -50,7 +50,7 @@ def orphan_check(*, config: Config = None, as_json: Json = False) -> None:
 
 @app.command()
 def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
-    """Show what a running broker does, and for whom the token speaks."""
+    """Show what a running broker supports, and the member that the token belongs to."""
     answer = with_broker(url, token_file, lambda client: client.features())
     if as_json:
         json_line(answer)
@@ -63,7 +63,7 @@ def features(*, as_json: Json = False, url: Url = None, token_file: TokenFile = 
             ("member", answer.member),
             ("incarnation", answer.incarnation),
             ("largest batch", f"{answer.max_batch} messages"),
-            ("ids are recognised", dedupe and (f"for {days} days" if days else "for ever")),
+            ("ids are recognised", dedupe and (f"for {days} days" if days else "forever")),
             ("largest body", payload and f"{payload.inline_bytes} bytes"),
             ("a mesh may send", limit and f"{limit.per_mesh} messages in {limit.window_seconds} s"),
             ("a member may send", limit and f"{limit.per_member} messages in {limit.window_seconds} s"),

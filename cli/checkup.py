@@ -40,7 +40,7 @@ def _python() -> Iterator[Finding]:
     for name in PROGRAMS:
         if others := set(owners.get(name, ())) - {"postroom-server"}:
             remedy = "install postroom-server into an environment of its own"
-            yield Finding("packages", "failed", f"{', '.join(others)} also brings a package {name!r}", remedy)
+            yield Finding("packages", "failed", f"{', '.join(others)} also contains a package {name!r}", remedy)
 
 
 def _sqlite() -> Iterator[Finding]:
@@ -63,7 +63,7 @@ def _directories() -> Iterator[Finding]:
     free = shutil.disk_usage(existing).free
     room = f"{free // 1024**2} MiB free below {existing}"
     if free < FREE_BYTES:
-        yield Finding("disk", "warning", room, "make room: a full disk is answered with 507")
+        yield Finding("disk", "warning", room, "free some space: sends are refused when the disk is full")
     else:
         yield Finding("disk", "ok", room)
     if not os.access(existing, os.W_OK):
@@ -108,7 +108,7 @@ async def _daemon(socket: Path | None) -> AsyncIterator[Finding]:
 
 async def _broker(url: str | None, token_file: Path | None) -> AsyncIterator[Finding]:
     if url is None:
-        yield Finding("broker", "warning", "not looked at: POSTROOM_BROKER_URL is not set", "set it, or --url")
+        yield Finding("broker", "warning", "not checked: POSTROOM_BROKER_URL is not set", "set it, or --url")
         return
     try:
         async with BrokerClient(url, read_token(token_file), patience=0, timeout=5) as client:

@@ -41,7 +41,7 @@ def with_broker(url: str | None, token_file: Path | None, work: Callable[[Broker
     from postroom import BrokerClient  # noqa: PLC0415
 
     if url is None:
-        raise Fatal(Exit.USAGE, "say where the broker is: set POSTROOM_BROKER_URL, or --url")
+        raise Fatal(Exit.USAGE, "no broker is configured: set POSTROOM_BROKER_URL, or --url")
     token = read_token(token_file)
 
     async def run() -> T:
@@ -60,18 +60,18 @@ async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
     try:
         return (await client.features()).mesh
     except NotPermitted as error:
-        sentence = f"say which mesh with --mesh: the token implies none ({error})"
+        sentence = f"name the mesh with --mesh: the token belongs to none ({error})"
         raise Fatal(Exit.USAGE, sentence) from error
 
 
 def read_token(file: Path | None) -> str:
     """Read a bearer token from its file."""
     if file is None:
-        raise Fatal(Exit.USAGE, "say which token to use: set POSTROOM_ADMIN_TOKEN_FILE, or --token-file")
+        raise Fatal(Exit.USAGE, "no token is configured: set POSTROOM_ADMIN_TOKEN_FILE, or --token-file")
     try:
         token = read_plain_file(file).decode("ascii").strip()
     except UnicodeDecodeError as error:
-        raise Fatal(Exit.CONFIG, f"{file} holds no token: it is not plain text") from error
+        raise Fatal(Exit.CONFIG, f"{file} has no token: it is not plain text") from error
     if not token or not token.isprintable():
-        raise Fatal(Exit.CONFIG, f"{file} holds no token: one line of text is expected")
+        raise Fatal(Exit.CONFIG, f"{file} has no token: one line of text is expected")
     return token

@@ -10,14 +10,16 @@ import typer
 
 from cli.noun import Config, noun
 
-app = noun("Give messages to a handler behind HTTP.")
+app = noun("Post messages to an HTTP handler.")
 
 Context = Annotated[
     str | None, typer.Option("--context", help="Without a file: the mesh whose events.", metavar="SLUG")
 ]
 Name = Annotated[
     str | None,
-    typer.Option("--name", help="Without a file: the consumer; those of one name share the work.", metavar="NAME"),
+    typer.Option(
+        "--name", help="Without a file: the consumer's name; consumers of one name share the work.", metavar="NAME"
+    ),
 ]
 Handler = Annotated[
     str | None, typer.Option("--handler", help="Without a file: where messages are posted to.", metavar="URL")
@@ -43,7 +45,7 @@ SecretFile = Annotated[
 
 @app.callback()
 def consumer() -> None:
-    """Give messages to a handler behind HTTP."""
+    """Post messages to an HTTP handler."""
 
 
 @app.command()
@@ -57,9 +59,9 @@ def run(
     subject: Subjects = None,
     secret_file: SecretFile = None,
 ) -> None:
-    """Consume until a signal says stop: by a file (--config), or directly by --context, --name and --handler.
+    """Consume until a signal says stop, with a config file (--config), or with --context, --name and --handler.
 
-    Directly, POSTROOM_NATS_URL and POSTROOM_DATABASE_URL name the servers, as `postroom up` writes them.
+    Without a file, POSTROOM_NATS_URL and POSTROOM_DATABASE_URL name the servers, as `postroom up` sets them.
     """
     from postroom.worker.consumer import main  # noqa: PLC0415
     from postroom.worker.consumer_config import PREFIX, direct_config, load_config  # noqa: PLC0415
@@ -68,7 +70,7 @@ def run(
     if not any(direct) and (config is not None or any(variable.startswith(PREFIX) for variable in os.environ)):
         raise SystemExit(main(load_config(config)))
     if config is not None:
-        raise typer.BadParameter("--config stands alone: the file says everything")
+        raise typer.BadParameter("use --config alone: the file has all settings")
     if not (context and name and handler):
         raise typer.BadParameter("give --context, --name and --handler, or --config")
     raise SystemExit(

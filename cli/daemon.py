@@ -13,7 +13,7 @@ from cli.noun import Config, Json, noun
 from cli.output import fields, json_line, line
 
 AcceptLostIds = Annotated[
-    bool, typer.Option("--accept-lost-ids", help="Start with an outbox that lost rows: their ids may be taken again.")
+    bool, typer.Option("--accept-lost-ids", help="Start with an outbox that lost rows: their ids may be used again.")
 ]
 
 app = noun("Run and check the daemon.")
@@ -29,7 +29,7 @@ def run(*, config: Config = None, accept_lost_ids: AcceptLostIds = False) -> Non
 
 @app.command()
 def rotate_token(*, config: Config = None) -> None:
-    """Write a new local token for the TCP port; the old one is good for another 60 s."""
+    """Write a new local token for the TCP port; the old one is valid for another 60 s."""
     from daemon.postroomd import rotate_token as rotate  # noqa: PLC0415
 
     line(f"the new token is in {rotate(daemon_config(config))}")
@@ -37,7 +37,7 @@ def rotate_token(*, config: Config = None) -> None:
 
 @app.command()
 def check(*, config: Config = None, as_json: Json = False) -> None:
-    """Show the effective config, secrets masked, and try everything that it names."""
+    """Show the effective config with secrets masked, and try every server and file in it."""
     from daemon.checks import check as find  # noqa: PLC0415
     from postroom.chassis.config import effective  # noqa: PLC0415
     from postroom.chassis.exits import Finding  # noqa: PLC0415

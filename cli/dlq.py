@@ -33,7 +33,9 @@ All = Annotated[bool, typer.Option("--all", help="Every dead letter that the fil
 SubjectFilter = Annotated[
     str | None, typer.Option("--subject", metavar="SUBJECT", help="Only from this subject; * and > as in NATS.")
 ]
-Code = Annotated[str | None, typer.Option("--code", metavar="REASON", help="Only with this reason, as max_deliver.")]
+Code = Annotated[
+    str | None, typer.Option("--code", metavar="REASON", help="Only with this reason, such as max_deliver.")
+]
 Consumer = Annotated[str | None, typer.Option("--consumer", metavar="NAME", help="Only of this consumer.")]
 OlderThan = Annotated[
     float | None,
@@ -98,7 +100,7 @@ def inspect(
     credentials: Credentials = None,
     as_json: Json = False,
 ) -> None:
-    """Show a dead letter whole: why it died, its headers and its payload."""
+    """Show a whole dead letter: the reason, its headers and its payload."""
     chosen = chosen_ids(ids)
     if not chosen:
         raise Fatal(Exit.USAGE, "name a dead letter by its id or message id (`postroom dlq list` shows them)")
@@ -157,9 +159,12 @@ def _settling(verb: str, act: Act, help_text: str) -> None:
 _settling(
     "replay",
     _replayed,
-    "Send messages again, each under a fresh id, to the consumer that buried them; their letters are settled.",
+    "Send messages again, each under a fresh id, to the consumer that could not "
+    "handle them; their letters are settled.",
 )
-_settling("drop", _dropped, "Settle dead letters that nobody will handle; a note of each is kept, its payload is not.")
+_settling(
+    "drop", _dropped, "Settle dead letters that will not be handled; a record of each is kept, without its payload."
+)
 
 
 @app.command()
@@ -231,7 +236,7 @@ def _look(reach: _Reach, wanted: LetterFilter, show: Callable[..., None], *, pay
     unreachable: list[PostroomError] = []
     found = _with_letters(reach, lambda letters: letters.find(wanted, payloads=payloads), unreachable)
     if reach.database is None:
-        note("only what the stream holds: set POSTROOM_DATABASE_URL, or --database, to read the record of dead letters")
+        note("only the stream was read: set POSTROOM_DATABASE_URL, or --database, to read the record of dead letters")
     show(found, complete=not unreachable)
     for error in unreachable:
         raise error
@@ -248,7 +253,7 @@ def _with_letters(
 
     mesh, database, nats_url, credentials = reach
     if mesh is None:
-        raise Fatal(Exit.USAGE, "say which mesh with --mesh, or set POSTROOM_MESH")
+        raise Fatal(Exit.USAGE, "name the mesh with --mesh, or set POSTROOM_MESH")
 
     async def run() -> Any:
         async with AsyncExitStack() as stack:

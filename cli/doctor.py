@@ -16,7 +16,7 @@ app = noun()
 
 @app.command()
 def doctor(*, as_json: Json = False, socket: Socket = None, url: Url = None, token_file: TokenFile = None) -> None:
-    """Check files, SQLite, sockets, permissions and every dependency, and say what to do."""
+    """Check files, SQLite, sockets, permissions and every dependency, and show what to do."""
     from cli.checkup import look_at_everything  # noqa: PLC0415
 
     async def collect() -> list[Finding]:

@@ -20,7 +20,9 @@ _STOP_SECONDS: Final = 120.0  # the daemon may finish its batch, Postgres its ch
 def down(
     *,
     state: State = None,
-    wipe: Annotated[bool, typer.Option("--wipe", help="Remove the state directory too: every message in it.")] = False,
+    wipe: Annotated[
+        bool, typer.Option("--wipe", help="Remove the state directory too, with every message in it.")
+    ] = False,
     yes: Yes = False,
 ) -> None:
     """Stop what `postroom up` started in this state directory, and nothing else."""

@@ -63,7 +63,7 @@ def of_the_system(error: Any) -> Ending:
 
 def of_an_argument(error: Any) -> Ending:
     """Say which text of the command line is none: what is not UTF-8 travels as no id, name or reason."""
-    return Ending(Exit.USAGE, f"{error.object!r} is no text in UTF-8: give it in UTF-8, or as a file")
+    return Ending(Exit.USAGE, f"{error.object!r} is not UTF-8 text: pass UTF-8, or a file")
 
 
 def say(end: Ending) -> int:

@@ -26,7 +26,7 @@ _DROPPED: Final = ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY")
 
 def failing(source: str) -> typer.Typer:
     """Return the verbs for the `events`, or the `deliveries`, that JetStream does not take."""
-    app = noun(f"See failing {source}, which JetStream does not take, and drop those that it never will.")
+    app = noun(f"See {source} that JetStream refuses, and drop those that can never be published.")
 
     @app.command("list")
     def list_(*, context: Context = None, config: Config = None, as_json: Json = False) -> None:
@@ -43,7 +43,7 @@ def failing(source: str) -> typer.Typer:
 
     @app.command()
     def drop(*, ids: Ids = None, reason: Why = None, config: Config = None, yes: Yes = False) -> None:
-        """Take out for good what fails, so that what waits behind it goes; who did it, and why, is in `log`."""
+        """Permanently drop what fails, so that what waits behind it is published; `log` shows who did it, and why."""
         from postroom.worker.commands import drop_chosen  # noqa: PLC0415
         from postroom.worker.config import load_config  # noqa: PLC0415
 

@@ -21,7 +21,7 @@ def read_plain_file(file: Path) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise Fatal(Exit.USAGE, f"{file} is no plain file")
+            raise Fatal(Exit.USAGE, f"{file} is not a regular file")
         if status.st_size > MAX_BYTES:
             raise Fatal(Exit.USAGE, f"{file} has {status.st_size} bytes, the limit is {MAX_BYTES}")
         with open(descriptor, "rb", closefd=False) as stream:

@@ -45,13 +45,13 @@ def list_(
     sender: From = None,
     destination: To = None,
     limit: Annotated[int, typer.Option(min=1, help="How many messages to show.")] = 50,
-    everything: Annotated[bool, typer.Option("--all", help="Every message, whatever --limit says.")] = False,
-    cursor: Annotated[str | None, typer.Option(help="Go on where the last list ended.")] = None,
-    body: Annotated[bool, typer.Option("--body", help="Show what the messages say, too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All messages, without a limit.")] = False,
+    cursor: Annotated[str | None, typer.Option(help="Continue where the last list ended.")] = None,
+    body: Annotated[bool, typer.Option("--body", help="Show the bodies too.")] = False,
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """List received messages, oldest first; what they say only with --body, in a table cut short."""
+    """List received messages, oldest first; with --body also their bodies, shortened in a table."""
     moment = since
     _check(destination)
     shown: list[InboxMessage] = []
@@ -86,7 +86,7 @@ def tail(
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Follow what the daemon receives, a line a message, until Ctrl-C; a daemon that is restarted is waited for."""
+    """Follow what the daemon receives, a line per message, until Ctrl-C; waits while the daemon restarts."""
     moment = since
     _check(destination)
 

@@ -25,7 +25,7 @@ Credentials = Annotated[
     typer.Option(
         "--nats-credentials-file",
         envvar="POSTROOM_NATS_CREDENTIALS_FILE",
-        help="A file with user:password, or a token [default: what the address holds].",
+        help="A file with user:password, or a token [default: as in the address].",
         readable=False,  # reading it says better what is wrong
         metavar="FILE",
     ),
@@ -39,7 +39,7 @@ async def reached(url: str | None, credentials: Path | None) -> AsyncIterator[Je
     from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
 
     if url is None:
-        raise Fatal(Exit.USAGE, "say where NATS is: set POSTROOM_NATS_URL, or --nats-url")
+        raise Fatal(Exit.USAGE, "no NATS server is configured: set POSTROOM_NATS_URL, or --nats-url")
     settings = NatsSettings(url=url, credentials_file=credentials)
     connection = await connect(settings, name=f"postroom of {this_user()}", patience=PATIENCE, logged=False)
     try:

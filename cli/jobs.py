@@ -29,10 +29,10 @@ def _uuid(text: str) -> UUID:
     try:
         return UUID(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no UUID") from None
+        raise typer.BadParameter(f"{text!r} is not a UUID") from None
 
 
-app = noun("Start jobs, see what became of them, end them or let them go on.")
+app = noun("Start, inspect, retry and cancel jobs.")
 
 JobId = Annotated[
     UUID, typer.Argument(parser=_uuid, metavar="JOB", help="The job's id (`postroom jobs list` shows them).")
@@ -50,7 +50,7 @@ State = Annotated[
 ]
 
 _NUMBER: Final = re.compile(r"[0-9]+")  # a ledger is written so, right or wrong; no message's id is
-_DONE: Final = {"retry": "goes on", "cancel": "is cancelled"}
+_DONE: Final = {"retry": "continues", "cancel": "is cancelled"}
 _KINDS: Final = {"activity": "an activity", "message": "a message, which an activity runs leg 2 for"}
 
 
@@ -59,7 +59,8 @@ def start(
     *,
     flow: Annotated[str, typer.Argument(metavar="MODULE:FLOW", help="The flow, as in nightly_export:flow.")],
     request: Annotated[
-        str, typer.Option("--request", metavar="JSON", help="What its first activity gets; `-` reads standard input.")
+        str,
+        typer.Option("--request", metavar="JSON", help="The request of its first activity; `-` reads standard input."),
     ] = "null",
     job: Annotated[
         UUID | None,
@@ -67,9 +68,7 @@ def start(
     ] = None,
     traceparent: Annotated[
         str | None,
-        typer.Option(
-            envvar="TRACEPARENT", metavar="TRACE", help="The trace that it is of, as W3C Trace Context has it."
-        ),
+        typer.Option(envvar="TRACEPARENT", metavar="TRACE", help="The trace of the job (W3C Trace Context)."),
     ] = None,
     mesh: Mesh = None,
     database: Database = None,
@@ -86,7 +85,7 @@ def start(
     from postroom.ledger.primitives import Start  # noqa: PLC0415
 
     if mesh is None:
-        raise Fatal(Exit.USAGE, "say which mesh with --mesh, or set POSTROOM_MESH")
+        raise Fatal(Exit.USAGE, "name the mesh with --mesh, or set POSTROOM_MESH")
     loaded, text = load_flow(flow), _request(request)
     _check_traceparent(traceparent)
     wanted = Start(job or uuid4(), mesh, loaded.name, uuid4(), loaded.first.name, text, loaded.threshold, traceparent)
@@ -145,7 +144,7 @@ def show(*, job: JobId, database: Database = None, as_json: Json = False) -> Non
 
 @app.command()
 def tree(*, job: JobId, database: Database = None, as_json: Json = False) -> None:
-    """Draw the tree of a job: each step and its state; neighbours without children that are alike are one line."""
+    """Draw the tree of a job: each step and its state; equal neighbours without children are one line."""
     found = _find(database, job)
     if as_json:
         for _, activity in drawn(found):
@@ -159,11 +158,11 @@ def tree(*, job: JobId, database: Database = None, as_json: Json = False) -> Non
 def retry(
     *, jobs: Jobs = None, reason: Reason = None, yes: Yes = False, database: Database = None, as_json: Json = False
 ) -> None:
-    """Let failed jobs go on where they stopped: what is done stays done, what is not goes out again.
+    """Continue failed jobs where they stopped: what is done stays done, and the rest is sent again.
 
     \b
         postroom jobs retry 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the disk has room again"
-        postroom jobs list --state failed --json | postroom jobs retry - --reason mended --yes
+        postroom jobs list --state failed --json | postroom jobs retry - --reason fixed --yes
     """  # noqa: D301 - \b: as it stands
     from postroom.ledger.retrying import retry_job  # noqa: PLC0415
 
@@ -174,7 +173,7 @@ def retry(
 def cancel(
     *, jobs: Jobs = None, reason: Reason = None, yes: Yes = False, database: Database = None, as_json: Json = False
 ) -> None:
-    """End jobs for good, wherever they are: no step of them commits any more, and messages that come later are let go.
+    """End jobs permanently, in any state: no step of them commits any more, and later messages are ignored.
 
     \b
         postroom jobs cancel 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the wrong day"
@@ -191,13 +190,13 @@ def explain(
         str,
         typer.Argument(
             metavar="LEDGER|ID",
-            help="15 digits, as `postroom jobs show` has them; or a message's id, or an activity's.",
+            help="15 digits as in `postroom jobs show`, or the id of a message or an activity.",
         ),
     ],
     database: Database = None,
     as_json: Json = False,
 ) -> None:
-    """Say what every digit of a ledger means (this asks no database), or what became of a message.
+    """Explain every digit of a ledger (without a database), or what a message was for and what is done of it.
 
     \b
         postroom jobs explain 001110000000001
@@ -289,7 +288,7 @@ def _with_database(url: str | None, work: Callable[[Connection], Awaitable[T]]) 
     from postroom.ledger.database import ROOMS  # noqa: PLC0415
 
     if url is None:
-        raise Fatal(Exit.USAGE, "say where the jobs are: set POSTROOM_DATABASE_URL, or --database")
+        raise Fatal(Exit.USAGE, "no database is configured: set POSTROOM_DATABASE_URL, or --database")
 
     async def run() -> T:
         async with connected(url) as connection:
@@ -307,7 +306,7 @@ def _request(text: str) -> str:
     try:
         return msgspec.json.encode(msgspec.json.decode(given)).decode()
     except msgspec.DecodeError as error:
-        raise typer.BadParameter(f"the request is no JSON: {error}", param_hint="--request") from error
+        raise typer.BadParameter(f"the request is not JSON: {error}", param_hint="--request") from error
 
 
 def _check_traceparent(text: str | None) -> None:
@@ -322,4 +321,4 @@ def _check_state(state: str | None) -> None:
     from postroom.ledger.states import JOB_STATES  # noqa: PLC0415
 
     if state is not None and state not in JOB_STATES:
-        raise typer.BadParameter(f"{state!r} is no state: {', '.join(JOB_STATES)}", param_hint="--state")
+        raise typer.BadParameter(f"{state!r} is not a state: {', '.join(JOB_STATES)}", param_hint="--state")

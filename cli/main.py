@@ -17,7 +17,7 @@ from cli.verbs import LazyGroup
 
 EXIT_CODES = (
     "Exit codes: 0 ok, 1 failed, 2 usage, 3 not found, 4 conflict, 69 unavailable, 74 input or output failed, "
-    "75 try again, 77 not permitted, 78 config, 130 interrupted, 141 the reader of the output went away."
+    "75 try again, 77 not permitted, 78 config, 130 interrupted, 141 the reader of the output closed it."
 )
 
 app = typer.Typer(

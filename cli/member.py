@@ -23,7 +23,7 @@ app = noun("Administer the members of a mesh.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The member.", callback=named("member"))]
 TokenOut = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the token into this new file, mode 0600 [default: show it this once]."),
+    typer.Option(metavar="FILE", help="Write the token to this new file, mode 0600 [default: show it once]."),
 ]
 
 
@@ -38,7 +38,7 @@ def create(
     url: Url = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Create a member; its token is shown this once, and kept nowhere."""
+    """Create a member; its token is shown only once, and stored nowhere."""
 
     async def work(client: BrokerClient) -> MemberToken:
         return await client.create_member(await mesh_of(client, mesh), name, "admin" if admin else "member")
@@ -57,7 +57,7 @@ def rotate_token(
     url: Url = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Give a member a new token; the old one is worth nothing from then on."""
+    """Give a member a new token; the old one is refused from then on."""
     confirm(f"Replace the token of {name}, so that what uses the old one is refused?", yes=yes)
 
     async def work(client: BrokerClient) -> MemberToken:
@@ -83,8 +83,8 @@ def list_(*, as_json: Json = False, mesh: Mesh = None, url: Url = None, token_fi
 
 @app.command()
 def revoke(*, name: Name, yes: Yes = False, mesh: Mesh = None, url: Url = None, token_file: TokenFile = None) -> None:
-    """End a member's access for good; its name stays taken."""
-    confirm(f"Revoke {name} for good?", yes=yes)
+    """End a member's access permanently; its name stays taken."""
+    confirm(f"Revoke {name} permanently?", yes=yes)
 
     async def work(client: BrokerClient) -> None:
         await client.revoke_member(await mesh_of(client, mesh), name)

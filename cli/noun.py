@@ -41,9 +41,9 @@ Socket = Annotated[
         readable=False,  # connecting says better what is wrong, and a socket is not read
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object a line, for programs.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object per line, for programs.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would be.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; show what would happen.")]
 Reason = Annotated[
     str | None, typer.Option("--reason", help="Why; kept in the operator log. Asked for on a terminal.", metavar="TEXT")
 ]
@@ -52,7 +52,7 @@ Since = Annotated[
     typer.Option(
         "--since",
         parser=moment,
-        help="From when on: a time in UTC, as in 2026-01-31T12:00:00, or how long ago, as in 90s, 1h30m, 7d.",
+        help="Since when: a time in UTC, as in 2026-01-31T12:00:00, or how long ago, as in 90s, 1h30m, 7d.",
         metavar="TIME",
     ),
 ]
@@ -70,7 +70,7 @@ Database = Annotated[
     typer.Option(
         "--database",
         envvar="POSTROOM_DATABASE_URL",
-        help="The Postgres that holds them; an address with a password belongs in the environment.",
+        help="The Postgres database; an address with a password belongs in the environment.",
         metavar="URL",
     ),
 ]

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-app = noun("See what was done once, and have it forgotten.")
+app = noun("List, inspect and delete keys of things done once.")
 
 Registry = Annotated[
     str | None,
     typer.Option(
         "--registry",
         envvar=["POSTROOM_ONCE_REGISTRY", "POSTROOM_DATABASE_URL"],
-        help="Where the keys are, as `open_registry` has it: postgresql://… or sqlite:///absolute/path.",
+        help="The registry: postgresql://… or sqlite:///absolute/path.",
         metavar="URL",
     ),
 ]
@@ -52,7 +52,7 @@ def list_(
     registry: Registry = None,
     as_json: Json = False,
 ) -> None:
-    """List keys, those first that ended last, or whose lease ends last.
+    """List keys, latest first by the end of the key or of its lease.
 
     \b
         postroom once list --state FAILED
@@ -91,7 +91,7 @@ def list_(
 def inspect(
     *, key: Key, tenant: Tenant, topic: Topic, group: Group = None, registry: Registry = None, as_json: Json = False
 ) -> None:
-    """Show a key with its result, and whether operators had it forgotten before.
+    """Show a key with its result, and whether operators deleted it before.
 
     \b
         postroom once inspect 01a1fc82-ab5c-0689-9154-33ba9c88d7e4 --tenant shop --topic order_paid --group billing
@@ -129,7 +129,7 @@ def forget(
     registry: Registry = None,
     as_json: Json = False,
 ) -> None:
-    """Forget a key, so that what it stands for can be done again: the next delivery of its message does it.
+    """Delete a key, so that its work can be done again: the next delivery of its message does it.
 
     \b
         postroom once forget 01a1fc82-ab5c-0689-9154-33ba9c88d7e4 --tenant shop --topic order_paid --group billing \\
@@ -139,7 +139,7 @@ def forget(
 
     scope = _scope(key, tenant, topic, group)
     why = reason_or_ask(reason)
-    confirm(f"Forget {scope}? What it stands for can then be done a second time.", yes=yes)
+    confirm(f"Forget {scope}? Its work can then be done a second time.", yes=yes)
 
     async def work(store: Store) -> None:
         if await store.forget(scope, this_user(), why):
@@ -168,7 +168,7 @@ def _scope(key: str, tenant: str, topic: str, group: str | None) -> Scope:
 def _missing(scope: Scope) -> NotFound:
     from postroom.errors import NotFound  # noqa: PLC0415
 
-    detail = f"there is no {str(scope).removeprefix('the ')}: `postroom once list` shows what is kept"
+    detail = f"there is no {str(scope).removeprefix('the ')}: `postroom once list` lists them"
     return NotFound.of(404, "key_missing", detail)
 
 
@@ -200,7 +200,7 @@ def _with_store(url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
     from postroom.once.registry import open_store  # noqa: PLC0415
 
     if url is None:
-        raise Fatal(Exit.USAGE, "say where the keys are: set POSTROOM_DATABASE_URL, or --registry")
+        raise Fatal(Exit.USAGE, "no registry is configured: set POSTROOM_DATABASE_URL, or --registry")
 
     async def run() -> T:
         store = await open_store(url, create=False)

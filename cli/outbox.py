@@ -52,8 +52,8 @@ def list_(
     older_than: OlderThan = None,
     held: Held = None,
     limit: Limit = 50,
-    everything: Annotated[bool, typer.Option("--all", help="Every row, whatever --limit says.")] = False,
-    cursor: Annotated[str | None, typer.Option(help="Go on where the last list ended.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All rows, without a limit.")] = False,
+    cursor: Annotated[str | None, typer.Option(help="Continue where the last list ended.")] = None,
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
@@ -88,8 +88,8 @@ def inspect(*, ids: Ids = None, as_json: Json = False, socket: Socket = None) ->
 def requeue(
     *,
     ids: Ids = None,
-    row: Annotated[str | None, typer.Option("--id", metavar="ROW", help="The row, where it is one.")] = None,
-    auto: Annotated[bool, typer.Option("--auto", help="Mint a fresh client_message_id (what happens anyway).")] = False,
+    row: Annotated[str | None, typer.Option("--id", metavar="ROW", help="The row, if it is one.")] = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Use a fresh client_message_id (the default).")] = False,
     new_client_id: Annotated[str | None, typer.Option(metavar="ID", help="The successor's client_message_id.")] = None,
     patch_payload: Annotated[
         Path | None, typer.Option(metavar="FILE", help='A whole new message, as JSON: {"to": …, "body": …}.')
@@ -110,7 +110,7 @@ def requeue(
     """Retire dead or pending rows and send their messages again, each under a fresh id."""
     wanted = chosen_ids([*(ids or ()), *([row] if row is not None else ())])
     if auto and new_client_id is not None:
-        raise Fatal(Exit.USAGE, "--auto and --new-client-id exclude one another")
+        raise Fatal(Exit.USAGE, "--auto and --new-client-id cannot be used together")
     if new_client_id is None and patch_payload is None:
         rows = _filter_of(
             everything, status=status, destination=destination, code=code, older_than=older_than, held=held
@@ -205,8 +205,8 @@ def _register(verb: Verb, summary: str) -> None:
 
 
 _register("hold", "Keep pending rows back until they are released.")
-_register("release", "Let held rows go.")
-_register("flush", "Try waiting rows now, whatever their backoff says.")
+_register("release", "Release held rows.")
+_register("flush", "Try waiting rows now, without the rest of their backoff.")
 
 
 @app.command()
@@ -215,7 +215,7 @@ def prune(
     older_than: Annotated[
         float,
         typer.Option(
-            parser=age, metavar="DURATION", help="Prune what ended longer ago than 7d, 12h, or before a time."
+            parser=age, metavar="DURATION", help="Only rows that ended longer ago than 7d, 12h, or before a time."
         ),
     ],
     reason: Reason = None,
@@ -223,9 +223,9 @@ def prune(
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Drop the payloads of old done and aborted rows before their time; ids and outcomes stay for ever."""
+    """Delete the payloads of old done and aborted rows now; ids and outcomes stay forever."""
     why = reason_or_ask(reason)
-    confirm("Drop the payloads of old done and aborted rows, for good?", yes=yes)
+    confirm("Permanently delete the payloads of old done and aborted rows?", yes=yes)
     result = with_daemon(socket, lambda client: client.prune(older_than, reason=why), timeout=600.0)
     json_line(result) if as_json else line(f"{result.pruned} payloads emptied")
 
@@ -234,7 +234,7 @@ def prune(
 def resend(
     *,
     missing: Annotated[
-        bool, typer.Option("--missing", help="The messages that the broker's database lost: needed, the only choice.")
+        bool, typer.Option("--missing", help="The messages that the broker's database lost (required).")
     ] = False,
     reason: Reason = None,
     dry_run: DryRun = False,
@@ -244,7 +244,7 @@ def resend(
 ) -> None:
     """Send done messages again, under their own ids, that the broker lost when its database was restored."""
     if not missing:
-        raise Fatal(Exit.USAGE, "say what to send again: --missing, what the broker's database lost")
+        raise Fatal(Exit.USAGE, "use --missing to send again what the broker's database lost")
     why = reason_or_ask(reason, dry_run=dry_run)
     if not dry_run:
         confirm("Send every message again that the broker's database lost?", yes=yes)

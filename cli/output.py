@@ -111,7 +111,7 @@ def reason_or_ask(reason: str | None, *, dry_run: bool = False) -> str:
     if reason is None and sys.stdin.isatty() and sys.stderr.isatty():
         reason = typer.prompt("Reason", err=True)
     if reason is None or not reason.strip():
-        raise Fatal(Exit.USAGE, "say why with --reason TEXT: it is kept in the operator log")
+        raise Fatal(Exit.USAGE, "give a reason with --reason TEXT: it is kept in the operator log")
     return reason
 
 

@@ -19,5 +19,5 @@ def read_patch(file: Path) -> SendRequest:
     request = decode_request(read_plain_file(file))
     parse_destination(request.to)
     if request.client_message_id is not None:
-        raise Fatal(Exit.USAGE, f"{file} holds a client_message_id: give the new one with --new-client-id")
+        raise Fatal(Exit.USAGE, f"{file} contains a client_message_id: pass the new one with --new-client-id")
     return request

@@ -20,7 +20,7 @@ Words = Annotated[
 
 @app.command()
 def run(*, name: Name, options: Words = None, as_json: Json = False) -> None:
-    """Run one pipeline to its end and say what came of it; exit code 1 where it found what should not be."""
+    """Run one pipeline to its end and print a summary; exit code 1 if it found a violation."""
     from pipeline.runner import run_by_name  # noqa: PLC0415
 
     outcome = run_by_name(name, options or [])

@@ -11,14 +11,14 @@ from cli.noun import Json, Reason, Socket, noun
 from cli.output import json_line, line, reason_or_ask
 from cli.quantities import rate
 
-app = noun("Pause and resume the way to the broker.")
+app = noun("Pause and resume the relay to the broker.")
 
 To = Annotated[str | None, typer.Argument(metavar="[TO]", help="Only this destination [default: all].")]
 
 
 @app.command()
 def pause(*, to: To = None, reason: Reason = None, as_json: Json = False, socket: Socket = None) -> None:
-    """Stop relaying until it is resumed, over restarts too; sends are still accepted and kept."""
+    """Pause the relay until it is resumed, across restarts too; sends are still accepted and kept."""
     why = reason_or_ask(reason)
     status = with_daemon(socket, lambda client: client.pause_relay(to, reason=why))
     json_line(status) if as_json else line(f"paused {_what(to)}, until `postroom relay resume`; sends are kept")
@@ -35,7 +35,7 @@ def resume(
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Relay again."""
+    """Resume the relay."""
     why = reason_or_ask(reason)
     status = with_daemon(socket, lambda client: client.resume_relay(to, reason=why, rate_per_second=per_second))
     limit = f", at most {per_second:g}/s" if per_second is not None else ""

@@ -53,7 +53,7 @@ def row_filter(
     if destination is not None:
         parse_destination(destination)  # a misspelt one would match nothing, and say nothing
     if status is not None and status not in STATUSES:
-        raise typer.BadParameter(f"{status!r} is no status: {', '.join(STATUSES)}", param_hint="--status")
+        raise typer.BadParameter(f"{status!r} is not a status: {', '.join(STATUSES)}", param_hint="--status")
     members = {"status": status, "destination": destination, "code": code, "older_than_seconds": older_than}
     return msgspec.convert({**members, "held": held}, RowFilter)
 
@@ -83,8 +83,8 @@ def ids_from_input() -> Iterator[str]:
         try:
             row_id = msgspec.json.decode(words)["id"] if words.startswith(b"{") else words.decode("ascii")
         except (msgspec.DecodeError, KeyError, UnicodeDecodeError) as error:
-            raise Fatal(Exit.USAGE, f"line {number} of standard input holds no id") from error
+            raise Fatal(Exit.USAGE, f"line {number} of standard input has no id") from error
         if not isinstance(row_id, str) or len(row_id) > MAX_ID:
-            raise Fatal(Exit.USAGE, f"line {number} of standard input holds no id")
+            raise Fatal(Exit.USAGE, f"line {number} of standard input has no id")
         if row_id:
             yield row_id

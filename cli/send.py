@@ -42,7 +42,9 @@ def send(
     ndjson: Annotated[
         bool, typer.Option("--ndjson", help='The lines are whole messages: {"to": …, "body": …, …}.')
     ] = False,
-    body_file: Annotated[Path | None, typer.Option(metavar="FILE", help="One message: what the file holds.")] = None,
+    body_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="One message: the content of the file.")
+    ] = None,
     client_message_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="The message's id; sending it again changes nothing.")
     ] = None,
@@ -67,7 +69,7 @@ def send(
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
-    """Hand in a message; when this ends with exit code 0 it is on disk, and goes out whatever happens."""
+    """Send a message; when this ends with exit code 0 the message is on disk, and will be sent."""
     if priority not in PRIORITIES:
         raise typer.BadParameter(f"{priority!r} is none of now, next, low", param_hint="--priority")
     if timeout is not None and not wait:
@@ -86,7 +88,7 @@ def send(
     _refuse_options(id=client_message_id, wait=wait or None)
     parse = json_lines(id_prefix) if ndjson else plain_lines(_destination(to), common, id_prefix)
     if ndjson and (to is not None or common != Common()):
-        raise Fatal(Exit.USAGE, "with --ndjson each line says everything: leave out TO and the message's options")
+        raise Fatal(Exit.USAGE, "with --ndjson each line is a whole message: omit TO and the message's options")
     with open_source(source) as stream, _errors_file(errors) as refused:
         send_lines(socket, stream, parse, refused, as_json=as_json)
 
@@ -104,14 +106,17 @@ def _destination(to: str | None) -> str:
     from postroom._wire.message import parse_destination  # noqa: PLC0415
 
     if to is None:
-        raise Fatal(Exit.USAGE, "say where to: topic:NAME, dm:MEMBER or queue:NAME")
+        raise Fatal(Exit.USAGE, "give a destination: topic:NAME, dm:MEMBER or queue:NAME")
     return str(parse_destination(to))
 
 
 def _refuse_options(**options: object) -> None:
     """Refuse options that would be overlooked, since they are for a single message, or for lines, only."""
     if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
-        raise Fatal(Exit.USAGE, f"{given[0]} does not go with this: it is for the other of one message and many lines")
+        raise Fatal(
+            Exit.USAGE,
+            f"{given[0]} cannot be used here: some options are only for one message, others only for many lines",
+        )
 
 
 @contextmanager
@@ -154,7 +159,7 @@ async def _settled(client: AsyncClient, message_id: str, seconds: float) -> Outb
         return await client.wait(message_id, seconds)
     except asyncio.CancelledError:
         what_tells = f"`postroom outbox inspect {message_id}` shows how far it is"
-        note(f"{message_id} is kept, and the daemon goes on with it: {what_tells}")
+        note(f"{message_id} is kept, and the daemon keeps trying: {what_tells}")
         raise
 
 
@@ -162,7 +167,7 @@ def _repeatable(error: PostroomError) -> PostroomError:
     """Name the id under which a message that may have been kept can be sent again without a second one."""
     from msgspec.structs import replace  # noqa: PLC0415
 
-    sentence = f"{error}; then repeat it with --id {error.client_message_id}, which makes no second message of it"
+    sentence = f"{error}; then repeat it with --id {error.client_message_id}, which does not send a second message"
     return type(error)(replace(error.problem, detail=sentence))
 
 
@@ -178,4 +183,4 @@ def _judge(row: OutboxRow) -> None:
         raise Fatal(
             Exit.FAILED, f"{row.client_message_id} is {row.status}: {row.last_error or 'an operator retired it'}"
         )
-    raise Fatal(Exit.TRY_AGAIN, f"{row.client_message_id} is kept and still {row.status}: the daemon goes on with it")
+    raise Fatal(Exit.TRY_AGAIN, f"{row.client_message_id} is kept and still {row.status}: the daemon keeps trying")

@@ -57,7 +57,7 @@ Next, for each mesh (here: orders):
   1. write /etc/postroom/mesh/orders.toml; {examples}/mesh.toml shows how
   2. put the member's token into /etc/postroom/mesh/orders.token, mode 0600
   3. systemctl enable --now postroomd@orders
-  4. add who may send to the group: usermod -aG postroom USER
+  4. add the users who may send to the group: usermod -aG postroom USER
 For a broker on this machine: write /etc/postroom/broker.toml ({examples}/broker.toml shows how) and
 /etc/postroom/broker-admin.token, mode 0600 each; then systemctl enable --now postroom-broker
 For a worker, which publishes what brokers accept: write /etc/postroom/worker.toml, mode 0600 ({examples}/worker.toml
@@ -94,9 +94,9 @@ def install_service(
     system: Annotated[bool, typer.Option("--system", help="For the whole machine [default for root].")] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Write the systemd units for this installation, and say what to do next; nothing is started."""
+    """Write the systemd units for this installation, and show what to do next; nothing is started."""
     if user and system:
-        raise typer.BadParameter("--user and --system exclude each other")
+        raise typer.BadParameter("--user and --system cannot be used together")
     for_system = system or (not user and os.geteuid() == 0)
     scope = SYSTEM if for_system else user_scope()
     prefix = Path(sys.prefix)

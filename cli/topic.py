@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from postroom import BrokerClient
     from postroom._wire.administration import Subscription, Topic
 
-app = noun("Administer topics, and who gets them.")
+app = noun("Administer topics and their subscribers.")
 app.add_typer(webhook, name="webhook")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The topic, in snake_case.", callback=named("topic"))]
@@ -26,7 +26,7 @@ Member = Annotated[
     str | None,
     typer.Argument(
         metavar="[MEMBER]",
-        help="Who [default: the daemon's own member, through its socket].",
+        help="The member [default: the daemon's own, through its socket].",
         callback=named("member"),
     ),
 ]
@@ -114,14 +114,14 @@ def unsubscribe(
         with_daemon(socket, lambda client: client.unsubscribe(name))
     else:
         with_broker(url, token_file, work)
-    line(f"{member or 'the member of this daemon'} no longer gets {name}")
+    line(f"{member or 'the member of this daemon'} is no longer subscribed to {name}")
 
 
 @app.command()
 def subscribers(
     *, name: Name, as_json: Json = False, mesh: Mesh = None, url: Url = None, token_file: TokenFile = None
 ) -> None:
-    """List who gets a topic."""
+    """List the subscribers of a topic."""
 
     async def work(client: BrokerClient) -> list[Subscription]:
         return await client.list_subscriptions(await mesh_of(client, mesh), name)

@@ -38,7 +38,7 @@ def up(
 ) -> None:
     """Start Postgres, Redis, NATS, a broker, a worker and a daemon on this machine; Ctrl-C stops them.
 
-    What was killed is started again, and what was kept is still there. `postroom down` stops a detached one.
+    Programs that are killed are started again, and all data is kept. `postroom down` stops a detached one.
     """
     from cli.stack.supervisor import detached, supervisor_of  # noqa: PLC0415
 
@@ -93,7 +93,7 @@ def explain(layout: Layout) -> None:
         f"""
 Postroom is up; it keeps everything in {layout.state}
 
-  set -a; . {shlex.quote(str(layout.env_file))}; set +a      tell this shell where it is
+  set -a; . {shlex.quote(str(layout.env_file))}; set +a      set up this shell
   postroom send topic:orders 'hello' --wait
   postroom outbox list
   postroom inbox list

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from postroom import BrokerClient
     from postroom._wire.administration import NewWebhook, Webhook
 
-app = noun("Administer where the messages of a topic are posted to.")
+app = noun("Administer the webhooks of a topic.")
 
 Topic = Annotated[str, typer.Argument(metavar="TOPIC", help="The topic, in snake_case.", callback=named("topic"))]
 Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="Where messages are posted to: http:// or https://.")]
@@ -31,7 +31,7 @@ def add(
     url: Url = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Have a topic's messages posted to an address, from now on; the secret that signs them is shown this once."""
+    """Post a topic's messages to an address from now on; the secret that signs them is shown only once."""
 
     async def work(client: BrokerClient) -> NewWebhook:
         return await client.create_webhook(await mesh_of(client, mesh), topic, address)
@@ -40,7 +40,7 @@ def add(
     if as_json:
         json_line(webhook)
         return
-    note(f"webhook {webhook.id} gets {webhook.topic}; the secret that signs its requests is shown this once:")
+    note(f"webhook {webhook.id} receives {webhook.topic}; the secret that signs its requests is shown only once:")
     line(webhook.secret)
 
 
@@ -71,7 +71,7 @@ def remove(
     url: Url = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Post a topic's messages to an address no longer; what it has not got by then it never gets."""
+    """Stop posting a topic's messages to an address; messages that wait for it are never posted."""
     confirm(f"Remove the webhook {webhook} of {topic}?", yes=yes)
 
     async def work(client: BrokerClient) -> None:

@@ -11,17 +11,17 @@ from cli.failing import Context, failing
 from cli.noun import Config, DryRun, Json, Since, Yes, noun
 from cli.output import ago, confirm, json_line, line, table
 
-app = noun("Run the worker that publishes, and look after what it publishes.")
+app = noun("Run the worker that publishes; see its backlog, publish again.")
 for _source in ("events", "deliveries"):
     app.add_typer(failing(_source), name=_source)
 
-Stream = Annotated[str | None, typer.Option("--stream", help="Only what went into this stream.", metavar="NAME")]
+Stream = Annotated[str | None, typer.Option("--stream", help="Only what was published to this stream.", metavar="NAME")]
 Flows = Annotated[
     list[str] | None,
     typer.Option("--flow", metavar="MODULE:FLOW", help="Also run this flow, as nightly_export:flow. Repeatable."),
 ]
 Confirmed = Annotated[
-    bool, typer.Option("--confirmed", help="Also what is known to be handled; whoever handled it skips it again.")
+    bool, typer.Option("--confirmed", help="Also what is known to be handled; those who handled it skip it.")
 ]
 
 

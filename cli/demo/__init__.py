@@ -46,7 +46,7 @@ def demo(
     with interruptible(), fatal_failures(), _directory(state) as directory:
         layout = Layout(directory)
         if layout.outbox_file.exists():
-            raise Fatal(Exit.CONFLICT, f"{directory} holds an outbox already: a demo counts in a new one")
+            raise Fatal(Exit.CONFLICT, f"{directory} already has an outbox: choose a new directory for the demo")
         with supervising(layout), Receiver() as receiver:
             stack = DemoStack(directory, receiver)
             try:
@@ -54,7 +54,7 @@ def demo(
             finally:
                 stack.stop()
     if not holds:
-        raise Fatal(Exit.FAILED, "a number does not hold: see the table")
+        raise Fatal(Exit.FAILED, "a number is wrong: see the table")
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Demo(Scene):
         self.stage.act(f"Send {len(events):,} more, and kill the daemon with -9 in the middle")
         repeated = self._send(events, "sending", self._kill_and_start)
         self.stage.say(
-            f"the client carried on by itself; {repeated:,} events whose answer was lost went twice, under one id"
+            f"the client carried on by itself; {repeated:,} events whose answer was lost were sent twice, under one id"
         )
 
     def _kill_and_start(self, go_on: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ class Demo(Scene):
         self._drain()
 
     def _misaddress_one(self) -> None:
-        self.stage.act(f"Send one to {TYPO}, see it die, and repair it")
+        self.stage.act(f"Send one to {TYPO}, see it become a dead row, and repair it")
         with self.client() as client:
             identity = client.send(TYPO, "a misspelt destination").client_message_id
             self.told.sent.append(identity)
@@ -114,7 +114,7 @@ class Demo(Scene):
             if row.status != "dead":
                 raise Fatal(Exit.FAILED, f"a message to {TYPO} should be dead, but is {row.status}")
             self.told.dead.append(identity)
-            patched = SendRequest(to="topic:orders", body="a destination put right")
+            patched = SendRequest(to="topic:orders", body="a corrected destination")
             successor = client.requeue(row.id, reason="the destination was misspelt", message=patched)
             self.told.requeued.append(successor.client_message_id)
             row = client.wait(successor.client_message_id, WAIT_SECONDS)
@@ -165,7 +165,7 @@ class Demo(Scene):
                 return waiting == 0
 
             self.wait(arrived, "for every event to arrive")
-        self.stage.say("nothing waits any more: the broker has all of it", "green")
+        self.stage.say("nothing is waiting: the broker has everything", "green")
 
 
 def read_events(file: Path) -> list[SendRequest]:

@@ -34,7 +34,7 @@ class Delivering:
 
     def handle_everything(self, events: int) -> None:
         """Wait until the handler has handled every event that was accepted."""
-        self._stage.act("Meanwhile a consumer gave every accepted event to a handler over HTTP")
+        self._stage.act("Meanwhile a consumer posted every accepted event to a handler")
         with self._stage.progress("handled", events) as show:
 
             def handled() -> bool:
@@ -43,7 +43,7 @@ class Delivering:
                 return done >= events
 
             self._scene.wait(handled, "for the handler to get every event")
-        again = f"{self._receiver.repeated:,} came twice and did nothing"
+        again = f"{self._receiver.repeated:,} came twice and were handled once"
         self._stage.say(f"{len(self._receiver.effects):,} events handled; {again}", "green")
 
     def ask_the_agent(self) -> None:
@@ -59,7 +59,7 @@ class Delivering:
 
     def bury_and_replay(self) -> None:
         """Send a message that the handler refuses; see its dead letter, repair the handler, replay it."""
-        self._stage.act("Send one that the handler cannot read, repair the handler, and replay it")
+        self._stage.act("Send one that the handler cannot read, fix the handler, and replay it")
         with self._scene.client() as client:
             self._told.buried = client.send(f"topic:{TOPIC}", POISON).client_message_id
             self._told.sent.append(self._told.buried)
@@ -75,7 +75,7 @@ class Delivering:
             raise Fatal(Exit.FAILED, f"the dead letter {stored.id} cannot be read")
         self._stage.say(f"dead: {stored.letter.reason}, {stored.letter.last_error}", "red")
         self._receiver.repair()
-        self._with_letters(lambda each: each.replay(stored, why="the handler was repaired"))
+        self._with_letters(lambda each: each.replay(stored, why="the handler is fixed"))
         self._scene.wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
         self._stage.say("replayed under a fresh message id, and handled", "green")
 

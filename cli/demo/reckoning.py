@@ -126,7 +126,7 @@ def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant:
     return [
         Line(
             "sent",
-            "handed in and acknowledged",
+            "sent and acknowledged",
             Count(len(set(told.sent)), meant.sends),
             Count(outbox.first_rows, meant.sends),
             Count(len(broker.accepted.keys() & set(told.sent)), meant.sends - dead),
@@ -145,7 +145,9 @@ def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant:
             Count(outbox.sent_again, again),
             Count(broker.sent_again, again),
         ),
-        Line("dead", "refused for good, never accepted", Count(dead, 1), Count(outbox.died, 1), Count(broker.died, 0)),
+        Line(
+            "dead", "refused permanently, never accepted", Count(dead, 1), Count(outbox.died, 1), Count(broker.died, 0)
+        ),
         Line(
             "requeued",
             "repaired under a fresh id, then accepted",

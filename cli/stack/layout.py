@@ -33,7 +33,7 @@ def default_state_directory(environ: Mapping[str, str] = os.environ) -> Path:
     try:
         return Path.home() / ".local" / "state" / _NAME
     except RuntimeError as error:
-        raise Fatal(Exit.CONFIG, "there is no home directory: say where with --state DIR") from error
+        raise Fatal(Exit.CONFIG, "there is no home directory: set a directory with --state DIR") from error
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class Layout:
     def check(self) -> None:
         """Refuse a directory that no stack made."""
         if not (self.state / _MARK).exists():
-            raise Fatal(Exit.NOT_FOUND, f"`postroom up` keeps nothing in {self.state}: say where with --state DIR")
+            raise Fatal(
+                Exit.NOT_FOUND, f"`postroom up` has no files in {self.state}: name its directory with --state DIR"
+            )
 
 
 def write_secret(file: Path, text: str) -> None:

@@ -70,7 +70,7 @@ def supervising(layout: Layout) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Fatal(Exit.CONFLICT, f"another `postroom up` works in {layout.state} at this moment") from None
+            raise Fatal(Exit.CONFLICT, f"another `postroom up` is running in {layout.state}") from None
         me = ProcessIdentity.of(os.getpid())
         if me is not None:
             me.write(layout.pid_file)
@@ -184,4 +184,4 @@ def last_words(layout: Layout) -> str:
     """Return the sentence that ended the supervisor, as its log has it."""
     lines = layout.log_file.read_text("utf-8", errors="replace").splitlines()
     said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
-    return said[-1] if said else f"the supervisor ended without a word; see {layout.log_file}"
+    return said[-1] if said else f"the supervisor ended without a message; see {layout.log_file}"

@@ -155,7 +155,7 @@ async def test_ctrl_c_while_it_waits_says_that_the_message_is_kept(short_directo
         await runner.cleanup()
     assert (running.returncode, out) == (130, b"")
     assert err.decode().splitlines() == [
-        "a is kept, and the daemon goes on with it: `postroom outbox inspect a` shows how far it is",
+        "a is kept, and the daemon keeps trying: `postroom outbox inspect a` shows how far it is",
         "postroom: interrupted",
     ]
 

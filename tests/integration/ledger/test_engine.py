@@ -276,7 +276,7 @@ async def test_a_completion_whose_workers_are_killed_fails_when_its_own_attempts
     state, error = await running.ended(start)
     assert state == "failed"
     assert error is not None
-    assert error.startswith("attempt 2 of 2 of the completion ended without a word")
+    assert error.startswith("attempt 2 of 2 of the completion ended without a result")
 
 
 async def test_a_request_without_an_answer_goes_out_again_and_fails_in_the_end(running: Running) -> None:

@@ -150,7 +150,7 @@ async def test_what_is_wrong_is_said_in_a_sentence_with_its_exit_code(servers: d
     empty = {**servers, "POSTROOM_DATABASE_URL": servers["POSTROOM_DATABASE_URL"].replace("test_", "nobody_")}
     cases: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
         (2, "--context, --name and --handler", (), {}),
-        (2, "--config stands alone", (*direct, "--config", str(tmp_path / "x.toml")), servers),
+        (2, "use --config alone", (*direct, "--config", str(tmp_path / "x.toml")), servers),
         (78, "POSTROOM_NATS_URL is not set", direct, {}),
         (78, "shorter than consumer.ack_wait_seconds", direct, {**servers, **slow}),
         (78, "handler.url", (*direct[:5], "ftp://x"), servers),
