@@ -110,11 +110,9 @@ class Accepting:
             raise
         except Unwanted:
             sentence = "the caller gave up before anything was written: send the batch again under the same ids"
-            raise TryAgain.of(503, "given_up", sentence, retryable=True, retry_after=1.0) from None
+            raise TryAgain.of("given_up", sentence, retryable=True, retry_after=1.0) from None
         except TokenRevoked:
-            raise NotPermitted.of(
-                401, "invalid_token", "the bearer token is not valid any more: it was revoked"
-            ) from None
+            raise NotPermitted.of("invalid_token", "the bearer token is not valid any more: it was revoked") from None
         except Exception as error:  # noqa: BLE001 - whatever it was, the batch may have been committed
             await self._resolve_unknown(sender, batch, error)
         else:
@@ -132,7 +130,7 @@ class Accepting:
         sentence = "the rate limit of the mesh or the member is used up: try again when the next window begins"
         batch.settle_denied(
             admission.denied,
-            TryAgain.of(429, "rate_limited", sentence, retryable=True, retry_after=admission.retry_after).problem,
+            TryAgain.of("rate_limited", sentence, retryable=True, retry_after=admission.retry_after).problem,
         )
 
     async def _resolve_unknown(self, sender: Member, batch: _Batch, error: Exception) -> None:
@@ -144,7 +142,6 @@ class Accepting:
             batch.settle_taken(sender, await self._store.find(sender.mesh_id, batch.waiting_ids()))
         batch.fail_waiting(
             TryAgain.of(
-                503,
                 "outcome_unknown",
                 "the transaction failed, and this message was not written: send it again under the same id",
                 retryable=True,
@@ -255,7 +252,7 @@ class _Batch:
     def give_up(self) -> None:
         """Answer 503 to what no round settled: ids that come and go faster than they can be looked up."""
         sentence = "other senders are using this id at the moment: send the message again under the same id"
-        self.fail_waiting(TryAgain.of(503, "id_contended", sentence, retryable=True, retry_after=1.0).problem)
+        self.fail_waiting(TryAgain.of("id_contended", sentence, retryable=True, retry_after=1.0).problem)
 
     def in_order(self) -> list[AcceptAnswer]:
         """Return the answers in the order of the request."""
@@ -307,7 +304,6 @@ def answer_taken(sender: Member, client_message_id: str, fingerprint: bytes, row
 def _another_members(client_message_id: str, _row: Taken) -> Conflict:
     """Say that the id is taken, and nothing of the other member's message, whatever this one's content is."""
     return Conflict.of(
-        409,
         _REUSED,
         f"the id {client_message_id} was used before by another member of the mesh: "
         "send this message under an id of its own",
@@ -317,7 +313,6 @@ def _another_members(client_message_id: str, _row: Taken) -> Conflict:
 
 def _conflict(client_message_id: str, row: Taken) -> Conflict:
     return Conflict.of(
-        409,
         _REUSED,
         f"the id {client_message_id} was accepted with other content: send this message under an id of its own",
         conflict="request_fingerprint_mismatch",
@@ -329,6 +324,6 @@ def _refusal(code: str, checked: Checked) -> PostroomError:
     name = checked.destination_ref
     if code == "not_subscribed":
         sentence = f"only subscribers may post to topic:{name}: subscribe first"
-        return NotPermitted.of(403, code, sentence, field="to", destination=f"topic:{name}")
+        return NotPermitted.of(code, sentence, field="to", destination=f"topic:{name}")
     destination = f"{checked.destination_kind}:{name}"
-    return NotFound.of(404, code, f"there is no {destination} in this mesh", field="to", destination=destination)
+    return NotFound.of(code, f"there is no {destination} in this mesh", field="to", destination=destination)

@@ -56,7 +56,7 @@ class Administration:
                 sentence = (
                     f"the mesh {slug} still has messages: it can be deleted once retention has deleted the last of them"
                 )
-                raise Conflict.of(409, "mesh_holds_messages", sentence)
+                raise Conflict.of("mesh_holds_messages", sentence)
             await connection.execute(QUERIES["delete_mesh"], mesh_id)
         self._authentication.forget()
         return web.Response(status=204)
@@ -140,7 +140,7 @@ class Administration:
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
         if row is None:  # somebody else subscribed the member in this very moment, or ended it
             sentence = "the subscription is being changed: try again"
-            raise Conflict.of(409, "subscription_changed", sentence, retryable=True)
+            raise Conflict.of("subscription_changed", sentence, retryable=True)
         answer = api.Subscription(mesh=mesh, topic=topic, member=member, created_at=row["created_at"])
         return json_response(answer, 201 if row["created"] else 200)
 
@@ -160,7 +160,7 @@ class Administration:
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
-                raise NotFound.of(404, "not_subscribed", f"{member} is not subscribed to topic:{topic}")
+                raise NotFound.of("not_subscribed", f"{member} is not subscribed to topic:{topic}")
         return web.Response(status=204)
 
     async def create_queue(self, request: web.Request) -> web.Response:
@@ -203,7 +203,7 @@ def path_mesh(request: web.Request) -> str:
 def _require_self_or_admin(request: web.Request, name: str) -> None:
     principal = request[PRINCIPAL]
     if isinstance(principal, Member) and principal.role != "admin" and principal.name != name:
-        raise NotPermitted.of(403, "not_permitted", f"only an admin of the mesh may do this for {name}")
+        raise NotPermitted.of("not_permitted", f"only an admin of the mesh may do this for {name}")
 
 
 def _subscriber(request: web.Request, asked: str | None) -> str:
@@ -214,7 +214,7 @@ def _subscriber(request: web.Request, asked: str | None) -> str:
     if isinstance(principal, Member):
         return principal.name
     raise NotPermitted.of(
-        400, "member_required", "the administrator is not a member: pass the member to subscribe (`member`)"
+        "member_required", "the administrator is not a member: pass the member to subscribe (`member`)"
     )
 
 
@@ -244,8 +244,8 @@ async def _subscription_ids(connection: Connection, mesh: str, topic: str, membe
 
 def missing(noun: str, name: str) -> NotFound:
     """Say that a noun of the mesh, as a topic, is not there."""
-    return NotFound.of(404, f"{noun}_not_found", f"there is no {noun} {name[:64]!r}")
+    return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}")
 
 
 def _exists(noun: str, name: str, why: str = "") -> Conflict:
-    return Conflict.of(409, f"{noun}_exists", f"the {noun} {name} exists already {why}".rstrip())
+    return Conflict.of(f"{noun}_exists", f"the {noun} {name} exists already {why}".rstrip())

@@ -133,13 +133,11 @@ class Authentication:
             raise
         if not isinstance(principal, Member):
             if access == "member":
-                raise NotPermitted.of(403, "not_a_member", "the administrator belongs to no mesh: use a member's token")
+                raise NotPermitted.of("not_a_member", "the administrator belongs to no mesh: use a member's token")
         elif access == "broker_admin":
-            raise NotPermitted.of(403, "not_permitted", "only the broker's administrator may do this")
+            raise NotPermitted.of("not_permitted", "only the broker's administrator may do this")
         elif access == "mesh_admin" and principal.role != "admin":
-            raise NotPermitted.of(
-                403, "not_permitted", f"{principal.name} is not an admin of the mesh {principal.mesh}"
-            )
+            raise NotPermitted.of("not_permitted", f"{principal.name} is not an admin of the mesh {principal.mesh}")
         request[PRINCIPAL] = principal
 
     def forget(self) -> None:
@@ -222,14 +220,14 @@ def _bearer(request: web.Request) -> bytes:
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     token = token.strip()
     if scheme.lower() != "bearer" or not token:
-        raise NotPermitted.of(401, "missing_token", "the request needs `Authorization: Bearer <token>`")
+        raise NotPermitted.of("missing_token", "the request needs `Authorization: Bearer <token>`")
     if len(token) > _MAX_TOKEN or not token.isascii():
         raise _nobodys()
     return digest(token)
 
 
 def _nobodys() -> NotPermitted:
-    return NotPermitted.of(401, "invalid_token", "the bearer token is not valid: it may have been revoked")
+    return NotPermitted.of("invalid_token", "the bearer token is not valid: it may have been revoked")
 
 
 def member_of(request: web.Request) -> Member:
@@ -243,8 +241,8 @@ def own_mesh(principal: Principal, asked: str | None) -> str:
     """Return the mesh that a request is about; a member's own unless it asks for another one, which is a 403."""
     if isinstance(principal, Member):
         if asked is not None and asked != principal.mesh:
-            raise NotPermitted.of(403, "other_mesh", f"the token is for the mesh {principal.mesh} only")
+            raise NotPermitted.of("other_mesh", f"the token is for the mesh {principal.mesh} only")
         return principal.mesh
     if asked is None:
-        raise InvalidMessage.of(400, "mesh_required", "the administrator belongs to no mesh: name one (`mesh`)")
+        raise InvalidMessage.of("mesh_required", "the administrator belongs to no mesh: name one (`mesh`)")
     return asked

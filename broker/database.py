@@ -103,7 +103,7 @@ class Database:
             ):
                 yield connection
         except asyncpg.CharacterNotInRepertoireError as error:
-            raise InvalidMessage.of(400, "nul_character", "a name in the request contains a NUL character") from error
+            raise InvalidMessage.of("nul_character", "a name in the request contains a NUL character") from error
 
 
 @asynccontextmanager
@@ -114,7 +114,6 @@ async def unavailable_as_503() -> AsyncIterator[None]:
     except (*UNREACHABLE, *_NOT_NOW) as error:
         raise (
             TryAgain.of(
-                503,
                 "database_unavailable",
                 "the broker cannot reach its database: try again",
                 retryable=True,

@@ -57,7 +57,7 @@ class History:
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             ((incarnation, mesh_id, last_before),) = await connection.fetch(QUERIES["find_cursor"], mesh, query.after)
             if mesh_id is None:
-                raise NotFound.of(404, "mesh_not_found", f"there is no mesh {mesh[:64]!r}")
+                raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}")
             if last_before is not None or query.incarnation not in (None, str(incarnation)):
                 raise _restored(query.after if last_before is None else last_before, str(incarnation))
             values = (mesh_id, query.after, LOOK_AT, query.limit, MAX_PAGE_BYTES, _reader(principal), kind, ref)
@@ -68,7 +68,7 @@ class History:
         """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
         text = request.match_info["broker_message_id"]
         principal = request[PRINCIPAL]
-        missing = NotFound.of(404, "message_not_found", f"there is no message {text[:64]!r}, or you may not read it")
+        missing = NotFound.of("message_not_found", f"there is no message {text[:64]!r}, or you may not read it")
         try:
             broker_message_id = UUID(text)
         except ValueError:
@@ -88,7 +88,6 @@ def _reader(principal: Principal) -> int | None:
 
 def _restored(resume_after: int, incarnation: str) -> Gone:
     return Gone.of(
-        410,
         "history_restored",
         "the broker's database was restored to an earlier state, or replaced, since "
         "this cursor was issued: the history "
@@ -132,7 +131,7 @@ class LookUp:
                         taken = await self._find(connection, sender, ids)
             except TimeoutError:
                 sentence = "earlier posts are still running, and may have these ids: ask again"
-                raise TryAgain.of(503, "posts_at_work", sentence, retryable=True, retry_after=1.0) from None
+                raise TryAgain.of("posts_at_work", sentence, retryable=True, retry_after=1.0) from None
         answers = [_answer(sender, each, taken.get(each.client_message_id)) for each in asked.messages]
         return AcceptResponse(answers=answers)
 
@@ -145,7 +144,7 @@ async def _until_written(connection: Connection) -> None:
     """Wait until the transactions that write dedupe rows now have ended; a Postgres that only copies cannot say."""
     if await connection.fetchval(QUERIES["is_read_only"]):
         sentence = "Postgres is read-only at present, and may lack accepted messages: ask again"
-        raise TryAgain.of(503, "database_unavailable", sentence, retryable=True, retry_after=1.0)
+        raise TryAgain.of("database_unavailable", sentence, retryable=True, retry_after=1.0)
     under_way = await connection.fetchval(QUERIES["accepts_under_way"], None)
     while under_way:
         await asyncio.sleep(_LOOK_SECONDS)
@@ -156,5 +155,5 @@ def _answer(sender: Member, asked: SentMessage, row: Taken | None) -> AcceptAnsw
     name = asked.client_message_id
     if row is not None:
         return answer_taken(sender, name, bytes.fromhex(asked.request_fingerprint), row)
-    problem = NotFound.of(404, "not_accepted", f"no message was accepted under the id {name}").problem
+    problem = NotFound.of("not_accepted", f"no message was accepted under the id {name}").problem
     return AcceptAnswer(status=problem.status, client_message_id=name, problem=problem)

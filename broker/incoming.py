@@ -86,7 +86,7 @@ def split(body: bytes, max_batch: int) -> list[msgspec.Raw]:
     if not messages:
         refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: it is empty")
     if len(messages) > max_batch:
-        refuse("batch_too_large", f"{len(messages)} messages, the limit is {max_batch}", "messages", 413)
+        refuse("batch_too_large", f"{len(messages)} messages, the limit is {max_batch}", "messages")
     return messages
 
 
@@ -111,7 +111,7 @@ def read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
 
 
 def _malformed(position: int, client_message_id: str, code: str, detail: str) -> Malformed:
-    return Malformed(position, client_message_id, InvalidMessage.of(400, code, detail).problem)
+    return Malformed(position, client_message_id, InvalidMessage.of(code, detail).problem)
 
 
 def check(item: Item, max_inline_bytes: int) -> Checked:

@@ -172,7 +172,7 @@ class Limiter:
             self._metrics.limiter_decisions.labels("closed", "denied").inc(len(ids))
             sentence = "the rate limiter cannot be reached: send the message again under the same id"
             rest = self._config.breaker_seconds
-            raise LimiterClosed.of(503, "limiter_unavailable", sentence, retryable=True, retry_after=rest)
+            raise LimiterClosed.of("limiter_unavailable", sentence, retryable=True, retry_after=rest)
         return self._count("local", len(ids), await self._local.admit(mesh, member, ids))
 
     async def probe(self) -> None:

@@ -32,7 +32,7 @@ async def received(request: web.Request) -> AsyncIterator[bytes]:
     config = request.app[CONFIG]
     if "Content-Encoding" in request.headers or request.content_type not in ("application/json", _UNSAID):
         sentence = "send the body as application/json, without a Content-Encoding"
-        raise InvalidMessage.of(415, "unsupported_media_type", sentence)
+        raise InvalidMessage.of("unsupported_media_type", sentence)
     size = config.max_request_bytes if request.content_length is None else request.content_length
     if size > config.max_request_bytes:
         raise _too_large(config)
@@ -46,11 +46,11 @@ async def _read(request: web.Request, config: BrokerConfig) -> bytes:
             return await request.read()
     except TimeoutError:
         sentence = f"the body did not arrive within {config.body_seconds:g} s"
-        raise PostroomError.of(408, "request_timeout", sentence, retryable=True) from None
+        raise PostroomError.of("request_timeout", sentence, retryable=True) from None
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(config) from None
     except (ConnectionError, web.RequestPayloadError):  # the caller has disconnected, or said that more would come
-        raise InvalidMessage.of(400, "incomplete_body", "the body ended too early") from None
+        raise InvalidMessage.of("incomplete_body", "the body ended too early") from None
 
 
 _UNSAID = "application/octet-stream"  # what aiohttp reports where the client names no type
@@ -58,7 +58,7 @@ _UNSAID = "application/octet-stream"  # what aiohttp reports where the client na
 
 def _too_large(config: BrokerConfig) -> InvalidMessage:
     sentence = f"the body is larger than {config.max_request_bytes} bytes: send a smaller batch"
-    return InvalidMessage.of(413, "payload_too_large", sentence)
+    return InvalidMessage.of("payload_too_large", sentence)
 
 
 async def decode_body(request: web.Request, kind: type[B]) -> B:
@@ -68,7 +68,7 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             field, sentence = where(error)
-            raise InvalidMessage.of(400, "invalid_request", in_words(sentence), field=field) from error
+            raise InvalidMessage.of("invalid_request", in_words(sentence), field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             sentence = f"the body does not match this route: {error}"
-            raise InvalidMessage.of(400, "invalid_request", sentence) from error
+            raise InvalidMessage.of("invalid_request", sentence) from error

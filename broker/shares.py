@@ -63,7 +63,7 @@ class Shares:
             if not isinstance(error, TimeoutError):
                 raise
             sentence = "the broker is working on as many requests of yours as it allows: try again"
-            raise TryAgain.of(503, OVERLOADED, sentence, retryable=True, retry_after=1.0) from None
+            raise TryAgain.of(OVERLOADED, sentence, retryable=True, retry_after=1.0) from None
         try:
             yield
         finally:

@@ -39,7 +39,7 @@ class Webhooks:
                 raise missing("topic", topic)
             row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
         if row is None:
-            raise Conflict.of(409, "too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
+            raise Conflict.of("too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
         made = api.NewWebhook(
             id=str(row["id"]), mesh=mesh, topic=topic, url=wanted.url, created_at=row["created_at"], secret=secret
         )
@@ -71,4 +71,4 @@ def _uuid(text: str) -> UUID:
 
 
 def _missing(webhook: str) -> NotFound:
-    return NotFound.of(404, "webhook_not_found", f"the topic has no webhook {webhook[:64]!r}")
+    return NotFound.of("webhook_not_found", f"the topic has no webhook {webhook[:64]!r}")

@@ -40,10 +40,6 @@ class Failure(StrEnum):
     REFUSED = "broker_refused_request"  # any other 4xx
 
 
-_STATUS: Final = {Failure.TIMED_OUT: 504, Failure.GARBAGE: 502, Failure.REFUSED: 502, Failure.SERVER_ERROR: 502}
-_UNAVAILABLE: Final = 503
-
-
 class RequestFailed(Unavailable):
     """A request to the broker came to nothing; whether it took effect there is not known.
 
@@ -57,8 +53,7 @@ class RequestFailed(Unavailable):
     @classmethod
     def because(cls, failure: Failure, detail: str, retry_after: float | None = None) -> RequestFailed:
         """Build the error for `failure`; `detail` is one sentence without a token or a body."""
-        status = _STATUS.get(failure, _UNAVAILABLE)
-        error = cls.of(status, failure.value, detail, retryable=True, retry_after=retry_after)
+        error = cls.of(failure.value, detail, retryable=True, retry_after=retry_after)
         error.failure = failure
         error.retry_after = retry_after
         return error

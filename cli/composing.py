@@ -94,4 +94,4 @@ def _check_length(line: bytes) -> None:
     from postroom._wire.message import refuse  # noqa: PLC0415
 
     if len(line) > MAX_LINE:
-        refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body", 413)
+        refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body")

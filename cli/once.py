@@ -151,7 +151,7 @@ def forget(
             f"{scope} is held by {row.owner.rpartition('/')[0]} until {row.lease_until:%Y-%m-%dT%H:%M:%SZ}: forget it "
             "once that has ended, or stop the worker and wait for the end of its lease"
         )
-        raise Conflict.of(409, "key_held", detail)
+        raise Conflict.of("key_held", detail)
 
     _with_store(registry, work)
     json_line({"key": key, "done": "forget"}) if as_json else line(f"{scope} is forgotten")
@@ -169,7 +169,7 @@ def _missing(scope: Scope) -> NotFound:
     from postroom.errors import NotFound  # noqa: PLC0415
 
     detail = f"there is no {str(scope).removeprefix('the ')}: `postroom once list` lists them"
-    return NotFound.of(404, "key_missing", detail)
+    return NotFound.of("key_missing", detail)
 
 
 def _members(kept: KeptKey) -> dict[str, Any]:

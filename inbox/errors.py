@@ -17,14 +17,14 @@ def from_sqlite(error: sqlite3.Error) -> PostroomError:
     """Map an error that leaves the file as it was."""
     if is_full(error):
         detail = "the disk is full: nothing was written to the inbox; free some space"
-        return TryAgain.of(507, "disk_full", detail, retryable=True)
-    return TryAgain.of(503, "inbox_busy", f"the inbox cannot be used now: {error}", retryable=True)
+        return TryAgain.of("disk_full", detail, retryable=True)
+    return TryAgain.of("inbox_busy", f"the inbox cannot be used now: {error}", retryable=True)
 
 
 def unavailable(reason: str) -> TryAgain:
     """Answer while there is no inbox to read."""
     detail = f"the inbox is not open ({reason}): sends still work, and messages that are missing here arrive later"
-    return TryAgain.of(503, "inbox_unavailable", detail, retryable=True)
+    return TryAgain.of("inbox_unavailable", detail, retryable=True)
 
 
 def broken(path: Path, error: BaseException) -> Broken:
@@ -34,10 +34,10 @@ def broken(path: Path, error: BaseException) -> Broken:
 
 def invalid_cursor() -> InvalidMessage:
     """Refuse a cursor that no page gave."""
-    return InvalidMessage.of(400, "invalid_cursor", "the cursor is not one that a list returned", field="cursor")
+    return InvalidMessage.of("invalid_cursor", "the cursor is not one that a list returned", field="cursor")
 
 
 def invalid_event_id() -> InvalidMessage:
     """Refuse an event id that no stream of this daemon gave."""
     detail = "the Last-Event-ID was not issued by this daemon: omit it, or ask for messages `since` a time"
-    return InvalidMessage.of(400, "invalid_event_id", detail, field="Last-Event-ID")
+    return InvalidMessage.of("invalid_event_id", detail, field="Last-Event-ID")

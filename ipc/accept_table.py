@@ -84,7 +84,6 @@ def answer(row: AcceptedRow, send: PreparedSend, caller: Caller) -> Answered | P
 
 def _taken(cell: Taken, row: AcceptedRow, send: PreparedSend) -> Conflict:
     return Conflict.of(
-        409,
         CODE,
         _SENTENCE[cell.conflict.rpartition("_")[2]].format(status=row.status),
         conflict=cell.conflict,
@@ -98,7 +97,6 @@ def _taken(cell: Taken, row: AcceptedRow, send: PreparedSend) -> Conflict:
 
 def _taken_by_another(send: PreparedSend) -> Conflict:
     return Conflict.of(
-        409,
         CODE,
         "this id is taken: use a new one",
         conflict=OTHER_CALLER.conflict,

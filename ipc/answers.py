@@ -87,7 +87,7 @@ def problem_answer(problem: Problem, headers: Mapping[str, str] | None = None, *
 
 def problem_of(status: int, code: str, detail: str, **members: Any) -> Problem:
     """Build a problem that is answered without being raised."""
-    return PostroomError.of(status, code, detail, **members).problem
+    return PostroomError.of(code, detail, status=status, **members).problem
 
 
 @lru_cache(maxsize=1)

@@ -273,6 +273,6 @@ class Splitter:
     def _take(self, piece: bytes) -> None:
         if len(self._partial) + len(piece) > self._limit:
             detail = f"the line has more than {self._limit} bytes (limits.request_bytes)"
-            raise InvalidMessage.of(413, "request_too_large", detail)
+            raise InvalidMessage.of("request_too_large", detail)
         self._budget.take(len(piece), self._uid)
         self._held += len(piece)

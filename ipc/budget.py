@@ -42,7 +42,7 @@ class Budget:
         """Hold `count` more; raises `TryAgain` (429), and takes nothing, where `uid` may not have them."""
         held = self._held.get(uid, 0) + count
         if held > 2 * self._size - self.held - count:
-            raise TryAgain.of(429, self._code, self._full, retryable=True, retry_after=_BUSY_RETRY)
+            raise TryAgain.of(self._code, self._full, retryable=True, retry_after=_BUSY_RETRY)
         self._held[uid] = held
         self.held += count
 

@@ -55,4 +55,4 @@ class DestinationRule:
 
 def _refusal(destination: str) -> NotPermitted:
     detail = f"this daemon may not send to {destination} (config: allow_destinations)"
-    return NotPermitted.of(403, "destination_not_allowed", detail, field="to")
+    return NotPermitted.of("destination_not_allowed", detail, field="to")

@@ -46,7 +46,7 @@ class Table:
                 return found
         if candidates:
             raise MethodNotAllowed(found.route.method for found in candidates)
-        raise NotFound.of(404, "no_such_route", "there is no such route: GET /v1/openapi.json lists them all")
+        raise NotFound.of("no_such_route", "there is no such route: GET /v1/openapi.json lists them all")
 
     def _candidates(self, path: str) -> Iterable[Found]:
         fixed = [route for (_, known), route in self.fixed.items() if known == path]

@@ -143,5 +143,5 @@ def _ms(moment: datetime | None) -> int | None:
         return None
     if moment.tzinfo is None:
         detail = "since needs a UTC offset, as in 2026-11-21T09:00:00Z"
-        raise InvalidMessage.of(400, "invalid_query", detail, field="since")
+        raise InvalidMessage.of("invalid_query", detail, field="since")
     return int(moment.timestamp() * 1000)

@@ -133,7 +133,7 @@ class OutboxDesk:
             asked = await self._body(request, BulkRequest)
             if asked.force and verb not in RETIRING:
                 detail = f"force is only for verbs that retire rows, {' and '.join(sorted(RETIRING))}: omit it"
-                raise InvalidMessage.of(400, "invalid_field", detail, field="force")
+                raise InvalidMessage.of("invalid_field", detail, field="force")
             result = await self._outbox.bulk(
                 verb,
                 asked.filter,
@@ -156,7 +156,7 @@ class OutboxDesk:
             detail = (
                 "the message replaces that of the row and must not have an id of its own: use new_client_message_id"
             )
-            raise InvalidMessage.of(400, "invalid_field", detail, field="message.client_message_id")
+            raise InvalidMessage.of("invalid_field", detail, field="message.client_message_id")
         patch = prepare_request(
             message, idempotency_key=new_client_message_id, max_body_bytes=self._services.limits.body_bytes
         )

@@ -80,7 +80,7 @@ class BodyReader:
 
     def _refuse(self, size: str) -> NoReturn:
         detail = f"the request has {size}, the limit is {self._limit} (limits.request_bytes)"
-        raise InvalidMessage.of(413, "request_too_large", detail)
+        raise InvalidMessage.of("request_too_large", detail)
 
 
 def start_body(request: Request, budget: Budget, size: int) -> None:
@@ -93,7 +93,7 @@ def start_body(request: Request, budget: Budget, size: int) -> None:
     if expect is None or request.version != HttpVersion11:
         return
     if expect.lower() != "100-continue":
-        raise InvalidMessage.of(417, "expectation_failed", "the only expectation that can be met is 100-continue")
+        raise InvalidMessage.of("expectation_failed", "the only expectation that can be met is 100-continue")
     budget.ask(size, request.caller.uid)
     if request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -103,9 +103,9 @@ def check_media(request: Request, media: str) -> None:
     """Refuse (415) a body that is not `media` in UTF-8, or that is compressed."""
     headers = request.headers
     if headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
-        raise InvalidMessage.of(415, "unsupported_encoding", "send the body as it is, without Content-Encoding")
+        raise InvalidMessage.of("unsupported_encoding", "send the body as it is, without Content-Encoding")
     if not _is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
-        raise InvalidMessage.of(415, "unsupported_media_type", f"the Content-Type must be {media}, in UTF-8")
+        raise InvalidMessage.of("unsupported_media_type", f"the Content-Type must be {media}, in UTF-8")
 
 
 @lru_cache(maxsize=64)
@@ -121,9 +121,9 @@ def decode_body(data: bytes, kind: type[T]) -> T:
         decoded = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         field, sentence = where(error)
-        raise InvalidMessage.of(400, "invalid_field", sentence, field=field) from error
+        raise InvalidMessage.of("invalid_field", sentence, field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"the body is not one JSON object in UTF-8: {error}"
-        raise InvalidMessage.of(400, "invalid_json", detail) from error
+        raise InvalidMessage.of("invalid_json", detail) from error
     refuse_duplicate_keys(data)
     return decoded

@@ -209,13 +209,13 @@ class Server(TimedServer):
             refuse_tokens_in_query(request)
             route, request.params = self._table.find(request.method, request.rel_url.raw_path)
             if route.query is None and request.query_string:
-                raise InvalidMessage.of(400, "invalid_query", f"{route.path} takes no query parameters")
+                raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters")
         if connection.is_tcp and self._tcp_guard is not None:
             self._tcp_guard.check(request)
         if not self._policy.may_call(connection.caller):
             return problem_answer(_NOT_ALLOWED, close=True)
         if route.access == "operator" and not self._policy.may_operate(connection.caller):
-            raise NotPermitted.of(403, "not_an_operator", "your uid is not among the operators of this daemon")
+            raise NotPermitted.of("not_an_operator", "your uid is not among the operators of this daemon")
         return await route.handler(request)
 
     def _refused(self, request: Request, error: PostroomError, headers: dict[str, str] | None = None) -> Answer:

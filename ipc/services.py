@@ -64,7 +64,7 @@ class NoInbox:
     def opened(self) -> Inbox:
         """Say so."""
         detail = "this daemon has no inbox: messages reach one through NATS (config: nats.url)"
-        raise NotFound.of(404, "inbox_not_configured", detail)
+        raise NotFound.of("inbox_not_configured", detail)
 
     def trouble(self) -> None:
         """Say that nothing is wrong with that."""

@@ -36,7 +36,7 @@ class TcpGuard:
         scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         if scheme.lower() != "bearer" or not self._token.matches(token.strip()):
             _log.warning("local_token_refused", path=request.path[:200])
-            raise NotPermitted.of(401, "unauthorized", "a request over TCP needs Authorization: Bearer <local token>")
+            raise NotPermitted.of("unauthorized", "a request over TCP needs Authorization: Bearer <local token>")
 
 
 def refuse_tokens_in_query(request: Request) -> None:
@@ -45,13 +45,13 @@ def refuse_tokens_in_query(request: Request) -> None:
         return
     _log.warning("token_in_query", path=request.path[:200], caller=str(request.caller))
     detail = "a token in the query string ends up in logs: send Authorization: Bearer, and rotate this one"
-    raise InvalidMessage.of(400, "token_in_query", detail)
+    raise InvalidMessage.of("token_in_query", detail)
 
 
 def _check_host(request: Request) -> None:
     hosts = request.headers.getall(hdrs.HOST, [])
     if len(hosts) != 1 or _host_name(f"//{hosts[0]}") not in _LOCAL_HOSTS:
-        raise NotPermitted.of(403, "foreign_host", "the Host must be localhost, 127.0.0.1 or [::1]")
+        raise NotPermitted.of("foreign_host", "the Host must be localhost, 127.0.0.1 or [::1]")
 
 
 def _check_origin(request: Request) -> None:
@@ -59,7 +59,7 @@ def _check_origin(request: Request) -> None:
     sources = [value for name in (hdrs.ORIGIN, hdrs.REFERER) for value in headers.getall(name, [])]
     foreign_site = headers.get("Sec-Fetch-Site", "none").lower() not in _OWN_SITES
     if foreign_site or any(_host_name(source) not in _LOCAL_HOSTS for source in sources):
-        raise NotPermitted.of(403, "foreign_origin", "a page of another origin may not use this socket")
+        raise NotPermitted.of("foreign_origin", "a page of another origin may not use this socket")
 
 
 def _host_name(url: str) -> str | None:

@@ -16,21 +16,21 @@ def from_sqlite(error: Exception) -> Exception:
         return error
     if is_full(error):
         detail = "the disk is full: nothing was written; free some space, then repeat the request"
-        return TryAgain.of(507, "disk_full", detail, retryable=True)
+        return TryAgain.of("disk_full", detail, retryable=True)
     if result_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return TryAgain.of(503, "outbox_busy", "another program has locked the outbox file", retryable=True)
-    return PostroomError.of(500, "outbox_error", f"the outbox refused the operation: {error}")
+        return TryAgain.of("outbox_busy", "another program has locked the outbox file", retryable=True)
+    return PostroomError.of("outbox_error", f"the outbox refused the operation: {error}")
 
 
 def outcome_unknown() -> TryAgain:
     """Answer everybody who waits for a commit that failed with an I/O error."""
     detail = "the disk failed while the outbox wrote: whether the request took effect is unknown; repeat it, same id"
-    return TryAgain.of(503, "outcome_unknown", detail, retryable=True)
+    return TryAgain.of("outcome_unknown", detail, retryable=True)
 
 
 def stopped() -> TryAgain:
     """Answer once the outbox no longer takes anything."""
-    return TryAgain.of(503, "stopping", "the daemon is stopping: repeat the request, same id", retryable=True)
+    return TryAgain.of("stopping", "the daemon is stopping: repeat the request, same id", retryable=True)
 
 
 def outbox_full(max_bytes: int) -> TryAgain:
@@ -40,7 +40,7 @@ def outbox_full(max_bytes: int) -> TryAgain:
         f"({max_bytes}): wait for the relay, requeue or abort dead rows (`postroom outbox list --status dead`), "
         "or raise it"
     )
-    return TryAgain.of(507, "outbox_full", detail, retryable=True)
+    return TryAgain.of("outbox_full", detail, retryable=True)
 
 
 def write_failed(path: Path, error: BaseException) -> Fatal:
@@ -59,18 +59,18 @@ def recovery_failed(path: Path, error: OSError | sqlite3.Error) -> Fatal:
 
 def row_not_found(row_id: str) -> NotFound:
     """Say that no row has this id."""
-    return NotFound.of(404, "row_not_found", f"there is no outbox row {row_id!r}: see `postroom outbox list`")
+    return NotFound.of("row_not_found", f"there is no outbox row {row_id!r}: see `postroom outbox list`")
 
 
 def wrong_state(verb: str, row_id: str, why: str) -> Conflict:
     """Say why the row's state forbids the verb."""
-    return Conflict.of(409, "wrong_state", f"cannot {verb} row {row_id}: {why}")
+    return Conflict.of("wrong_state", f"cannot {verb} row {row_id}: {why}")
 
 
 def already_accepted(verb: str, row_id: str, broker_message_id: str) -> Conflict:
     """Refuse a verb on a row that the broker turns out to have accepted; the row is done now."""
     detail = f"cannot {verb} row {row_id}: the broker had accepted it, though its answer was lost; the row is done now"
-    return Conflict.of(409, "already_accepted", detail, broker_message_id=broker_message_id)
+    return Conflict.of("already_accepted", detail, broker_message_id=broker_message_id)
 
 
 def unanswered(verb: str, row_id: str, why: str) -> Conflict:
@@ -79,22 +79,22 @@ def unanswered(verb: str, row_id: str, why: str) -> Conflict:
         f"cannot {verb} row {row_id}: a post of it was not answered, so the broker may have accepted it, and {why}; "
         "try again when the broker answers, or force it"
     )
-    return Conflict.of(409, "outcome_unknown", detail)
+    return Conflict.of("outcome_unknown", detail)
 
 
 def id_taken(client_message_id: str) -> Conflict:
     """Refuse a new id that was ever used."""
     detail = f"the id {client_message_id} was used before, and an id is never released: choose another, or --auto"
-    return Conflict.of(409, "client_message_id_taken", detail)
+    return Conflict.of("client_message_id_taken", detail)
 
 
 def payload_pruned(row_id: str, status: str) -> Conflict:
     """Refuse to requeue a row whose payload is gone."""
     detail = f"cannot requeue row {row_id}: it is {status}, and its payload was pruned; send the message anew"
-    return Conflict.of(409, "payload_pruned", detail)
+    return Conflict.of("payload_pruned", detail)
 
 
 def reason_missing() -> InvalidMessage:
     """Refuse a verb without a reason."""
     detail = "give a reason, which is kept in the operator log"
-    return InvalidMessage.of(400, "reason_required", detail, field="reason")
+    return InvalidMessage.of("reason_required", detail, field="reason")

@@ -223,9 +223,9 @@ def _check_methods(agent: type[Agent[Any]]) -> None:
 
 
 def _invalid(detail: str) -> InvalidAgent:
-    return InvalidAgent.of(400, "invalid_agent", detail)
+    return InvalidAgent.of("invalid_agent", detail)
 
 
 def _wrong_effect(agent: str, value: Any) -> InvalidMessage:
     detail = f"{agent}.receive returned {value!r:.80}, of type {type(value).__name__}: {_ADVICE}"
-    return InvalidMessage.of(400, "invalid_effect", detail)
+    return InvalidMessage.of("invalid_effect", detail)

@@ -151,7 +151,7 @@ class AsyncClient(OperatorMethods):
             query = SendsQuery(client_message_ids=unsettled, wait=seconds)
             answer = await self._read("/v1/sends", SendList, body=query, waiting=seconds)
             if answer.missing:
-                raise NotFound.of(404, "send_not_found", f"there is no send under the id {answer.missing[0]}")
+                raise NotFound.of("send_not_found", f"there is no send under the id {answer.missing[0]}")
             found |= {row.client_message_id: row for row in answer.rows}
             if not patience.remaining():
                 break

@@ -13,6 +13,57 @@ import msgspec
 
 PROBLEM_JSON: Final = "application/problem+json"
 
+# The status of an error in HTTP, here and nowhere else: by its code, else by its class.
+_STATUS_OF_CODE: Final = {
+    "activity_missing": 404,
+    "bad_request": 400,
+    "batch_too_large": 413,
+    "broker_answer_invalid": 502,
+    "broker_failed": 502,
+    "broker_refused_request": 502,
+    "broker_timed_out": 504,
+    "busy": 429,
+    "disk_full": 507,
+    "expectation_failed": 417,
+    "extra_missing": 501,
+    "invalid_signature": 401,
+    "invalid_token": 401,
+    "jetstream_full": 507,
+    "jobs_missing": 501,
+    "member_required": 400,
+    "missing_signature": 401,
+    "missing_token": 401,
+    "nats_error": 502,
+    "not_understood": 502,
+    "outbox_full": 507,
+    "payload_too_large": 413,
+    "rate_limited": 429,
+    "request_timeout": 408,
+    "request_too_large": 413,
+    "result_not_json": 422,
+    "result_too_large": 413,
+    "stale_signature": 401,
+    "too_many_readers": 429,
+    "transaction_ended": 500,
+    "unauthorized": 401,
+    "unknown_activity": 500,
+    "unsupported_encoding": 415,
+    "unsupported_media_type": 415,
+}
+_STATUS_OF_CLASS: Final = {
+    "Conflict": 409,
+    "Fault": 409,  # of a ledger
+    "Gone": 410,
+    "InvalidAgent": 400,
+    "InvalidFlow": 400,
+    "InvalidMessage": 400,
+    "NotFound": 404,
+    "NotPermitted": 403,
+    "PostroomError": 500,
+    "TryAgain": 503,
+    "Unavailable": 503,
+}
+
 
 class Problem(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An `application/problem+json` body (RFC 9457; docs/contract/send.md#send-23).
@@ -65,8 +116,16 @@ class PostroomError(Exception):
         return self.problem.retryable
 
     @classmethod
-    def of(cls, status: int, code: str, detail: str, *, retryable: bool = False, **members: Any) -> Self:
-        """Build the error for `status` with the extension `members` of `Problem`."""
+    def of(cls, code: str, detail: str, *, status: int = 0, retryable: bool = False, **members: Any) -> Self:
+        """Build the error with the extension `members` of `Problem`.
+
+        A `status` is given by HTTP servers alone, where HTTP has refused the request; else it follows from the code.
+        """
+        status = (
+            status
+            or _STATUS_OF_CODE.get(code)
+            or next(_STATUS_OF_CLASS[kind.__name__] for kind in cls.__mro__ if kind.__name__ in _STATUS_OF_CLASS)
+        )
         return cls(
             Problem(
                 type=f"urn:postroom:problem:{code}",

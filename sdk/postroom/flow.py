@@ -350,4 +350,4 @@ def _wrong_step(activity: Activity, value: Any) -> InvalidFlow:
 
 
 def _invalid(detail: str) -> InvalidFlow:
-    return InvalidFlow.of(400, "invalid_flow", detail)
+    return InvalidFlow.of("invalid_flow", detail)

@@ -62,7 +62,6 @@ def check_retry_policy(meta: Mapping[str, Any]) -> None:
         msgspec.convert(meta[MEMBER], RetryPolicy)
     except msgspec.ValidationError as error:
         raise InvalidMessage.of(
-            400,
             "invalid_retry_policy",
             f"meta.retry_policy is not a valid retry policy: {error}",
             field="meta.retry_policy",

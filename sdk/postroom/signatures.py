@@ -48,14 +48,14 @@ def verify(
     digit is wrong. Raises `NotPermitted` (401): `missing_signature`, `invalid_signature` or `stale_signature`.
     """
     if header is None:
-        raise NotPermitted.of(401, "missing_signature", f"the request has no {SIGNATURE} header")
+        raise NotPermitted.of("missing_signature", f"the request has no {SIGNATURE} header")
     at, digests = _read(header)
     secrets = [secret] if isinstance(secret, bytes) else secret
     if not _any_equal([_digest(one, body, at) for one in secrets], digests):
-        raise NotPermitted.of(401, "invalid_signature", "the signature does not match this body and the secret")
+        raise NotPermitted.of("invalid_signature", "the signature does not match this body and the secret")
     if abs(clock() - at) > window:
         sentence = f"the request was signed more than {window} seconds before or after now: check both clocks"
-        raise NotPermitted.of(401, "stale_signature", sentence)
+        raise NotPermitted.of("stale_signature", sentence)
 
 
 def _digest(secret: bytes, body: bytes, at: int) -> str:
@@ -68,7 +68,7 @@ def _read(header: str) -> tuple[int, list[str]]:
     times = [match[1] for part in parts if (match := _TIME.fullmatch(part))]
     digests = [match[1] for part in parts if (match := _DIGEST.fullmatch(part))]
     if len(times) != 1 or not digests:
-        raise NotPermitted.of(401, "invalid_signature", f"the {SIGNATURE} header is not `t=<seconds>,v1=<digest>`")
+        raise NotPermitted.of("invalid_signature", f"the {SIGNATURE} header is not `t=<seconds>,v1=<digest>`")
     return int(times[0]), digests
 
 

@@ -55,7 +55,7 @@ def check_name(kind: Literal["mesh", "member", "topic", "queue"], name: str) -> 
     """Return `name` if it may be a mesh's, say; raises `InvalidMessage` that states the rule."""
     pattern = _PATTERNS[kind]
     if re.match(pattern, name) is None:
-        raise InvalidMessage.of(400, "invalid_name", f"{name!r} is not {_RULES[pattern]}", field=kind)
+        raise InvalidMessage.of("invalid_name", f"{name!r} is not {_RULES[pattern]}", field=kind)
     return name
 
 

@@ -124,9 +124,9 @@ _decode_send: Final = msgspec.json.Decoder(SendRequest).decode
 _encode_envelope: Final = msgspec.json.Encoder().encode
 
 
-def refuse(code: str, detail: str, field: str | None = None, status: int = 400) -> NoReturn:
+def refuse(code: str, detail: str, field: str | None = None) -> NoReturn:
     """Raise the `InvalidMessage` that says what is wrong with which field."""
-    raise InvalidMessage.of(status, code, detail, field=field)
+    raise InvalidMessage.of(code, detail, field=field)
 
 
 def prepare(
@@ -257,7 +257,7 @@ def check_envelope(envelope: Envelope, *, max_body_bytes: int = MAX_BODY_BYTES) 
         check_client_message_id(envelope.reply_to, "reply_to")
     body = _body_bytes(envelope.body, envelope.body_base64)
     if len(body) > max_body_bytes:
-        refuse("payload_too_large", f"the body has {len(body)} bytes, the limit is {max_body_bytes}", "body", 413)
+        refuse("payload_too_large", f"the body has {len(body)} bytes, the limit is {max_body_bytes}", "body")
     meta = b""
     if envelope.meta:
         _check_size(envelope.meta)

@@ -58,7 +58,7 @@ class Peer(NamedTuple):
         match cause:
             case PermissionError():
                 detail = f"{self} refuses the connection: {cause.strerror}"
-                return NotPermitted.of(403, "socket_not_permitted", detail)
+                return NotPermitted.of("socket_not_permitted", detail)
             case TimeoutError():
                 detail = f"{self} did not answer in time: it hangs or is overloaded"
                 return _unavailable("no_answer", detail)
@@ -91,7 +91,7 @@ class Peer(NamedTuple):
     def foreign(self, reason: str, *, retryable: bool = False) -> Unavailable:
         """Build the error for an answer that isn't ours: another program, or another version of this one."""
         detail = f"{self} is not part of Postroom, or has another version: {reason[:MAX_REASON]}"
-        return Unavailable.of(502, "not_understood", detail, retryable=retryable)
+        return Unavailable.of("not_understood", detail, retryable=retryable)
 
 
 def _why_absent(cause: Exception, error: Exception) -> str | None:
@@ -105,7 +105,7 @@ def _why_absent(cause: Exception, error: Exception) -> str | None:
 
 
 def _unavailable(code: str, detail: str) -> Unavailable:
-    return Unavailable.of(503, code, detail, retryable=True)
+    return Unavailable.of(code, detail, retryable=True)
 
 
 class Backoff(NamedTuple):

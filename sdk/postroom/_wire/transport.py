@@ -80,7 +80,7 @@ def _checked(socket: Path) -> Path:
 
 
 def _unavailable(code: str, detail: str) -> Unavailable:
-    return Unavailable.of(503, code, detail, retryable=code == "daemon_absent")
+    return Unavailable.of(code, detail, retryable=code == "daemon_absent")
 
 
 class Transport:

@@ -261,7 +261,7 @@ class TimedConnection(RequestHandler):
             raise ConnectionError("an answer is already under way")
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             sentence = next((text for kind, text in _REFUSED.items() if isinstance(exc, kind)), _NOT_HTTP)
-            return self._last_answer(PostroomError.of(status, "bad_request", sentence).problem)
+            return self._last_answer(PostroomError.of("bad_request", sentence, status=status).problem)
         _log.error("unforeseen_error", exc_info=exc)
         return self._last_answer(INTERNAL_ERROR)
 

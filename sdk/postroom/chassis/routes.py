@@ -29,8 +29,8 @@ Handler = Callable[[Any], Awaitable[web.StreamResponse]]  # takes a server's own
 Authorize = Callable[[web.Request, str], Awaitable[None]]
 Q = TypeVar("Q", bound=msgspec.Struct)
 
-INTERNAL_ERROR: Final = PostroomError.of(500, "internal_error", "internal error: see the log", retryable=True).problem
-BROKEN_BODY: Final = PostroomError.of(400, "bad_request", "the body does not match its headers").problem
+INTERNAL_ERROR: Final = PostroomError.of("internal_error", "internal error: see the log", retryable=True).problem
+BROKEN_BODY: Final = PostroomError.of("bad_request", "the body does not match its headers").problem
 
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
@@ -84,7 +84,7 @@ async def problems(request: web.Request, handler: Handler) -> web.StreamResponse
             raise
         code = HTTPStatus(error.status).name.lower()
         detail = f"{request.method} {request.path}: {error.reason}"
-        answer = problem_response(PostroomError.of(error.status, code, detail).problem)
+        answer = problem_response(PostroomError.of(code, detail, status=error.status).problem)
         if "Allow" in error.headers:
             answer.headers["Allow"] = error.headers["Allow"]
         return answer
@@ -113,12 +113,12 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
     """Decode the query string into `query`; an unknown or repeated parameter is a 400 that names it."""
     pairs = list(request.query.items())
     if len({name for name, _ in pairs}) != len(pairs):
-        raise InvalidMessage.of(400, "invalid_query", "a query parameter is given twice")
+        raise InvalidMessage.of("invalid_query", "a query parameter is given twice")
     try:
         return msgspec.convert(dict(pairs), query, strict=False)
     except msgspec.ValidationError as error:
         field, sentence = where(error)
-        raise InvalidMessage.of(400, "invalid_query", f"the query string is wrong: {sentence}", field=field) from error
+        raise InvalidMessage.of("invalid_query", f"the query string is wrong: {sentence}", field=field) from error
 
 
 def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _UNREACHABLE: Final = (
 
 def invalid_subject(detail: str) -> InvalidMessage:
     """Refuse what would make no subject, or is none; `detail` says the rule."""
-    return InvalidMessage.of(400, "invalid_subject", detail, field="subject")
+    return InvalidMessage.of("invalid_subject", detail, field="subject")
 
 
 def is_refusal(error: Exception | None) -> bool:
@@ -43,13 +43,13 @@ def from_nats(error: Exception, doing: str) -> PostroomError:
     if isinstance(error, PostroomError):
         return error
     if is_refusal(error):
-        return NotPermitted.of(403, "nats_refused", f"{doing}: NATS refused this user: check the url and credentials")
+        return NotPermitted.of("nats_refused", f"{doing}: NATS refused this user: check the url and credentials")
     if isinstance(error, nats.errors.MaxPayloadError):
         return too_large(doing)
     if isinstance(error, _UNREACHABLE) and getattr(error, "err_code", None) not in _NO_STORAGE:
         sentence = str(error).removeprefix("nats: ") or type(error).__name__
         detail = f"{doing}: JetStream does not answer ({sentence})"
-        return Unavailable.of(503, "nats_unavailable", detail, retryable=True)
+        return Unavailable.of("nats_unavailable", detail, retryable=True)
     return _from_jetstream(error, doing)
 
 
@@ -58,23 +58,23 @@ def _from_jetstream(error: Exception, doing: str) -> PostroomError:
     number = error.err_code if isinstance(error, APIError) else None
     sentence = getattr(error, "description", None) or str(error)
     if number == _STREAM_NOT_FOUND:
-        return NotFound.of(404, "stream_not_found", f"{doing}: there is no such stream; declare it, and start again")
+        return NotFound.of("stream_not_found", f"{doing}: there is no such stream; declare it, and start again")
     if number in _NO_STORAGE:
         detail = f"{doing}: JetStream has no room for it ({sentence}): lower max_bytes, or give it more disk"
-        return TryAgain.of(507, "jetstream_full", detail, retryable=True)
-    return PostroomError.of(502, "nats_error", f"{doing}: {sentence}")
+        return TryAgain.of("jetstream_full", detail, retryable=True)
+    return PostroomError.of("nats_error", f"{doing}: {sentence}")
 
 
 def too_large(doing: str) -> InvalidMessage:
     """Say that NATS takes no message of that size."""
     detail = f"{doing}: the message is too large for NATS; raise max_payload in the server's config"
-    return InvalidMessage.of(413, "payload_too_large", detail)
+    return InvalidMessage.of("payload_too_large", detail)
 
 
 def would_lose(diff: str) -> Conflict:
     """Refuse to change a stream or a consumer where messages could be lost."""
     detail = f"{diff}; this would lose messages or cannot be changed in place: adapt the config, or do it by hand"
-    return Conflict.of(409, "stream_differs", detail)
+    return Conflict.of("stream_differs", detail)
 
 
 def name_taken(diff: str) -> Conflict:
@@ -83,7 +83,7 @@ def name_taken(diff: str) -> Conflict:
         f"{diff}; another program consumes under this name now: stop it first if this one replaces it, or give "
         "this one a durable of its own"
     )
-    return Conflict.of(409, "consumer_in_use", detail, retryable=True)
+    return Conflict.of("consumer_in_use", detail, retryable=True)
 
 
 def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[str]) -> Conflict:
@@ -92,7 +92,7 @@ def subjects_taken(durable: str, stream: str, subjects: list[str], others: list[
         f"{durable} cannot have {', '.join(subjects)} of the work queue {stream}: {'; '.join(others)}. If this "
         "program had that name before, set it as its durable; otherwise stop the other program, and delete its consumer"
     )
-    return Conflict.of(409, "subjects_taken", detail)
+    return Conflict.of("subjects_taken", detail)
 
 
 def no_streams(context: str) -> NotFound:
@@ -101,25 +101,25 @@ def no_streams(context: str) -> NotFound:
         f"NATS has no stream of a mesh {context!r}: `postroom mesh list` shows the meshes, and a running worker "
         "(`postroom worker run`) creates their streams"
     )
-    return NotFound.of(404, "mesh_not_found", detail)
+    return NotFound.of("mesh_not_found", detail)
 
 
 def letter_not_found(letter: str) -> NotFound:
     """Say that there is no such dead letter."""
     detail = f"there is no dead letter {letter!r}: see `postroom dlq list`"
-    return NotFound.of(404, "dead_letter_not_found", detail)
+    return NotFound.of("dead_letter_not_found", detail)
 
 
 def not_failing(source: str, key: str) -> NotFound:
     """Say that nothing of that id fails to be published, among `events` or `deliveries`."""
     detail = f"{key!r} is not among the failing {source}: see `postroom worker {source} list`; nothing was dropped"
-    return NotFound.of(404, "not_failing", detail)
+    return NotFound.of("not_failing", detail)
 
 
 def consumer_gone(letter: str, consumer: str, subject: str) -> Conflict:
     """Refuse a replay that nobody would take."""
     detail = f"cannot replay {letter}: its consumer {consumer} does not consume {subject} now; start it first"
-    return Conflict.of(409, "consumer_gone", detail)
+    return Conflict.of("consumer_gone", detail)
 
 
 def letter_elsewhere(letter: str, consumer: str) -> Conflict:
@@ -128,13 +128,13 @@ def letter_elsewhere(letter: str, consumer: str) -> Conflict:
         f"the dead letter {letter} is in another database, that of its consumer {consumer}: "
         "set POSTROOM_DATABASE_URL to that database"
     )
-    return Conflict.of(409, "letter_elsewhere", detail)
+    return Conflict.of("letter_elsewhere", detail)
 
 
 def letter_not_kept(letter: str, error: Exception) -> Unavailable:
     """Say that Postgres has not taken a dead letter."""
     detail = f"cannot store the dead letter of {letter}: Postgres did not accept it ({type(error).__name__}: {error})"
-    return Unavailable.of(503, "letter_not_kept", detail, retryable=True)
+    return Unavailable.of("letter_not_kept", detail, retryable=True)
 
 
 def no_letter_record() -> InvalidMessage:
@@ -143,12 +143,12 @@ def no_letter_record() -> InvalidMessage:
         "operations on dead letters are recorded in Postgres: set "
         "POSTROOM_DATABASE_URL to the database of the consumers"
     )
-    return InvalidMessage.of(400, "database_not_named", detail)
+    return InvalidMessage.of("database_not_named", detail)
 
 
 def no_nats(doing: str) -> Unavailable:
     """Say that something needs NATS, which cannot be reached."""
-    return Unavailable.of(503, "nats_unavailable", f"{doing}: NATS cannot be reached", retryable=True)
+    return Unavailable.of("nats_unavailable", f"{doing}: NATS cannot be reached", retryable=True)
 
 
 def no_payload(letter: str) -> Conflict:
@@ -157,4 +157,4 @@ def no_payload(letter: str) -> Conflict:
         f"cannot replay {letter}: it has no payload, since another program wrote it, or it was too "
         "large for NATS; inspect it, or drop it"
     )
-    return Conflict.of(409, "nothing_to_replay", detail)
+    return Conflict.of("nothing_to_replay", detail)

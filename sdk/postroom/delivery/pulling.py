@@ -95,7 +95,7 @@ class Pull:
         while not self._stopped:
             end_if_cancelled()
             if self._connection.is_closed:
-                raise Unavailable.of(503, "nats_closed", "the connection to NATS was closed; start again")
+                raise Unavailable.of("nats_closed", "the connection to NATS was closed; start again")
             if self.sure:
                 await self._ask(inbox)
                 await self._watch()

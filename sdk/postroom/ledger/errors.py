@@ -34,7 +34,7 @@ class Missing(Fault):
     @classmethod
     def of_activity(cls, activity: object) -> Self:
         """Say that there is no such activity."""
-        return cls.of(404, "activity_missing", f"there is no activity {activity}: its job was removed, or never begun")
+        return cls.of("activity_missing", f"there is no activity {activity}: its job was removed, or never begun")
 
 
 class Duplicate(Fault):
@@ -45,7 +45,7 @@ class Duplicate(Fault):
     @classmethod
     def of_what(cls, what: str) -> Self:
         """Say what has happened already."""
-        return cls.of(409, "duplicate", f"{what}: this is a replay, nothing is left to do")
+        return cls.of("duplicate", f"{what}: this is a replay, nothing is left to do")
 
 
 class Inactive(Fault):
@@ -56,7 +56,7 @@ class Inactive(Fault):
     @classmethod
     def of_activity(cls, activity: object, state: str) -> Self:
         """Say what state forbids it."""
-        return cls.of(409, "inactive", f"the activity {activity} accepts no message: {state}")
+        return cls.of("inactive", f"the activity {activity} accepts no message: {state}")
 
 
 class Forbidden(Fault):
@@ -67,7 +67,7 @@ class Forbidden(Fault):
     @classmethod
     def of_step(cls, step: str, needs: str) -> Self:
         """Say which step was refused, and what it waits for."""
-        return cls.of(409, "forbidden", f"{step} comes after {needs}: try again later", retryable=True)
+        return cls.of("forbidden", f"{step} comes after {needs}: try again later", retryable=True)
 
 
 class Held(Fault):
@@ -79,7 +79,7 @@ class Held(Fault):
     def of_seconds(cls, seconds: float) -> Self:
         """Say for how many `seconds` their lease lasts, unless they renew it."""
         detail = f"another worker has it, for {seconds:.0f} s unless it renews its lease: try again later"
-        return cls.of(409, "held", detail, retryable=True, retry_after=seconds)
+        return cls.of("held", detail, retryable=True, retry_after=seconds)
 
 
 class LeaseLost(Fault):
@@ -91,7 +91,7 @@ class LeaseLost(Fault):
     def of_entry(cls) -> Self:
         """Say what to do."""
         detail = "the lease ran out before the step was done: nothing of it was committed; enter again"
-        return cls.of(409, "lease_lost", detail, retryable=True)
+        return cls.of("lease_lost", detail, retryable=True)
 
 
 class Exhausted(Fault):
@@ -104,7 +104,7 @@ class Exhausted(Fault):
         """Say what became of the last one, and why one before it failed, where one did."""
         ended = f"attempt {most} of {most} of {leg} ended without a result: its worker was killed, or lost its lease"
         before = "" if last_error is None else f"; an earlier attempt failed: {last_error}"
-        return cls.of(409, "exhausted", ended + before)
+        return cls.of("exhausted", ended + before)
 
 
 class Overflow(Fault):
@@ -115,20 +115,20 @@ class Overflow(Fault):
     @classmethod
     def of_leg1(cls, ledger: str) -> Self:
         """Refuse the thousandth attempt."""
-        return cls.of(409, "overflow", f"leg 1 was attempted 999 times (ledger {ledger}), which is the limit")
+        return cls.of("overflow", f"leg 1 was attempted 999 times (ledger {ledger}), which is the limit")
 
     @classmethod
     def of_leg2(cls, ledger: str) -> Self:
         """Refuse entry 100,000,000."""
-        return cls.of(409, "overflow", f"leg 2 was entered 99999999 times (ledger {ledger}), which is the limit")
+        return cls.of("overflow", f"leg 2 was entered 99999999 times (ledger {ledger}), which is the limit")
 
 
 def not_a_ledger(text: str) -> InvalidMessage:
     """Refuse what is no ledger."""
     detail = f"{text!r} is not a ledger: it has 15 digits, of which those at positions 4 to 7 are 0 or 1"
-    return InvalidMessage.of(400, "invalid_ledger", detail, field="ledger")
+    return InvalidMessage.of("invalid_ledger", detail, field="ledger")
 
 
 def impossible(text: str, problem: str) -> InvalidMessage:
     """Refuse 15 digits that stand in no ledger."""
-    return InvalidMessage.of(400, "invalid_ledger", f"{text} is not a ledger: {problem}", field="ledger")
+    return InvalidMessage.of("invalid_ledger", f"{text} is not a ledger: {problem}", field="ledger")

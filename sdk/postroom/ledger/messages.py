@@ -115,4 +115,4 @@ def _unknown(message: str) -> NotFound:
         f"the ledgers know no message and no activity {message!r}: no activity asked with it, and leg 2 of none was "
         "entered with it; `postroom jobs show` takes the id of a job"
     )
-    return NotFound.of(404, "message_missing", detail)
+    return NotFound.of("message_missing", detail)

@@ -149,10 +149,10 @@ async def start(connection: Connection, job: Start) -> bool:
         await start_job(connection, job)
     except asyncpg.CheckViolationError as error:
         detail = f"there is no mesh {job.context!r}: a mesh's name is snake_case, of at most 64 characters"
-        raise InvalidMessage.of(400, "invalid_mesh", detail, field="mesh") from error
+        raise InvalidMessage.of("invalid_mesh", detail, field="mesh") from error
     except asyncpg.DataError as error:
         why = str(getattr(error, "detail", None) or error).rstrip(".")
-        raise InvalidMessage.of(422, "invalid_request", f"Postgres cannot store the request ({why})") from error
+        raise InvalidMessage.of("invalid_request", f"Postgres cannot store the request ({why})") from error
     except Duplicate:
         found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
         removed = await connection.fetchrow(QUERIES["find_removed"], job.job)
@@ -217,12 +217,12 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
 async def _check_mesh(connection: Connection, mesh: str) -> None:
     """Refuse a mesh that there is not: nobody would ever begin the job."""
     if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
-        raise NotFound.of(404, "mesh_missing", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
+        raise NotFound.of("mesh_missing", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
 
 
 def missing(job: UUID) -> NotFound:
     """Say that there is no such job."""
-    return NotFound.of(404, "job_missing", f"there is no job {job}: `postroom jobs list` shows them")
+    return NotFound.of("job_missing", f"there is no job {job}: `postroom jobs list` shows them")
 
 
 def _lacked(name: str, worker: str) -> str:
@@ -233,9 +233,9 @@ def _lacked(name: str, worker: str) -> str:
 
 
 def _ended(job: UUID, state: str) -> Conflict:
-    return Conflict.of(409, "job_ended", f"the job {job} is {state}: only a running or closed job can be cancelled")
+    return Conflict.of("job_ended", f"the job {job} is {state}: only a running or closed job can be cancelled")
 
 
 def _taken(job: UUID) -> Conflict:
     detail = f"the id {job} belongs to a job with another flow or request: use another id, or the same flow and request"
-    return Conflict.of(409, "job_taken", detail)
+    return Conflict.of("job_taken", detail)

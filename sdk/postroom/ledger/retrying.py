@@ -39,7 +39,7 @@ async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: st
         if row is None:
             raise missing(job)
         if not row["done"]:
-            raise Conflict.of(409, "job_not_failed", f"the job {job} cannot be retried: {_STATES[row['state']]}")
+            raise Conflict.of("job_not_failed", f"the job {job} cannot be retried: {_STATES[row['state']]}")
 
 
 async def _check_ceilings(connection: Connection, job: UUID) -> None:
@@ -49,7 +49,7 @@ async def _check_ceilings(connection: Connection, job: UUID) -> None:
         if ledger is not None:
             enter_leg2(ledger) if is_set(ledger, LEG1_COMPLETE) else enter_leg1(ledger)
     except Overflow as error:
-        raise Conflict.of(409, "job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
+        raise Conflict.of("job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
 
 
 async def _check_requests(connection: Connection, job: UUID) -> None:
@@ -60,4 +60,4 @@ async def _check_requests(connection: Connection, job: UUID) -> None:
             f"the job {job} cannot go on: {pruned['name']!r} has no answer to its request {pruned['id']}, and the "
             "outbox, which keeps for some days what it published, has that no more; start another"
         )
-        raise Conflict.of(409, "request_pruned", detail)
+        raise Conflict.of("request_pruned", detail)

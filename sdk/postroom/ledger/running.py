@@ -48,7 +48,7 @@ class HandlerFailed(PostroomError):
     def of_error(cls, error: Exception, attempt: int, *, completion: bool = False) -> HandlerFailed:
         """Say what it raised, at which attempt."""
         whose = "the completion: " if completion else ""
-        failed = cls.of(500, "handler_failed", whose + tell(error), retryable=True)
+        failed = cls.of("handler_failed", whose + tell(error), retryable=True)
         failed.attempt, failed.completion = attempt, completion
         return failed
 
@@ -73,7 +73,7 @@ class Running:
                 f"the flow {self.flow.name!r} has no activity {name!r}: it was renamed, "
                 "or this worker has an older version"
             )
-            raise InvalidFlow.of(500, "unknown_activity", detail)
+            raise InvalidFlow.of("unknown_activity", detail)
         return activity
 
     def context(self, entry: Leg1 | Leg2, step: StepTransaction, key: object, **members: Any) -> Context:
@@ -118,7 +118,7 @@ class StepTransaction:
         """
         if self._connection is not None:
             if not self._connection.is_in_transaction():
-                raise InvalidFlow.of(500, "transaction_ended", _ENDED)
+                raise InvalidFlow.of("transaction_ended", _ENDED)
             return await primitive(self._connection)
         async with self._pool.acquire() as connection:
             return await primitive(connection)
@@ -170,7 +170,7 @@ def encode(value: Any, what: str) -> str:
     try:
         return _encode(value).decode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidFlow.of(400, "no_json", f"{what} cannot be written as JSON: {error}") from error
+        raise InvalidFlow.of("no_json", f"{what} cannot be written as JSON: {error}") from error
 
 
 async def _contained(work: Awaitable[T]) -> T:

@@ -59,7 +59,7 @@ class Claim:
     @result.setter
     def result(self, value: Any) -> None:
         if not self.first:
-            raise Conflict.of(409, "already_committed", "the key has its result already: set one only where `first`")
+            raise Conflict.of("already_committed", "the key has its result already: set one only where `first`")
         self.kept = Result.of(value)
 
 

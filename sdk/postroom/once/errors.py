@@ -13,7 +13,6 @@ class KeyHeld(Conflict):
     def by_another(cls, scope: Scope, held: Held) -> KeyHeld:
         """Build the error for a key that stayed `held`."""
         return cls.of(
-            409,
             "key_held",
             f"{scope} is held by another worker until {held.until:%Y-%m-%dT%H:%M:%SZ}: try again",
             retryable=True,
@@ -30,7 +29,7 @@ class LeaseLost(Conflict):
         detail = (
             f"the lease on {scope} has expired: this worker can no longer settle it, and another may have taken it over"
         )
-        return cls.of(409, "lease_lost", detail)
+        return cls.of("lease_lost", detail)
 
 
 def absent(where: str) -> NotFound:
@@ -38,15 +37,15 @@ def absent(where: str) -> NotFound:
     detail = (
         f"there is no idempotency registry in {where}: the first program that opens it (`open_registry`) creates it"
     )
-    return NotFound.of(404, "registry_absent", detail)
+    return NotFound.of("registry_absent", detail)
 
 
 def unavailable(error: BaseException) -> Unavailable:
     """Build the error for a store that can't be reached just now."""
     detail = f"the idempotency registry cannot be reached ({type(error).__name__}: {error}): try again"
-    return Unavailable.of(503, "registry_unavailable", detail, retryable=True)
+    return Unavailable.of("registry_unavailable", detail, retryable=True)
 
 
 def unusable(why: str) -> PostroomError:
     """Build the error for a store that somebody has to put right first."""
-    return PostroomError.of(500, "registry_unusable", f"the idempotency registry cannot be used: {why}")
+    return PostroomError.of("registry_unusable", f"the idempotency registry cannot be used: {why}")

@@ -83,7 +83,7 @@ class Result(NamedTuple):
         result = cls("bytes", bytes(value)) if isinstance(value, (bytes, bytearray)) else cls("json", _json(value))
         if len(result.data) > MAX_RESULT:
             detail = f"the result has {len(result.data)} bytes, a registry keeps at most {MAX_RESULT}: keep a reference"
-            raise InvalidMessage.of(413, "result_too_large", detail)
+            raise InvalidMessage.of("result_too_large", detail)
         return result
 
     @property
@@ -166,7 +166,7 @@ def _json(value: Any) -> bytes:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         detail = f"the result can be stored neither as JSON nor as bytes: {error}"
-        raise InvalidMessage.of(422, "result_not_json", detail) from error
+        raise InvalidMessage.of("result_not_json", detail) from error
 
 
 def _check(name: str, value: str, most: int) -> None:
@@ -177,4 +177,4 @@ def _check(name: str, value: str, most: int) -> None:
 
 
 def _invalid(name: str, why: str) -> InvalidMessage:
-    return InvalidMessage.of(400, f"invalid_{name}", f"the {name} {why}", field=name)
+    return InvalidMessage.of(f"invalid_{name}", f"the {name} {why}", field=name)

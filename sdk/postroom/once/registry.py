@@ -221,7 +221,7 @@ async def open_store(url: str, *, create: bool = True) -> Store:
     if url == "memory:":
         return MemoryStore()
     sentence = "a registry is at postgresql://…, sqlite:///absolute/path or memory:"
-    raise InvalidMessage.of(400, "invalid_registry_url", sentence)
+    raise InvalidMessage.of("invalid_registry_url", sentence)
 
 
 async def _open_postgres(url: str, *, create: bool) -> Store:

@@ -24,7 +24,7 @@ def chosen_url(option: str | None, purpose: str) -> str:
     url = option or os.environ.get(DATABASE_URL)
     if not url:
         sentence = f"no database {purpose} is configured: set {DATABASE_URL}, or the option database_url"
-        raise InvalidMessage.of(400, "invalid_option", sentence, field="database_url")
+        raise InvalidMessage.of("invalid_option", sentence, field="database_url")
     return url
 
 
@@ -33,19 +33,15 @@ async def connect(url: str, settings: Mapping[str, str] | None = None) -> asyncp
     try:
         import asyncpg  # noqa: PLC0415 - of the extra `postgres`
     except ImportError as error:
-        raise PostroomError.of(
-            501, "extra_missing", "asyncpg is missing: pip install 'postroom[postgres,spark]'"
-        ) from error
+        raise PostroomError.of("extra_missing", "asyncpg is missing: pip install 'postroom[postgres,spark]'") from error
     if (missing := missing_file(url)) is not None:
-        raise InvalidMessage.of(400, "invalid_option", missing, field="database_url")
+        raise InvalidMessage.of("invalid_option", missing, field="database_url")
     try:
         return await asyncpg.connect(url, timeout=_CONNECT_SECONDS, server_settings=_SETTINGS | dict(settings or {}))
     except (ValueError, asyncpg.ClientConfigurationError) as error:
-        raise InvalidMessage.of(400, "invalid_option", why_refused(error), field="database_url") from error
+        raise InvalidMessage.of("invalid_option", why_refused(error), field="database_url") from error
     except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-        raise Unavailable.of(
-            503, "database_unavailable", f"cannot open the database: {error}", retryable=True
-        ) from error
+        raise Unavailable.of("database_unavailable", f"cannot open the database: {error}", retryable=True) from error
 
 
 @asynccontextmanager
@@ -63,12 +59,12 @@ async def connected(url: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record
         asyncpg.OperatorInterventionError,
     ) as error:
         detail = f"the connection to the database was lost: {error}"
-        raise Unavailable.of(503, "database_unavailable", detail, retryable=True) from error
+        raise Unavailable.of("database_unavailable", detail, retryable=True) from error
     except (asyncpg.UndefinedFunctionError, asyncpg.UndefinedTableError, asyncpg.InvalidSchemaNameError) as error:
         detail = (
             "this database has no tables for jobs, or those of another version: run "
             f"`postroom broker migrate` ({error})"
         )
-        raise PostroomError.of(501, "jobs_missing", detail) from error
+        raise PostroomError.of("jobs_missing", detail) from error
     finally:
         connection.terminate()

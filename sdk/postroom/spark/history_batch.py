@@ -183,7 +183,7 @@ class PushingHistoryReader(HistoryReader):
 def check_mesh(mesh: str | None, *, known: bool) -> None:
     """Raise `NotFound` where the mesh that is to be read is not known."""
     if mesh is not None and not known:
-        raise NotFound.of(404, "mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
+        raise NotFound.of("mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
 
 
 def _checked_columns(schema: StructType) -> StructType:
@@ -194,7 +194,7 @@ def _checked_columns(schema: StructType) -> StructType:
                 f"the history has no column {field.name} of the type {field.dataType.simpleString()}: "
                 f"its columns are {SCHEMA.simpleString()}"
             )
-            raise InvalidMessage.of(400, "invalid_schema", sentence, field=field.name)
+            raise InvalidMessage.of("invalid_schema", sentence, field=field.name)
     return schema
 
 

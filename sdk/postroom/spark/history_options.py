@@ -117,7 +117,7 @@ def _switch(options: Mapping[str, str], name: str, *, default: str = "false") ->
 
 
 def _refuse(name: str, sentence: str) -> NoReturn:
-    raise InvalidMessage.of(400, "invalid_option", sentence, field=name)
+    raise InvalidMessage.of("invalid_option", sentence, field=name)
 
 
 class Conditions(NamedTuple):

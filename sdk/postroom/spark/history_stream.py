@@ -76,7 +76,6 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             given_out = row["last_history_id"]
             if read > given_out:
                 raise Conflict.of(
-                    409,
                     "history_behind_checkpoint",
                     f"the checkpoint is at history_id {read}, but the history ends at {given_out}: "
                     "was an older database restored? Start with a new checkpoint",
@@ -129,7 +128,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         if self._options.fail_on_data_loss:
             advice = "Set the option failOnDataLoss to false to continue anyway, or start with a new checkpoint"
-            raise Gone.of(410, "history_restored", f"{what}. {advice}", resume_after=row["restored"])
+            raise Gone.of("history_restored", f"{what}. {advice}", resume_after=row["restored"])
         print(f"postroom: {what}; the stream continues", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
 
     def _check_not_lost(self, row: asyncpg.Record) -> None:
@@ -144,7 +143,7 @@ class HistoryStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             advice = (
                 "Set the option failOnDataLoss to false to continue with what is left, or start with a new checkpoint"
             )
-            raise Conflict.of(409, "history_lost", f"{what}. {advice}")
+            raise Conflict.of("history_lost", f"{what}. {advice}")
         print(f"postroom: {what}; the stream continues without them", file=sys.stderr, flush=True)  # noqa: T201 - the driver's
 
 

@@ -133,7 +133,7 @@ async def _call(connection: Connection, function: str, activity: UUID, *values: 
     row = await connection.fetchrow(QUERIES[function], activity, *values)
     if row is None:
         raise NotFound.of(
-            404, "activity_missing", f"there is no activity {activity}: its job was deleted, or is another one"
+            "activity_missing", f"there is no activity {activity}: its job was deleted, or is another one"
         )
     return row
 
@@ -141,15 +141,15 @@ async def _call(connection: Connection, function: str, activity: UUID, *values: 
 def _refuse(row: asyncpg.Record) -> NoReturn:
     verdict, state = row["verdict"], row["state"]
     if verdict == "held":
-        raise TryAgain.of(503, "held", "another driver runs the same step of the job", retryable=True)
+        raise TryAgain.of("held", "another driver runs the same step of the job", retryable=True)
     if verdict == "lease_lost":
-        raise TryAgain.of(503, "lease_lost", "the step took too long and was not done", retryable=True)
+        raise TryAgain.of("lease_lost", "the step took too long and was not done", retryable=True)
     if verdict == "overflow":
-        raise Conflict.of(409, "overflow", _TOO_OFTEN)
+        raise Conflict.of("overflow", _TOO_OFTEN)
     if state == "cancelled":
-        raise Conflict.of(409, "job_cancelled", "the job was cancelled permanently: write under another job")
+        raise Conflict.of("job_cancelled", "the job was cancelled permanently: write under another job")
     detail = f"the job is {state} ({verdict}), `postroom jobs show` says why: write under another job"
-    raise Conflict.of(409, "job_inactive", detail)
+    raise Conflict.of("job_inactive", detail)
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -194,7 +194,7 @@ class JobOfWrite:
     async def _begin(self, connection: Connection, _: Patience) -> None:
         if not await connection.fetchval(QUERIES["knows_mesh"], self._job.mesh):
             detail = f"there is no mesh {self._job.mesh!r}: `postroom mesh list` shows them"
-            raise NotFound.of(404, "mesh_missing", detail)
+            raise NotFound.of("mesh_missing", detail)
         started = (self.id, self._job.mesh, SPARK_WRITE, self._root, "write", self._request)
         await connection.execute(QUERIES["start"], *started)
         job = await connection.fetchrow(QUERIES["find_job"], self.id)
@@ -205,9 +205,7 @@ class JobOfWrite:
                 whose = "a job that ended so long ago that it was deleted"
             elif flow != SPARK_WRITE:
                 whose = f"the flow {flow!r}"
-            raise Conflict.of(
-                409, "job_taken", f"the job {self.id} belongs to {whose}. Give this write an id of its own"
-            )
+            raise Conflict.of("job_taken", f"the job {self.id} belongs to {whose}. Give this write an id of its own")
         await ask(connection, self._root)
 
     async def _close(self, connection: Connection, patience: Patience, counts: Sequence[Counts]) -> None:

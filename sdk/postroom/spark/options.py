@@ -221,4 +221,4 @@ def _check_meta(name: str, kind: DataType) -> None:
 
 
 def _refuse(option: str | None, detail: str) -> NoReturn:
-    raise InvalidMessage.of(400, "invalid_option", detail, field=option)
+    raise InvalidMessage.of("invalid_option", detail, field=option)

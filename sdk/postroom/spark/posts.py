@@ -75,9 +75,7 @@ async def _post(plan: WritePlan, batches: Iterator[pa.RecordBatch]) -> Tally:
     # refuse to send what is a job of one mesh into another
     if plan.job is not None and plan.job.mesh != version.mesh:
         detail = f"the daemon of this host serves the mesh {version.mesh!r}, but the job is in {plan.job.mesh!r}"
-        raise InvalidMessage.of(
-            400, "invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh"
-        )
+        raise InvalidMessage.of("invalid_option", f"{detail}: set the option `mesh` to {version.mesh}", field="mesh")
     task = _Task(plan)
     reader = RowReader(plan, None if plan.on_refused == FAIL else task.refuse)
     async with (
@@ -185,7 +183,6 @@ class _Task:
         if len(self.tally.problems) > MOST_PROBLEMS:
             first = self.tally.problems[0]
             raise InvalidMessage.of(
-                400,
                 "too_many_problems",
                 f"more than {MOST_PROBLEMS} rows of this task were not sent; the first is "
                 f"{key_text(self._plan, first.key)}: {first.detail}. Does another write use the namespace "
@@ -208,7 +205,6 @@ class _Task:
     def _arrived(self, row: Row, result: SendResult, sent: OutboxRow) -> None:
         if sent.status not in SETTLED:
             raise TryAgain.of(
-                503,
                 "not_accepted",
                 f"the broker has not accepted the row {key_text(self._plan, row.key)} within {PATIENCE_SECONDS:.0f} s; "
                 f"it is kept, and will be sent when possible ({sent.last_error or 'no attempt has failed'})",
@@ -227,8 +223,8 @@ def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     if all(problem.conflict for problem in problems):
         sentence = f"the id of {_count(problems)} was used before with other content: {shown}{more}"
-        return Conflict.of(409, "idempotency_key_reused", f"{sentence}. Every other row was sent")
-    return InvalidMessage.of(400, "rows_refused", f"{_count(problems)} not sent: {shown}{more}. Every other row was")
+        return Conflict.of("idempotency_key_reused", f"{sentence}. Every other row was sent")
+    return InvalidMessage.of("rows_refused", f"{_count(problems)} not sent: {shown}{more}. Every other row was")
 
 
 def prepare_directory(option: str, directory: str) -> None:
@@ -238,7 +234,7 @@ def prepare_directory(option: str, directory: str) -> None:
         system.create_dir(path, recursive=True)
     except (OSError, ValueError) as error:
         detail = f"cannot use {directory!r} of the option `{option}`: {error}"
-        raise InvalidMessage.of(400, "invalid_option", detail, field=option) from error
+        raise InvalidMessage.of("invalid_option", detail, field=option) from error
 
 
 def write_problems(plan: WritePlan, directory: str, name: str, problems: Iterable[RowProblem]) -> str:

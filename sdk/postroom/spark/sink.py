@@ -107,14 +107,14 @@ def stream_sink(options: Mapping[str, str], schema: StructType, *, overwrite: bo
     plan = _checked(options, schema, overwrite=overwrite)
     if plan.job is not None:
         detail = "a stream has no last partition, so it cannot be a job: omit the option `job`, or write a batch"
-        raise InvalidMessage.of(400, "invalid_option", detail, field="job")
+        raise InvalidMessage.of("invalid_option", detail, field="job")
     return StreamSink(plan, stream_tag(plan, options))
 
 
 def _checked(options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> WritePlan:
     if overwrite:
         detail = 'what was sent stays sent: use mode("append"), or outputMode("append") for a stream'
-        raise InvalidMessage.of(400, "invalid_option", detail, field="mode")
+        raise InvalidMessage.of("invalid_option", detail, field="mode")
     plan = plan_write(options, schema)
     for option, directory in (("on_conflict", plan.on_conflict), ("on_refused", plan.on_refused)):
         if directory != FAIL:

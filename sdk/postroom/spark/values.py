@@ -76,7 +76,7 @@ def check_id_type(name: str, kind: DataType) -> None:
             f"the column `{name}` of the option `id` has the type {kind.simpleString()}: use text, "
             "whole numbers, decimals, booleans, dates and times, which are the same text each time"
         )
-        raise InvalidMessage.of(400, "invalid_option", detail, field="id")
+        raise InvalidMessage.of("invalid_option", detail, field="id")
 
 
 def converter(kind: DataType) -> Convert | None:
@@ -144,4 +144,4 @@ def _struct(kind: StructType) -> Convert | None:
 
 def _unsupported(name: str, what: str) -> InvalidMessage:
     detail = f"the column `{name}` cannot be sent: {what} cannot be written as JSON; cast it, to a string for instance"
-    return InvalidMessage.of(400, "invalid_option", detail, field=name)
+    return InvalidMessage.of("invalid_option", detail, field=name)

@@ -115,7 +115,7 @@ def answer_of(delivery: Delivery, request: UUID, event: str) -> Answer:
         return Answer(said, request, event, _traceparent(delivery))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = f"the answer {delivery.message_id} to the request {request} is not JSON: {error}"
-        raise InvalidMessage.of(400, "invalid_answer", detail) from error
+        raise InvalidMessage.of("invalid_answer", detail) from error
 
 
 def _own(event: str, guid: str, delivery: Delivery) -> Spawned | Due:
@@ -123,7 +123,7 @@ def _own(event: str, guid: str, delivery: Delivery) -> Spawned | Due:
         body = _decode_body(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidMessage.of(
-            400, "invalid_job_message", f"{delivery.message_id} is not a valid {event}: {error}"
+            "invalid_job_message", f"{delivery.message_id} is not a valid {event}: {error}"
         ) from error
     if event == SPAWNED:
         return Spawned(body.activity, body.name, body.flow, body.guid or guid)

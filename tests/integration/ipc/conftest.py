@@ -64,7 +64,7 @@ class OneTopic:
 
     def _check(self, topic: str) -> None:
         if topic != "orders":
-            raise NotFound.of(404, "topic_not_found", f"there is no topic {topic!r}")
+            raise NotFound.of("topic_not_found", f"there is no topic {topic!r}")
 
 
 @dataclass

@@ -81,7 +81,7 @@ class Fickle(MemoryStore):
 
 
 def _away() -> Unavailable:
-    return Unavailable.of(503, "registry_unavailable", "away", retryable=True)
+    return Unavailable.of("registry_unavailable", "away", retryable=True)
 
 
 @pytest.fixture

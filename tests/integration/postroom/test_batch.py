@@ -12,7 +12,16 @@ import pytest
 from aiohttp import web
 from support.odd_peers import Serve, Speak
 
-from postroom import AsyncClient, BatchResult, PostroomError, SendRequest, SendResult, TryAgain, Unavailable
+from postroom import (
+    AsyncClient,
+    BatchResult,
+    InvalidMessage,
+    PostroomError,
+    SendRequest,
+    SendResult,
+    TryAgain,
+    Unavailable,
+)
 from postroom._wire import batch
 from postroom._wire.batch import MAX_AHEAD, MAX_WAITING
 from postroom._wire.message import decode_request
@@ -135,7 +144,7 @@ async def test_a_request_that_broke_off_takes_no_more_messages(serve: Serve) -> 
 
 async def test_a_line_that_is_told_to_wait_is_sent_again(serve: Serve) -> None:
     def refuse_some(line: int, _request: web.Request) -> PostroomError | None:
-        busy = TryAgain.of(507, "disk_full", "later", retryable=True, retry_after=0.01)
+        busy = TryAgain.of("disk_full", "later", retryable=True, retry_after=0.01)
         return busy if line in {3, 4, 50} else None
 
     peer = Peer(refuse_some)
@@ -147,7 +156,7 @@ async def test_a_line_that_is_told_to_wait_is_sent_again(serve: Serve) -> None:
 
 async def test_a_line_that_is_wrong_fails_alone(serve: Serve) -> None:
     def refuse_one(line: int, _request: web.Request) -> PostroomError | None:
-        return PostroomError.of(400, "invalid_field", "no") if line == 2 else None
+        return InvalidMessage.of("invalid_field", "no") if line == 2 else None
 
     results = await run(await serve(Peer(refuse_one).handle), messages(4))
     assert [result.problem.code if result.problem else None for result in results] == [
@@ -170,7 +179,7 @@ async def test_what_json_cannot_say_fails_alone_and_is_never_sent(serve: Serve) 
 
 
 async def test_a_daemon_that_is_always_full_ends_it_with_its_error(serve: Serve) -> None:
-    full = TryAgain.of(507, "disk_full", "later", retryable=True, retry_after=0.01)
+    full = TryAgain.of("disk_full", "later", retryable=True, retry_after=0.01)
     with pytest.raises(TryAgain) as caught:
         await run(await serve(Peer(lambda _line, _request: full).handle), messages(10), patience=0.1)
     assert caught.value.code == "disk_full"

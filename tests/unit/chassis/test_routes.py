@@ -17,7 +17,7 @@ class Paging(msgspec.Struct, forbid_unknown_fields=True):
 async def weigh(request: web.Request) -> web.Response:
     paging = decode_query(request, Paging)
     if request.match_info["name"] == "lost":
-        raise NotFound.of(404, "parcel_not_found", "there is no parcel lost", retry_after=2.4)
+        raise NotFound.of("parcel_not_found", "there is no parcel lost", retry_after=2.4)
     if request.match_info["name"] == "bomb":
         raise RuntimeError("secret detail")
     return json_response(Parcel(paging.limit))
@@ -40,7 +40,7 @@ ROUTES = [
 
 async def allow(_request: web.Request, access: str) -> None:
     if access != "caller":
-        raise NotPermitted.of(403, "not_permitted", "nobody may")
+        raise NotPermitted.of("not_permitted", "nobody may")
 
 
 @pytest.fixture

@@ -32,19 +32,19 @@ from postroom.errors import (
     ],
 )
 def test_a_problem_becomes_the_error_that_says_what_can_be_done(status: int, kind: type[PostroomError]) -> None:
-    problem = PostroomError.of(status, "some_code", "a sentence").problem
+    problem = PostroomError.of("some_code", "a sentence", status=status).problem
     error = error_for(problem)
     assert type(error) is kind
     assert (error.code, str(error), error.problem) == ("some_code", "a sentence", problem)
 
 
 def test_a_problem_survives_json() -> None:
-    problem = TryAgain.of(429, "busy", "later", retryable=True, retry_after=1.5, field="to").problem
+    problem = TryAgain.of("busy", "later", retryable=True, retry_after=1.5, field="to").problem
     assert msgspec.json.decode(msgspec.json.encode(problem), type=Problem) == problem
 
 
 def test_a_problem_shows_only_what_is_set() -> None:
-    problem = NotFound.of(404, "row_not_found", "no such row").problem
+    problem = NotFound.of("row_not_found", "no such row").problem
     assert msgspec.to_builtins(problem) == {
         "type": "urn:postroom:problem:row_not_found",
         "title": "Not Found",
@@ -57,4 +57,22 @@ def test_a_problem_shows_only_what_is_set() -> None:
 
 def test_every_error_can_be_caught_by_the_base() -> None:
     with pytest.raises(PostroomError):
-        raise Unavailable.of(503, "daemon_absent", "nobody is there", retryable=True)
+        raise Unavailable.of("daemon_absent", "nobody is there", retryable=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidMessage.of("invalid_name", "wrong"), 400),
+        (InvalidMessage.of("payload_too_large", "wrong"), 413),
+        (NotPermitted.of("missing_token", "who?"), 401),
+        (NotPermitted.of("not_permitted", "no"), 403),
+        (TryAgain.of("rate_limited", "later"), 429),
+        (TryAgain.of("stopping", "later"), 503),
+        (TryAgain.of("disk_full", "later"), 507),
+        (Conflict.of("outcome_unknown", "taken"), 409),
+        (PostroomError.of("internal_error", "see the log"), 500),
+    ],
+)
+def test_the_status_of_an_error_follows_from_its_code_or_its_class(error: PostroomError, status: int) -> None:
+    assert error.problem.status == status

@@ -57,7 +57,7 @@ async def check_events(js: JetStreamContext, agent: type[Agent[Any]], tenant: st
         detail = (
             f"no stream has {subjects}, where the events of {agent.__name__} are published: declare one, or set its "
         )
-        raise NotFound.of(404, "stream_not_found", f"{detail}event_subject to a subject of a stream", retryable=True)
+        raise NotFound.of("stream_not_found", f"{detail}event_subject to a subject of a stream", retryable=True)
 
 
 async def _by_stream(js: JetStreamContext, subjects: Sequence[str]) -> dict[str, list[str]]:
@@ -67,7 +67,7 @@ async def _by_stream(js: JetStreamContext, subjects: Sequence[str]) -> dict[str,
             streams[await js.find_stream_name_by_subject(subject)].append(subject)
         except NotFoundError as error:
             detail = f"no stream has {subject}: declare one (`postroom worker run` declares those of a mesh)"
-            raise NotFound.of(404, "stream_not_found", detail, retryable=True) from error
+            raise NotFound.of("stream_not_found", detail, retryable=True) from error
         except Exception as error:
             raise from_nats(error, f"looking for the stream of {subject}") from error
     return dict(streams)

@@ -121,7 +121,7 @@ class Emitter:
         """Refuse what could be stored but never published."""
         if len(payload) > self._most_bytes:
             detail = f"the payload of {envelope.type!r} has {len(payload)} bytes, JetStream allows {self._most_bytes}"
-            raise InvalidMessage.of(413, "payload_too_large", detail, field="payload")
+            raise InvalidMessage.of("payload_too_large", detail, field="payload")
 
 
 def received_draft(role: Role, subject: str, envelope: Envelope, payload: Any) -> Draft:

@@ -64,7 +64,7 @@ def received(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> 
     try:
         payload = _decode(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage.of(400, "invalid_json", f"the body of {envelope.id} is not JSON: {error}") from error
+        raise InvalidMessage.of("invalid_json", f"the body of {envelope.id} is not JSON: {error}") from error
     actor = envelope.actor or _text(payload, "sender")
     return msgspec.structs.replace(envelope, payload=payload, actor=actor)
 
@@ -161,7 +161,7 @@ def _number(text: str | None, header: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 15):  # noqa: PLR2004 - what JSON holds exactly
-        raise InvalidMessage.of(400, "invalid_header", f"the header {header} is {text!r:.40}: it must be a number")
+        raise InvalidMessage.of("invalid_header", f"the header {header} is {text!r:.40}: it must be a number")
     return int(text)
 
 
@@ -172,7 +172,7 @@ def _time(text: str | None) -> datetime | None:
         return msgspec.convert(text, datetime).astimezone(UTC)
     except (msgspec.ValidationError, OverflowError) as error:
         detail = f"the header {OCCURRED_AT} is {text!r:.40}: it must be an RFC 3339 time with an offset"
-        raise InvalidMessage.of(400, "invalid_header", detail) from error
+        raise InvalidMessage.of("invalid_header", detail) from error
 
 
 def _text(payload: Any, key: str) -> str:

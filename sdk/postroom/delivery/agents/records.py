@@ -61,7 +61,7 @@ def canonical(value: Any, what: str) -> bytes:
     try:
         return rfc8785.dumps(msgspec.to_builtins(value))
     except (rfc8785.CanonicalizationError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidMessage.of(400, "invalid_payload", f"{what} is not JSON: {error}", field="payload") from error
+        raise InvalidMessage.of("invalid_payload", f"{what} is not JSON: {error}", field="payload") from error
 
 
 def with_payload(envelope: Envelope, value: Any) -> tuple[Envelope, bytes]:

@@ -92,7 +92,7 @@ class Guard:
                 return [found["host"] for found in await self.resolver.resolve(host, port, socket.AF_UNSPEC)]
         except TimeoutError as error:
             sentence = f"the name {host} was not resolved within {_RESOLVE_SECONDS:g} s: try again"
-            raise TryAgain.of(503, "name_service_unavailable", sentence, retryable=True) from error
+            raise TryAgain.of("name_service_unavailable", sentence, retryable=True) from error
         except (OSError, UnicodeError) as error:
             raise _invalid(f"the name {host} has no address: check it") from error
 
@@ -117,4 +117,4 @@ def _unmapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
 
 
 def _invalid(sentence: str) -> InvalidMessage:
-    return InvalidMessage.of(400, "invalid_webhook", sentence, field="url")
+    return InvalidMessage.of("invalid_webhook", sentence, field="url")
