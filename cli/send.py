@@ -71,7 +71,7 @@ def send(
 ) -> None:
     """Send a message; when this ends with exit code 0 the message is on disk, and will be sent."""
     if priority not in PRIORITIES:
-        raise typer.BadParameter(f"{priority!r} is none of now, next, low", param_hint="--priority")
+        raise typer.BadParameter(f"{priority!r} is not a priority: use now, next or low", param_hint="--priority")
     if timeout is not None and not wait:
         raise Fatal(Exit.USAGE, "--timeout says how long to --wait: give both")
     common = Common(meta_of(meta), priority, reply_to, mention, moment_of(not_before))  # type: ignore[arg-type]

@@ -117,7 +117,7 @@ history = spark.read.format("postroom_history").option("database_url", DATABASE)
 ours = (
     history.where(F.col("to") == "topic:orders")
     .select(F.from_json("body", "order_id LONG, fruit STRING, pieces LONG, cents LONG").alias("order"))
-    .where("order.cents IS NOT NULL")  # what others sent to the topic is none of our orders
+    .where("order.cents IS NOT NULL")  # leave out what others sent to the topic
 )
 sent = ours.count()
 with handler() as consumer:

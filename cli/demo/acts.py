@@ -127,7 +127,7 @@ class Demo(Scene):
                 identity = _acknowledged(result)
                 self.told.sent_again.append(identity)
                 self.told.duplicates += bool(result.result and result.result.duplicate)
-        self.stage.say(f"{self.told.duplicates:,} of {len(events):,} were known already")
+        self.stage.say(f"{self.told.duplicates:,} of {len(events):,} were duplicates")
         self._drain()
 
     def _count(self, handled: Handled, meant: Meant) -> bool:

@@ -98,5 +98,5 @@ class Scene:
         deadline = time.monotonic() + WAIT_SECONDS
         while not condition():
             if time.monotonic() > deadline:
-                raise Fatal(Exit.FAILED, f"waited {WAIT_SECONDS:.0f} s {what}, in vain")
+                raise Fatal(Exit.FAILED, f"gave up after waiting {WAIT_SECONDS:.0f} s {what}")
             time.sleep(_POLL_SECONDS)

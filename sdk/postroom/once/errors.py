@@ -34,18 +34,16 @@ class LeaseLost(Conflict):
 
 def absent(where: str) -> NotFound:
     """Build the error for a place where nobody has begun to keep keys."""
-    detail = (
-        f"there is no idempotency registry in {where}: the first program that opens it (`open_registry`) creates it"
-    )
+    detail = f"there is no registry in {where}: the first program that opens it creates it"
     return NotFound.of("registry_absent", detail)
 
 
 def unavailable(error: BaseException) -> Unavailable:
     """Build the error for a store that can't be reached just now."""
-    detail = f"the idempotency registry cannot be reached ({type(error).__name__}: {error}): try again"
+    detail = f"the registry cannot be reached ({type(error).__name__}: {error}): try again"
     return Unavailable.of("registry_unavailable", detail, retryable=True)
 
 
 def unusable(why: str) -> PostroomError:
     """Build the error for a store that somebody has to put right first."""
-    return PostroomError.of("registry_unusable", f"the idempotency registry cannot be used: {why}")
+    return PostroomError.of("registry_unusable", f"the registry cannot be used: {why}")
