@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 
-from postroom.ledger.digits import render
+from postroom.ledger.digits import is_set, render
 from postroom.ledger.primitives import Leg1, Leg2, Request, Start, complete_leg1, enter_leg1, enter_leg2, start_job
 
 LEASE = timedelta(seconds=30)
@@ -87,3 +87,16 @@ class Jobs:
         """Let the leases of an activity and its messages have run out."""
         for query in _RUN_OUT:
             await self.connection.execute(query, activity)
+
+
+def seed_guid(activity: int) -> int:
+    """Return the ledger of a message that is new, from the activity's ledger after its entry.
+
+    It is the ordinal of that entry, the last eight digits alone: the whole ledger would set markers and the snapshot.
+    """
+    return activity % 10**8
+
+
+def mark(ledger: int, marker: int) -> int:
+    """Set the digit of weight `marker`, once: where it is set, the ledger is returned as it is."""
+    return ledger if is_set(ledger, marker) else ledger + marker

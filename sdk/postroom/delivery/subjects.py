@@ -23,7 +23,6 @@ _MOST_VERSION: Final = 999_999_999
 
 _WORD_RULE: Final = "snake_case: a lower-case letter, then at most 63 lower-case letters, digits or underscores"
 _DASHED_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"
-_LEAST_COMMAND: Final = 5  # words: cmd, context, workspace, agent, verb
 
 DEFAULT_WORKSPACE: Final = "default"
 DEFAULT_VERB: Final = "run"

@@ -132,19 +132,6 @@ def enter_leg2(activity: int) -> int:
     return activity + LEG2_ENTRY
 
 
-def seed_guid(activity: int) -> int:
-    """Return the ledger of a message that is new, from the activity's ledger after its entry.
-
-    It is the ordinal of that entry, the last eight digits alone: the whole ledger would set markers and the snapshot.
-    """
-    return activity % _ENTRIES
-
-
-def mark(ledger: int, marker: int) -> int:
-    """Set the digit of weight `marker`, once: where it is set, the ledger is returned as it is."""
-    return ledger if is_set(ledger, marker) else ledger + marker
-
-
 def explain(text: str) -> list[Meaning]:
     """Say what the digits of a ledger mean, from left to right; raises `InvalidMessage` where `text` is no ledger.
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from support.ledgers import LEASE, Jobs
+from support.ledgers import LEASE, Jobs, mark, seed_guid
 
 from postroom.flow import Context, Flow, Job, Step
 from postroom.ledger import digits
@@ -225,7 +225,7 @@ class Trees(RuleBasedStateMachine):
         if state == "running" and crash != Crash(0, after=False):
             after = digits.enter_leg1(after)
         if state == "running" and (crash is None or crash.commit > 1 or crash == Crash(1, after=True)):
-            after = digits.mark(after, digits.LEG1_COMPLETE)
+            after = mark(after, digits.LEG1_COMPLETE)
         assert digits.render(after) == await self.jobs.activity(before["id"])
         expected = Inactive if state != "running" else Duplicate if complete else type(None)
         assert isinstance(fault, type(None) if at_entry(crash) else expected)
@@ -259,7 +259,7 @@ class Trees(RuleBasedStateMachine):
         if crash != Crash(0, after=False):
             entered = digits.enter_leg2(before["ledger"])
             ledger = (await self.guids())[key]
-            ordinal = known.ordinal if known else digits.decode_guid(digits.seed_guid(entered)).ordinal
+            ordinal = known.ordinal if known else digits.decode_guid(seed_guid(entered)).ordinal
             assert digits.decode_guid(ledger).ordinal == ordinal
             after = await self.pick(index) if len(await self.activities()) == 1 else None
             assert after is None or digits.decode_activity(after["ledger"]).leg2_entries == entered % 10**8

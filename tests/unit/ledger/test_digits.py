@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ledgers import mark, seed_guid
 
 from postroom.errors import InvalidMessage
 from postroom.ledger.digits import (
@@ -22,10 +23,8 @@ from postroom.ledger.digits import (
     enter_leg2,
     explain,
     kind_of,
-    mark,
     parse,
     render,
-    seed_guid,
 )
 from postroom.ledger.errors import Overflow, Then
 
