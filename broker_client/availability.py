@@ -19,7 +19,7 @@ OUTAGE_MS: Final = 30_000
 class Availability:
     """Whether the broker answers; the relay asks before each post and tells after it. Times in ms since the epoch.
 
-    `flight` numbers the pauses: of the posts that were under way together, only the first failure counts. `slots` is
+    `pauses` counts the pauses: of the posts that were under way together, only the first failure counts. `slots` is
     how many posts may be under way: half as many once the broker was too busy, one more with each round it answered.
     """
 
@@ -27,10 +27,10 @@ class Availability:
         self._settings = settings
         self._rng = rng
         self.failures = 0  # in a row
-        self.flight = 0
+        self.pauses = 0
         self.resume_at = 0
         self.slots = settings.posts_at_once
-        self._answered_since = 0  # posts of this flight, since the last slot was added
+        self._answered_since = 0  # posts since the last pause, since the last slot was added
         self._paused_at = 0
         self._unreached_since: int | None = None
         self.reason: str | None = None
@@ -54,11 +54,11 @@ class Availability:
             self._unreached_since = min(self._unreached_since, now_ms)  # the clock may have been set back
         return self._unreached_since is not None and now_ms - self._unreached_since >= OUTAGE_MS
 
-    def failed(self, error: RequestFailed, flight: int, now_ms: int) -> None:
-        """Pause after a whole request failed, unless a post of the same flight has said so already."""
-        if flight != self.flight:
+    def failed(self, error: RequestFailed, pauses: int, now_ms: int) -> None:
+        """Pause after a whole request failed, unless another post since the same pause has said so already."""
+        if pauses != self.pauses:
             return
-        self.flight += 1
+        self.pauses += 1
         self._answered_since = 0
         if REACTIONS[error.failure].busy:
             self.failures = 0
@@ -71,16 +71,16 @@ class Availability:
 
     def rest(self, retry_after: float, now_ms: int) -> None:
         """Pause while the broker answers but its limiter lets nothing through; that is no failure."""
-        self.flight += 1
+        self.pauses += 1
         sentence = "the broker's rate limit is used up"
         self._pause(RequestFailed.because(Failure.NOT_NOW, sentence, retry_after), retry_after, now_ms)
 
-    def succeeded(self, flight: int, now_ms: int) -> None:
+    def succeeded(self, pauses: int, now_ms: int) -> None:
         """Note that a post was answered: an outage is over; a pause that a busy broker asked for is kept."""
         self.answered += 1
         self.answered_at = now_ms
         self._unreached_since = None
-        if flight == self.flight:
+        if pauses == self.pauses:
             self._answered_since += 1
             if self._answered_since >= self.slots:
                 self._answered_since = 0

@@ -63,14 +63,14 @@ class Posting:
 
     async def relay(self, batch: Sequence[ClaimedRow]) -> None:
         """Post `batch` and settle it; posting twice is harmless, since the broker keeps a dedupe row of what it has."""
-        flight, started = self._availability.flight, self._clock()
+        pauses, started = self._availability.pauses, self._clock()
         try:
             answers = await self._link.accept(batch)
             _look_behind_the_broker(answers)
         except RequestFailed as error:
-            result, outcomes, settlements = error.failure.value, *self._failed(batch, error, flight)
+            result, outcomes, settlements = error.failure.value, *self._failed(batch, error, pauses)
         else:
-            result, outcomes, settlements = "answered", *self._answered(batch, answers, flight)
+            result, outcomes, settlements = "answered", *self._answered(batch, answers, pauses)
         self.counters.batch(result, outcomes, (self._clock() - started) / 1000)
         await self.settle(settlements)
 
@@ -93,13 +93,13 @@ class Posting:
                 return
 
     def _answered(
-        self, batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer], flight: int
+        self, batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer], pauses: int
     ) -> tuple[list[Outcome], list[Settlement]]:
         now = self._clock()
         outcomes = [outcome_of(answer) for answer in answers]
         settlements = [settlement_for(row, answer, self._waits) for row, answer in zip(batch, answers, strict=True)]
         self.suspects.clear(batch)
-        self._availability.succeeded(flight, now)
+        self._availability.succeeded(pauses, now)
         if len(batch) > 1 and all(outcome is Outcome.RATE_LIMITED for outcome in outcomes):
             asked = [answer.problem.retry_after or 0 for answer in answers if answer.problem is not None]
             self._availability.rest(
@@ -109,7 +109,7 @@ class Posting:
         return outcomes, settlements
 
     def _failed(
-        self, batch: Sequence[ClaimedRow], error: RequestFailed, flight: int
+        self, batch: Sequence[ClaimedRow], error: RequestFailed, pauses: int
     ) -> tuple[list[Outcome], list[Settlement]]:
         now = self._clock()
         reason = f"{error.code}: {error.problem.detail}"
@@ -120,7 +120,7 @@ class Posting:
             _log.warning("message_backed_off", client_message_id=batch[0].client_message_id, reason=reason)
             return [Outcome.FAILED], [backed_off(batch[0], reason, self._waits, answered=answered)]
         if not to_blame:
-            self._availability.failed(error, flight, now)
+            self._availability.failed(error, pauses, now)
         wait = 0 if to_blame or busy else self._wait_for_pause(now, suspicious=suspicious)
         settlements = [returned(row, reason, wait_ms=wait, answered=answered) for row in batch]
         return [Outcome.RETURNED] * len(batch), settlements

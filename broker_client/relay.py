@@ -75,7 +75,7 @@ class Relay:
         self._controls_stale = True
         self._expire_at = 0
         self._ready: deque[Batch] = deque()  # claimed, not posted yet
-        self._ready_flight = 0
+        self._ready_pauses = 0
         self._claim: asyncio.Task[list[ClaimedRow]] | None = None
         self._posts: dict[asyncio.Task[None], Batch] = {}
         self._broken_off: list[ClaimedRow] = []  # posted, and not waited for
@@ -181,7 +181,7 @@ class Relay:
                 self._availability.features_due = True  # their answer tells the time
             await self._expire()
         # give back what was claimed before an outage: the probe is small; and an operator's pause is at once
-        outage = self._availability.probing and self._ready_flight != self._availability.flight
+        outage = self._availability.probing and self._ready_pauses != self._availability.pauses
         if self._ready and (self._controls.paused or outage):
             rows = self._take_ready()
             self._start(self._posting.settle([returned(row) for row in rows]), rows)
@@ -212,7 +212,7 @@ class Relay:
     async def _claim_rows(self) -> bool:
         """Claim the next batch; False where nothing is due."""
         now = self._clock()
-        self._ready_flight = self._availability.flight
+        self._ready_pauses = self._availability.pauses
         claim = self._outbox.claim(
             limit=self._claim_limit(now), max_bytes=self._settings.batch_bytes, excluded=self._controls.excluded(now)
         )
@@ -302,7 +302,7 @@ class Relay:
 
     async def _check_features(self) -> None:
         """Ask for the features, unless a stop comes first; raises `Fatal` (78) where they do not do."""
-        flight = self._availability.flight
+        pauses = self._availability.pauses
         last_done = await self._outbox.last_history_id()  # before the broker says what it has
         asking = asyncio.ensure_future(self._check.ask())
         try:
@@ -319,7 +319,7 @@ class Relay:
                 self._availability.reachable()
                 await self._expire()  # by the age that now holds
         except RequestFailed as error:
-            self._availability.failed(error, flight, self._clock())
+            self._availability.failed(error, pauses, self._clock())
         finally:
             asking.cancel()
 

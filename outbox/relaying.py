@@ -141,10 +141,10 @@ class Claim(NamedTuple):
         return _Stretch(found, last, unfinished=looked_at == _SCAN)
 
 
-def hasten(transaction: Transaction, walked: WalkedPast) -> None:
+def shorten_waits(transaction: Transaction, walked: WalkedPast) -> None:
     """Let no row wait until the time of its next attempt by a clock that was ahead when it was set."""
     latest = transaction.now + _LONGEST_WAIT
-    if transaction.execute(_QUERIES["hasten"], {"now": transaction.now, "latest": latest}):
+    if transaction.execute(_QUERIES["shorten_waits"], {"now": transaction.now, "latest": latest}):
         walked.forget()
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from outbox.accepting import Accept, accept_group
 from outbox.errors import from_sqlite
-from outbox.relaying import WalkedPast, hasten
+from outbox.relaying import WalkedPast, shorten_waits
 from outbox.settled import Prune, following, last_id, read_salt
 from outbox.transaction import Operation, Space, Transaction, last_dated, read_space
 from postroom.chassis.sqlite import QUERIES, is_broken
@@ -126,7 +126,7 @@ class Transactor:
                 max_bytes=self._max_bytes,
             )
             if set_back:
-                hasten(transaction, self._walked)
+                shorten_waits(transaction, self._walked)
             outcomes = _run_all(transaction, group)
             transaction.write_counters()
             db.execute(QUERIES["commit"])

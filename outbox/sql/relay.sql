@@ -7,7 +7,7 @@ WHERE seq IN (
     WHERE lane = 3 AND next_attempt_at <= :now ORDER BY next_attempt_at LIMIT :limit
 );
 
--- name: hasten
+-- name: shorten_waits
 -- After the clock was set back: rows that wait for longer than any backoff are due, or when their sender said.
 UPDATE outbox
 SET next_attempt_at = max(:now, coalesce(not_before, 0)),

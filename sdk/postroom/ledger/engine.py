@@ -19,7 +19,7 @@ import structlog
 from postroom.chassis.postgres import Pool
 from postroom.errors import PostroomError
 from postroom.flow import Flow
-from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Then
+from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Reaction
 from postroom.ledger.leg1 import run_leg1
 from postroom.ledger.leg2 import QUERIES, run_leg2
 from postroom.ledger.primitives import Answer, fail_activity
@@ -168,12 +168,12 @@ class Engine:
         await self.fail(activity, f"{failed} (attempt {failed.attempt} of {most})")
 
     async def _settle(self, activity: UUID, fault: Fault) -> None:
-        match fault.then:
-            case Then.ACKNOWLEDGE:
+        match fault.reaction:
+            case Reaction.ACKNOWLEDGE:
                 self.counters.acknowledged += 1
-            case Then.ESCALATE:
+            case Reaction.ESCALATE:
                 await self.fail(activity, str(fault))
-            case Then.RETRY:
+            case Reaction.RETRY:
                 raise self._later(fault, fault.problem.retry_after)
 
     def _later(self, error: PostroomError, seconds: float | None) -> TryLater:

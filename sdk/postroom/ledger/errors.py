@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 from postroom.errors import InvalidMessage, PostroomError
 
 
-class Then(Enum):
+class Reaction(Enum):
     """What becomes of the message."""
 
     ACKNOWLEDGE = "acknowledge"
@@ -23,13 +23,13 @@ class Then(Enum):
 class Fault(PostroomError):
     """The base of what an entry or a step can be refused with."""
 
-    then: ClassVar[Then]
+    reaction: ClassVar[Reaction]
 
 
 class Missing(Fault):
     """There is no such activity."""
 
-    then = Then.ACKNOWLEDGE
+    reaction = Reaction.ACKNOWLEDGE
 
     @classmethod
     def of_activity(cls, activity: object) -> Self:
@@ -40,7 +40,7 @@ class Missing(Fault):
 class Duplicate(Fault):
     """It has happened already: the message is a replay."""
 
-    then = Then.ACKNOWLEDGE
+    reaction = Reaction.ACKNOWLEDGE
 
     @classmethod
     def of_what(cls, what: str) -> Self:
@@ -51,7 +51,7 @@ class Duplicate(Fault):
 class Inactive(Fault):
     """The job has ended, or the activity has failed: nothing more is done for it."""
 
-    then = Then.ACKNOWLEDGE
+    reaction = Reaction.ACKNOWLEDGE
 
     @classmethod
     def of_activity(cls, activity: object, state: str) -> Self:
@@ -62,7 +62,7 @@ class Inactive(Fault):
 class Forbidden(Fault):
     """Leg 2 before leg 1 is complete, or a step before the one that it follows: it comes again later."""
 
-    then = Then.RETRY
+    reaction = Reaction.RETRY
 
     @classmethod
     def of_step(cls, step: str, needs: str) -> Self:
@@ -73,7 +73,7 @@ class Forbidden(Fault):
 class Held(Fault):
     """Somebody else does it now."""
 
-    then = Then.RETRY
+    reaction = Reaction.RETRY
 
     @classmethod
     def of_seconds(cls, seconds: float) -> Self:
@@ -85,7 +85,7 @@ class Held(Fault):
 class LeaseLost(Fault):
     """The lease ran out, and somebody else may have begun: whatever is in this transaction must not be committed."""
 
-    then = Then.RETRY
+    reaction = Reaction.RETRY
 
     @classmethod
     def of_entry(cls) -> Self:
@@ -97,7 +97,7 @@ class LeaseLost(Fault):
 class Exhausted(Fault):
     """Every attempt that the activity's policy allows has begun, and the last did not end."""
 
-    then = Then.ESCALATE
+    reaction = Reaction.ESCALATE
 
     @classmethod
     def of_attempts(cls, leg: str, most: int, last_error: str | None) -> Self:
@@ -110,7 +110,7 @@ class Exhausted(Fault):
 class Overflow(Fault):
     """A counter is full: the activity fails fast (docs/contract/jobs.md#jobs-8)."""
 
-    then = Then.ESCALATE
+    reaction = Reaction.ESCALATE
 
     @classmethod
     def of_leg1(cls, ledger: str) -> Self:

@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 from support.ledgers import LEASE, Jobs, asking
 
-from postroom.ledger.errors import Duplicate, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow, Then
+from postroom.ledger.errors import Duplicate, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow, Reaction
 from postroom.ledger.primitives import (
     Child,
     complete_leg1,
@@ -29,7 +29,7 @@ async def test_an_unknown_activity_is_missing(jobs: Jobs) -> None:
     for entry in (enter_leg1(jobs.connection, uuid4(), LEASE), enter_leg2(jobs.connection, uuid4(), "m-1", LEASE)):
         with pytest.raises(Missing) as fault:
             await entry
-        assert fault.value.then is Then.ACKNOWLEDGE
+        assert fault.value.reaction is Reaction.ACKNOWLEDGE
 
 
 async def test_a_job_that_is_begun_twice_is_begun_once(jobs: Jobs) -> None:
@@ -46,7 +46,7 @@ async def test_leg_2_before_leg_1_is_forbidden_and_comes_again(jobs: Jobs) -> No
     leg1 = await enter_leg1(jobs.connection, start.root, LEASE)
     with pytest.raises(Forbidden) as fault:
         await jobs.enter(start.root)
-    assert (fault.value.then, fault.value.retryable) == (Then.RETRY, True)
+    assert (fault.value.reaction, fault.value.retryable) == (Reaction.RETRY, True)
     assert await jobs.activity(start.root) == "001000000000000"
 
     await complete_leg1(jobs.connection, leg1, asking())
@@ -109,7 +109,7 @@ async def test_a_job_that_has_ended_takes_no_message(jobs: Jobs) -> None:
     for step in refused:
         with pytest.raises(Inactive, match="failed") as fault:
             await step
-        assert fault.value.then is Then.ACKNOWLEDGE
+        assert fault.value.reaction is Reaction.ACKNOWLEDGE
     assert await jobs.activity(start.root) == "001100000000001"
     assert (await jobs.events(start.job))[-1] == "job_failed"
 
@@ -132,7 +132,7 @@ async def test_the_thousandth_attempt_of_leg_1_fails_fast_and_changes_nothing(jo
     await release(jobs.connection, await enter_leg1(jobs.connection, start.root, LEASE))
     with pytest.raises(Overflow, match="999000000000000") as fault:
         await enter_leg1(jobs.connection, start.root, LEASE)
-    assert fault.value.then is Then.ESCALATE
+    assert fault.value.reaction is Reaction.ESCALATE
     assert await jobs.activity(start.root) == "999000000000000"
 
     await fail_activity(jobs.connection, start.root, str(fault.value))
@@ -149,7 +149,7 @@ async def test_entry_100_000_000_into_leg_2_fails_fast_and_changes_nothing(jobs:
     await release(jobs.connection, last)
     with pytest.raises(Overflow, match="001100099999999") as fault:
         await jobs.enter(start.root)
-    assert fault.value.then is Then.ESCALATE
+    assert fault.value.reaction is Reaction.ESCALATE
     assert await jobs.activity(start.root) == "001100099999999"
     assert await jobs.guid(start.root) == "000000099999999"
 
@@ -159,7 +159,7 @@ async def test_a_lease_holds_others_off_until_it_is_released(jobs: Jobs) -> None
     leg1 = await enter_leg1(jobs.connection, start.root, LEASE)
     with pytest.raises(Held) as fault:
         await enter_leg1(jobs.connection, start.root, LEASE)
-    assert (fault.value.then, await jobs.activity(start.root)) == (Then.RETRY, "001000000000000")
+    assert (fault.value.reaction, await jobs.activity(start.root)) == (Reaction.RETRY, "001000000000000")
     assert 0 < (fault.value.problem.retry_after or 0) <= LEASE.total_seconds()
 
     await complete_leg1(jobs.connection, leg1, asking())

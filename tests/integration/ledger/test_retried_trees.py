@@ -13,7 +13,7 @@ from uuid import UUID, uuid4
 import pytest
 from support.ledgers import LEASE, Jobs, asking
 
-from postroom.ledger.errors import Duplicate, Fault, Then
+from postroom.ledger.errors import Duplicate, Fault, Reaction
 from postroom.ledger.operating import show_job
 from postroom.ledger.primitives import (
     Answer,
@@ -76,7 +76,7 @@ class Worker:
             await self.jobs.end_leases(activity)
             self.waiting.append(message)
         except Fault as fault:
-            if fault.then is not Then.ACKNOWLEDGE:
+            if fault.reaction is not Reaction.ACKNOWLEDGE:
                 raise
 
     async def handle(self, activity: UUID, message: Any) -> None:

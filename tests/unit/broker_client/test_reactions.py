@@ -66,7 +66,7 @@ def availability() -> Availability:
     return Availability(RelaySettings(), Highest())
 
 
-def test_posts_of_one_flight_that_fail_together_count_as_one_failure():
+def test_posts_of_one_round_that_fail_together_count_as_one_failure():
     state = availability()
     for _ in range(4):
         state.failed(failed(Failure.BROKEN_OFF), 0, 1000)
@@ -76,7 +76,7 @@ def test_posts_of_one_flight_that_fail_together_count_as_one_failure():
 def test_each_further_failure_makes_the_pause_longer():
     state = availability()
     for _ in range(3):
-        state.failed(failed(Failure.BROKEN_OFF), state.flight, 1000)
+        state.failed(failed(Failure.BROKEN_OFF), state.pauses, 1000)
     assert (state.failures, state.resume_at) == (3, 3000)
     assert state.probing
 
@@ -100,13 +100,13 @@ def test_a_busy_broker_gets_half_as_many_posts_and_then_one_more_for_each_round_
     state = Availability(RelaySettings(posts_at_once=8), Highest())
     slots = []
     for _ in range(5):
-        state.failed(failed(Failure.OVERLOADED, 1), state.flight, 1000)
+        state.failed(failed(Failure.OVERLOADED, 1), state.pauses, 1000)
         slots.append(state.slots)
     assert slots == [4, 2, 1, 1, 1]
     assert not state.probing
     answered = []
     while state.slots < 8:
-        state.succeeded(state.flight, 9000)
+        state.succeeded(state.pauses, 9000)
         answered.append(state.slots)
     assert answered == [2, 2, 3, 3, 3, 4, *[4] * 3, 5, *[5] * 4, 6, *[6] * 5, 7, *[7] * 6, 8]
 
@@ -128,7 +128,7 @@ def test_a_post_that_was_under_way_and_is_answered_does_not_end_the_wait_that_a_
 def test_a_busy_broker_ends_an_outage():
     state = availability()
     state.failed(failed(Failure.UNREACHABLE), 0, 1000)
-    state.failed(failed(Failure.OVERLOADED, 1), state.flight, 2000)
+    state.failed(failed(Failure.OVERLOADED, 1), state.pauses, 2000)
     assert not state.probing
 
 

@@ -26,7 +26,7 @@ from postroom.ledger.digits import (
     parse,
     render,
 )
-from postroom.ledger.errors import Overflow, Then
+from postroom.ledger.errors import Overflow, Reaction
 
 MARKERS = (LEG1_COMPLETE, WORK_DONE, CHILDREN_SPAWNED, COMPLETION_DONE)
 POSSIBLE = {
@@ -94,7 +94,7 @@ def test_a_new_guid_takes_the_ordinal_and_no_marker() -> None:
 def test_a_full_counter_raises_what_escalates(last: str, enter: Callable[[int], int]) -> None:
     with pytest.raises(Overflow, match=last) as full:
         enter(parse(last))
-    assert full.value.then is Then.ESCALATE
+    assert full.value.reaction is Reaction.ESCALATE
 
 
 def test_the_last_attempt_and_the_last_entry_are_allowed() -> None:

@@ -49,7 +49,7 @@ class Watching:
             await self.link.close()
 
 
-class Desk:
+class WorkQueue:
     """A work queue of the office's context, and somebody who works there."""
 
     def __init__(self, office: Any, url: str | None = None) -> None:
@@ -129,11 +129,11 @@ class Desk:
 
 
 @pytest.fixture
-async def desk(office: Any, monkeypatch: pytest.MonkeyPatch) -> Desk:
+async def queue(office: Any, monkeypatch: pytest.MonkeyPatch) -> WorkQueue:
     monkeypatch.setattr(module, "_TOLD_SECONDS", 0)  # the tests wait until they were told
-    desk = Desk(office)
-    await desk.open(office.js)
-    return desk
+    queue = WorkQueue(office)
+    await queue.open(office.js)
+    return queue
 
 
 @asynccontextmanager
@@ -156,48 +156,50 @@ async def rounds(watch: Watching) -> Sequence[int]:
 
 
 async def test_what_a_purge_took_is_published_again_and_what_was_acknowledged_is_not(
-    office: Any, desk: Desk, running: Any
+    office: Any, queue: WorkQueue, running: Any
 ) -> None:
-    await desk.put(20)
+    await queue.put(20)
     await publish(office, running)
     async with watching(office) as watch:
-        assert await desk.work(office.js, 5) == 5
+        assert await queue.work(office.js, 5) == 5
         assert await rounds(watch) == [5, 0]  # nobody has looked before: five might have been purged
         await publish(office, running)
-        assert await desk.work(office.js, 5) == 5
+        assert await queue.work(office.js, 5) == 5
         assert await rounds(watch) == [0, 0]
 
-        await office.js.purge_stream(desk.stream)
+        await office.js.purge_stream(queue.stream)
         await asyncio.wait_for(watch.told.wait(), SECONDS)
         assert await rounds(watch) == [15, 0]
         await publish(office, running)
-    waiting = await desk.waiting()
-    assert {identity.partition("/")[0] for identity in waiting} | set(desk.done) == await desk.commands()
+    waiting = await queue.waiting()
+    assert {identity.partition("/")[0] for identity in waiting} | set(queue.done) == await queue.commands()
     assert len(waiting) == 15
 
 
-async def test_a_purge_that_nobody_saw_is_made_up_for_at_the_next_start(office: Any, desk: Desk, running: Any) -> None:
-    await desk.put(20)
+async def test_a_purge_that_nobody_saw_is_made_up_for_at_the_next_start(
+    office: Any, queue: WorkQueue, running: Any
+) -> None:
+    await queue.put(20)
     await publish(office, running)
     async with watching(office) as watch:
         await rounds(watch)
-    await office.js.purge_stream(desk.stream)
+    await office.js.purge_stream(queue.stream)
     async with watching(office) as watch:
         assert await rounds(watch) == [20, 0]
 
 
 async def test_what_was_done_while_nobody_watched_comes_again_once_and_what_was_settled_before_never(
-    office: Any, desk: Desk, running: Any
+    office: Any, queue: WorkQueue, running: Any
 ) -> None:
     async with watching(office) as watch:
         await watch.round()
-        await desk.put(20)
+        await queue.put(20)
         await publish(office, running)
-        assert await desk.work(office.js, 20) == 20
+        assert await queue.work(office.js, 20) == 20
         assert await rounds(watch) == [0, 0]
-    await desk.put(3)
+    await queue.put(3)
     await publish(office, running)
-    assert await desk.work(office.js, 2) == 2
+    assert await queue.work(office.js, 2) == 2
     async with watching(office) as watch:
         assert await rounds(watch) == [2, 0]
     async with watching(office) as watch:
@@ -205,15 +207,15 @@ async def test_what_was_done_while_nobody_watched_comes_again_once_and_what_was_
 
 
 async def test_one_that_is_in_hand_for_long_keeps_nobody_elses_work_from_being_settled(
-    office: Any, desk: Desk, running: Any
+    office: Any, queue: WorkQueue, running: Any
 ) -> None:
     other = f"cmd.{office.context}.default.other.run"
     await office.js.update_stream(
-        (await office.js.stream_info(desk.stream)).config.evolve(subjects=[f"cmd.{office.context}.>"])
+        (await office.js.stream_info(queue.stream)).config.evolve(subjects=[f"cmd.{office.context}.>"])
     )
-    await office.js.delete_consumer(desk.stream, "clerk")
+    await office.js.delete_consumer(queue.stream, "clerk")
     own = f"cmd.{office.context}.default.work.>"
-    await office.js.add_consumer(desk.stream, durable_name="clerk", ack_policy="explicit", filter_subjects=[own])
+    await office.js.add_consumer(queue.stream, durable_name="clerk", ack_policy="explicit", filter_subjects=[own])
     async with watching(office) as watch:
         await watch.round()
         await office.pool.execute(
@@ -221,39 +223,43 @@ async def test_one_that_is_in_hand_for_long_keeps_nobody_elses_work_from_being_s
             "VALUES (gen_random_uuid(), 'queue', 'other', 'other', '{}', $1)", other,
         )  # fmt: skip
         await publish(office, running)
-        await desk.put(20)
+        await queue.put(20)
         await publish(office, running)
-        assert await desk.work(office.js, 20) == 20
+        assert await queue.work(office.js, 20) == 20
         await rounds(watch)
     async with watching(office) as watch:
         assert await rounds(watch) == [0, 0]
 
 
-async def test_a_single_command_that_was_deleted_is_published_again(office: Any, desk: Desk, running: Any) -> None:
-    await desk.put(5)
+async def test_a_single_command_that_was_deleted_is_published_again(
+    office: Any, queue: WorkQueue, running: Any
+) -> None:
+    await queue.put(5)
     await publish(office, running)
     async with watching(office) as watch:
         await rounds(watch)
-        gone = (await desk.waiting())[2]
-        await office.js.delete_msg(desk.stream, 3)
+        gone = (await queue.waiting())[2]
+        await office.js.delete_msg(queue.stream, 3)
         await asyncio.wait_for(watch.told.wait(), SECONDS)
         assert await watch.round() == 1
         await publish(office, running)
-    again = (await office.js.get_msg(desk.stream, 6)).headers["Nats-Msg-Id"]
+    again = (await office.js.get_msg(queue.stream, 6)).headers["Nats-Msg-Id"]
     assert again == f"{gone}/1"
 
 
-async def test_what_is_published_but_not_marked_when_the_purge_comes_is_waited_for(office: Any, desk: Desk) -> None:
+async def test_what_is_published_but_not_marked_when_the_purge_comes_is_waited_for(
+    office: Any, queue: WorkQueue
+) -> None:
     async with watching(office) as watch:
         await rounds(watch)
-        await desk.put(1)
+        await queue.put(1)
         async with office.pool.acquire() as connection, connection.transaction():
             ((aggregate, _),) = await EVENTS.claim_aggregates(connection, "", 1)
             (message,) = await EVENTS.claim(connection, [aggregate], most=1, most_bytes=1000)
             link = watch.link
             assert link is not None
             (place,) = await link.publish([message])
-            await office.js.purge_stream(desk.stream)
+            await office.js.purge_stream(queue.stream)
             await asyncio.wait_for(watch.told.wait(), SECONDS)
             looking = asyncio.create_task(watch.round())
             while not await office.pool.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):  # noqa: ASYNC110 - nor has Postgres
@@ -263,71 +269,71 @@ async def test_what_is_published_but_not_marked_when_the_purge_comes_is_waited_f
 
 
 async def test_what_a_purged_queue_swallows_as_known_is_published_under_a_fresh_id(
-    office: Any, desk: Desk, running: Any
+    office: Any, queue: WorkQueue, running: Any
 ) -> None:
     """A publisher that published, was not acknowledged in time, and publishes again after a purge."""
-    await desk.put(1)
-    (identity,) = await desk.commands()
+    await queue.put(1)
+    (identity,) = await queue.commands()
     subject = f"cmd.{office.context}.default.work.run"
     await office.js.publish(subject, b"{}", headers={"Nats-Msg-Id": identity})
-    await office.js.purge_stream(desk.stream)
+    await office.js.purge_stream(queue.stream)
     await publish(office, running)
-    assert await desk.waiting() == [f"{identity}/1"]
+    assert await queue.waiting() == [f"{identity}/1"]
 
 
 async def test_what_was_settled_stays_so_though_a_new_queue_gives_its_numbers_to_others(
-    office: Any, desk: Desk, running: Any
+    office: Any, queue: WorkQueue, running: Any
 ) -> None:
-    await desk.put(50)
+    await queue.put(50)
     await publish(office, running)
     async with watching(office) as watch:
         await watch.round()
-        assert await desk.work(office.js, 50) == 50
+        assert await queue.work(office.js, 50) == 50
         assert await rounds(watch) == [0, 0]
-        await office.js.delete_stream(desk.stream)
-        await desk.open(office.js)
-        await desk.put(60)
+        await office.js.delete_stream(queue.stream)
+        await queue.open(office.js)
+        await queue.put(60)
         await publish(office, running)
         assert await rounds(watch) == [0, 0]
-    assert set(await desk.waiting()) == await desk.commands() - set(desk.done)
+    assert set(await queue.waiting()) == await queue.commands() - set(queue.done)
     assert await redriven(office, confirmed=False) == 60
     assert await redriven(office, confirmed=True) == 110
 
 
-async def test_what_was_done_behind_one_that_waits_is_settled_too(office: Any, desk: Desk, running: Any) -> None:
+async def test_what_was_done_behind_one_that_waits_is_settled_too(office: Any, queue: WorkQueue, running: Any) -> None:
     """The consumer's floor stands at its oldest message in hand, however much it has done since."""
-    await desk.put(50)
+    await queue.put(50)
     await publish(office, running)
     async with watching(office) as watch:
         await watch.round()
-        waiting = await desk.work_but(office.js, 50, every=10)
+        waiting = await queue.work_but(office.js, 50, every=10)
         assert len(waiting) == 5
         assert await rounds(watch) == [0, 0]
-        await office.js.delete_stream(desk.stream)
-        await desk.open(office.js)
-        await desk.put(60)
+        await office.js.delete_stream(queue.stream)
+        await queue.open(office.js)
+        await queue.put(60)
         await publish(office, running)
         await watch.round()
         await publish(office, running)
-    identities = {identity.partition("/")[0] for identity in await desk.waiting()}
-    assert identities == await desk.commands() - set(desk.done)
+    identities = {identity.partition("/")[0] for identity in await queue.waiting()}
+    assert identities == await queue.commands() - set(queue.done)
     assert set(waiting) <= identities
 
 
-async def test_of_what_was_purged_nothing_counts_as_done(office: Any, desk: Desk, running: Any) -> None:
+async def test_of_what_was_purged_nothing_counts_as_done(office: Any, queue: WorkQueue, running: Any) -> None:
     """Seen from afar it looks the same: numbers that are gone behind one that is there."""
-    await desk.put(20)
+    await queue.put(20)
     await publish(office, running)
     async with watching(office) as watch:
         await rounds(watch)
         for number in range(2, 20):
-            await office.js.delete_msg(desk.stream, number)
+            await office.js.delete_msg(queue.stream, number)
         await asyncio.wait_for(watch.told.wait(), SECONDS)
         assert sum(await rounds(watch)) == 18
         await publish(office, running)
         assert await rounds(watch) == [0, 0]
-        await office.js.delete_stream(desk.stream)
-        await desk.open(office.js)
+        await office.js.delete_stream(queue.stream)
+        await queue.open(office.js)
         assert sum(await rounds(watch)) == 20
 
 
@@ -339,38 +345,38 @@ async def redriven(office: Any, *, confirmed: bool) -> int:
 
 
 async def test_what_a_queue_swallows_as_known_and_an_inbox_has_as_handled_is_not_published_again(
-    office: Any, desk: Desk, running: Any
+    office: Any, queue: WorkQueue, running: Any
 ) -> None:
     """A publisher that was killed before its mark, and a consumer that was quicker than the next one."""
-    await desk.put(1)
-    (identity,) = await desk.commands()
+    await queue.put(1)
+    (identity,) = await queue.commands()
     await office.js.publish(f"cmd.{office.context}.default.work.run", b"{}", headers={"Nats-Msg-Id": identity})
     await office.pool.execute(
         "INSERT INTO postroom.inbox_messages (consumer, source_context, message_id, subject, processed_at) "
         "VALUES ('clerk', $1, $2, 'any', now())", office.context, identity,
     )  # fmt: skip
-    assert await desk.work(office.js, 1) == 1
+    assert await queue.work(office.js, 1) == 1
     await publish(office, running)
-    assert await desk.waiting() == []
+    assert await queue.waiting() == []
 
 
 @pytest.mark.parametrize("commands", [600, pytest.param(10_000, marks=pytest.mark.soak)])
 async def test_every_command_has_its_effect_though_the_queue_is_purged_under_load(
-    office: Any, desk: Desk, running: Any, commands: int
+    office: Any, queue: WorkQueue, running: Any, commands: int
 ) -> None:
     async with watching(office) as watch, running(office.publisher()):
         await watch.round()
-        worker = asyncio.create_task(desk.work_on())
+        worker = asyncio.create_task(queue.work_on())
         for third in range(3):
-            await desk.put(commands // 3)
-            await desk.has_done(third * commands // 3 + commands // 10, watch)
-            await office.js.purge_stream(desk.stream)
+            await queue.put(commands // 3)
+            await queue.has_done(third * commands // 3 + commands // 10, watch)
+            await office.js.purge_stream(queue.stream)
             await asyncio.wait_for(watch.told.wait(), SECONDS)
             watch.told.clear()
             await watch.round()
-        await desk.has_done(commands // 3 * 3, watch)
+        await queue.has_done(commands // 3 * 3, watch)
         worker.cancel()
-    assert set(desk.done) == await desk.commands()
+    assert set(queue.done) == await queue.commands()
 
 
 @pytest.mark.parametrize("commands", [600, pytest.param(10_000, marks=pytest.mark.soak)])
@@ -380,27 +386,27 @@ async def test_every_command_has_its_effect_though_the_store_is_deleted_under_lo
     monkeypatch.setattr(module, "_TOLD_SECONDS", 0)
     server = EmbeddedNats(short_directory / "nats")
     server.start()
-    desk = Desk(office, server.url)
+    queue = WorkQueue(office, server.url)
 
     async def open_desk() -> None:
         client = await nats.connect(server.url)
-        await desk.open(client.jetstream())
+        await queue.open(client.jetstream())
         await client.close()
 
     await open_desk()
     async with watching(office, server.url) as watch, running(office.publisher(url=server.url)):
         await watch.round()
-        worker = asyncio.create_task(desk.work_on())
-        await desk.put(commands // 2)
-        await desk.has_done(commands // 10, watch)
+        worker = asyncio.create_task(queue.work_on())
+        await queue.put(commands // 2)
+        await queue.has_done(commands // 10, watch)
         await watch.round()
         await watch.round()
         server.stop()
         shutil.rmtree(server.directory / "jetstream")
-        await desk.put(commands // 2)
+        await queue.put(commands // 2)
         server.start()
         await open_desk()
-        await desk.has_done(commands, watch)
+        await queue.has_done(commands, watch)
         worker.cancel()
     server.stop()
-    assert set(desk.done) == await desk.commands()
+    assert set(queue.done) == await queue.commands()
