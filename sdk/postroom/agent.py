@@ -29,11 +29,27 @@ from postroom.errors import InvalidMessage, PostroomError
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # its `default` is what spares a stateless agent the brackets
 
-    S = TypeVar("S", default=None)
+    _S = TypeVar("_S", default=None)
 else:
     from typing import TypeVar
 
-    S = TypeVar("S")
+    _S = TypeVar("_S")
+
+__all__ = [
+    "EPOCH",
+    "Agent",
+    "Command",
+    "Effect",
+    "Effects",
+    "Emit",
+    "Envelope",
+    "InvalidAgent",
+    "agent_name",
+    "check_agent",
+    "effects_of",
+    "fill_event_subject",
+    "fill_subjects",
+]
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -94,7 +110,7 @@ Effect: TypeAlias = Emit | Command
 Effects: TypeAlias = Effect | Iterable[Effect] | None
 
 
-class Agent(Generic[S]):
+class Agent(Generic[_S]):
     """The base of every agent; `Agent[State]` where it keeps a state, `Agent` where it keeps none.
 
     `subjects` says what it handles; `{tenant}`, `{workspace}` and `{agent}` in it are filled in when it is run.
@@ -106,7 +122,7 @@ class Agent(Generic[S]):
     subjects: ClassVar[tuple[str, ...]] = ()
     event_subject: ClassVar[str] = "{tenant}.event.{type}.v{version}"
 
-    state: S  # after the last message that was handled; only `apply` changes it
+    state: _S  # after the last message that was handled; only `apply` changes it
     attempt: int = 1  # of the message that `receive` was given: 1 for the first
     last_error: str | None = None  # why the attempt before failed; "ack_timeout" where its process ended in it
     tenant: str = ""  # where the agent runs
@@ -116,11 +132,11 @@ class Agent(Generic[S]):
         """Handle one message; return what to emit. It may run again where it raised or its process was killed."""
         raise NotImplementedError
 
-    def initial_state(self) -> S:
+    def initial_state(self) -> _S:
         """Return the state of an agent that has handled nothing."""
         return None  # type: ignore[return-value] # an agent without a state has None
 
-    def apply(self, state: S, event: Envelope) -> S:
+    def apply(self, state: _S, event: Envelope) -> _S:
         """Return the state after `event`: each message that was handled, and after it each one that it emitted.
 
         It must be pure: a new state from nothing but its two arguments, neither of which it changes. A restart and

@@ -18,31 +18,33 @@ from postroom._wire.message import SendRequest
 from postroom._wire.sends import BatchResult
 from postroom.client import AsyncClient
 
+__all__ = ["Client"]
+
 _CANCEL_SECONDS: Final = 10.0  # for what is interrupted to wind up
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def _blocking(
-    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[Client, P], R]:
+    method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _R]],
+) -> Callable[Concatenate[Client, _P], _R]:
     """Make the method that runs `method` to its end on the client's own loop."""
 
     @functools.wraps(method)
-    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return self._run(method(self._client, *args, **kwargs))
 
     return call
 
 
 def _iterating(
-    method: Callable[Concatenate[AsyncClient, P], AsyncIterator[R]],
-) -> Callable[Concatenate[Client, P], Iterator[R]]:
+    method: Callable[Concatenate[AsyncClient, _P], AsyncIterator[_R]],
+) -> Callable[Concatenate[Client, _P], Iterator[_R]]:
     """Make the generator that takes each item of `method`'s from the client's own loop."""
 
     @functools.wraps(method)
-    def iterate(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+    def iterate(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_R]:
         items = method(self._client, *args, **kwargs)
         try:
             while True:
@@ -57,7 +59,7 @@ def _iterating(
     return iterate
 
 
-async def _next(items: AsyncIterator[R]) -> R:
+async def _next(items: AsyncIterator[_R]) -> _R:
     return await anext(items)
 
 
@@ -129,13 +131,13 @@ class Client:
         for results in self.send_many_in_chunks(messages):
             yield from results
 
-    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+    def _run(self, work: Coroutine[Any, Any, _R]) -> _R:
         if not self._thread.is_alive():  # also after a fork: nobody would ever run it
             work.close()
             raise RuntimeError("this client is closed, or was opened before a fork: create one in this process")
         ended = threading.Event()
 
-        async def watched() -> R:
+        async def watched() -> _R:
             task = asyncio.ensure_future(work)
             task.add_done_callback(lambda _: ended.set())
             return await task

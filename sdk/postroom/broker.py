@@ -48,6 +48,8 @@ from postroom._wire.arguments import check_seconds
 from postroom._wire.retry import Peer, retrying
 from postroom._wire.transport import Calls, Transport
 
+__all__ = ["BrokerClient"]
+
 
 class BrokerClient(Calls):
     """A client of the broker at `url`, with a bearer `token`.

@@ -40,6 +40,8 @@ from postroom._wire.sends import (
 from postroom._wire.transport import Transport, find_socket
 from postroom.errors import NotFound, PostroomError
 
+__all__ = ["AsyncClient"]
+
 
 class AsyncClient(OperatorMethods):
     """A client of the daemon that listens on `socket` (default: `POSTROOM_SOCKET`, else the only one there is).

@@ -11,6 +11,20 @@ from typing import Any, Final, Self
 
 import msgspec
 
+__all__ = [
+    "PROBLEM_JSON",
+    "Conflict",
+    "Gone",
+    "InvalidMessage",
+    "NotFound",
+    "NotPermitted",
+    "PostroomError",
+    "Problem",
+    "TryAgain",
+    "Unavailable",
+    "error_for",
+]
+
 PROBLEM_JSON: Final = "application/problem+json"
 
 # The status of an error in HTTP, here and nowhere else: by its code, else by its class.

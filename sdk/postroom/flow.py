@@ -39,12 +39,25 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, overload
 
+from postroom._wire.context import Context, Job
 from postroom._wire.message import parse_destination
 from postroom.errors import InvalidMessage, PostroomError
-from postroom.flow_context import Context, Job
 from postroom.retry_policy import RetryPolicy
 
-__all__ = ["Activity", "Again", "Context", "Flow", "InvalidFlow", "Job", "Spawn", "check_flow", "next_steps"]
+__all__ = [
+    "SPARK_WRITE",
+    "Activity",
+    "Again",
+    "Context",
+    "Flow",
+    "Handler",
+    "InvalidFlow",
+    "Job",
+    "Spawn",
+    "Step",
+    "check_flow",
+    "next_steps",
+]
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _NAME_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, digits, `_` or `-`"

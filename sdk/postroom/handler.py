@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+__all__ = ["HandlerRequest"]
+
 
 class HandlerRequest(msgspec.Struct, kw_only=True):
     """One message for a handler."""

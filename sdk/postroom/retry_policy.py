@@ -20,6 +20,14 @@ from msgspec import Meta
 from postroom._wire.retry import STEADY, Backoff
 from postroom.errors import InvalidMessage
 
+__all__ = [
+    "DAY_MS",
+    "MEMBER",
+    "RetryPolicy",
+    "check_retry_policy",
+    "policy_of",
+]
+
 MEMBER: Final = "retry_policy"  # of meta, or of a payload
 DAY_MS: Final = 86_400_000
 _PRESENT: Final = b'"retry_policy"'

@@ -20,6 +20,15 @@ from typing import Final
 
 from postroom.errors import NotPermitted
 
+__all__ = [
+    "MAX_HEADER",
+    "MIN_SECRET_BYTES",
+    "REPLAY_WINDOW",
+    "SIGNATURE",
+    "sign",
+    "verify",
+]
+
 SIGNATURE: Final = "Postroom-Signature"  # the header
 REPLAY_WINDOW: Final = 300  # seconds
 MIN_SECRET_BYTES: Final = 16

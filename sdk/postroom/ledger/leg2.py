@@ -14,8 +14,8 @@ from uuid import UUID
 
 import msgspec
 
+from postroom._wire.context import Job
 from postroom.chassis.sql import load_queries
-from postroom.flow_context import Job
 from postroom.ledger.plan import Plan, carry_out, plan_of
 from postroom.ledger.primitives import Answer, Leg2, Spawned, enter_leg2, finish_job
 from postroom.ledger.running import Running, StepTransaction, decode, encode, most_attempts, step_of, under_lease

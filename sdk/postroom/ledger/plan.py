@@ -8,9 +8,9 @@ from uuid import UUID
 
 import msgspec
 
+from postroom._wire.context import Context
 from postroom.chassis.postgres import Connection
 from postroom.flow import Activity, Again, Spawn, Step, next_steps
-from postroom.flow_context import Context
 from postroom.ledger.leg1 import request_of
 from postroom.ledger.primitives import Child, Leg2, Request, Spawned, spawn
 from postroom.ledger.running import Running, derived, encode

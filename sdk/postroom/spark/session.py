@@ -29,6 +29,17 @@ from typing import Final, NamedTuple
 
 from postroom.errors import Unavailable
 
+__all__ = [
+    "OLDEST",
+    "VECTOR_MODULE",
+    "Java",
+    "do_without_names",
+    "find_java",
+    "prepare_environment",
+    "provide_java",
+    "spare_workers_the_zip",
+]
+
 OLDEST: Final = 17  # what Spark 4 asks for
 VECTOR_MODULE: Final = "jdk.incubator.vector"
 _ANSWER_SECONDS: Final = 60  # for a Java to say what it is
