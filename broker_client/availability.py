@@ -30,7 +30,7 @@ class Availability:
         self.pauses = 0
         self.resume_at = 0
         self.slots = settings.posts_at_once
-        self._answered_since = 0  # posts since the last pause, since the last slot was added
+        self._answered_since = 0  # posts since the last pause or added slot
         self._paused_at = 0
         self._unreached_since: int | None = None
         self.reason: str | None = None
