@@ -1,4 +1,4 @@
-"""Postroom, for programs: hand a message to the daemon of this machine and walk away."""
+"""Postroom, for programs: hand a message to the daemon of this machine and carry on."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final

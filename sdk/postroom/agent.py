@@ -114,8 +114,8 @@ class Agent(Generic[_S]):
     """The base of every agent; `Agent[State]` where it keeps a state, `Agent` where it keeps none.
 
     `subjects` says what it handles; `{tenant}`, `{workspace}` and `{agent}` in it are filled in when it is run.
-    `event_subject` says where its events go, with `{type}` and, if wanted, `{version}` beside; a stream must take that.
-    `name` is what its durable consumer is called after; unset, it is the class's name in snake_case.
+    `event_subject` says where its events go, with `{type}` and optionally `{version}`; a stream must have that subject.
+    Its durable consumer is named after `name`; unset, it is the class's name in snake_case.
     """
 
     name: ClassVar[str] = ""
@@ -177,7 +177,7 @@ def fill_subjects(agent: type[Agent[Any]], tenant: str, workspace: str) -> list[
 
 
 def fill_event_subject(agent: type[Agent[Any]], tenant: str, workspace: str, event: str, version: int | str) -> str:
-    """Return where an event of the agent goes; raises `InvalidAgent` where that is no subject."""
+    """Return where an event of the agent goes; raises `InvalidAgent` where that is not a subject."""
     places = {"tenant": tenant, "workspace": workspace, "agent": agent_name(agent), "type": event, "version": version}
     try:
         subject = agent.event_subject.format_map(places)

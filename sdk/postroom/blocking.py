@@ -93,7 +93,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close every connection and end the thread; does nothing a second time, nor in a forked process."""
+        """Close every connection and end the thread; a second call, or one in a forked process, does nothing."""
         if not self._thread.is_alive():
             return
         self._run(self._client.close())

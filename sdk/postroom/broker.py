@@ -1,6 +1,6 @@
 """`BrokerClient`: administer a broker, and read what it has accepted (docs/contract/accept.md#accept-4).
 
-A member's token implies its mesh, which may then be left out. What the broker-wide administrator's token may do, a
+A member's token implies its mesh, which may then be omitted. What the broker-wide administrator's token may do, a
 member with the role `admin` may do within its own mesh.
 """
 
@@ -71,15 +71,15 @@ class BrokerClient(Calls):
         super().__init__(Transport(session, url.rstrip("/"), peer, timeout), patience)
 
     async def health(self) -> BrokerHealth:
-        """Say how the broker is: `degraded` with its reasons, or ok."""
+        """Return the broker's health: ok, or `degraded` with the reasons."""
         return await self._read("/health", BrokerHealth)
 
     async def features(self) -> Features:
-        """Say what the broker does, and for whom the token speaks."""
+        """Return what the broker supports, and the member that the token belongs to."""
         return await self._read("/v1/features", Features)
 
     async def accepted(self, messages: Sequence[SentMessage]) -> list[AcceptAnswer]:
-        """Say which of the member's own messages the broker accepted: an answer per message (at most 1000), in order.
+        """Ask which of the member's own messages the broker accepted: an answer per message (at most 1000), in order.
 
         `status` is 200 with the broker's ids, 404 (`not_accepted`), or 409 for an id that another message has. It
         changes nothing and costs no unit of a rate limit.
@@ -97,11 +97,11 @@ class BrokerClient(Calls):
         return (await self._read("/v1/meshes", MeshList)).meshes
 
     async def delete_mesh(self, slug: str) -> None:
-        """Delete a mesh; raises `Conflict` where it holds messages."""
+        """Delete a mesh; raises `Conflict` where it has messages."""
         await self._delete("meshes", slug)
 
     async def create_member(self, mesh: str, name: str, role: Role = "member") -> MemberToken:
-        """Create a member and return its token, which is shown this once."""
+        """Create a member and return its token, which is shown only once."""
         return await self._change("POST", "/v1/members", MemberToken, CreateMember(mesh=mesh, name=name, role=role))
 
     async def list_members(self, mesh: str | None = None) -> list[Member]:
@@ -109,11 +109,11 @@ class BrokerClient(Calls):
         return (await self._read("/v1/members", MemberList, query=MeshQuery(mesh=mesh))).members
 
     async def revoke_member(self, mesh: str, name: str) -> None:
-        """End a member's access for good."""
+        """End a member's access permanently."""
         await self._delete("members", mesh, name)
 
     async def rotate_member_token(self, mesh: str, name: str) -> MemberToken:
-        """Give a member a new token, which is shown this once; the old one is worth nothing from then on."""
+        """Give a member a new token, which is shown only once; the old one is refused from then on."""
         return await self._change("POST", _path("members", mesh, name, "token"), MemberToken)
 
     async def create_topic(self, mesh: str, name: str) -> Topic:
@@ -129,12 +129,12 @@ class BrokerClient(Calls):
         await self._delete("topics", mesh, name)
 
     async def subscribe(self, mesh: str, topic: str, member: str | None = None) -> Subscription:
-        """Subscribe a member (without one: whom the token speaks for) to a topic."""
+        """Subscribe a member (default: the token's own) to a topic."""
         path = _path("topics", mesh, topic, "subscriptions")
         return await self._change("POST", path, Subscription, Subscribe(member=member))
 
     async def list_subscriptions(self, mesh: str, topic: str) -> list[Subscription]:
-        """Return who is subscribed to a topic, by member."""
+        """Return the subscribers of a topic, by member."""
         return (await self._read(_path("topics", mesh, topic, "subscriptions"), SubscriptionList)).subscriptions
 
     async def unsubscribe(self, mesh: str, topic: str, member: str) -> None:
@@ -142,15 +142,15 @@ class BrokerClient(Calls):
         await self._delete("topics", mesh, topic, "subscriptions", member)
 
     async def create_webhook(self, mesh: str, topic: str, url: str) -> NewWebhook:
-        """Have a topic's messages posted to `url`, and return the secret that signs them, which is shown this once."""
+        """Post a topic's messages to `url` from now on; return the secret that signs them, which is shown only once."""
         return await self._change("POST", _path("topics", mesh, topic, "webhooks"), NewWebhook, CreateWebhook(url=url))
 
     async def list_webhooks(self, mesh: str, topic: str) -> list[Webhook]:
-        """Return where a topic's messages are posted to, the oldest first."""
+        """Return the webhooks of a topic, the oldest first."""
         return (await self._read(_path("topics", mesh, topic, "webhooks"), WebhookList)).webhooks
 
     async def delete_webhook(self, mesh: str, topic: str, webhook: str) -> None:
-        """Post a topic's messages there no longer; `webhook` is its id."""
+        """Delete a webhook of a topic by its id."""
         await self._delete("topics", mesh, topic, "webhooks", webhook)
 
     async def create_queue(self, mesh: str, name: str) -> Queue:
@@ -170,7 +170,7 @@ class BrokerClient(Calls):
         return await self._read(_path("messages", broker_message_id), HistoryMessage)
 
     async def history(self, query: HistoryQuery) -> AsyncIterator[HistoryMessage]:
-        """Yield the accepted messages that `query` means, oldest first, up to what has committed by now.
+        """Yield the accepted messages that match `query`, oldest first, up to what is committed now.
 
         Raises `Gone` where the broker's database was restored to an earlier state: its `problem.resume_after` is the
         `history_id` up to which the history is the same.

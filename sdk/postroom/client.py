@@ -1,4 +1,4 @@
-"""`AsyncClient`: hand messages to the daemon of this machine, and ask it where they are.
+"""`AsyncClient`: send messages to the daemon of this machine, and ask for their state.
 
 Every send carries an id that is minted before the first try, so that whatever is tried again (a refused or broken
 connection, 429, 503, 507) can't become a second message: the daemon's outbox row under that id makes the second try
@@ -44,7 +44,7 @@ __all__ = ["AsyncClient"]
 
 
 class AsyncClient(OperatorMethods):
-    """A client of the daemon that listens on `socket` (default: `POSTROOM_SOCKET`, else the only one there is).
+    """A client of the daemon that listens on `socket` (default: `POSTROOM_SOCKET`, or the only one on this machine).
 
     One exchange may take `timeout` seconds (more than 0); what may be tried again is, for `patience` seconds (0: one
     try). Raises `InvalidMessage` for other numbers.
@@ -71,7 +71,7 @@ class AsyncClient(OperatorMethods):
         not_before: datetime | None = None,
         traceparent: str | None = None,
     ) -> SendResult:
-        """Hand in one message; when this returns it is on disk, and goes out whatever happens.
+        """Send one message; when this returns, the message is on disk and will be sent whatever happens.
 
         Raises `InvalidMessage`, `Conflict` (the id is taken), `NotPermitted`, `TryAgain` or `Unavailable`; after the
         last two the message may have been kept all the same: send it again under the error's `client_message_id`.
@@ -100,10 +100,11 @@ class AsyncClient(OperatorMethods):
     async def send_many(
         self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]
     ) -> AsyncGenerator[BatchResult, None]:
-        """Hand in any number of messages as a stream, and yield one result for each as it comes.
+        """Send any number of messages as a stream, and yield one result for each as it arrives.
 
         `line` counts the messages from 1. Messages without an id get one; a broken connection is resumed. A message
-        that is refused yields a `problem`; what stops the whole is raised, and then every message without a result
+        that is refused yields a `problem`; an error that stops the stream is raised, and then every message without
+        a result
         may be sent again under its own id.
         """
         async with aclosing(self.send_many_in_chunks(messages)) as chunks:
@@ -114,7 +115,7 @@ class AsyncClient(OperatorMethods):
     async def send_many_in_chunks(
         self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]
     ) -> AsyncGenerator[list[BatchResult], None]:
-        """Do as `send_many` does, but yield the results that came together as one list."""
+        """Do as `send_many` does, but yield the results that arrived together as one list."""
         async with aclosing(feed(messages)) as source:
             batch = Batch(self._transport, source, self._patience())
             async with aclosing(batch.results()) as chunks:
@@ -122,11 +123,11 @@ class AsyncClient(OperatorMethods):
                     yield results
 
     async def get(self, client_message_id: str) -> OutboxRow:
-        """Say where a send is now; raises `NotFound`."""
+        """Return the state of a send; raises `NotFound`."""
         return await self._read(_send_path(client_message_id), OutboxRow)
 
     async def wait(self, client_message_id: str, timeout: float) -> OutboxRow:  # noqa: ASYNC109 - the daemon waits
-        """Wait until a send is `done`, `dead` or `aborted`, at most `timeout` seconds; return it as it is then."""
+        """Wait until a send is `done`, `dead` or `aborted`, at most `timeout` seconds; return its state."""
         patience = Patience(timeout)
         while True:
             seconds = min(patience.remaining(), MAX_WAIT)
@@ -139,7 +140,7 @@ class AsyncClient(OperatorMethods):
     async def wait_many(self, client_message_ids: Sequence[str], timeout: float) -> list[OutboxRow]:  # noqa: ASYNC109 - the same
         """Do as `wait` does, for any number of sends with few requests; return them in the same order.
 
-        Raises `NotFound`, which names an id under which there is no send.
+        Raises `NotFound` with the id of a send that does not exist.
         """
         patience, rows = Patience(timeout), list[OutboxRow]()
         for start in range(0, len(client_message_ids), MAX_PAGE):
@@ -166,10 +167,10 @@ class AsyncClient(OperatorMethods):
     async def events(
         self, query: EventsQuery | None = None, *, after: int | None = None, patience: float | None = None
     ) -> AsyncGenerator[InboxMessage, None]:
-        """Yield each message that the daemon receives, for ever: after the `position` of one, else as `query` says.
+        """Yield each message that the daemon receives, without end: after a `position`, or as `query` says.
 
-        A connection that breaks is made again, and the stream goes on where it was: nothing is lost, nothing repeated.
-        Raises once nobody has answered for `patience` seconds (the client's own where it is not given).
+        A connection that breaks is opened again, and the stream resumes where it was: nothing is lost or repeated.
+        Raises when there was no answer for `patience` seconds (default: the client's own).
         """
         seconds = self._patience_seconds if patience is None else patience
         following = Following(self._transport, query or EventsQuery(), after, Patience(seconds))
@@ -178,15 +179,15 @@ class AsyncClient(OperatorMethods):
                 yield message
 
     async def health(self) -> Health:
-        """Say how the daemon is: `degraded` with its reasons, or ok."""
+        """Return the daemon's health: ok, or `degraded` with the reasons."""
         return await self._read("/v1/health", Health)
 
     async def ready(self) -> Ready:
-        """Say whether the daemon would accept a send now; raises `TryAgain` where it would not."""
+        """Check that the daemon would accept a send now; raises `TryAgain` where it would not."""
         return await self._read("/v1/ready", Ready)
 
     async def version(self) -> Version:
-        """Say which version the daemon is of, and which mesh it serves."""
+        """Return the daemon's version and the mesh that it serves."""
         return await self._read("/v1/version", Version)
 
 

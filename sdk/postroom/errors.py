@@ -110,7 +110,7 @@ class Problem(msgspec.Struct, kw_only=True, omit_defaults=True):
 class PostroomError(Exception):
     """The base of every error of Postroom; carries the problem it was answered with, or will be.
 
-    `client_message_id` is set by a client's `send`: the id under which the message may have been kept all the same.
+    `client_message_id` is set by a client's `send`: the id under which the message may have been kept anyway.
     """
 
     client_message_id: str | None = None
@@ -178,7 +178,7 @@ class TryAgain(PostroomError):
 
 
 class Unavailable(PostroomError):
-    """Nobody answered, or the answer made no sense; whether the request took effect is not known."""
+    """There was no answer, or not a valid one; it is not known whether the request took effect."""
 
 
 _BY_STATUS: Final[dict[int, type[PostroomError]]] = {

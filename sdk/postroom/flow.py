@@ -1,34 +1,34 @@
-"""Flows: jobs whose steps happen exactly once, whatever crashes and however often a message comes.
+"""Flows: jobs whose steps happen exactly once, whatever crashes and however often a message is delivered.
 
     from postroom.flow import Flow
 
     flow = Flow("nightly-export")
 
     @flow.activity(sends="queue:extract", timeout=60, asks=3)
-    async def extract(ctx, request):                # leg 1: what it returns goes to the queue
+    async def extract(ctx, request):                # leg 1: the result is sent to the queue
         return {"day": request["day"]}
 
     @extract.answered
-    async def _(ctx, answer):                       # leg 2: what it returns is spawned
+    async def _(ctx, answer):                       # leg 2: the result is spawned
         return [load.spawn(part) for part in answer["parts"]]
 
-    @flow.activity                                  # sends nothing: pure work, which answers itself
+    @flow.activity                                  # sends nothing: works, and answers itself
     async def load(ctx, part):
         connection = await ctx.connection()
         await connection.execute(LOADED, part)
 
     @flow.completed
-    async def report(ctx, job):                     # once per job, after everything
+    async def report(ctx, job):                     # once per job, at the end
         ...
 
 A worker runs it where its config says `flows = ["export:flow"]`, and `postroom jobs start` begins a job of it: a tree
 whose root is the flow's first activity, and which ends when nothing is open (docs/contract/jobs.md#jobs-28). Whatever a
 handler writes on `ctx.connection()` is committed with the digit that proves the step, or not at all, so it happens
-exactly once; an effect anywhere else may happen again where a worker died, and goes under `ctx.idempotency_key`.
+exactly once; any other effect may happen again if a worker dies: pass it `ctx.idempotency_key`.
 
-An agent that takes the request answers by emitting any event: it names its cause by itself. Any other program answers
+An agent that handles the request answers by emitting any event: the event names its cause. Any other program answers
 with an event whose `causation_id` is the request's message id (`postroom.emit`, or `meta.causation_id` of a send), or
-whose body has that id as `answers`. The first answer to a request counts; further ones are let go.
+whose body has that id as `answers`. The first answer to a request counts; later ones are ignored.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ Step: TypeAlias = Spawn | Again
 
 
 class Activity:
-    """One activity of a flow; `Flow.activity` makes it.
+    """One activity of a flow; `Flow.activity` creates it.
 
     With `sends`, its function is leg 1 and `answered` adds leg 2. Without, its function is the work itself: leg 2.
     """
@@ -150,19 +150,19 @@ class Activity:
     def again(self, request: Any = None) -> Again:
         """Return a cycle for this activity's own leg 2 to return: it is entered once more, with `request` (JSON).
 
-        One that sends asks again: leg 1 computes another request, and leg 2 runs with its answer. One that sends
+        One that sends does so again: leg 1 computes another request, and leg 2 runs with its answer. One that sends
         nothing works again. `ctx.dimension` counts the cycles.
         """
         return Again(self, request)
 
     @property
     def leg1(self) -> Handler | None:
-        """What computes the request; None where nothing is sent."""
+        """The function that computes the request; None where nothing is sent."""
         return None if self.queue is None else self._function
 
     @property
     def leg2(self) -> Handler | None:
-        """What does the work; None where an answer still lacks its handler."""
+        """The function that does the work; None while an answer has no handler."""
         return self._function if self.queue is None else self._answered
 
 
@@ -208,11 +208,11 @@ class Flow:
     def activity(
         self, function: Handler | None = None, /, *, name: str | None = None, **options: Any
     ) -> Activity | Callable[[Handler], Activity]:
-        """Make an activity of `async def f(ctx, request)`, as `@flow.activity` or `@flow.activity(…)`.
+        """Turn `async def f(ctx, request)` into an activity, as `@flow.activity` or `@flow.activity(…)`.
 
         `name` is the function's own unless it is given. `sends` is `queue:<name>`, to which leg 1's result goes as a
-        command; `answer` restricts what answers to events of that name. Where no answer came within `timeout` seconds,
-        the request goes out again under its own id, so that an agent that has handled it does not handle it twice;
+        command; `answer` accepts only events of that name as answers. Without an answer within `timeout` seconds,
+        the request is sent again under its own id, so that an agent that has handled it does not handle it twice;
         after `asks` times in all, the activity has failed. `retry_policy` says how often a leg that raises is tried,
         and how long it waits; unset, it is tried 20 times, within about an hour. Then the activity has failed,
         and with it the job. An attempt whose worker was killed is one of them. Raises `InvalidFlow`.
@@ -230,7 +230,7 @@ class Flow:
     def completed(
         self, function: Handler | None = None, /, *, retry_policy: RetryPolicy | None = None
     ) -> Handler | Callable[[Handler], Handler]:
-        """Register what runs once per job, after everything: `@flow.completed`, or `@flow.completed(retry_policy=…)`.
+        """Register what runs once per job, at the end: `@flow.completed`, or `@flow.completed(retry_policy=…)`.
 
         It is `async def report(ctx, job)`, and what it returns (JSON) is the `result` in the event `job_completed`.
         Where it raises, it is tried again by `retry_policy`, as an activity is by its own. Raises `InvalidFlow`.
@@ -253,7 +253,7 @@ class Flow:
 
     @property
     def completion(self) -> Handler | None:
-        """What runs once per job; None where nothing does."""
+        """The function that runs once per job, at the end; None where there is none."""
         return self._completed
 
     @property

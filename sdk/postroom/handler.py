@@ -2,13 +2,13 @@
 
     request = msgspec.json.decode(body, type=HandlerRequest)
 
-Beside the body come `Idempotency-Key` (the message id: the same for every attempt, so that a handler that remembers it
+The headers are `Idempotency-Key` (the message id: the same for every attempt, so that a handler that remembers it
 has each effect once), `Postroom-Attempt` (1 for the first), `traceparent` where the sender set one,
 `Postroom-Last-Error` after an attempt that failed, and `Postroom-Signature` where both sides share a secret
 (`postroom.signatures`).
 
 The handler answers 2xx when the effect has happened, 409 when it had happened before, 422 when the message can never be
-handled, and anything else, such as 503 with `Retry-After`, to get it again later.
+handled, and anything else, such as 503 with `Retry-After`, to have it retried later.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _decode_body: Final = msgspec.json.Decoder(_Body).decode
 
 
 def check_retry_policy(meta: Mapping[str, Any]) -> None:
-    """Raise `InvalidMessage` where `meta` has a retry policy that is none."""
+    """Raise `InvalidMessage` where `meta` has an invalid retry policy."""
     if MEMBER not in meta:
         return
     try:
@@ -80,7 +80,7 @@ def policy_of(data: bytes) -> RetryPolicy | None:
     """Return the policy that a message's body carries, if it carries one that can be followed.
 
     What came through Postroom was checked before (`check_retry_policy`); anything else is left to the consumer's own
-    schedule, since a message must not die of how it wished to be retried.
+    schedule, since a bad policy must not make a message a dead letter.
     """
     if _PRESENT not in data:  # most messages carry none, and are not decoded for it
         return None

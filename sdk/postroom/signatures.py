@@ -5,7 +5,7 @@ HMAC of `<t>.<body>` under the secret that both sides know. A handler checks it 
 
     verify(secret, body, request.headers.get(SIGNATURE))
 
-The time is signed, so that a request that somebody recorded is refused once the replay window is over; within the
+The time is signed, so that a recorded request is refused once the replay window is over; within the
 window the message id (`Idempotency-Key`) makes the second run harmless.
 """
 
@@ -51,9 +51,9 @@ def verify(
     window: int = REPLAY_WINDOW,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Return where `header` signs `body` with a secret of ours, not more than `window` seconds ago or ahead.
+    """Return if `header` signs `body` with one of our secrets, at most `window` seconds ago or ahead.
 
-    Several secrets are several that may be in use, as while one takes over from another. Takes the same time whatever
+    Pass several secrets while one replaces another. Takes the same time whatever
     digit is wrong. Raises `NotPermitted` (401): `missing_signature`, `invalid_signature` or `stale_signature`.
     """
     if header is None:

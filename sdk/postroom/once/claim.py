@@ -26,7 +26,7 @@ class Keys(Protocol):
     sleep: Callable[[float], Awaitable[None]]
 
     async def begin_waiting(self, scope: Scope) -> Run | Done:
-        """Begin, and wait for whoever holds the key."""
+        """Begin, and wait while another worker holds the key."""
 
     async def renew(self, scope: Scope, owner: str) -> datetime | None:
         """Let the lease run on."""
@@ -41,8 +41,8 @@ class Keys(Protocol):
 class Claim:
     """What a block knows about its key.
 
-    `first`: nobody has done it yet, so do it. `attempt`: how many have tried, this one included. `last_error`: why the
-    one before failed (`lease_expired`: it ended without a word), None for the first.
+    `first`: it is not done yet, so do it. `attempt`: how many attempts there were, this one included. `last_error`: why
+    the previous one failed (`lease_expired`: it ended without a result), None for the first.
     """
 
     def __init__(self, begun: Run | Done) -> None:
@@ -53,7 +53,7 @@ class Claim:
 
     @property
     def result(self) -> Any:
-        """What was committed before, or is to be: bytes, or anything that JSON has words for."""
+        """What was committed, or will be: bytes, or anything that JSON can express."""
         return self.kept.value
 
     @result.setter

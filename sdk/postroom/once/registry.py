@@ -1,9 +1,9 @@
 """The idempotency registry: an effect behind it happens once, however often its message is delivered.
 
-What makes a second run a no-op is the key's row: `COMMITTED` is given back its result, `PENDING` is waited for, and
-only the owner of a lease that still runs can commit. The one gap that no registry can close lies between the effect and
-its commit: a worker that dies, or loses its lease, exactly there has had the effect without a record, and the next
-attempt runs again. Give the same key to the service that has the effect, where it takes one.
+What makes a second run a no-op is the key's row: `COMMITTED` returns its result, `PENDING` waits, and
+only the owner of a lease that still runs can commit. The one gap that no registry can close is between the effect and
+its commit: if a worker dies, or loses its lease, exactly there, the effect happened without a record, and the next
+attempt repeats it. Pass the same key to the service that has the effect, if it accepts one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _RACES: Final = 100  # how often a key may change between two steps before that 
 class Registry:
     """Keys in a `store`, for the producer, or for one `group` of consumers.
 
-    A claim's lease runs for `lease` seconds and is renewed while its block runs. A key that another worker holds is
-    waited for, `wait` seconds at most; then `KeyHeld` says when to try again.
+    A claim's lease runs for `lease` seconds and is renewed while its block runs. For a key that another worker holds it
+    waits at most `wait` seconds; then `KeyHeld` says when to try again.
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class Registry:
         self._wait = wait
 
     def once(self, tenant: str, topic: str, key: str) -> AbstractAsyncContextManager[Claim]:
-        """Do something once: the block runs with a claim, whose `first` says whether it is to be done.
+        """Do something once: the block runs with a claim, whose `first` says whether to do it.
 
             async with registry.once(tenant, topic, key) as claim:
                 if claim.first:
                     claim.result = await charge_card(order)
 
-        Left in peace, the block commits `claim.result`, which every later claim is given. An exception makes the key
-        `FAILED`, free for the next attempt, which finds it as `claim.last_error`, and goes on its way. A block whose
-        lease is lost is cancelled, and `LeaseLost` raised.
+        At its end the block commits `claim.result`, which every later claim gets. An exception makes the key
+        `FAILED`, free for the next attempt, which finds it as `claim.last_error`, and is raised on. A block whose
+        lease is lost is cancelled, and `LeaseLost` is raised.
 
         Raises `KeyHeld` where another worker holds the key for longer than `wait`, `InvalidMessage` for a name or a
-        result that can't be kept, and `Unavailable` where the store can't be reached.
+        result that can't be stored, and `Unavailable` where the store can't be reached.
         """
         return claimed(self, Scope(tenant, topic, key, self._group))
 
     async def begin(self, scope: Scope) -> Begun:
-        """Say whether to run, whether it was done, or who holds it until when; doesn't wait."""
+        """Return whether to run, the result, or until when another holds the key; doesn't wait."""
         owner = new_owner()
         if not scope.key:
             return Run(owner, 1, None, None)
@@ -95,7 +95,7 @@ class Registry:
         raise RuntimeError(f"{scope} was taken and released by others {_RACES} times: try again")
 
     async def begin_waiting(self, scope: Scope) -> Run | Done:
-        """Begin, and wait for whoever holds the key; raises `KeyHeld` after `wait` seconds."""
+        """Begin, and wait while another worker holds the key; raises `KeyHeld` after `wait` seconds."""
         deadline, looks = self.clock() + self._wait, 0
         while isinstance(begun := await self.begin(scope), Held):
             left = deadline - self.clock()
@@ -150,7 +150,7 @@ class Registry:
 
 
 def new_owner() -> str:
-    """Mint an owner token: who it is, for people, and 128 random bits that nobody else has."""
+    """Mint an owner token: a name for people, and 128 random bits."""
     return f"{socket.gethostname()[:64]}/{os.getpid()}/{secrets.token_hex(16)}"
 
 
@@ -168,8 +168,9 @@ async def open_registry(
     `postgresql://…` for any number of hosts (needs `postroom[postgres]`), `sqlite:///absolute/path` for the processes
     of one host, `memory:` for one process, which forgets everything. What is missing there is created.
 
-    Keys of whichever program that ended more than `keep_days` ago are forgotten, at once and every hour; unset, that is
-    90 days, and in Postgres never: a worker of that database does it (its `once.keep_days`). See `Registry.purge`.
+    Keys of all programs that ended more than `keep_days` ago are deleted, at once and every hour. The default is
+    90 days; in Postgres it is never, since a worker of that database does it (its `once.keep_days`). See
+    `Registry.purge`.
 
     Raises `InvalidMessage` for another address, `Unavailable` and `PostroomError` as the stores do.
     """
