@@ -18,10 +18,9 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from ipc.accept_table import Answered, answer
-from ipc.budget import NOBODY, Budget
 from ipc.request import Request, check_media, start_body
 from ipc.services import Services
-from ipc.turns import TURN
+from ipc.shares import NOBODY, TURN, Budget
 from outbox.errors import stopped
 from outbox.model import AcceptedRow, Caller
 from postroom._wire.message import PreparedSend, prepare

@@ -21,7 +21,7 @@ from inbox import Inbox, MessageFilter, StoredMessage
 from ipc.answers import json_answer
 from ipc.request import Request
 from ipc.services import Services
-from ipc.turns import Lanes
+from ipc.shares import Lanes
 from postroom._wire.sends import EventsQuery, InboxQuery
 from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, TryAgain

@@ -9,9 +9,9 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
-from ipc.budget import Budget
 from ipc.connection import Connection
 from ipc.limits import Limits
+from ipc.shares import Budget
 from outbox.model import Caller
 from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.errors import InvalidMessage

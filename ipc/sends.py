@@ -16,7 +16,7 @@ from ipc.answers import JSON, Answer, json_answer
 from ipc.batch import Batch
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
-from ipc.turns import TURN
+from ipc.shares import TURN
 from outbox.model import Caller
 from postroom._wire.ids import is_client_message_id
 from postroom._wire.message import PreparedSend, decode_request, prepare_request

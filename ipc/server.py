@@ -3,8 +3,8 @@
 It is aiohttp's low-level server (`web.Server`): one literal table instead of a router, no middlewares, no signals, so
 that a send costs little beside its commit. Every error leaves as problem+json; nothing a caller sends ends in a 500.
 
-No uid can keep the others out: it accepts few connections a turn of the loop, a crowd makes room (ipc/crowd.py), what
-is held is shared (ipc/budget.py), and work goes by turns (ipc/turns.py).
+No uid can keep the others out: it accepts few connections a turn of the loop, a crowd makes room, what is
+held is shared, and work goes by turns (ipc/shares.py).
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from ipc.answers import Answer, problem_answer, problem_of
-from ipc.budget import Budget
-from ipc.connection import Connection
+from ipc.connection import Connection, Crowd
 from ipc.counters import Counters
-from ipc.crowd import Crowd
 from ipc.dispatch import MethodNotAllowed, Table
 from ipc.limits import Limits
 from ipc.peers import Policy, peer_of
 from ipc.request import Request
+from ipc.shares import REQUEST, REST, Budget, Turns
 from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query
-from ipc.turns import REQUEST, REST, Turns
 from postroom.chassis.listener import TimedServer
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError

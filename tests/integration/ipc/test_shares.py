@@ -14,9 +14,8 @@ from support.inboxes import Opened, message
 
 import ipc.batch
 from inbox import Inbox, InboxSettings
-from ipc.budget import Budget
 from ipc.limits import Limits
-from ipc.turns import TURN
+from ipc.shares import TURN, Budget
 from postroom.errors import TryAgain
 
 MALLORY, ALICE = 61_001, 61_002

@@ -1,26 +1,82 @@
-"""Turns: how much of one uid's work the event loop does before it looks after everybody else.
+"""Shares: what one uid may have of the daemon beside others, so that none of them leaves nothing to the rest.
 
-Work is counted in bytes that are checked; a request counts as `REQUEST` of them. A uid that has had its part waits for
-the next turn in a line of its own, behind which nobody else stands: those in line share a turn, whoever is not in line
-need not wait. A caller that is alone gives nothing away, since the next turn follows at once. Beside another uid those
-in line rest between their turns: the outbox's thread needs the interpreter for what is being written, and whoever comes
-meanwhile is served before them. A piece of work that is larger than a turn rests as many turns, which is no reason for
-anybody's small ones to wait.
+What is held (bytes, requests, waits, readers) is a `Budget`. A limit of the config is what one uid may hold. All
+together may hold twice that, and nobody more than is still free: whoever comes alone has the whole limit, and finds
+room however much another uid holds.
+
+What the event loop does goes by `Turns`, a uid's part of each. Work is counted in bytes that are checked; a request
+counts as `REQUEST` of them. A uid that has had its part waits for the next turn in a line of its own, behind which
+nobody else stands: those in line share a turn, whoever is not in line need not wait. A caller that is alone gives
+nothing away, since the next turn follows at once. Beside another uid those in line rest between their turns: the
+outbox's thread needs the interpreter for what is being written, and whoever comes meanwhile is served before them. A
+piece of work that is larger than a turn rests as many turns, which is no reason for anybody's small ones to wait.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 from weakref import WeakValueDictionary
 
+from postroom.errors import TryAgain
+
+NOBODY: Final = -1  # whoever has no uid
+_BUSY_RETRY: Final = 1.0  # seconds
 TURN: Final = 8 * 1024  # bytes, about a millisecond
 REQUEST: Final = 1024  # what reading and answering a request counts as
 _ALONE: Final = 64  # the same of a uid beside which nobody is: a newcomer waits for some ten milliseconds at most
 REST: Final = 0.001  # seconds, after the work of one turn
 _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
 _PRESENT_SECONDS: Final = 1.0  # how long somebody who asked for nothing more counts as being there
+
+
+class Budget:
+    """Units that may be held at once; whoever takes some gives them back."""
+
+    def __init__(self, size: int, full: str = "too many bytes are being received", code: str = "too_busy") -> None:
+        """Let one uid hold `size` units; `full` is what the refusal says."""
+        self._size = size
+        self._full = full
+        self._code = code
+        self._held: defaultdict[int, int] = defaultdict(int)
+        self.held = 0  # by all together
+
+    @property
+    def left(self) -> int:
+        """How much one uid could take if all that is held were its own."""
+        return self._size - self.held
+
+    def ask(self, count: int, uid: int = NOBODY) -> None:
+        """Raise `TryAgain` (429) where `uid` may not have `count` more; nothing is taken."""
+        self.take(count, uid)
+        self.give_back(count, uid)
+
+    def take(self, count: int, uid: int = NOBODY) -> None:
+        """Hold `count` more; raises `TryAgain` (429), and takes nothing, where `uid` may not have them."""
+        held = self._held.get(uid, 0) + count
+        if held > 2 * self._size - self.held - count:
+            raise TryAgain.of(self._code, self._full, retryable=True, retry_after=_BUSY_RETRY)
+        self._held[uid] = held
+        self.held += count
+
+    def give_back(self, count: int, uid: int = NOBODY) -> None:
+        """Hold `count` less."""
+        self.held -= count
+        self._held[uid] -= count
+        if not self._held[uid]:
+            del self._held[uid]
+
+    @contextmanager
+    def holding(self, count: int, uid: int = NOBODY) -> Iterator[None]:
+        """Hold `count` for the block; raises `TryAgain` (429) where `uid` may not have them."""
+        self.take(count, uid)
+        try:
+            yield
+        finally:
+            self.give_back(count, uid)
 
 
 class Turns:

@@ -7,9 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from ipc.connection import Connection
-from ipc.crowd import Crowd
-from ipc.turns import REQUEST, TURN, Turns
+from ipc.connection import Connection, Crowd
+from ipc.shares import REQUEST, TURN, Turns
 from outbox.model import Caller
 
 MALLORY, ALICE, BOB = 1, 2, 3
