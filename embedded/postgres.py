@@ -209,7 +209,7 @@ class EmbeddedPostgres(EmbeddedServer):
         done = subprocess.run(  # noqa: S603 - our own words, no shell
             command, input=script, capture_output=True, env=_ENVIRONMENT, cwd=self.directory, check=False
         )
-        with self.log_file.open("ab") as log:
+        with self.open_log() as log:
             log.write(done.stdout + done.stderr)
         if done.returncode != 0:
             raise self.failure()

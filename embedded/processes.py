@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
+from postroom.chassis.ownership import open_private
+
 _START_TIME_FIELD = 19  # of /proc/PID/stat behind the name; proc(5) counts it as the 22nd
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -62,7 +64,8 @@ class ProcessIdentity(NamedTuple):
     def write(self, file: Path) -> None:
         """Write the pid file in one step, so that nobody reads half of it."""
         draft = file.with_name(file.name + ".new")
-        draft.write_text(f"{self.pid} {self.started} {self.boot}\n", "utf-8")
+        with os.fdopen(open_private(draft, os.O_WRONLY | os.O_TRUNC), "w", encoding="ascii") as stream:
+            stream.write(f"{self.pid} {self.started} {self.boot}\n")
         draft.replace(file)
 
     @property

@@ -16,9 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import IO, ClassVar
 
 from embedded.processes import Account, EmbeddedError, ProcessIdentity, spawn
+from postroom.chassis.ownership import open_private
 
 START_SECONDS = 120.0  # a Postgres that was killed replays its log first
 _POLL_SECONDS = 0.01
@@ -58,6 +59,10 @@ class EmbeddedServer(ABC):
     def log_file(self) -> Path:
         """What the server wrote to its standard output and error."""
         return self.directory / f"{self.name}.log"
+
+    def open_log(self) -> IO[bytes]:
+        """Open it for what is written next, and through no link."""
+        return os.fdopen(open_private(self.log_file, os.O_WRONLY | os.O_APPEND), "ab")
 
     @property
     def process(self) -> ProcessIdentity | None:
@@ -107,7 +112,7 @@ class EmbeddedServer(ABC):
     def _launch(self) -> ProcessIdentity:
         self._reap()
         self._prepare()
-        with self.log_file.open("ab") as log:
+        with self.open_log() as log:
             self._child = spawn(
                 self._command(),
                 output=log,
@@ -131,7 +136,7 @@ class EmbeddedServer(ABC):
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        with (self.directory / f"{self.name}.lock").open("w") as lock:
+        with os.fdopen(open_private(self.directory / f"{self.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

@@ -133,7 +133,7 @@ class BrokerProgram(PortProgram):
     def _prepare(self) -> None:
         super()._prepare()
         migrate = module_command("broker", "migrate", "--config", self.config_file)
-        with self.log_file.open("ab") as log:
+        with self.open_log() as log:
             done = subprocess.run(tethered(migrate), stdout=log, stderr=log, env={"PATH": os.defpath}, check=False)  # noqa: S603 - our own words, no shell
         if done.returncode != 0:
             raise EmbeddedError(f"the broker's database could not be migrated; see {self.log_file}")

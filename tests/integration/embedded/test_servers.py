@@ -57,6 +57,21 @@ def test_starting_twice_starts_one_process_and_stopping_twice_is_harmless(server
     assert server.process is None
 
 
+@pytest.mark.parametrize("suffix", ["lock", "pid.new", "log"])
+def test_what_it_writes_goes_through_no_link(short_directory: Path, suffix: str) -> None:
+    server = EmbeddedRedis(short_directory / "server")
+    (short_directory / "theirs").write_text("theirs")
+    server.directory.mkdir()
+    (server.directory / f"{server.name}.{suffix}").symlink_to(short_directory / "theirs")
+    try:
+        with pytest.raises(OSError, match="is a symbolic link"):
+            server.start()
+        assert (short_directory / "theirs").read_text() == "theirs"
+    finally:
+        (server.directory / f"{server.name}.{suffix}").unlink()
+        server.stop()
+
+
 def test_its_directory_may_have_any_name(make: Callable[[Path], EmbeddedServer], short_directory: Path) -> None:
     server = make(short_directory / "ein 'Bü\"ro'")
     try:
