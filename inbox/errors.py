@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sqlite3
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 from postroom.chassis.sqlite import is_full
-from postroom.errors import InvalidMessage, PostroomError, TryAgain
+from postroom.chassis.store import Answers
+from postroom.errors import InvalidMessage, TryAgain
 
 
 class Broken(Exception):
     """The file or the disk can no longer be trusted: the inbox has to be closed, and opened anew."""
 
 
-def from_sqlite(error: sqlite3.Error) -> PostroomError:
-    """Map an error that leaves the file as it was."""
+def from_sqlite(error: Exception) -> Exception:
+    """Map an error that leaves the file as it was; what is not SQLite's stays what it is."""
+    if not isinstance(error, sqlite3.Error):
+        return error
     if is_full(error):
         detail = "the disk is full: nothing was written to the inbox; free some space"
         return TryAgain.of("disk_full", detail, retryable=True)
@@ -27,7 +32,7 @@ def unavailable(reason: str) -> TryAgain:
     return TryAgain.of("inbox_unavailable", detail, retryable=True)
 
 
-def broken(path: Path, error: BaseException) -> Broken:
+def broken(path: Path, error: Exception) -> Broken:
     """Say that the file failed."""
     return Broken(f"{path} failed: {error}")
 
@@ -41,3 +46,6 @@ def invalid_event_id() -> InvalidMessage:
     """Refuse an event id that no stream of this daemon gave."""
     detail = "the Last-Event-ID was not issued by this daemon: omit it, or ask for messages `since` a time"
     return InvalidMessage.of("invalid_event_id", detail, field="Last-Event-ID")
+
+
+ANSWERS: Final = Answers(refused=from_sqlite, unknown=broken, closed=partial(unavailable, "it is being closed"))

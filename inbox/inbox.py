@@ -1,33 +1,39 @@
-"""The inbox as the rooms above use it: one object that owns the file, its writer and its reader."""
+"""The inbox as the rooms above use it: one object that owns the file, and answers questions about what is in it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
-from inbox.errors import invalid_cursor, invalid_event_id
+import structlog
+
+from inbox.errors import ANSWERS, invalid_cursor, invalid_event_id
 from inbox.model import MessageFilter, Page, StoredMessage, row_of
-from inbox.opening import open_file
-from inbox.reading import PAGE_BYTES, FileState, Reader
-from inbox.writer import Writer
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.ids import new_id
 from postroom.chassis.sql import load_queries
-from postroom.chassis.sqlite import open_reader
-from postroom.chassis.sqlite_file import OwnedFile
+from postroom.chassis.sqlite import Schema, in_snapshot
+from postroom.chassis.store import OwnedFile, Store, set_aside
 from postroom.errors import PostroomError
 
+T = TypeVar("T")
+
 NAME: Final = "inbox"  # of its files
-_QUERIES: Final = load_queries("inbox", "sql/write.sql")
+SCHEMA: Final = Schema.of("inbox", "PSTI")
+_READ: Final = load_queries("inbox", "sql/read.sql")
+_WRITE: Final = load_queries("inbox", "sql/write.sql")
+_PAGE_BYTES: Final = 8 * 1024 * 1024  # of messages, after which a page ends
+_ROW_BYTES: Final = 1024  # about what a message adds to the log beside itself
 _PRUNED_AT_ONCE: Final = 1000  # messages
 _DIGITS: Final = 18  # fewer than a 64-bit integer may have
 _EVERYTHING: Final = MessageFilter()
+
+_log = structlog.get_logger(__name__)
 
 
 def now_ms() -> int:
@@ -44,51 +50,42 @@ class Inbox:
     next `open` checks it.
     """
 
-    def __init__(
-        self,
-        file: OwnedFile,
-        *,
-        writer: Writer,
-        reader: Reader,
-        failed: asyncio.Event,
-        state: FileState,
-        clock: Callable[[], int],
-    ) -> None:
-        self._file = file
-        self._writer = writer
-        self._reader = reader
+    def __init__(self, store: Store, state: tuple[str, int | None], clock: Callable[[], int]) -> None:
+        self._store = store
         self._clock = clock
-        self.failed = failed  # set once the file or the disk failed
         self._arrived = asyncio.Event()
-        self.id = state.id  # of the file: a new one has another
-        self.refill_after = state.refill_after  # history_id to refill from; None: no refill is due
+        self.failed = store.failed  # set once the file or the disk failed
+        self.id = state[0]  # of the file: a new one has another
+        self.refill_after = state[1]  # history_id to refill from; None: no refill is due
 
     @classmethod
     async def open(
         cls, directory: Path, *, clock: Callable[[], int] = now_ms, new_id: Callable[[], str] = new_id
     ) -> Self:
-        """Lock the file in `directory`, check it after an unclean stop, migrate it; a damaged one is set aside.
+        """Lock the file in `directory`, check it after an unclean stop, migrate it.
 
-        Raises `Fatal`: 69 where another process owns it, 78 for one that is newer than the program or no inbox, 75 or
-        74 while the disk is full or fails.
+        A damaged one is renamed, never overwritten, and a new one takes its place, which is due to be refilled: the
+        broker's history has what was in it. Raises `Fatal`: 69 where another process owns it, 78 for one that is newer
+        than the program or no inbox, 75 or 74 while the disk is full or fails.
         """
-        async with contextlib.AsyncExitStack() as undo:
-            file, failed = OwnedFile(directory, NAME), asyncio.Event()
-            undo.callback(file.end, clean=False)
-            writer = Writer(await open_file(file, now=clock(), new_id=new_id()), file.path, failed)
-            undo.push_async_callback(writer.close)
-            reader = Reader(await open_reader(file.path), failed)
-            undo.push_async_callback(reader.close)
-            state = await reader.state()
-            undo.pop_all()
-        return cls(file, writer=writer, reader=reader, failed=failed, state=state, clock=clock)
+        file, now = OwnedFile(directory, NAME), clock()
+
+        def damaged(path: Path, fault: str) -> None:
+            aside = set_aside(path, now)
+            _log.error("inbox_damaged", fault=fault, set_aside=aside.name, advice="it is refilled from the broker")
+
+        def create(db: sqlite3.Connection) -> None:
+            refill_after = None if file.damaged is None else 0
+            db.execute(_WRITE["create_file"], {"id": new_id(), "created_at": now, "refill_after": refill_after})
+            db.execute(_WRITE["first_position"], {"created_at": now})
+
+        store = await Store.open(file, SCHEMA, ANSWERS, prepare=create, damaged=damaged)
+        return cls(store, await store.read(lambda db: db.execute(_READ["file"]).fetchone()), clock)
 
     async def close(self) -> None:
         """Finish what is queued and close; what was filed stays. A second call does nothing."""
         self._wake_readers()
-        await self._reader.close()
-        await self._writer.close()
-        self._file.end(clean=self._writer.clean)
+        await self._store.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -99,54 +96,64 @@ class Inbox:
     async def file(self, messages: Sequence[HistoryMessage]) -> int:
         """Write those that are not here, nor were until retention took them; returns how many, once on disk."""
         now = self._clock()
-        new = await self._writer.submit(partial(_file, [row_of(message, now) for message in messages]))
+        rows = [row_of(message, now) for message in messages]
+        size = sum(len(row["message"]) + _ROW_BYTES for row in rows)
+        new = await self._store.write(lambda db: db.executemany(_WRITE["file"], rows).rowcount, size)
         if new:
             self._wake_readers()
         return new
 
     async def refilled_to(self, history_id: int | None) -> None:
         """Note how far the refill has come; None: it is done."""
-        await self._writer.submit(lambda db: db.execute(_QUERIES["refilled_to"], {"refill_after": history_id}))
+        await self._store.write(lambda db: db.execute(_WRITE["refilled_to"], {"refill_after": history_id}))
         self.refill_after = history_id
 
     async def prune(self, received_before: int) -> int:
         """Delete what was received before a moment (ms since the epoch); returns how many."""
         total = 0
-        while pruned := await self._writer.submit(partial(_prune, received_before)):
+        while pruned := await self._store.write(partial(_prune, received_before), _PRUNED_AT_ONCE * _ROW_BYTES):
             total += pruned
         return total
 
     async def page(
         self, cursor: str | None, since: int | None, limit: int, wanted: MessageFilter = _EVERYTHING
     ) -> Page:
-        """Return up to `limit` messages, oldest first: after a cursor, else received at `since` (ms) or later."""
+        """Return up to `limit` messages, oldest first: after a cursor, else received at `since` (ms) or later.
+
+        Fewer where they are large.
+        """
         if cursor is not None:
             after = _number(cursor, invalid_cursor)
         else:
-            after = 0 if since is None else await self._reader.before(since)
-        return await self._reader.page(after, limit, wanted)
+            after = 0 if since is None else await self._read(_before, since)
+        return await self._read(_page, after, limit, wanted, _PAGE_BYTES)
 
     async def start(self, event_id: str | None, since: int | None) -> int:
         """Return the position after which a live stream begins: an event's id, else `since` (ms), else the end.
 
         Raises `InvalidMessage` for an id that was never given.
         """
-        newest = await self._reader.newest()
+        newest = await self._read(_newest)
         if event_id is not None:
             position = _number(event_id, invalid_event_id)
             if position > newest:
                 raise invalid_event_id()
             return position
-        return newest if since is None else await self._reader.before(since)
+        return newest if since is None else await self._read(_before, since)
 
     async def following(
-        self, after: int, limit: int, wanted: MessageFilter = _EVERYTHING, *, most_bytes: int = PAGE_BYTES
+        self, after: int, limit: int, wanted: MessageFilter = _EVERYTHING, *, most_bytes: int = _PAGE_BYTES
     ) -> tuple[list[StoredMessage], int]:
         """Return up to `limit` messages after a position, and the position to go on from; at once, even if none.
 
         Fewer where they have more than `most_bytes` together.
         """
-        return await self._reader.following(after, limit, wanted, most_bytes)
+
+        def read(db: sqlite3.Connection) -> tuple[list[StoredMessage], int]:
+            page = _page(db, after, limit, wanted, most_bytes)
+            return page.messages, max(after, _newest(db)) if page.next_after is None else page.next_after
+
+        return await self._read(read)
 
     def arrival(self) -> asyncio.Event:
         """Return an event that is set when something is filed after this call, or the inbox is closed."""
@@ -154,12 +161,17 @@ class Inbox:
 
     async def oldest(self) -> int | None:
         """Return when the oldest message was received, in ms since the epoch."""
-        return await self._reader.oldest()
+        oldest: int | None = await self._read(lambda db: db.execute(_READ["oldest"]).fetchone()[0])
+        return oldest
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the file."""
-        return self._file.path.stat().st_size
+        return self._store.path.stat().st_size
+
+    async def _read(self, read: Callable[..., T], *arguments: Any) -> T:
+        """Call `read` with the connection and `arguments`: all its queries see the same rows."""
+        return await self._store.read(lambda db: in_snapshot(db, lambda: read(db, *arguments)))
 
     def _wake_readers(self) -> None:
         """Wake whoever waits now; who comes later gets an event of its own time."""
@@ -167,17 +179,37 @@ class Inbox:
         arrived.set()
 
 
-def _file(rows: Sequence[dict[str, Any]], db: sqlite3.Connection) -> int:
-    return db.executemany(_QUERIES["file"], rows).rowcount
-
-
 def _prune(before: int, db: sqlite3.Connection) -> int:
-    (last,) = db.execute(_QUERIES["old"], {"before": before, "limit": _PRUNED_AT_ONCE}).fetchone()
+    (last,) = db.execute(_WRITE["old"], {"before": before, "limit": _PRUNED_AT_ONCE}).fetchone()
     if last is None:
         return 0
     values = {"before": before, "last": last}
-    db.execute(_QUERIES["note_pruned"], values)
-    return db.execute(_QUERIES["prune"], values).rowcount
+    db.execute(_WRITE["note_pruned"], values)
+    return db.execute(_WRITE["prune"], values).rowcount
+
+
+def _page(db: sqlite3.Connection, after: int, limit: int, wanted: MessageFilter, most_bytes: int) -> Page:
+    query = "page" if wanted.destination is None else "page_of_destination"
+    query = query if wanted.sender is None else "page_of_sender"
+    messages: list[StoredMessage] = []
+    size = 0
+    for row in db.execute(_READ[query], {"after": after, "limit": limit + 1, **wanted._asdict()}):
+        if len(messages) == limit or size > most_bytes:
+            return Page(messages, messages[-1].position)
+        messages.append(StoredMessage(*row))
+        size += len(messages[-1].message)
+    return Page(messages, None)
+
+
+def _before(db: sqlite3.Connection, since: int) -> int:
+    """Return the position after which the messages begin that were received at `since` (ms) or later."""
+    first = db.execute(_READ["since"], {"since": since}).fetchone()[0]
+    return _newest(db) if first is None else int(first)
+
+
+def _newest(db: sqlite3.Connection) -> int:
+    """Return the last position that was given."""
+    return int(db.execute(_READ["newest"]).fetchone()[0])
 
 
 def _number(text: str, refusal: Callable[[], PostroomError]) -> int:

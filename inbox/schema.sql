@@ -1,6 +1,4 @@
 -- The inbox of one daemon: one SQLite file, written by one connection (docs/contract/delivery.md#delivery-80).
---
--- This file is the schema as it stands; migrations/ is how a file gets there. A test proves them equal.
 
 CREATE TABLE inbox (
     position          INTEGER PRIMARY KEY AUTOINCREMENT,  -- grows for ever; never given twice, whatever is pruned

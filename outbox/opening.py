@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from outbox.migrate import migrate
 from outbox.model import Caller
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sql import load_queries
-from postroom.chassis.sqlite import Connection
-from postroom.chassis.sqlite_file import OwnedFile
-from postroom.chassis.sqlite_opening import Damaged, open_owned
+from postroom.chassis.sqlite import Damaged, Schema, open_writer
+from postroom.chassis.store import Connection, OwnedFile, unusable
 
+SCHEMA: Final = Schema.of("outbox", "PSTR")
 _QUERIES: Final = load_queries("outbox", "sql/recover.sql")
 
 
@@ -32,9 +31,12 @@ async def open_file(file: OwnedFile, *, accept_lost_ids: bool = False) -> Connec
     if not file.path.exists() and file.damaged is not None:
         raise _cut_short(file.path, file.damaged)
     try:
-        connection = await open_owned(file, migrate)
+        connection = await Connection.open(partial(open_writer, file.path, SCHEMA, check=file.unclean))
+        file.begin()
     except Damaged as fault:
         raise _damaged(file.path, str(fault)) from fault
+    except (sqlite3.Error, OSError) as error:
+        raise unusable(file.path, error) from error
     try:
         await connection.run(partial(_accept if accept_lost_ids else _refuse_lost, file.path))
     except BaseException:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -44,7 +45,7 @@ from postroom._wire.operations import MAX_IDS
 from postroom._wire.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import open_reader
-from postroom.chassis.sqlite_file import OwnedFile
+from postroom.chassis.store import Connection, OwnedFile
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -128,7 +129,7 @@ class Outbox:
             writer = Writer(connection, file.path, transactor, settings)
             undo.push_async_callback(writer.close)
             await _reclaim(writer)
-            reader = Reader(await open_reader(file.path), file.path)
+            reader = Reader(await Connection.open(partial(open_reader, file.path)), file.path)
             undo.pop_all()
         return cls(file, settings=settings, writer=writer, reader=reader, walked=walked, clock=clock, look_up=look_up)
 

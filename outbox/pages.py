@@ -18,13 +18,9 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-PAGE: Final = 4096  # bytes: what every file of ours has
+from postroom.chassis.wal import PAGE, Log, read
+
 _FREE: Final = struct.Struct(">II")  # at byte 32 of it: the first page of the free list, and how many are free
-_LOG_HEADER: Final = 32  # bytes
-_FRAME_HEADER: Final = 24
-_FRAME: Final = _FRAME_HEADER + PAGE
-_BIG_ENDIAN: Final = b"\x37\x7f\x06\x83"  # begins a log whose checksums are
-_GENERATIONS: Final = 2**20  # by so much may the first salt of frames be older that a new log has not overwritten yet
 _INDEX_WAY, _TABLE_WAY, _INDEX_LEAF, _TABLE_LEAF = 0x02, 0x05, 0x0A, 0x0D
 _LEAST: Final = 489  # bytes of a record that stay in its page where it has further ones
 _MOST_OF_ROW: Final = 4061  # bytes of a record of a table that lies whole in its page
@@ -61,9 +57,10 @@ class Pages:
         self._file = os.open(database, os.O_RDONLY | os.O_CLOEXEC)
         self._in_file = os.fstat(self._file).st_size // PAGE
         try:
-            self._log = os.open(f"{database}-wal", os.O_RDONLY | os.O_CLOEXEC)
+            self._log_file = os.open(f"{database}-wal", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._log = -1
+            self._log_file = -1
+        self._log = Log(self._log_file)
         self.damaged_frames = 0  # pages in the log that are not what was written
         self._unsound: set[int] = set()
         self._strays: list[int] = []
@@ -75,8 +72,8 @@ class Pages:
     def close(self) -> None:
         """Close both."""
         os.close(self._file)
-        if self._log >= 0:
-            os.close(self._log)
+        if self._log_file >= 0:
+            os.close(self._log_file)
 
     def newest(self, number: int) -> bytes:
         """Return the newest content of a page; raises `Wrong` where there is none."""
@@ -93,9 +90,9 @@ class Pages:
 
     def _contents(self, number: int) -> Iterator[bytes]:
         for place in reversed(self._frames.get(number, ())):
-            yield _read(self._log, _LOG_HEADER + place * _FRAME + _FRAME_HEADER, PAGE)
+            yield self._log.page_at(place)
         if number <= self._in_file or number not in self._frames:
-            yield _read(self._file, (number - 1) * PAGE, PAGE)
+            yield read(self._file, (number - 1) * PAGE, PAGE)
 
     def is_current(self, number: int) -> bool:
         """Tell whether the newest sound content of a page that every transaction writes is of the last one.
@@ -112,20 +109,18 @@ class Pages:
     def strays(self) -> Iterator[bytes]:
         """Yield the contents of frames of the log that do not say which page they are."""
         for place in self._strays:
-            yield _read(self._log, _LOG_HEADER + place * _FRAME + _FRAME_HEADER, PAGE)
+            yield self._log.page_at(place)
 
     def _read_log(self) -> dict[int, list[int]]:
         """Return the places in the log of each page that it holds, the oldest first.
 
-        The checksum of a frame goes on from the one before, so for SQLite the log ends at the first damaged one. Here
-        the next is checked by what the damaged one has written as its own. What came after the last commit was never
-        answered for, and is left out, unless the commit may be what is damaged.
+        What came after the last commit was never answered for, and is left out, unless the commit may be what is
+        damaged.
         """
         frames: dict[int, list[int]] = {}
         uncommitted: list[tuple[int, int]] = []
         last = 0
-        for place, frame, sound in self._generation():
-            number, committed = struct.unpack(">II", frame[:8])
+        for place, number, committed, sound in self._log.frames():
             last = place + 1
             if not sound:
                 self._unsound.add(place)
@@ -141,49 +136,6 @@ class Pages:
                 uncommitted.clear()
         self.damaged_frames = len(self._unsound)
         return frames
-
-    def _generation(self) -> Iterator[tuple[int, bytes, bool]]:
-        """Yield the frames that were written since the log began anew, each with its place and whether it is sound."""
-        size = os.fstat(self._log).st_size if self._log >= 0 else 0
-        places = range((size - _LOG_HEADER) // _FRAME)
-        if not places:
-            return
-        header = _read(self._log, 0, _LOG_HEADER)
-        order = ">" if header[:4] == _BIG_ENDIAN else "<"
-        salts = [_read(self._log, _LOG_HEADER + place * _FRAME + 8, 8) for place in places]
-        sound_header = _checksum(bytes(8), header[:24], order) == header[24:]
-        current = header[16:24] if sound_header else max(salts[:3], key=salts[:3].count)
-        last = max((place for place in places if salts[place] == current), default=-1)
-        while last + 1 < len(places) and any(salts[last + 1]) and not _is_older(salts[last + 1], current):
-            last += 1  # its header is damaged
-        before = header[24:]
-        for place in places[: last + 1]:
-            frame = _read(self._log, _LOG_HEADER + place * _FRAME, _FRAME)
-            sound = _checksum(before, frame[:8] + frame[_FRAME_HEADER:], order) == frame[16:24]
-            before = frame[16:24]
-            yield place, frame, sound and salts[place] == current
-
-
-def _is_older(salts: bytes, current: bytes) -> bool:
-    """Tell whether a frame is of an older log, over which this one is written: each counts its first salt up."""
-    return 0 < int.from_bytes(current[:4], "big") - int.from_bytes(salts[:4], "big") < _GENERATIONS
-
-
-def _checksum(before: bytes, data: bytes, order: str) -> bytes:
-    first, second = struct.unpack(">II", before)
-    words = iter(struct.unpack(f"{order}{len(data) // 4}I", data))
-    for word in words:
-        first = (first + word + second) & 0xFFFFFFFF
-        second = (second + next(words) + first) & 0xFFFFFFFF
-    return struct.pack(">II", first, second)
-
-
-def _read(file: int, offset: int, size: int) -> bytes:
-    """Read bytes; what the disk cannot give the second time either is zeros, as damaged as anything else."""
-    for _ in range(2):
-        with suppress(OSError):
-            return os.pread(file, size, offset).ljust(size, b"\0")
-    return bytes(size)
 
 
 class Records:

@@ -30,7 +30,8 @@ from postroom._wire.message import Priority
 from postroom._wire.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import QUERIES as CONNECTION
-from postroom.chassis.sqlite import Connection, in_snapshot
+from postroom.chassis.sqlite import in_snapshot
+from postroom.chassis.store import Connection
 from postroom.errors import InvalidMessage
 
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")

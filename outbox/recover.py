@@ -23,9 +23,9 @@ import msgspec
 from msgspec import Meta
 
 from outbox.errors import recovery_failed
-from outbox.migrate import migrate
+from outbox.opening import SCHEMA
 from outbox.outbox import NAME, now_ms
-from outbox.pages import PAGE, Pages, Records, in_order
+from outbox.pages import Pages, Records, in_order
 from outbox.settled import PACKED_BYTES, checksum_of, find_moved, following, key_of, number_of, pack, read_salt, text_of
 from outbox.settled import QUERIES as SETTLED
 from outbox.transaction import room_of
@@ -36,7 +36,8 @@ from postroom.chassis.ownership import hand_over
 from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import PARTS
 from postroom.chassis.sqlite import QUERIES as CONNECTION
-from postroom.chassis.sqlite_file import OwnedFile, move, set_aside, sync
+from postroom.chassis.store import OwnedFile, move, set_aside
+from postroom.chassis.wal import PAGE
 from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/recover.sql")
@@ -252,7 +253,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
         if source == file.path:
             recovery = recovery._replace(damaged=set_aside(source, now))
         fresh.rename(file.path)
-        sync(file.path.parent)
+        _sync(file.path.parent)
         saved = True
     except (OSError, sqlite3.Error) as error:
         raise recovery_failed(file.path, error) from error
@@ -282,13 +283,22 @@ def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
         contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
     ):
         new.executescript(_QUERIES["pragmas"])
-        migrate(new, fresh)
+        SCHEMA.migrate(new, fresh)
         new.execute(CONNECTION["begin"])
         recovery = _Salvage(pages, new, now).run(source)
         new.execute(CONNECTION["commit"])
         new.execute(CONNECTION["checkpoint_truncate"]).fetchall()
-    sync(fresh)
+    _sync(fresh)
     return fresh, recovery
+
+
+def _sync(path: Path) -> None:
+    """Put a file, or the names in a directory, on disk."""
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _create(file: Path) -> None:

@@ -1,7 +1,5 @@
 -- The outbox of one daemon: one SQLite file, written by one connection (docs/contract/send.md#send-41).
 --
--- This file is the schema as it stands; migrations/ is how a file gets there. A test proves them equal.
---
 -- Why it looks as it does (all measured on 1 KiB messages, four bytes of index entry cost as much as a Python call):
 --   * A rowid table, its key named `seq`: rows and every index grow at their right edge, and `seq` is the age order.
 --   * The columns are those of docs/contract/send.md#send-50. `payload` lives in `outbox_payload`, written in the same

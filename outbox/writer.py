@@ -36,7 +36,8 @@ from outbox.settings import OutboxSettings
 from outbox.transact import Transactor
 from outbox.transaction import Operation
 from postroom.chassis.exits import Fatal
-from postroom.chassis.sqlite import QUERIES, Connection, is_broken, is_full
+from postroom.chassis.sqlite import QUERIES, is_broken, is_full
+from postroom.chassis.store import Connection
 
 T = TypeVar("T")
 

@@ -1,7 +1,9 @@
-"""The connections to an SQLite file: the one that writes and checkpoints, and the ones that only read.
+"""SQLite, on one connection: opening a file of ours, its schema, its transactions, and what its errors mean.
 
 Common Pythons link SQLite 3.40.1, whose WAL-reset bug can corrupt a file when one connection writes while another
-checkpoints. So one connection does both, and readers are opened read-only.
+checkpoints. So one connection does both (`postroom.chassis.store`), and readers are opened read-only.
+
+It needs nothing but the standard library, so that `postroom.once` needs no more either.
 """
 
 from __future__ import annotations
@@ -9,15 +11,15 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, Self, TypeVar
 
-import aiosqlite
-
-from postroom.chassis.exits import Exit
+from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import open_private, refuse_link
-from postroom.chassis.sql import load_queries
+from postroom.chassis.sql import load_queries, read_sql
+from postroom.chassis.wal import check_log
 
 T = TypeVar("T")
 
@@ -37,49 +39,109 @@ _BROKEN: Final = frozenset(
 )
 
 
-class Connection(aiosqlite.Connection):
-    """An aiosqlite connection that runs a whole function on its thread.
+class Schema(NamedTuple):
+    """What a kind of file holds: numbered steps, forward only, and the mark of the kind in the file's header.
 
-    aiosqlite has a coroutine per statement, each a hop to its thread and back. A transaction is one hop here: `run`
-    hands a function over through the same queue that those coroutines use (`_execute`), for which aiosqlite has no
-    public name. The thread is a daemon thread, so that a process that fails ends, whatever it left open.
+    Until the first release there is one step, `schema.sql`. Each ends by setting `user_version` to its number.
     """
 
-    def __init__(self, connector: Callable[[], sqlite3.Connection]) -> None:
-        super().__init__(connector, iter_chunk_size=1)
-        self._thread.daemon = True
+    application_id: int
+    steps: Sequence[str]
 
-    async def run(self, function: Callable[[sqlite3.Connection], T]) -> T:
-        """Call `function` with the SQLite connection on its thread and return what it returns."""
-        result: T = await self._execute(function, self._conn)  # type: ignore[no-untyped-call]
-        return result
+    @classmethod
+    def of(cls, package: str, mark: str, file: str = "schema.sql") -> Self:
+        """Read the schema of `package`; `mark` is four letters."""
+        return cls(int.from_bytes(mark.encode("ascii"), "big"), (read_sql(package, file),))
+
+    def version_of(self, db: sqlite3.Connection, path: Path) -> int:
+        """Return the file's version, 0 for a new one; raises `Fatal` (78) where it is another program's, or newer."""
+        ((version,), (application,)) = (
+            db.execute(QUERIES[name]).fetchone() for name in ("user_version", "application_id")
+        )
+        if application not in (0, self.application_id) or (version and not application):
+            raise Fatal(Exit.CONFIG, f"{path} is an SQLite file of another program: move it to another directory")
+        if version > len(self.steps):
+            known = f"{path} has schema version {version}, this program supports up to {len(self.steps)}"
+            raise Fatal(Exit.CONFIG, f"{known}: install the newer program again")
+        return int(version)
+
+    def migrate(self, db: sqlite3.Connection, path: Path) -> None:
+        """Take the steps that the file lacks, in one transaction, however many processes open it at once."""
+        if self.version_of(db, path) == len(self.steps):
+            return
+        with transaction(db):
+            for script in self.steps[self.version_of(db, path) :]:
+                for statement in _statements(script):
+                    db.execute(statement)
 
 
-async def open_writer(path: Path) -> Connection:
-    """Open the write connection; a new file gets mode 0600, which its WAL inherits. Raises `OSError` for a link."""
+def open_writer(
+    path: Path, schema: Schema, *, pragmas: str | None = None, check: bool = False, shared: bool = False
+) -> sqlite3.Connection:
+    """Open the connection that writes to a file, and bring the file to its schema; a new one gets mode 0600.
+
+    Its log is always checked, and with `check` all of it. A file that is refused stays as it is. The connection may be
+    used by one thread after another where it is `shared`.
+
+    Raises `Damaged`, `Fatal` (78) as `Schema` does, `sqlite3.Error`, and `OSError`, also for a link in its place.
+    """
     for part in PARTS:
         refuse_link(Path(f"{path}{part}"))
     os.close(open_private(path))
-    return await _open(f"{path.as_uri()}?mode=rw", QUERIES["write_pragmas"])
-
-
-async def open_reader(path: Path) -> Connection:
-    """Open a read-only connection."""
-    return await _open(f"{path.as_uri()}?mode=ro", QUERIES["read_pragmas"])
-
-
-async def _open(uri: str, pragmas: str) -> Connection:
-    def connect() -> sqlite3.Connection:
-        return sqlite3.connect(uri, uri=True, isolation_level=None, cached_statements=_STATEMENTS)
-
-    connection = Connection(connect)
-    await connection
+    if damage := check_log(path):
+        raise Damaged(damage)
     try:
-        await connection.run(lambda db: db.executescript(pragmas))
-    except BaseException:
-        await connection.close()
+        db = _connect(path, "rw", shared=shared)
+        try:
+            schema.version_of(db, path)
+            db.executescript(pragmas or QUERIES["write_pragmas"])
+            if check:
+                _check(db)
+            schema.migrate(db, path)
+        except BaseException:
+            db.close()
+            raise
+    except sqlite3.DatabaseError as error:
+        if is_damage(error):
+            raise Damaged(str(error)) from error
         raise
-    return connection
+    return db
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """Open a connection that only reads."""
+    db = _connect(path, "ro")
+    db.executescript(QUERIES["read_pragmas"])
+    return db
+
+
+def _check(db: sqlite3.Connection) -> None:
+    (verdict,) = db.execute(QUERIES["quick_check"]).fetchone()
+    if verdict != "ok":
+        raise Damaged(verdict)
+
+
+def _connect(path: Path, mode: str, *, shared: bool = False) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}",
+        uri=True,
+        isolation_level=None,
+        cached_statements=_STATEMENTS,
+        check_same_thread=not shared,
+    )
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commit what the block writes, all or nothing."""
+    try:
+        db.execute(QUERIES["begin"])
+        yield
+        db.execute(QUERIES["commit"])
+    except BaseException:
+        if db.in_transaction:
+            db.execute(QUERIES["rollback"])
+        raise
 
 
 def in_snapshot(db: sqlite3.Connection, read: Callable[[], T]) -> T:
@@ -89,6 +151,20 @@ def in_snapshot(db: sqlite3.Connection, read: Callable[[], T]) -> T:
         return read()
     finally:
         db.execute(QUERIES["rollback"])
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Split a script at its statements: `executescript` would commit before it."""
+    begun = ""
+    for line in script.splitlines(keepends=True):
+        begun += line
+        if sqlite3.complete_statement(begun):
+            yield begun
+            begun = ""
+
+
+class Damaged(Exception):
+    """The file's content is wrong; the text is the first fault that was found."""
 
 
 def result_code(error: BaseException) -> int:

@@ -28,7 +28,8 @@ POINTS = ("before-handle", "before-commit", "after-commit", "before-settle", "af
 
 FATAL = """
 import os, signal, sqlite3, sys
-import daemon.receiver as filing, inbox.writer as writer
+import daemon.receiver as filing
+from postroom.chassis.store import Transactor
 from daemon.main import main
 
 point, fatal = sys.argv[1], int(sys.argv[2])
@@ -41,11 +42,11 @@ def reached(here):
         if calls == fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-transact, handle = writer._transact, filing.Filing.handle
+transact, handle = Transactor.transact, filing.Filing.handle
 
-def commit(group, db):
+def commit(self, db, group):
     reached("before-commit")
-    outcomes = transact(group, db)
+    outcomes = transact(self, db, group)
     reached("after-commit")
     return outcomes
 
@@ -57,7 +58,7 @@ async def handled(self, batch, settle):
         reached("after-settle")
     await handle(self, batch, settled)
 
-writer._transact, filing.Filing.handle = commit, handled
+Transactor.transact, filing.Filing.handle = commit, handled
 sys.exit(main([]))
 """
 

@@ -134,12 +134,11 @@ async def test_what_was_received_cannot_be_changed(inbox: Inbox, database: Path)
 
 async def test_a_full_disk_writes_nothing_and_the_inbox_goes_on_when_space_is_back(inbox: Inbox) -> None:
     await inbox.file([message(1)])
-    connection = inbox._writer._connection
-    await connection.run(lambda db: db.execute("PRAGMA max_page_count = 1"))
+    await inbox._store.run(lambda db: db.execute("PRAGMA max_page_count = 1"))
     with pytest.raises(TryAgain) as refusal:
         await inbox.file([message(2, body="x" * 100_000)])
     assert (refusal.value.problem.status, refusal.value.code) == (507, "disk_full")
-    await connection.run(lambda db: db.execute("PRAGMA max_page_count = 100000"))
+    await inbox._store.run(lambda db: db.execute("PRAGMA max_page_count = 100000"))
     assert await inbox.file([message(2)]) == 1
     assert await bodies(inbox) == ["message 1", "message 2"]
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from support.inboxes import message
-from support.outboxes import START, Clock, opened
+from support.outboxes import START, Clock
 
 from inbox import Inbox
-from postroom.chassis.exits import Exit, Fatal
 
 OpenInbox = Callable[[], Awaitable[Inbox]]
 
@@ -33,19 +32,6 @@ async def test_what_was_filed_is_there_after_a_restart(inbox: Inbox, open_inbox:
     assert again.refill_after is None
     assert await again.file([message(1)]) == 0
     await again.close()
-
-
-async def test_an_inbox_has_one_owner(inbox: Inbox, open_inbox: OpenInbox) -> None:
-    with pytest.raises(Fatal, match="is in use by process") as refusal:
-        await open_inbox()
-    assert refusal.value.exit_code == Exit.UNAVAILABLE
-    await inbox.file([message(1)])
-
-
-async def test_the_files_are_their_owners_alone(inbox: Inbox, state: Path) -> None:
-    await inbox.file([message(1)])
-    modes = {file.name: file.stat().st_mode & 0o777 for file in state.iterdir()}
-    assert modes == dict.fromkeys(["inbox.db", "inbox.db-wal", "inbox.db-shm", "inbox.lock"], 0o600)
 
 
 @pytest.mark.parametrize("how", ["page", "header"])
@@ -81,34 +67,3 @@ async def test_a_refill_goes_on_where_it_had_come_to(inbox: Inbox, open_inbox: O
     third = await open_inbox()
     assert third.refill_after is None
     await third.close()
-
-
-async def test_a_sound_file_is_kept_after_an_unclean_stop(inbox: Inbox, open_inbox: OpenInbox, state: Path) -> None:
-    await inbox.file([message(1)])
-    await inbox.close()
-    killed(state)
-    again = await open_inbox()
-    assert again.id == inbox.id
-    assert await again.file([message(1)]) == 0
-    await again.close()
-
-
-async def test_a_file_newer_than_the_program_is_refused_and_left_alone(
-    inbox: Inbox, open_inbox: OpenInbox, database: Path
-) -> None:
-    await inbox.close()
-    with opened(database) as db:
-        db.execute("PRAGMA user_version = 99")
-    before = database.read_bytes()
-    with pytest.raises(Fatal, match="has schema version 99"):
-        await open_inbox()
-    assert database.read_bytes() == before
-
-
-async def test_a_file_that_breaks_under_a_reader_fails_the_inbox(inbox: Inbox, database: Path) -> None:
-    await inbox.file([message(number, body="x" * 1000) for number in range(1, 101)])
-    await inbox._writer._connection.run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
-    damage(database)
-    with pytest.raises(Exception, match="malformed"):
-        await inbox.page(None, None, 1000)
-    assert inbox.failed.is_set()

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support.outboxes import Clock, accepted, opened, row_in, send
+from support.outboxes import Clock, accepted, row_in, send
 
 from outbox import Outbox
 from postroom.chassis.exits import Exit, Fatal
@@ -26,20 +26,6 @@ def modes(directory: Path) -> dict[str, int]:
 def killed(state: Path) -> None:
     """Leave the lock file as a killed daemon does."""
     (state / "outbox.lock").write_text("4711")
-
-
-async def test_a_state_directory_has_one_owner(outbox: Outbox, state: Path, open_outbox: OpenOutbox) -> None:
-    with pytest.raises(Fatal, match="is in use by process") as refusal:
-        await open_outbox()
-    assert refusal.value.exit_code == Exit.UNAVAILABLE
-    assert str(state) in str(refusal.value)
-    await accepted(outbox, send())
-
-
-async def test_the_files_are_their_owners_alone(outbox: Outbox, state: Path) -> None:
-    await accepted(outbox, send())
-    private = ["outbox.db", "outbox.db-wal", "outbox.db-shm", "outbox.lock"]
-    assert modes(state) == {"state": 0o700, **dict.fromkeys(private, 0o600)}
 
 
 async def test_what_was_accepted_is_there_after_a_restart(outbox: Outbox, open_outbox: OpenOutbox) -> None:
@@ -83,55 +69,4 @@ async def test_a_file_that_is_no_database_is_refused(outbox: Outbox, database: P
     await outbox.close()
     database.write_bytes(b"this is not an outbox" * 500)
     with pytest.raises(Fatal, match="postroom outbox recover"):
-        await open_outbox()
-
-
-async def test_a_sound_file_is_opened_after_an_unclean_stop(
-    outbox: Outbox, state: Path, open_outbox: OpenOutbox
-) -> None:
-    await accepted(outbox, send())
-    await outbox.close()
-    killed(state)
-    again = await open_outbox()
-    assert await again.find("id-1") is not None
-    await again.close()
-    assert (state / "outbox.lock").read_text() == ""
-
-
-async def test_a_file_newer_than_the_program_is_refused_and_left_alone(
-    outbox: Outbox, database: Path, open_outbox: OpenOutbox
-) -> None:
-    await outbox.close()
-    with opened(database) as db:
-        db.execute("PRAGMA user_version = 99")
-    before = database.read_bytes()
-    with pytest.raises(Fatal, match="has schema version 99") as refusal:
-        await open_outbox()
-    assert refusal.value.exit_code == Exit.CONFIG
-    assert database.read_bytes() == before
-
-
-async def test_the_file_of_another_program_is_refused(state: Path, database: Path, open_outbox: OpenOutbox) -> None:
-    state.mkdir()
-    with opened(database) as db:
-        db.execute("PRAGMA application_id = 1")
-        db.execute("CREATE TABLE theirs (x)")
-    with pytest.raises(Fatal, match="another program"):
-        await open_outbox()
-
-
-async def test_a_state_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Fatal, match="cannot use the state directory") as refusal:
-        await Outbox.open(tmp_path / "file")
-    assert refusal.value.exit_code == Exit.CONFIG
-
-
-async def test_a_file_that_cannot_be_opened_is_not_called_damaged(
-    state: Path, database: Path, open_outbox: OpenOutbox
-) -> None:
-    state.mkdir()
-    database.touch()
-    Path(f"{database}-wal").mkdir()
-    with pytest.raises(Fatal, match="cannot open"):
         await open_outbox()

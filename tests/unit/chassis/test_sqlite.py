@@ -1,10 +1,15 @@
 import errno
 import sqlite3
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from inbox.inbox import SCHEMA as INBOX
+from outbox.opening import SCHEMA as OUTBOX
 from postroom.chassis.exits import Exit
-from postroom.chassis.sqlite import exit_after, is_broken, is_damage
+from postroom.chassis.sqlite import Schema, exit_after, is_broken, is_damage
+from postroom.delivery.agents.store import SCHEMA as EVENTS
 
 
 def failure(code: int) -> sqlite3.Error:
@@ -44,3 +49,12 @@ def test_an_error_without_a_code_is_nobodys_fault() -> None:
 )
 def test_a_start_that_time_may_mend_is_tried_again(error: sqlite3.Error | OSError, code: Exit) -> None:
     assert exit_after(error) == code
+
+
+@pytest.mark.parametrize("schema", [INBOX, OUTBOX, EVENTS], ids=["inbox", "outbox", "events"])
+def test_a_schema_marks_its_file_and_is_applied_once(schema: Schema) -> None:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        for _ in range(2):
+            schema.migrate(db, Path("a.db"))
+            assert db.execute("PRAGMA user_version").fetchone() == (len(schema.steps),)
+            assert db.execute("PRAGMA application_id").fetchone() == (schema.application_id,)

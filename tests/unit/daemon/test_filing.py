@@ -50,7 +50,7 @@ async def test_a_batch_waits_in_hand_while_the_disk_is_full(tmp_path: Path) -> N
     settled = Settled()
     naps: list[str | None] = []
     async with await Inbox.open(tmp_path) as inbox:
-        connection = inbox._writer._connection
+        connection = inbox._store
         await connection.run(lambda db: db.execute("PRAGMA max_page_count = 1"))
 
         async def nap(_: float) -> None:
@@ -71,7 +71,7 @@ async def test_a_batch_waits_in_hand_while_the_disk_is_full(tmp_path: Path) -> N
 async def test_a_batch_that_waits_goes_back_when_the_daemon_stops(tmp_path: Path) -> None:
     settled = Settled()
     async with await Inbox.open(tmp_path) as inbox:
-        await inbox._writer._connection.run(lambda db: db.execute("PRAGMA max_page_count = 1"))
+        await inbox._store.run(lambda db: db.execute("PRAGMA max_page_count = 1"))
 
         async def stop(_: float) -> None:
             filing.stop()

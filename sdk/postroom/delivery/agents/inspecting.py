@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import in_snapshot, open_reader
+from postroom.chassis.store import Connection
 from postroom.delivery.agents.rebuilding import Differs, Memory, check, empty, rebuild
 from postroom.delivery.agents.records import NO_HASH
 from postroom.delivery.agents.store import Head, Owner, read_events, read_head, read_owner
@@ -75,7 +76,7 @@ async def _read(database: Path, read: Callable[[Owner, sqlite3.Connection], T]) 
     if not database.exists():  # noqa: ASYNC240 - before anything else runs
         raise Fatal(Exit.NOT_FOUND, f"there is no event store {database}")
     try:
-        connection = await open_reader(database)
+        connection = await Connection.open(partial(open_reader, database))
         try:
             return await connection.run(lambda db: in_snapshot(db, lambda: _owned(db, database, read)))
         finally:

@@ -1,7 +1,5 @@
 -- The event store of one agent: one SQLite file (docs/contract/delivery.md#delivery-55).
 --
--- This file is the schema as it stands; migrations/ is how a file gets there. A test proves them equal.
---
 --   * `event` never changes. `record` is canonical JSON (sdk/postroom/delivery/agents/records.py), and the other columns but the hash
 --     are read out of it, so that nothing can stand beside it and say something else.
 --   * A message that came in is one event (role handled, conflict or refused), found by its idempotency key. What goes
@@ -139,4 +137,4 @@ WHEN NEW.message_id <> OLD.message_id OR NEW.attempts <= OLD.attempts
 BEGIN SELECT RAISE(ABORT, 'attempts only grow'); END;
 
 PRAGMA application_id = 1347633477;  -- "PSAE"
-PRAGMA user_version = 3;
+PRAGMA user_version = 1;

@@ -1,7 +1,7 @@
 """The event store of one agent: what came in, what went out because of it, and which of that is published.
 
-One SQLite file, written by one process at a time: every method runs in a turn (turns.py), which is also what keeps one
-process from writing while another moves the write-ahead log into the file (sdk/postroom/chassis/sqlite.py).
+A store of the chassis, written by one process at a time: every method runs in a turn (turns.py), which is also what
+keeps one process from writing while another moves the write-ahead log into the file (sdk/postroom/chassis/sqlite.py).
 """
 
 from __future__ import annotations
@@ -13,21 +13,15 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
-import structlog
 
-from postroom.chassis import sqlite_migrate
+from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.sql import load_queries, migrations
-from postroom.chassis.sqlite import QUERIES as SQLITE
-from postroom.chassis.sqlite import Connection, exit_after_opening, is_damage, is_full, open_writer
+from postroom.chassis.sql import load_queries
+from postroom.chassis.sqlite import Schema, exit_after
 from postroom.delivery.agents.records import Role
 
-_log = structlog.get_logger(__name__)
-
-APPLICATION_ID: Final = int.from_bytes(b"PSAE", "big")  # in the file's header
-MIGRATIONS: Final = migrations("postroom.delivery.agents")
+SCHEMA: Final = Schema.of("postroom.delivery.agents", "PSAE")
 _QUERIES: Final = load_queries("postroom.delivery.agents")
-_CHECKPOINT_BYTES: Final = 1024 * 1024  # about what the write-ahead log gathers
 _EVENT_BYTES: Final = 512  # about what an event adds to it beside its record
 _PAGE: Final = 1000  # events read at once
 _ATTEMPTS_KEPT: Final = 30 * 86_400_000  # ms since the last one
@@ -154,10 +148,8 @@ class Look(NamedTuple):
 class Store:
     """The open event store; any number of processes of one host may have it open."""
 
-    def __init__(self, connection: Connection, path: Path) -> None:
-        self._connection = connection
-        self._path = path
-        self._logged = 0
+    def __init__(self, file: store.Store) -> None:
+        self._file = file
 
     @classmethod
     async def open(cls, path: Path, owner: Owner) -> Self:
@@ -166,109 +158,90 @@ class Store:
         Raises `Fatal`: 78 where it is damaged, newer than the program, or another agent's, 75 or 74 where the disk is
         full or fails.
         """
-        try:
-            connection = await open_writer(path)
-        except (sqlite3.Error, OSError) as error:
-            raise _unusable(path, error) from error
-        try:
-            await connection.run(partial(_claim, path, owner))
-        except BaseException as error:
-            await connection.close()
-            if isinstance(error, sqlite3.DatabaseError):
-                raise _unusable(path, error) from error
-            raise
-        return cls(connection, path)
+        claim = partial(_claim, path, owner)
+        return cls(await store.Store.open(path, SCHEMA, _ANSWERS, prepare=claim, damaged=_damaged))
 
     async def close(self) -> None:
-        """Close the file, in a turn: the last one to do so empties the log."""
-        await self._connection.close()
+        """Close the file, in a turn."""
+        await self._file.close()
 
     async def run(self, read: Callable[[sqlite3.Connection], T]) -> T:
         """Call a function that reads on the connection's thread; return what it returns."""
-        return await self._connection.run(read)
+        return await self._file.run(read)
 
     async def look(self, wanted: Wanted) -> Look:
         """Find out in one step what a turn has to know."""
-        return await self._connection.run(partial(_look, wanted))
+        return await self._file.run(partial(_look, wanted))
 
     async def append(self, changes: Changes) -> None:
         """Commit events, the versions and the position that follow from them, and attempts: all or nothing."""
-        await self._write(partial(_append, changes))
-        self._logged += sum(len(event.record) + _EVENT_BYTES for event in changes.events)
+        size = sum(len(event.record) + _EVENT_BYTES for event in changes.events)
+        await self._file.write(partial(_append, changes), size)
 
     async def unpublished_of(self, causes: Sequence[int]) -> list[Outgoing]:
         """Return what the messages at these positions caused and is not marked published."""
-        return await self._connection.run(lambda db: _outgoing(db, "unpublished_of", (_encode(causes).decode(),)))
+        return await self._file.run(lambda db: _outgoing(db, "unpublished_of", (_encode(causes).decode(),)))
 
     async def unpublished(self) -> list[Outgoing]:
         """Return everything that is not marked published, oldest first."""
-        return await self._connection.run(lambda db: _outgoing(db, "unpublished", ()))
+        return await self._file.run(lambda db: _outgoing(db, "unpublished", ()))
 
     async def mark_published(self, marks: Sequence[Mark]) -> int:
         """Note where JetStream has messages; return how many are to be published again.
 
         These are the ones whose place another has, and that other: the stream has lost one of the two.
         """
-        self._logged += _EVENT_BYTES * len(marks)
-        return await self._write(partial(_mark_published, [mark._asdict() for mark in marks]))
+        work = partial(_mark_published, [mark._asdict() for mark in marks])
+        return await self._file.write(work, _EVENT_BYTES * len(marks))
 
     async def keep_letter(self, letter_id: str, subject: str, record: bytes) -> Outgoing | None:
         """Commit a dead letter, unless it is known; return it where it is not marked published."""
-        self._logged += len(record) + _EVENT_BYTES
-        return await self._write(partial(_keep_letter, (letter_id, subject, record)))
+        work = partial(_keep_letter, (letter_id, subject, record))
+        return await self._file.write(work, len(record) + _EVENT_BYTES)
 
     async def requeue_lost(self, search: Search) -> int:
         """Make unpublished what a stream has lost; return how many messages that are."""
-        found = await self._connection.run(partial(_find_lost, search))
+        found = await self._file.run(partial(_find_lost, search))
         if not any(found):
             return 0
-        self._logged += _EVENT_BYTES * sum(map(len, found))
-        return await self._write(partial(_requeue, *found))
+        return await self._file.write(partial(_requeue, *found), _EVENT_BYTES * sum(map(len, found)))
 
     async def newest_at(self, stream: str, created_at: int, sequence: int) -> Noted | None:
         """Return what has this place in a stream, or the next one before it; `created_at` as in `Mark`."""
         place = stream, created_at, sequence
-        row = await self._connection.run(lambda db: db.execute(_QUERIES["newest_at"], place).fetchone())
+        row = await self._file.run(lambda db: db.execute(_QUERIES["newest_at"], place).fetchone())
         return row and Noted(*row)
 
     async def has_place(self, stream: str, created_at: int) -> bool:
         """Tell whether anything is noted in a stream; `created_at` as in `Mark`."""
         place = stream, created_at
-        return await self._connection.run(lambda db: bool(db.execute(_QUERIES["has_place"], place).fetchone()[0]))
+        return await self._file.run(lambda db: bool(db.execute(_QUERIES["has_place"], place).fetchone()[0]))
 
     async def forget_places(self, stream: str, created_at: int, numbers: Sequence[int]) -> None:
         """Note that what has these places in a stream is gone, as it should be."""
         values = stream, created_at, _encode(numbers).decode()
-        await self._write(lambda db: db.execute(_QUERIES["forget_places"], values).rowcount)
+        size = _EVENT_BYTES * len(numbers)
+        await self._file.write(lambda db: db.execute(_QUERIES["forget_places"], values).rowcount, size)
 
     async def requeue_since(self, since: int) -> int:
         """Make unpublished whatever was published from a time on (ms since the epoch); return how much that is."""
         found = await self.published_since(since)
-        return await self._write(partial(_requeue, found, []))
+        return await self._file.write(partial(_requeue, found, []), _EVENT_BYTES * len(found))
 
     async def published_since(self, since: int) -> list[int]:
         """Return the positions of what was published from a time on (ms since the epoch)."""
-        return await self._connection.run(lambda db: [row[0] for row in db.execute(_QUERIES["find_since"], (since,))])
+        return await self._file.run(lambda db: [row[0] for row in db.execute(_QUERIES["find_since"], (since,))])
 
     async def prune(self, before: int, most: int) -> int:
         """Forget where up to `most` messages went that were published before a time (ms since the epoch), and letters.
 
         Return how many messages; their events stay.
         """
-        pruned = await self._write(partial(_prune, before, most))
-        self._logged += _EVENT_BYTES * pruned
-        return pruned
+        return await self._file.write(partial(_prune, before, most), _EVENT_BYTES * most)
 
     async def lost(self, after: int, most: int) -> list[Outgoing]:
         """Return what was lost and is not published again yet, after a position, oldest first."""
-        return await self._connection.run(lambda db: _outgoing(db, "lost", (after, most)))
-
-    async def _write(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        result = await self._connection.run(partial(_transact, work))
-        if self._logged > _CHECKPOINT_BYTES:
-            self._logged = 0
-            await self._connection.run(_checkpoint)
-        return result
+        return await self._file.run(lambda db: _outgoing(db, "lost", (after, most)))
 
 
 def read_events(db: sqlite3.Connection, after: int = 0) -> Iterator[Event]:
@@ -291,7 +264,6 @@ def read_owner(db: sqlite3.Connection) -> Owner | None:
 
 
 def _claim(path: Path, owner: Owner, db: sqlite3.Connection) -> None:
-    sqlite_migrate.migrate(db, path, steps=MIGRATIONS, application_id=APPLICATION_ID)
     found = read_owner(db)
     if found is None:
         db.execute(_QUERIES["claim"], owner)
@@ -363,35 +335,21 @@ def _requeue(lost: Sequence[int], old: Sequence[int], db: sqlite3.Connection) ->
     return db.execute(_QUERIES["requeue"], (_encode(lost).decode(),)).rowcount
 
 
-def _transact(work: Callable[[sqlite3.Connection], T], db: sqlite3.Connection) -> T:
-    try:
-        db.execute(SQLITE["begin"])
-        result = work(db)
-        db.execute(SQLITE["commit"])
-    except BaseException:
-        if db.in_transaction:
-            db.execute(SQLITE["rollback"])
-        raise
-    return result
-
-
-def _checkpoint(db: sqlite3.Connection) -> None:
-    """Move the log into the file; a disk that has no room for that keeps the log, which holds what was committed."""
-    try:
-        db.execute(SQLITE["checkpoint"]).fetchall()
-    except sqlite3.Error as error:
-        if not is_full(error):
-            raise
-        _log.warning("checkpoint_failed", error=str(error), advice="free some space")
-
-
 def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, ...]) -> list[Outgoing]:
     return [Outgoing(*row) for row in db.execute(_QUERIES[query], parameters)]
 
 
-def _unusable(path: Path, error: sqlite3.Error | OSError) -> Fatal:
-    if is_damage(error):
-        return Fatal(Exit.CONFIG, f"{path} is damaged ({error}): restore a copy, or move it away to start empty")
-    return Fatal(
-        exit_after_opening(path, error), f"cannot open {path}: {error}; check its owner, its mode and the disk"
-    )
+def _damaged(path: Path, fault: str) -> None:
+    raise Fatal(Exit.CONFIG, f"{path} is damaged ({fault}): restore a copy, or move it away to start empty")
+
+
+def _failed(_path: Path, error: Exception) -> Fatal:
+    code = exit_after(error) if isinstance(error, (sqlite3.Error, OSError)) else Exit.FAILED
+    return Fatal(code, f"writing the event store failed: {error}; check the disk")
+
+
+_ANSWERS: Final = store.Answers(
+    refused=lambda error: error,  # a full disk, which is waited out
+    unknown=_failed,
+    closed=lambda: Fatal(Exit.FAILED, "the event store is closed"),
+)

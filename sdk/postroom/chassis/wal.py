@@ -1,0 +1,126 @@
+"""A write-ahead log as it lies on disk, read without SQLite: https://www.sqlite.org/fileformat2.html#walformat.
+
+For SQLite a log ends at the first frame that is not what was written: it drops that one and all that follow, and says
+nothing. That is right for what a power cut or a kill left unfinished, which nobody was answered for, and wrong where a
+frame was damaged later. The two differ: a transaction is on disk before the next one is written, so where a whole
+transaction and the beginning of another follow the fault, the log was whole once.
+
+Nothing tells them apart in the last transaction of a log: one that was damaged looks like one that was never finished.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+PAGE: Final = 4096  # bytes: what every file of ours has
+_HEADER: Final = 32  # bytes of a log
+_FRAME_HEADER: Final = 24
+_FRAME: Final = _FRAME_HEADER + PAGE
+_BIG_ENDIAN: Final = b"\x37\x7f\x06\x83"  # begins a log whose checksums are
+_GENERATIONS: Final = 2**20  # by so much may the first salt of frames be older that a new log has not overwritten yet
+
+
+class Frame(NamedTuple):
+    """A page that a transaction wrote; where the frame is not `sound`, it may say anything."""
+
+    place: int  # in the log
+    number: int  # of the page
+    commits: bool  # it ends its transaction
+    sound: bool
+
+
+class Log:
+    """The log of an open file descriptor, -1 for none."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield the frames that were written since the log began anew.
+
+        The checksum of a frame goes on from the one before. After a damaged one the next is checked by what that has
+        written as its own, and by what it should have.
+        """
+        size = os.fstat(self._file).st_size if self._file >= 0 else 0
+        places = range((size - _HEADER) // _FRAME)
+        if not places:
+            return
+        header = read(self._file, 0, _HEADER)
+        order = ">" if header[:4] == _BIG_ENDIAN else "<"
+        salts = [read(self._file, _HEADER + place * _FRAME + 8, 8) for place in places]
+        sound_header = _checksum(bytes(8), header[:24], order) == header[24:]
+        current = header[16:24] if sound_header else max(salts[:3], key=salts[:3].count)
+        last = max((place for place in places if salts[place] == current), default=-1)
+        while last + 1 < len(places) and any(salts[last + 1]) and not _is_older(salts[last + 1], current):
+            last += 1  # its header is damaged
+        written, due = header[24:], _checksum(bytes(8), header[:24], order)
+        for place in places[: last + 1]:
+            frame = read(self._file, _HEADER + place * _FRAME, _FRAME)
+            data = frame[:8] + frame[_FRAME_HEADER:]
+            by_written = _checksum(written, data, order)
+            due = by_written if due == written else _checksum(due, data, order)
+            written = frame[16:24]
+            sound = written in (by_written, due)
+            due = written if sound else due
+            number, pages = struct.unpack(">II", frame[:8])
+            yield Frame(place, number, bool(pages), sound and salts[place] == current)
+
+    def page_at(self, place: int) -> bytes:
+        """Return the page that a frame holds."""
+        return read(self._file, _HEADER + place * _FRAME + _FRAME_HEADER, PAGE)
+
+    @property
+    def begins_soundly(self) -> bool:
+        """Whether the header is what was written: SQLite takes a log for empty where it isn't."""
+        header = read(self._file, 0, _HEADER)
+        return _checksum(bytes(8), header[:24], ">" if header[:4] == _BIG_ENDIAN else "<") == header[24:]
+
+
+def check_log(database: Path) -> str | None:
+    """Return what is wrong with the log of a file that nobody writes to, None where SQLite drops nothing of it."""
+    try:
+        file = os.open(f"{database}-wal", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        log = Log(file)
+        fault = None if log.begins_soundly else "the header"
+        on_disk = bool(
+            fault
+        )  # what is before the frame was there before that was written, as a header or a transaction
+        for frame in log.frames():
+            if fault and on_disk and frame.sound:
+                return f"{fault} of the write-ahead log is not what was written, and what was written later follows it"
+            if not frame.sound and not fault:
+                fault = f"frame {frame.place + 1}"
+            on_disk = frame.commits
+    finally:
+        os.close(file)
+    return None
+
+
+def read(file: int, offset: int, size: int) -> bytes:
+    """Read bytes; what the disk cannot give the second time either is zeros, as damaged as anything else."""
+    for _ in range(2):
+        with suppress(OSError):
+            return os.pread(file, size, offset).ljust(size, b"\0")
+    return bytes(size)
+
+
+def _is_older(salts: bytes, current: bytes) -> bool:
+    """Tell whether a frame is of an older log, over which this one is written: each counts its first salt up."""
+    return 0 < int.from_bytes(current[:4], "big") - int.from_bytes(salts[:4], "big") < _GENERATIONS
+
+
+def _checksum(before: bytes, data: bytes, order: str) -> bytes:
+    first, second = struct.unpack(">II", before)
+    words = iter(struct.unpack(f"{order}{len(data) // 4}I", data))
+    for word in words:
+        first = (first + word + second) & 0xFFFFFFFF
+        second = (second + next(words) + first) & 0xFFFFFFFF
+    return struct.pack(">II", first, second)
