@@ -75,13 +75,10 @@ class Schema(NamedTuple):
                     db.execute(statement)
 
 
-def open_writer(
-    path: Path, schema: Schema, *, pragmas: str | None = None, check: bool = False, shared: bool = False
-) -> sqlite3.Connection:
+def open_writer(path: Path, schema: Schema, *, pragmas: str | None = None, check: bool = False) -> sqlite3.Connection:
     """Open the connection that writes to a file, and bring the file to its schema; a new one gets mode 0600.
 
-    Its log is always checked, and with `check` all of it. A file that is refused stays as it is. The connection may be
-    used by one thread after another where it is `shared`.
+    Its log is always checked, and with `check` all of it. A file that is refused stays as it is.
 
     Raises `Damaged`, `Fatal` (78) as `Schema` does, `sqlite3.Error`, and `OSError`, also for a link in its place.
     """
@@ -91,7 +88,7 @@ def open_writer(
     if damage := check_log(path):
         raise Damaged(damage)
     try:
-        db = _connect(path, "rw", shared=shared)
+        db = _connect(path, "rw")
         try:
             schema.version_of(db, path)
             db.executescript(pragmas or QUERIES["write_pragmas"])
@@ -121,14 +118,9 @@ def _check(db: sqlite3.Connection) -> None:
         raise Damaged(verdict)
 
 
-def _connect(path: Path, mode: str, *, shared: bool = False) -> sqlite3.Connection:
-    return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}",
-        uri=True,
-        isolation_level=None,
-        cached_statements=_STATEMENTS,
-        check_same_thread=not shared,
-    )
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, cached_statements=_STATEMENTS)
 
 
 @contextmanager

@@ -1,31 +1,32 @@
 """Keys in one SQLite file, for the processes of one host; the host's clock decides about leases.
 
-The standard library's `sqlite3` on a thread of its own is all it needs: a step is one short transaction, for which a
-dependency would bring nothing. The file has a rollback journal, since several processes write (see sql/sqlite.sql).
+The standard library's `sqlite3` on a thread of its own is all it needs, and so much of the chassis as needs no more
+(`postroom.chassis.sqlite`): a step is one short transaction, for which a dependency would bring nothing. The file has a
+rollback journal, since several processes write (see sql/sqlite.sql).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from postroom._wire.sql import load_queries, read_sql
+from postroom._wire.sql import load_queries
+from postroom.chassis.exits import Fatal
+from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
 from postroom.once.errors import absent, unavailable, unusable
 from postroom.once.model import LEASE_EXPIRED, Encoding, Forgotten, KeptKey, KeyFilter, Result, Row, Scope, State
 
 T = TypeVar("T")
 
-VERSION: Final = 1
-APPLICATION_ID: Final = int.from_bytes(b"PSRO", "big")  # in the file's header
+_SCHEMA: Final = Schema.of("postroom.once", "PSRO", "sql/sqlite_schema.sql")
 _QUERIES: Final = load_queries("postroom.once", "sql/sqlite.sql")
-_SCHEMA: Final = read_sql("postroom.once", "sql/sqlite_schema.sql")
 
 
 class SqliteStore:
@@ -46,7 +47,7 @@ class SqliteStore:
         """
         store = cls(path, clock)
         try:
-            await store._run(store._open, create=create)
+            await store._on_thread(partial(store._open, create=create))
         except BaseException:
             await store.close()
             raise
@@ -106,38 +107,24 @@ class SqliteStore:
         rows, _ = await self._run(lambda db: self._execute(db, "settle", {**_key(scope), "owner": owner, **values}))
         return bool(rows)
 
-    async def _run(self, step: Callable[[sqlite3.Connection], T], *, create: bool = True) -> T:
-        def run() -> T:
-            if not create and not self._path.exists():
-                raise absent(str(self._path))
-            return step(self._connection())
+    async def _run(self, step: Callable[[sqlite3.Connection], T]) -> T:
+        return await self._on_thread(lambda: step(self._db or self._open()))
 
+    async def _on_thread(self, call: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
         except sqlite3.OperationalError as error:
             raise unavailable(error) from error
-        except (sqlite3.DatabaseError, OSError) as error:
+        except (sqlite3.DatabaseError, Damaged, OSError) as error:
             raise unusable(f"{self._path}: {error}") from error
+        except Fatal as error:  # another program's file, or a newer one
+            raise unusable(str(error)) from error
 
-    def _connection(self) -> sqlite3.Connection:
-        if self._db is None:
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+    def _open(self, *, create: bool = True) -> sqlite3.Connection:
+        if not create and not self._path.exists():
+            raise absent(str(self._path))
+        self._db = open_writer(self._path, _SCHEMA, pragmas=_QUERIES["pragmas"])
         return self._db
-
-    def _open(self, db: sqlite3.Connection) -> None:
-        db.executescript(_QUERIES["pragmas"])
-        with _Transaction(db):
-            (version,), (application,) = (
-                db.execute(_QUERIES[name]).fetchone() for name in ("user_version", "application_id")
-            )
-            if application not in (0, APPLICATION_ID) or (version and not application):
-                raise unusable(f"{self._path} is an SQLite file of another program: use another file")
-            if version > VERSION:
-                raise unusable(f"{self._path} has version {version}, this program supports {VERSION}: upgrade it")
-            if version == 0:
-                for statement in _statements(_SCHEMA):
-                    db.execute(statement)
 
     def _row(
         self, db: sqlite3.Connection, query: str, scope: Scope, values: dict[str, Any], lease: float = 0.0
@@ -146,7 +133,7 @@ class SqliteStore:
         return _row_of(rows[0], now) if rows else None
 
     def _forget(self, db: sqlite3.Connection, values: dict[str, Any]) -> bool:
-        with _Transaction(db):
+        with transaction(db):
             logged = db.execute(_QUERIES["log_forgotten"], {**values, "now": _milliseconds(self._clock())}).fetchall()
             if logged:
                 db.execute(_QUERIES["forget"], values)
@@ -156,39 +143,10 @@ class SqliteStore:
         self, db: sqlite3.Connection, query: str, values: dict[str, Any], lease: float = 0.0
     ) -> tuple[list[tuple[Any, ...]], float]:
         """Run one query in a transaction; the clock is read once the lock is there."""
-        with _Transaction(db):
+        with transaction(db):
             now = self._clock()
             times = {"now": _milliseconds(now), "until": _milliseconds(now + lease)}
             return db.execute(_QUERIES[query], {**values, **times}).fetchall(), now
-
-
-class _Transaction:
-    """`BEGIN IMMEDIATE … COMMIT`, or a rollback."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute(_QUERIES["begin"])
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        try:
-            self._db.execute(_QUERIES["commit" if kind is None else "rollback"])
-        except sqlite3.Error:
-            if self._db.in_transaction:
-                self._db.execute(_QUERIES["rollback"])
-            raise
-
-
-def _statements(script: str) -> list[str]:
-    """Split a script at its statements: `executescript` would commit in between."""
-    statements, begun = [], ""
-    for line in script.splitlines(keepends=True):
-        begun += line
-        if sqlite3.complete_statement(begun):
-            statements.append(begun)
-            begun = ""
-    return statements
 
 
 def _key(scope: Scope) -> dict[str, Any]:

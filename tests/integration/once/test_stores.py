@@ -204,3 +204,9 @@ def test_a_program_without_asyncpg_is_told_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "install postroom[postgres]" in done.stderr
+
+
+def test_a_registry_in_a_file_needs_none_of_the_extras() -> None:
+    extras = ("aiosqlite", "asyncpg", "nats", "prometheus_client", "structlog", "uvloop")
+    program = f"import sys; sys.modules.update(dict.fromkeys({extras!r})); import postroom.once.sqlite"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

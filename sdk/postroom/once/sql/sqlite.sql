@@ -5,26 +5,6 @@ PRAGMA busy_timeout = 5000;      -- ms
 PRAGMA journal_mode = TRUNCATE;
 PRAGMA synchronous = EXTRA;      -- what was answered is on disk
 
--- name: user_version
--- The version of the schema: 0 for a new file.
-PRAGMA user_version;
-
--- name: application_id
--- Whose file this is: 0 for a new one.
-PRAGMA application_id;
-
--- name: begin
--- Take the write lock at once, so that nothing in the transaction can be refused it later.
-BEGIN IMMEDIATE;
-
--- name: commit
--- Make the transaction durable.
-COMMIT;
-
--- name: rollback
--- Undo the transaction.
-ROLLBACK;
-
 -- name: take
 -- Make a free key PENDING: a new one, a failed one, one whose lease has run out. No row where it is not free.
 INSERT INTO idempotency_keys AS held
