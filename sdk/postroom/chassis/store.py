@@ -347,7 +347,7 @@ class Store:
             reader,
             answers,
             transactor=transactor or Transactor(),
-            queue=queue or Queue(),
+            queue=Queue() if queue is None else queue,
             group=group,
             checkpoint_bytes=checkpoint_bytes,
         )
