@@ -104,8 +104,7 @@ class AsyncClient(OperatorMethods):
 
         `line` counts the messages from 1. Messages without an id get one; a broken connection is resumed. A message
         that is refused yields a `problem`; an error that stops the stream is raised, and then every message without
-        a result
-        may be sent again under its own id.
+        a result may be sent again under its own id.
         """
         async with aclosing(self.send_many_in_chunks(messages)) as chunks:
             async for results in chunks:

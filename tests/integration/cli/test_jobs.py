@@ -149,7 +149,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["start", "nonsense"], 2, "names no flow"),
+        (["start", "nonsense"], 2, "does not name a flow"),
         (["start", "no_such_module:flow"], 78, "cannot import no_such_module"),
         (["start", f"{NAME}:nothing"], 78, "there is no nothing in"),
         (["start", f"{NAME}:unfinished"], 78, "has no activity"),
@@ -266,7 +266,7 @@ def test_several_jobs_come_from_a_list_and_one_that_is_refused_holds_up_none(off
     listed = "".join(f'{{"id":"{job}"}}\n' for job in jobs)
     outcome = office.user.run("jobs", "retry", "-", "--reason", "mended", "--yes", stdin=listed)
     assert outcome.code == 1
-    assert outcome.out == f"{jobs[0]} goes on\n{jobs[2]} goes on\n"
+    assert outcome.out == f"{jobs[0]} continues\n{jobs[2]} continues\n"
     assert "it is running: there is nothing to retry" in outcome.err
     assert [office.state(job) for job in jobs] == ["running"] * 3
 

@@ -48,7 +48,7 @@ def test_a_replay_is_the_message_that_it_replays() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"flow": "export"}', {**OWN, "activity": "none"}])
 def test_an_engines_event_that_says_something_else_is_refused(body: Any) -> None:
-    with pytest.raises(InvalidMessage, match="m-1 is no activity_spawned"):
+    with pytest.raises(InvalidMessage, match="m-1 is not a valid activity_spawned"):
         read(delivery("activity_spawned", body))
 
 
