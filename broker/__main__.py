@@ -8,14 +8,9 @@ from pathlib import Path
 
 from broker.commands import COMMANDS, main
 
-
-def _options() -> argparse.Namespace:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m broker", description="The accept service of Postroom.")
     parser.add_argument("command", nargs="?", default="run", choices=sorted(COMMANDS))
     parser.add_argument("--config", type=Path, help="a TOML file; POSTROOM_BROKER_… override it")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    options = _options()
+    options = parser.parse_args()
     sys.exit(main(options.command, options.config))

@@ -237,7 +237,17 @@ class _Batch:
             item = candidate.item
             if history_id is not None:
                 accepted.add(item.position)
-                self._answer("b3", item, _accepted(item, str(broker_message_id), history_id))
+                self._answer(
+                    "b3",
+                    item,
+                    AcceptAnswer(
+                        status=201,
+                        client_message_id=item.client_message_id,
+                        broker_message_id=str(broker_message_id),
+                        history_id=history_id,
+                        duplicate=False,
+                    ),
+                )
             elif refusal is not None:
                 self._metrics.consumed_then_rejected.inc()
                 self._refused[item.client_message_id, item.fingerprint] = _refusal(refusal, candidate.checked).problem
@@ -272,16 +282,6 @@ class _Batch:
     def _answer(self, phase: str, item: Item | Malformed, answer: AcceptAnswer) -> None:
         self._metrics.messages.labels(phase, answer.status).inc()
         self.answers[item.position] = answer
-
-
-def _accepted(item: Item, broker_message_id: str, history_id: int) -> AcceptAnswer:
-    return AcceptAnswer(
-        status=201,
-        client_message_id=item.client_message_id,
-        broker_message_id=broker_message_id,
-        history_id=history_id,
-        duplicate=False,
-    )
 
 
 def answer_taken(sender: Member, client_message_id: str, fingerprint: bytes, row: Taken) -> AcceptAnswer:

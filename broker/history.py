@@ -59,7 +59,16 @@ class History:
             if mesh_id is None:
                 raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}")
             if last_before is not None or query.incarnation not in (None, str(incarnation)):
-                raise _restored(query.after if last_before is None else last_before, str(incarnation))
+                resume_after = query.after if last_before is None else last_before
+                raise Gone.of(
+                    "history_restored",
+                    "the broker's database was restored to an earlier state, or replaced, since "
+                    "this cursor was issued: the history "
+                    f"is the same up to history_id {resume_after}; resume there, and expect to read messages "
+                    "again that were sent again",
+                    resume_after=resume_after,
+                    incarnation=str(incarnation),
+                )
             values = (mesh_id, query.after, LOOK_AT, query.limit, MAX_PAGE_BYTES, _reader(principal), kind, ref)
             rows = await connection.fetch(QUERIES["read_history"], *values)
         return json_response(_page(rows, query.limit, str(incarnation)))
@@ -84,18 +93,6 @@ class History:
 def _reader(principal: Principal) -> int | None:
     """Return the member whose eyes the history is read with; None sees everything."""
     return principal.member_id if isinstance(principal, Member) and principal.role != "admin" else None
-
-
-def _restored(resume_after: int, incarnation: str) -> Gone:
-    return Gone.of(
-        "history_restored",
-        "the broker's database was restored to an earlier state, or replaced, since "
-        "this cursor was issued: the history "
-        f"is the same up to history_id {resume_after}; resume there, and expect to read messages "
-        "again that were sent again",
-        resume_after=resume_after,
-        incarnation=incarnation,
-    )
 
 
 def _page(rows: Sequence[asyncpg.Record], limit: int, incarnation: str) -> HistoryPage:

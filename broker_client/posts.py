@@ -105,7 +105,11 @@ class Posting:
             self._availability.rest(
                 min(clamp_retry_after(min(asked, default=0)), self._settings.backoff_most_seconds), now
             )
-        _report(batch, answers, settlements)
+        for row, answer, settlement in zip(batch, answers, settlements, strict=True):
+            if settlement.verdict is Verdict.DEAD:
+                _log.warning("message_dead", client_message_id=row.client_message_id, last_error=settlement.last_error)
+            elif answer.history_available is False:
+                _log.warning("history_unavailable", client_message_id=row.client_message_id)
         return outcomes, settlements
 
     def _failed(
@@ -143,11 +147,3 @@ def _look_behind_the_broker(answers: Sequence[AcceptAnswer]) -> None:
         clean(f"the broker can't accept: {reason}"),
         None if seconds is None else clamp_retry_after(seconds),
     )
-
-
-def _report(batch: Sequence[ClaimedRow], answers: Sequence[AcceptAnswer], settlements: Sequence[Settlement]) -> None:
-    for row, answer, settlement in zip(batch, answers, settlements, strict=True):
-        if settlement.verdict is Verdict.DEAD:
-            _log.warning("message_dead", client_message_id=row.client_message_id, last_error=settlement.last_error)
-        elif answer.history_available is False:
-            _log.warning("history_unavailable", client_message_id=row.client_message_id)

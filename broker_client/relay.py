@@ -93,7 +93,16 @@ class Relay:
         self._idle.clear()
         try:
             while not self._stopping.is_set():
-                await self._step()
+                # do the next thing there is to do, or wait until there may be one
+                if self._crash is not None:
+                    raise self._crash
+                try:
+                    await self._act()
+                except PostroomError as error:
+                    if not error.retryable:
+                        raise
+                    _log.warning("outbox_not_available", code=error.code, reason=str(error))
+                    await self._wait(STORAGE_SECONDS)
         finally:
             self._idle.set()
 
@@ -160,18 +169,6 @@ class Relay:
         if self._availability.reason is not None:
             return "waiting"
         return "relaying" if self._check.passed else "starting"
-
-    async def _step(self) -> None:
-        """Do the next thing there is to do, or wait until there may be one."""
-        if self._crash is not None:
-            raise self._crash
-        try:
-            await self._act()
-        except PostroomError as error:
-            if not error.retryable:
-                raise
-            _log.warning("outbox_not_available", code=error.code, reason=str(error))
-            await self._wait(STORAGE_SECONDS)
 
     async def _act(self) -> None:
         if self._controls_stale:

@@ -27,7 +27,10 @@ _DPI: Final = 150
 
 def draw(latencies: Sequence[Latency], file: Path) -> None:
     """Draw the busiest destinations into a PNG file; without any delivery, say so in it."""
-    wanted = _busiest(latencies)
+    counts: Counter[str] = Counter()
+    for line in latencies:
+        counts[_name(line)] += line.deliveries
+    wanted = [name for name, _ in counts.most_common(_PANELS)]
     rows = max(1, -(-len(wanted) // _COLUMNS))
     columns = min(_COLUMNS, max(1, len(wanted)))
     layout = ConstrainedLayoutEngine(
@@ -38,18 +41,16 @@ def draw(latencies: Sequence[Latency], file: Path) -> None:
     days = sorted({line.day for line in latencies if _name(line) in wanted})
     for panel, destination in zip(panels, wanted, strict=False):
         _draw_panel(panel, destination, [line for line in latencies if _name(line) == destination])
-        _date_axis(panel, days)
+        # mark some of the days that there are, the same in every panel, and leave room for the words behind the last
+        first, last = datetime.fromisoformat(days[0]), datetime.fromisoformat(days[-1])
+        span = max((last - first).days, 1)
+        marked = [datetime.fromisoformat(day) for day in days[:: -(-len(days) // _MARKS)]]
+        panel.set_xlim(first - timedelta(days=max(0.05 * span, 0.2)), last + timedelta(days=0.32 * span))
+        panel.set_xticks(marked, [f"{day.day} {day:%b}" for day in marked])
     for panel in panels[len(wanted) :]:
         panel.set_axis_off()
     _title(figure, latencies, len(wanted))
     figure.savefig(file, dpi=_DPI)
-
-
-def _busiest(latencies: Sequence[Latency]) -> list[str]:
-    counts: Counter[str] = Counter()
-    for line in latencies:
-        counts[_name(line)] += line.deliveries
-    return [name for name, _ in counts.most_common(_PANELS)]
 
 
 def _name(line: Latency) -> str:
@@ -92,15 +93,6 @@ def _draw_stage(panel: Any, stage: str, colour: str, days: Sequence[Latency]) ->
         fontsize=8.5,
         color=colour,
     )
-
-
-def _date_axis(panel: Any, days: Sequence[str]) -> None:
-    """Mark some of the days that there are, the same in every panel, and leave room for the words behind the last."""
-    first, last = datetime.fromisoformat(days[0]), datetime.fromisoformat(days[-1])
-    span = max((last - first).days, 1)
-    marked = [datetime.fromisoformat(day) for day in days[:: -(-len(days) // _MARKS)]]
-    panel.set_xlim(first - timedelta(days=max(0.05 * span, 0.2)), last + timedelta(days=0.32 * span))
-    panel.set_xticks(marked, [f"{day.day} {day:%b}" for day in marked])
 
 
 def _title(figure: Any, latencies: Sequence[Latency], panels: int) -> None:

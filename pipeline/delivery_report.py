@@ -61,7 +61,15 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     directory.mkdir(parents=True, exist_ok=True)
     picture = directory / "latency.png"
     with _replaced(directory / "latency.parquet") as fresh:
-        _write_table(latencies, fresh)
+        import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
+        from pyarrow import parquet  # noqa: PLC0415
+
+        schema = pa.schema(
+            [(name, pa.string()) for name in ("mesh", "to", "stage", "day")]
+            + [("deliveries", pa.int64())]
+            + [(name, pa.float64()) for name in ("p50", "p90", "p99")]
+        )
+        parquet.write_table(pa.Table.from_pylist([line._asdict() for line in latencies], schema=schema), fresh)
     with _replaced(picture) as fresh:
         draw(latencies, fresh)
     slowest = {
@@ -90,18 +98,6 @@ def _replaced(file: Path) -> Iterator[Path]:
     fresh = file.with_name(f".{file.name}")
     yield fresh
     fresh.replace(file)
-
-
-def _write_table(latencies: list[Latency], file: Path) -> None:
-    import pyarrow as pa  # noqa: PLC0415 - of the extra `pipeline`
-    from pyarrow import parquet  # noqa: PLC0415
-
-    schema = pa.schema(
-        [(name, pa.string()) for name in ("mesh", "to", "stage", "day")]
-        + [("deliveries", pa.int64())]
-        + [(name, pa.float64()) for name in ("p50", "p90", "p99")]
-    )
-    parquet.write_table(pa.Table.from_pylist([line._asdict() for line in latencies], schema=schema), file)
 
 
 if __name__ == "__main__":

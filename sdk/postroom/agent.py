@@ -160,8 +160,29 @@ def check_agent(agent: Any) -> None:
         raise _invalid(
             f"{agent.__name__}.name {name!r} must be a lower-case letter, then lower-case letters, digits, _ or -"
         )
-    _check_subjects(agent)
-    _check_methods(agent)
+    subjects: Any = agent.subjects
+    if not subjects:
+        raise _invalid(
+            f"{agent.__name__} has no subjects: say what it handles, as in "
+            'subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)'
+        )
+    if isinstance(subjects, str) or not all(isinstance(subject, str) and subject for subject in subjects):
+        raise _invalid(f"{agent.__name__}.subjects must be a tuple of strings, even if it is only one: (subject,)")
+    fill_subjects(agent, "tenant", "workspace")
+    fill_event_subject(agent, "tenant", "workspace", "something_happened", 1)
+    if agent.receive is Agent.receive:
+        raise _invalid(f"{agent.__name__} has no receive: write `async def receive(self, envelope)`")
+    if not inspect.iscoroutinefunction(agent.receive):
+        raise _invalid(f"{agent.__name__}.receive is not async: write `async def receive(self, envelope)`")
+    for name in ("apply", "initial_state"):
+        if inspect.iscoroutinefunction(getattr(agent, name)):
+            raise _invalid(f"{agent.__name__}.{name} is async: write `def {name}`, without await")
+    try:
+        inspect.signature(agent).bind()
+    except TypeError as error:
+        raise _invalid(
+            f"{agent.__name__} cannot be created without arguments ({error}): give each a default"
+        ) from error
 
 
 def fill_subjects(agent: type[Agent[Any]], tenant: str, workspace: str) -> list[str]:
@@ -207,35 +228,6 @@ def effects_of(returned: Any, agent: str) -> tuple[Effect, ...]:
         if not isinstance(effect, (Emit, Command)):
             raise _wrong_effect(agent, effect)
     return effects
-
-
-def _check_subjects(agent: type[Agent[Any]]) -> None:
-    subjects: Any = agent.subjects
-    if not subjects:
-        raise _invalid(
-            f"{agent.__name__} has no subjects: say what it handles, as in "
-            'subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)'
-        )
-    if isinstance(subjects, str) or not all(isinstance(subject, str) and subject for subject in subjects):
-        raise _invalid(f"{agent.__name__}.subjects must be a tuple of strings, even if it is only one: (subject,)")
-    fill_subjects(agent, "tenant", "workspace")
-    fill_event_subject(agent, "tenant", "workspace", "something_happened", 1)
-
-
-def _check_methods(agent: type[Agent[Any]]) -> None:
-    if agent.receive is Agent.receive:
-        raise _invalid(f"{agent.__name__} has no receive: write `async def receive(self, envelope)`")
-    if not inspect.iscoroutinefunction(agent.receive):
-        raise _invalid(f"{agent.__name__}.receive is not async: write `async def receive(self, envelope)`")
-    for name in ("apply", "initial_state"):
-        if inspect.iscoroutinefunction(getattr(agent, name)):
-            raise _invalid(f"{agent.__name__}.{name} is async: write `def {name}`, without await")
-    try:
-        inspect.signature(agent).bind()
-    except TypeError as error:
-        raise _invalid(
-            f"{agent.__name__} cannot be created without arguments ({error}): give each a default"
-        ) from error
 
 
 def _invalid(detail: str) -> InvalidAgent:

@@ -143,21 +143,19 @@ class AsyncClient(OperatorMethods):
         """
         patience, rows = Patience(timeout), list[OutboxRow]()
         for start in range(0, len(client_message_ids), MAX_PAGE):
-            rows += await self._wait_for(client_message_ids[start : start + MAX_PAGE], patience)
+            ids = client_message_ids[start : start + MAX_PAGE]
+            found: dict[str, OutboxRow] = {}
+            while unsettled := [each for each in ids if each not in found or found[each].status not in SETTLED]:
+                seconds = min(patience.remaining(), MAX_WAIT)
+                query = SendsQuery(client_message_ids=unsettled, wait=seconds)
+                answer = await self._read("/v1/sends", SendList, body=query, waiting=seconds)
+                if answer.missing:
+                    raise NotFound.of("send_not_found", f"there is no send under the id {answer.missing[0]}")
+                found |= {row.client_message_id: row for row in answer.rows}
+                if not patience.remaining():
+                    break
+            rows += [found[each] for each in ids]
         return rows
-
-    async def _wait_for(self, ids: Sequence[str], patience: Patience) -> list[OutboxRow]:
-        found: dict[str, OutboxRow] = {}
-        while unsettled := [each for each in ids if each not in found or found[each].status not in SETTLED]:
-            seconds = min(patience.remaining(), MAX_WAIT)
-            query = SendsQuery(client_message_ids=unsettled, wait=seconds)
-            answer = await self._read("/v1/sends", SendList, body=query, waiting=seconds)
-            if answer.missing:
-                raise NotFound.of("send_not_found", f"there is no send under the id {answer.missing[0]}")
-            found |= {row.client_message_id: row for row in answer.rows}
-            if not patience.remaining():
-                break
-        return [found[each] for each in ids]
 
     async def inbox(self, query: InboxQuery | None = None) -> InboxPage:
         """Return one page of what the daemon has received, oldest first."""

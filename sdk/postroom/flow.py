@@ -300,20 +300,18 @@ def next_steps(flow: Flow, activity: Activity, returned: Any) -> tuple[Step, ...
         raise _wrong_step(activity, returned)
     steps = tuple(returned)
     for step in steps:
-        _check_step(flow, activity, step)
+        if not isinstance(step, (Spawn, Again)):
+            raise _wrong_step(activity, step)
+        if flow.activities.get(step.activity.name) is not step.activity:
+            raise _invalid(
+                f"{activity.name!r} returned {step.activity.name!r}, which is not an activity of {flow.name!r}"
+            )
+        if isinstance(step, Again) and step.activity is not activity:
+            raise _invalid(
+                f"{activity.name!r} returned {step.activity.name}.again(…): an activity can only repeat "
+                f"itself; return {step.activity.name}.spawn(…)"
+            )
     return steps
-
-
-def _check_step(flow: Flow, activity: Activity, step: Any) -> None:
-    if not isinstance(step, (Spawn, Again)):
-        raise _wrong_step(activity, step)
-    if flow.activities.get(step.activity.name) is not step.activity:
-        raise _invalid(f"{activity.name!r} returned {step.activity.name!r}, which is not an activity of {flow.name!r}")
-    if isinstance(step, Again) and step.activity is not activity:
-        raise _invalid(
-            f"{activity.name!r} returned {step.activity.name}.again(…): an activity can only repeat "
-            f"itself; return {step.activity.name}.spawn(…)"
-        )
 
 
 def _check_name(what: str, name: str) -> None:
@@ -325,7 +323,12 @@ def _check_asking(name: str, sends: str | None, answer: str | None, timeout: flo
     if sends is None and (answer is not None or timeout is not None or asks != 1):
         raise _invalid(f"the activity {name!r} sends nothing: answer, timeout and asks need sends")
     if sends is not None:
-        _check_queue(name, sends)
+        try:
+            kind = parse_destination(sends).kind
+        except InvalidMessage as error:
+            raise _invalid(f"the activity {name!r} sends to {sends!r}: {error}") from error
+        if kind != "queue":
+            raise _invalid(f"the activity {name!r} sends to {sends!r}: a request goes to queue:<name>")
     if answer is not None and (_NAME.fullmatch(answer) is None or "-" in answer):
         raise _invalid(f"the activity {name!r} has the answer {answer!r}, which is not an event's name: use snake_case")
     if timeout is not None and not 0 < timeout <= _MOST_TIMEOUT:
@@ -336,15 +339,6 @@ def _check_asking(name: str, sends: str | None, answer: str | None, timeout: flo
         raise _invalid(f"the activity {name!r} asks {asks!r} times: from 1 to {_MOST_ASKS}")
     if asks > 1 and timeout is None:
         raise _invalid(f"the activity {name!r} asks {asks} times, and has no timeout after which: give it one")
-
-
-def _check_queue(name: str, sends: str) -> None:
-    try:
-        kind = parse_destination(sends).kind
-    except InvalidMessage as error:
-        raise _invalid(f"the activity {name!r} sends to {sends!r}: {error}") from error
-    if kind != "queue":
-        raise _invalid(f"the activity {name!r} sends to {sends!r}: a request goes to queue:<name>")
 
 
 def _check_handler(function: Any, what: str, arguments: str) -> None:

@@ -94,7 +94,18 @@ def with_id(request: SendRequest) -> SendRequest:
 
 def encode(request: SendRequest) -> bytes:
     """Encode a send as JSON; raises `InvalidMessage` for what JSON can't say (NaN would become null)."""
-    _check_types(request)
+    # refuse bytes where text belongs, which JSON would turn into other text, a meta that is no object, and a span
+    for field in ("body", "body_base64"):
+        if not isinstance(getattr(request, field), str | None):
+            refuse("invalid_field", f"{field} must be text: give bytes as `body_base64`, in base64", field)
+    if not isinstance(request.meta, dict | None):
+        refuse("invalid_field", f"meta must be an object (a dict), not {type(request.meta).__name__}", "meta")
+    moment: Any = request.not_before
+    if not isinstance(moment, datetime | str | None):  # text is a time as JSON writes it
+        sentence = (
+            f"not_before must be a time, not {type(moment).__name__}, as datetime.now(UTC) + timedelta(minutes=5)"
+        )
+        refuse("invalid_field", sentence, "not_before")
     try:
         canonical_json(request.meta)
         return msgspec.json.encode(request)
@@ -112,18 +123,3 @@ def _base64(body: object) -> str:
         sentence = f"the body must be text or bytes, not {type(body).__name__}: encode it first, as with json.dumps"
         refuse("invalid_field", sentence, "body")
     return base64.b64encode(bytes(body)).decode()  # a view may have gaps
-
-
-def _check_types(request: SendRequest) -> None:
-    """Refuse bytes where text belongs, which JSON would turn into other text, a meta that is no object, and a span."""
-    for field in ("body", "body_base64"):
-        if not isinstance(getattr(request, field), str | None):
-            refuse("invalid_field", f"{field} must be text: give bytes as `body_base64`, in base64", field)
-    if not isinstance(request.meta, dict | None):
-        refuse("invalid_field", f"meta must be an object (a dict), not {type(request.meta).__name__}", "meta")
-    moment: Any = request.not_before
-    if not isinstance(moment, datetime | str | None):  # text is a time as JSON writes it
-        sentence = (
-            f"not_before must be a time, not {type(moment).__name__}, as datetime.now(UTC) + timedelta(minutes=5)"
-        )
-        refuse("invalid_field", sentence, "not_before")

@@ -110,7 +110,12 @@ class Batch:
                 raise error_for(self._why_later)
         except PostroomError as error:
             over.set()
-            self._open_again()
+            # let every line without a final answer wait again, in the caller's order
+            waiting = sorted([*self._later, *self._unanswered])
+            self._later.clear()
+            self._unanswered.clear()
+            self._why_later = None
+            self._backlog.give_back(waiting)
             if self._backlog.waits or not error.retryable:
                 await self._patience.pause(error)
         finally:
@@ -165,14 +170,6 @@ class Batch:
             return None
         result.line = line.number
         return result
-
-    def _open_again(self) -> None:
-        """Let every line without a final answer wait again, in the caller's order."""
-        lines = sorted([*self._later, *self._unanswered])
-        self._later.clear()
-        self._unanswered.clear()
-        self._why_later = None
-        self._backlog.give_back(lines)
 
 
 class Line(NamedTuple):

@@ -42,7 +42,9 @@ class _Mint:
         with self._lock:
             if now > self._millisecond:
                 self._millisecond = now
-                self._renew()
+                upper = self._millisecond << 30 | secrets.randbits(30)
+                self._head = "".join(self._PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10))
+                self._tail = secrets.randbits(49)  # the top bit stays free, so that counting up never overflows
             else:  # the same millisecond, or a clock that was set back
                 self._tail += 1
             tail, head, pairs = self._tail, self._head, self._PAIRS
@@ -50,11 +52,6 @@ class _Mint:
             f"{head}{pairs[tail >> 40]}{pairs[tail >> 30 & 1023]}{pairs[tail >> 20 & 1023]}"
             f"{pairs[tail >> 10 & 1023]}{pairs[tail & 1023]}"
         )
-
-    def _renew(self) -> None:
-        upper = self._millisecond << 30 | secrets.randbits(30)
-        self._head = "".join(self._PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10))
-        self._tail = secrets.randbits(49)  # the top bit stays free, so that counting up never overflows
 
 
 _mint: Final = _Mint()

@@ -42,7 +42,13 @@ def find_socket(socket: Path | str | None = None, environ: Mapping[str, str] = o
     Raises `Unavailable` that says what to set or to start where there is none, or more than one.
     """
     if named := socket or environ.get("POSTROOM_SOCKET"):
-        return _checked(Path(named))
+        socket = Path(named)
+        length = len(os.fsencode(socket))
+        if length > MAX_SOCKET_PATH:
+            raise _unavailable(
+                "socket_path_too_long", f"the socket path has {length} bytes, the limit is {MAX_SOCKET_PATH}: {socket}"
+            )
+        return socket
     directories = list(socket_directories(environ))
     found = [file for directory in directories for file in _sockets(directory)]
     if len(found) == 1:
@@ -68,15 +74,6 @@ def _sockets(directory: Path) -> list[Path]:
         return sorted(file for file in directory.glob("*.sock") if file.is_socket())
     except OSError:
         return []  # a directory that can't be read holds no socket for us
-
-
-def _checked(socket: Path) -> Path:
-    length = len(os.fsencode(socket))
-    if length > MAX_SOCKET_PATH:
-        raise _unavailable(
-            "socket_path_too_long", f"the socket path has {length} bytes, the limit is {MAX_SOCKET_PATH}: {socket}"
-        )
-    return socket
 
 
 def _unavailable(code: str, detail: str) -> Unavailable:
@@ -138,9 +135,14 @@ class Transport:
         """
         content = {} if data is None else {"Content-Type": media}
         try:
+            # build the address of `path`, which is quoted already and goes out as it is: `..` is an id like any other
+            try:
+                base = URL(self._base)
+            except ValueError as error:
+                raise aiohttp.InvalidURL(self._base) from error
             async with self._session.request(
                 method,
-                self._url(path),
+                base.with_path(base.raw_path.rstrip("/") + path, encoded=True),
                 data=data,
                 params=query,
                 headers={**(headers or {}), **content},
@@ -152,14 +154,6 @@ class Transport:
                 yield response
         except (aiohttp.ClientError, OSError) as error:
             raise self.peer.failure(error) from error
-
-    def _url(self, path: str) -> URL:
-        """Build the address of `path`, which is quoted already and goes out as it is: `..` is an id like any other."""
-        try:
-            base = URL(self._base)
-        except ValueError as error:
-            raise aiohttp.InvalidURL(self._base) from error
-        return base.with_path(base.raw_path.rstrip("/") + path, encoded=True)
 
     def decode(self, data: bytes, answer: type[T]) -> T:
         """Decode an answer of the peer (nothing at all reads as None); one that isn't ours is `Unavailable`."""
@@ -252,8 +246,8 @@ class Calls:
 def to_parameters(query: msgspec.Struct) -> dict[str, str]:
     """Encode a query struct; what is not set is left out."""
     members: dict[str, Any] = msgspec.to_builtins(query)
-    return {name: _text(value) for name, value in members.items() if value is not None}
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in members.items()
+        if value is not None
+    }

@@ -118,7 +118,15 @@ class RangeReader:
 
     def __init__(self, options: HistoryOptions, schema: StructType) -> None:
         self._url = options.database_url
-        self._schema = to_arrow_schema(_checked_columns(schema), timezone="UTC")
+        known = {field.name: field.dataType for field in SCHEMA.fields}
+        for field in schema.fields:
+            if known.get(field.name) != field.dataType:
+                sentence = (
+                    f"the history has no column {field.name} of the type {field.dataType.simpleString()}: "
+                    f"its columns are {SCHEMA.simpleString()}"
+                )
+                raise InvalidMessage.of("invalid_schema", sentence, field=field.name)
+        self._schema = to_arrow_schema(schema, timezone="UTC")
         is_history = set(schema.fieldNames()) <= set(_OF_HISTORY.fieldNames())
         self._query = "read_history" if is_history else "read_messages"
 
@@ -184,18 +192,6 @@ def check_mesh(mesh: str | None, *, known: bool) -> None:
     """Raise `NotFound` where the mesh that is to be read is not known."""
     if mesh is not None and not known:
         raise NotFound.of("mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
-
-
-def _checked_columns(schema: StructType) -> StructType:
-    known = {field.name: field.dataType for field in SCHEMA.fields}
-    for field in schema.fields:
-        if known.get(field.name) != field.dataType:
-            sentence = (
-                f"the history has no column {field.name} of the type {field.dataType.simpleString()}: "
-                f"its columns are {SCHEMA.simpleString()}"
-            )
-            raise InvalidMessage.of("invalid_schema", sentence, field=field.name)
-    return schema
 
 
 def fetch(url: str, query: str, *arguments: Any) -> list[asyncpg.Record]:

@@ -88,7 +88,12 @@ def converter(kind: DataType) -> Convert | None:
         case MapType():
             return _unless_null(_map(converter(kind.valueType)))
         case StructType():
-            return _struct(kind)
+            converters = {field.name: convert for field in kind if (convert := converter(field.dataType)) is not None}
+            if not converters:
+                return None
+            return _unless_null(
+                lambda value: value | {name: convert(value[name]) for name, convert in converters.items()}
+            )
     return _SIMPLE.get(type(kind))
 
 
@@ -133,13 +138,6 @@ def _map(convert: Convert | None) -> Convert:
     if convert is None:
         return lambda pairs: {id_text(key): value for key, value in pairs}
     return lambda pairs: {id_text(key): convert(value) for key, value in pairs}
-
-
-def _struct(kind: StructType) -> Convert | None:
-    converters = {field.name: convert for field in kind if (convert := converter(field.dataType)) is not None}
-    if not converters:
-        return None
-    return _unless_null(lambda value: value | {name: convert(value[name]) for name, convert in converters.items()})
 
 
 def _unsupported(name: str, what: str) -> InvalidMessage:
