@@ -113,7 +113,7 @@ def _worker(directory: Path, nats_url: str, database: str) -> Iterator[None]:
     port = free_port()
     settings = {"NATS_URL": nats_url, "DATABASE_URL": database, "LISTEN_PORT": str(port), "LOG_LEVEL": "error"}
     environment = {f"POSTROOM_WORKER_{name}": value for name, value in settings.items()}
-    with program(directory / "worker.log", "postroom.worker", environment=environment):
+    with program(directory / "worker.log", "postroom.worker", "run", environment=environment):
         await_http(f"http://127.0.0.1:{port}/ready")
         yield
 

@@ -69,7 +69,7 @@ async def _prepare(pool: asyncpg.Pool[asyncpg.Record], js: JetStreamContext) -> 
 async def _worker(directory: Path, nats_url: str, database: str, pool: asyncpg.Pool[asyncpg.Record]) -> float:
     settings = {"NATS_URL": nats_url, "DATABASE_URL": database, "FLOWS": "bench.quiet_flow:flow", "LOG_LEVEL": "error"}
     environment = {f"POSTROOM_WORKER_{name}": value for name, value in settings.items()}
-    with program(directory / "worker.log", "postroom.worker", environment=environment):
+    with program(directory / "worker.log", "postroom.worker", "run", environment=environment):
 
         async def done() -> int:
             return int(await pool.fetchval(_QUERIES["done"]))

@@ -61,7 +61,9 @@ def _programs(directory: Path, nats_url: str, running: Broker) -> Iterator[tuple
     page = {"POSTROOM_WORKER_LISTEN_PORT": port, "POSTROOM_WORKER_LOG_LEVEL": "error"}
     with ExitStack() as stack:
         receiver = stack.enter_context(handler(directory))
-        stack.enter_context(program(directory / "worker.log", "postroom.worker", environment={**servers, **page}))
+        stack.enter_context(
+            program(directory / "worker.log", "postroom.worker", "run", environment={**servers, **page})
+        )
         await_http(f"http://127.0.0.1:{port}/ready")
         words = ["consumer", "run", "--context", MESH, "--name", "bench", "--handler", receiver.url]
         stack.enter_context(program(directory / "consumer.log", "cli", *words, environment=servers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,9 +13,7 @@ from cli.output import confirm, fields, json_line, line
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from postroom.agent import Agent
     from postroom.delivery.agents.inspecting import Verified
-    from postroom.worker.agent_config import AgentConfig
 
 app = noun("Run agents, and inspect their event stores.")
 
@@ -44,10 +42,10 @@ State = Annotated[
 @app.command()
 def run(*, agent: Name = None, config: Config = None, tenant: Tenant = None, workspace: Workspace = None) -> None:
     """Handle messages until a signal says stop. Processes of one agent on one host share its store and its work."""
-    from postroom.worker.agent import main  # noqa: PLC0415
+    from cli.worker_process import become_worker, options  # noqa: PLC0415
 
-    agent_class, loaded = _load(agent, config, tenant, workspace)
-    raise SystemExit(main(agent_class, loaded))
+    words = options(config=config, tenant=tenant, workspace=workspace)
+    become_worker("agent", *words, *([] if agent is None else ["--", agent]))
 
 
 @app.command()
@@ -61,21 +59,12 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Build an agent's state from its store and show it; nothing is handled and nothing is published."""
-    from postroom.delivery.agents.inspecting import replay as replay_store  # noqa: PLC0415
-    from postroom.delivery.agents.rebuilding import Differs  # noqa: PLC0415
+    from cli.worker_process import ask_worker  # noqa: PLC0415
 
-    agent_class, database = _stored(agent, config, tenant, workspace, state_directory)
-    try:
-        owner, memory = asyncio.run(replay_store(agent_class, database))
-    except Differs as difference:
-        raise Fatal(Exit.FAILED, f"{database} was altered at {difference}") from difference
-    found = {
-        **owner._asdict(),
-        "position": memory.position,
-        "state_hash": memory.state_hash.hex(),
-        "state": memory.state,
-    }
-    json_line(found) if as_json else fields(found.items())
+    named, database = _stored(agent, config, tenant, workspace, state_directory)
+    found = ask_worker("replay", "--", named, str(database))
+    shown = found.pop("shown")
+    json_line(found) if as_json else fields({**found, "state": shown}.items())
 
 
 @app.command()
@@ -139,30 +128,18 @@ def _show(verified: Verified, *, as_json: bool) -> None:
         line("ok")
 
 
-def _load(
-    agent: str | None, config: Path | None, tenant: str | None, workspace: str | None
-) -> tuple[type[Agent[Any]], AgentConfig]:
-    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
-    from postroom.worker.agent_config import load_config  # noqa: PLC0415
-
-    loaded = load_config(config, tenant=tenant, workspace=workspace)
-    name = agent or loaded.agent_class
-    if name is None:
-        raise Fatal(
-            Exit.USAGE, "which agent? Give MODULE:AGENT, as in shop.agents:Pricing, or agent_class in the config"
-        )
-    return load_agent(name), loaded
-
-
 def _stored(
     agent: str | None, config: Path | None, tenant: str | None, workspace: str | None, directory: Path | None
-) -> tuple[type[Agent[Any]], Path]:
+) -> tuple[str, Path]:
     """Return an agent and where its store lies; without a config where both are given."""
-    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
+    from cli.worker_process import ask_worker  # noqa: PLC0415
     from postroom.delivery.agents.runtime import database  # noqa: PLC0415
-    from postroom.worker.agent_config import state_directory  # noqa: PLC0415
+    from postroom.worker.agent_config import load_config, state_directory  # noqa: PLC0415
 
     if agent is not None and directory is not None:
-        return load_agent(agent), database(directory)
-    agent_class, loaded = _load(agent, config, tenant, workspace)
-    return agent_class, database(directory or state_directory(loaded, agent_class))
+        ask_worker("describe", "agent", "--", agent)
+        return agent, database(directory)
+    loaded = load_config(config, tenant=tenant, workspace=workspace)
+    named = loaded.name_agent(agent)
+    name = ask_worker("describe", "agent", "--", named)["name"]
+    return named, database(directory or state_directory(loaded, name))

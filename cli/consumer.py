@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -63,25 +62,15 @@ def run(
 
     Without a file, POSTROOM_NATS_URL and POSTROOM_DATABASE_URL name the servers, as `postroom up` sets them.
     """
-    from postroom.worker.consumer import main  # noqa: PLC0415
-    from postroom.worker.consumer_config import PREFIX, direct_config, load_config  # noqa: PLC0415
+    from cli.worker_process import become_worker, options  # noqa: PLC0415
 
-    direct = (context, name, handler, stream, subject, secret_file)
-    if not any(direct) and (config is not None or any(variable.startswith(PREFIX) for variable in os.environ)):
-        raise SystemExit(main(load_config(config)))
-    if config is not None:
-        raise typer.BadParameter("use --config alone: the file has all settings")
-    if not (context and name and handler):
-        raise typer.BadParameter("give --context, --name and --handler, or --config")
-    raise SystemExit(
-        main(
-            direct_config(
-                context=context,
-                name=name,
-                handler=handler,
-                stream=stream,
-                subjects=subject or [],
-                secret_file=secret_file,
-            )
-        )
+    words = options(
+        config=config,
+        context=context,
+        name=name,
+        handler=handler,
+        stream=stream,
+        subject=subject,
+        secret_file=secret_file,
     )
+    become_worker("consumer", *words)

@@ -80,20 +80,22 @@ def start(
         postroom jobs start nightly_export:flow --request '{"day": "2026-01-31"}'
         postroom jobs start nightly_export:flow --job 6fa459ea-ee8a-3ca4-894e-db77e160355e --request - < request.json
     """  # noqa: D301 - \b: as it stands
-    from postroom.ledger.loading import load_flow  # noqa: PLC0415
+    from cli.worker_process import ask_worker  # noqa: PLC0415
     from postroom.ledger.operating import start as begin  # noqa: PLC0415
     from postroom.ledger.primitives import Start  # noqa: PLC0415
 
     if mesh is None:
         raise Fatal(Exit.USAGE, "name the mesh with --mesh, or set POSTROOM_MESH")
-    loaded, text = load_flow(flow), _request(request)
+    text = _request(request)
+    found = ask_worker("describe", "flow", "--", flow)
+    name, first, threshold = found["name"], found["first"], found["threshold"]
     _check_traceparent(traceparent)
-    wanted = Start(job or uuid4(), mesh, loaded.name, uuid4(), loaded.first.name, text, loaded.threshold, traceparent)
+    wanted = Start(job or uuid4(), mesh, name, uuid4(), first, text, threshold, traceparent)
     started = _with_database(database, lambda connection: begin(connection, wanted))
     if as_json:
-        json_line({"id": wanted.job, "mesh": mesh, "flow": loaded.name, "started": started})
+        json_line({"id": wanted.job, "mesh": mesh, "flow": name, "started": started})
         return
-    note(f"started a job of {loaded.name}" if started else "that job was started before: nothing was done")
+    note(f"started a job of {name}" if started else "that job was started before: nothing was done")
     line(str(wanted.job))
 
 

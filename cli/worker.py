@@ -31,9 +31,9 @@ def run(*, config: Config = None, flow: Flows = None) -> None:
 
     Any number of workers may run, beside the one of `postroom up` too: they share the work.
     """
-    from postroom.worker.commands import main  # noqa: PLC0415
+    from cli.worker_process import become_worker, options  # noqa: PLC0415
 
-    raise SystemExit(main(config, flow or ()))
+    become_worker("run", *options(config=config, flow=flow))
 
 
 @app.command()

@@ -79,7 +79,7 @@ def handler() -> Iterator[subprocess.Popen[bytes]]:
         "POSTROOM_CONSUMER_DATABASE_URL": DATABASE,
         "POSTROOM_CONSUMER_LISTEN_PORT": "0",
     }
-    command = [sys.executable, "-m", "cli", "consumer", "run", "--config", str(config)]
+    command = [sys.executable, "-m", "postroom.worker", "consumer", "--config", str(config)]
     consumer = subprocess.Popen(command, env={**os.environ, **settings}, stderr=subprocess.DEVNULL)  # noqa: S603
     try:
         yield consumer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from aiohttp import web
 import cli
 from cli.stack import Stack
 from cli.stack.layout import MESH
-from cli.stack.programs import PageProgram, module_command
+from cli.stack.programs import PageProgram
 from embedded import EmbeddedServer
 
 POISON: Final = "not an order"  # a body that the handler cannot read until it is repaired
@@ -105,14 +106,13 @@ class ConsumerProgram(PageProgram):
     """The consumer of every event of the mesh."""
 
     name = "consumer"
+    module = "postroom.worker"
+    arguments = ("consumer",)
 
     def __init__(self, stack: Stack, receiver: Receiver) -> None:
         super().__init__(stack.layout, stack.layout.state / "consumer")
         self._stack = stack
         self._receiver = receiver
-
-    def _command(self) -> list[str]:
-        return module_command("cli", "consumer", "run", "--config", self.config_file)
 
     def _settings(self) -> Mapping[str, Any]:
         return {
@@ -135,8 +135,8 @@ class AgentProgram(PageProgram):
         self._stack = stack
 
     def _command(self) -> list[str]:
-        words = module_command("cli", "agent", "run", "counting_agent:Counter", "--config", self.config_file)
-        return ["/usr/bin/env", f"PYTHONPATH={EXAMPLES}", *words]
+        words = ["agent", "counting_agent:Counter", "--config", str(self.config_file)]
+        return ["/usr/bin/env", f"PYTHONPATH={EXAMPLES}", sys.executable, "-P", "-m", "postroom.worker", *words]
 
     def _settings(self) -> Mapping[str, Any]:
         return {

@@ -31,17 +31,18 @@ _BACKLOG: Final = "postroom_worker_backlog_messages"
 
 
 def module_command(module: str, *arguments: object) -> list[str]:
-    """Return the command line that runs one of our modules, whatever lies in the working directory.
+    """Return the command line that runs one of our modules, whatever the working directory and `PYTHONPATH` hold.
 
-    `python -m` alone looks there first, and `worker.py` or `cli/` are likely names in a user's project.
+    `python -m` alone looks there first, and `broker.py` or `cli/` are likely names in a user's project.
     """
-    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+    return [sys.executable, "-P", "-E", "-m", module, *map(str, arguments)]
 
 
 class Program(EmbeddedServer):
     """A program of Postroom with a config file of its own, started as `python -m <module>`."""
 
     module: str
+    arguments: tuple[str, ...] = ()
 
     def __init__(self, layout: Layout, directory: Path) -> None:
         super().__init__(directory)
@@ -56,7 +57,7 @@ class Program(EmbeddedServer):
         write_secret(self.config_file, toml(self._settings()))
 
     def _command(self) -> list[str]:
-        return module_command(self.module, "--config", self.config_file)
+        return module_command(self.module, *self.arguments, "--config", self.config_file)
 
     def _ready(self, process: ProcessIdentity) -> bool:  # noqa: ARG002 - the address is this process's alone
         async def ask() -> bool:
@@ -181,6 +182,7 @@ class WorkerProgram(PageProgram):
 
     name = "worker"
     module = "postroom.worker"
+    arguments = ("run",)
 
     def __init__(self, layout: Layout, postgres: EmbeddedServer, nats: EmbeddedServer) -> None:
         super().__init__(layout, layout.state / "worker")

@@ -1,11 +1,12 @@
 """What users install: the wheels of both distributions, without this checkout.
 
-The sdk's runs beside nothing but its own dependencies. The soaks install from an index: the lowest versions that we
-allow, and what `pip install 'postroom-server[embedded]'` takes by itself.
+The sdk's runs beside nothing but its own dependencies, and a user's modules may have names of ours. The soaks install
+from an index: the lowest versions that we allow, and what `pip install 'postroom-server[embedded]'` takes by itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,13 +14,24 @@ import sysconfig
 import tomllib
 import zipfile
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from importlib.metadata import files, requires
 from pathlib import Path
+from typing import IO
+from uuid import uuid4
 
+import asyncpg
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 from support.lone_daemon import LoneDaemon
+
+from embedded.processes import tethered
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
+from postroom.delivery.streams import default_streams, ensure_stream
+from postroom.ledger.database import migrate
+from postroom.ledger.primitives import Start, start_job
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
@@ -140,15 +152,18 @@ def send_through_up(program: Path, state: Path) -> None:
         postroom("down", "--wipe", "--yes")
 
 
+def environment_of(wheels: list[Path], directory: Path) -> Path:
+    """Make an environment with these wheels and whatever is installed here, but for this checkout."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    install(wheels, directory / "bin/python")
+    (site,) = directory.glob("lib/python3*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return site
+
+
 def test_up_runs_from_the_wheels_alone(wheels: list[Path], short_directory: Path, tmp_path: Path) -> None:
     installed = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", installed], check=True)
-    install(wheels, installed / "bin/python")
-    (site,) = installed.glob("lib/python3*/site-packages")
-    (site / "dependencies.pth").write_text(
-        sysconfig.get_path("purelib")
-    )  # what is installed here, but for this checkout
-
+    site = environment_of(wheels, installed)
     send_through_up(installed / "bin/postroom", short_directory / "up")
     origins = subprocess.run(
         [installed / "bin/python", "-P", "-c", "import cli, postroom; print(cli.__file__, postroom.__file__)"],
@@ -157,6 +172,104 @@ def test_up_runs_from_the_wheels_alone(wheels: list[Path], short_directory: Path
         check=True,
     ).stdout.split()
     assert all(Path(origin).is_relative_to(site) for origin in origins)
+
+
+FLOW = """
+from postroom.flow import Flow
+
+flow = Flow("closing")
+
+@flow.activity(sends="queue:clerk")
+async def ask(ctx, request):
+    return request
+
+@ask.answered
+async def _(ctx, answer):
+    return None  # a job is closed once the agent has answered
+
+@flow.completed
+async def report(ctx, job):
+    return job.request
+"""
+AGENT = """
+from cli import PRICE
+from postroom.agent import Agent, Emit
+
+class Clerk(Agent):
+    subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)
+
+    async def receive(self, envelope):
+        return Emit("answered", {"price": PRICE})
+"""
+HANDLER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        print(self.rfile.read(int(self.headers["Content-Length"])).decode(), flush=True)
+        self.send_response(200)
+        self.end_headers()
+
+server = HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+def test_a_users_agent_flow_and_handler_run_in_their_own_environment_whatever_they_are_called(
+    wheels: list[Path], tmp_path: Path, database_url: str, nats_url: str
+) -> None:
+    installed, project = tmp_path / "environment", tmp_path / "project"
+    environment_of(wheels[:1], installed)
+    for name, text in {
+        "worker.py": FLOW,
+        "daemon.py": AGENT,
+        "cli/__init__.py": "PRICE = 7\n",
+        "cli/__main__.py": HANDLER,
+    }.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    mesh, job = f"m{uuid4().hex}", uuid4()
+    variables = {
+        "POSTROOM_DATABASE_URL": database_url,
+        "POSTROOM_NATS_URL": nats_url,
+        "POSTROOM_MESH": mesh,
+        "POSTROOM_STATE": str(tmp_path / "state"),
+    }
+
+    async def begin() -> None:
+        await migrate(database_url)
+        connection = await asyncpg.connect(database_url)
+        await start_job(connection, Start(job, mesh, "closing", uuid4(), "ask", '{"of": "january"}'))
+        await connection.close()
+        nats = await connect(NatsSettings(url=nats_url), name="test", patience=20)
+        for stream in default_streams(mesh, max_bytes=None):
+            await ensure_stream(nats.jetstream(), stream)
+        await nats.close()
+
+    asyncio.run(begin())
+    with ExitStack() as stack:
+
+        def start(*words: str) -> IO[str]:
+            """Start a module in the project, as its user does, and return what it prints."""
+            command = tethered([str(installed / "bin/python"), "-m", *words])
+            program = subprocess.Popen(
+                command, cwd=project, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            stack.callback(program.wait)
+            stack.callback(program.terminate)
+            assert program.stdout is not None
+            return stack.enter_context(program.stdout)
+
+        handler = start("cli")
+        url = f"http://127.0.0.1:{int(handler.readline())}/"
+        start("postroom.worker", "run", "--flow", "worker:flow")
+        start("postroom.worker", "agent", "daemon:Clerk")
+        start("postroom.worker", "consumer", "--context", mesh, "--name", "books", "--handler", url)
+        handled = next(line for line in handler if "job_completed" in line)
+    assert str(job) in handled
+    assert "january" in handled
 
 
 def test_both_wheels_carry_the_licence(wheels: list[Path]) -> None:

@@ -57,7 +57,7 @@ async def _haunt(run: Run, chain: Chain) -> None:
         chain.programs[f"worker {number}"].start()
     if run.without:
         for name, program in chain.programs.items():
-            program.become("faults.without", run.without, "postroom.worker")
+            program.become("faults.without", run.without, "postroom.worker", "run")
             chain.restart(name)
     database = await asyncpg.connect(chain.room.database_url)
     await database.execute(zombie_flow.EFFECTS)

@@ -95,7 +95,7 @@ async def lost_streams(run: Run) -> None:
     """Lose what NATS had, again and again: all has its effect, and nothing settled comes again."""
     async with _chain(run) as (chain, handler):
         if run.without:
-            chain.programs["worker"].become("faults.without", run.without, "postroom.worker")
+            chain.programs["worker"].become("faults.without", run.without, "postroom.worker", "run")
             chain.restart("worker")
         database = await asyncpg.connect(chain.room.database_url)
         senders = Senders(chain.room.socket, run.size.load)

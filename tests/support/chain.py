@@ -122,9 +122,8 @@ class Chain:
         """Return a worker, which is not started yet."""
         settings = {"DATABASE_URL": self._database_url, "NATS_URL": nats_url, "RECORD_CHECK_SECONDS": 0.5, **_QUICK}
         settings |= {f"{source}_{key}": value for source in ("EVENTS", "DELIVERIES") for key, value in _RETRIES.items()}
-        return Process(
-            self.directory, "postroom.worker", _variables("WORKER", settings | {"EVENTS_ACK_SECONDS": 1} | more)
-        )
+        variables = _variables("WORKER", settings | {"EVENTS_ACK_SECONDS": 1} | more)
+        return Process(self.directory, "postroom.worker", variables, "run")
 
     async def reader_ready(self) -> None:
         async with AsyncClient(self.reader_socket, patience=60) as client:

@@ -17,7 +17,7 @@ from embedded.processes import tethered
 def worker(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Run a worker, and yield it with its first log line that says that it publishes."""
     process = subprocess.Popen(
-        tethered([sys.executable, "-m", "postroom.worker", *arguments]),
+        tethered([sys.executable, "-m", "postroom.worker", "run", *arguments]),
         stderr=subprocess.PIPE,
         text=True,
         env={"PATH": os.environ["PATH"], "POSTROOM_WORKER_LISTEN_PORT": "0", **environment},

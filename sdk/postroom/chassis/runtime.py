@@ -17,12 +17,14 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import structlog
 import uvloop
 
+import postroom
 from postroom.chassis.exits import Exit, Fatal
 
 T = TypeVar("T")
@@ -132,15 +134,16 @@ def _is_foreign(variable: str, environ: Mapping[str, str]) -> bool:
 
 
 def load_named(name: str, *, what: str, example: str) -> Any:
-    """Import `module:name`, also from the current directory, which comes last: its `worker.py` must not hide ours.
+    """Import `module:name` as `python -m` does: from the current directory first, then from `PYTHONPATH`.
 
     Raises `Fatal`: 2 where `name` has another form, as one that names no `what`, and 78 where it can't be imported.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise Fatal(Exit.USAGE, f"{name!r} does not name {what}: pass {example}")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    check_library_is_visible()
+    if sys.path[0] != str(Path.cwd()):
+        sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -149,3 +152,13 @@ def load_named(name: str, *, what: str, example: str) -> Any:
     if found is None:
         raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name} ({module.__file__})")
     return found
+
+
+def check_library_is_visible() -> None:
+    """Raise `Fatal` (78) if a user's `postroom.py` would be imported instead of the library."""
+    for entry in (".", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+        found = PathFinder.find_spec("postroom", [str(Path(entry).absolute())])
+        if found is None or found.origin is None:
+            continue  # a directory without modules hides nothing
+        if not Path(found.origin).samefile(postroom.__file__):
+            raise Fatal(Exit.CONFIG, f"{found.origin} hides the library `postroom`: rename it")

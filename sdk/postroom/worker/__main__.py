@@ -1,19 +1,157 @@
-"""`python -m postroom.worker --config FILE`: the worker without the rest of the command line."""
+"""`python -m postroom.worker VERB …`: whatever runs a user's code, with the library and nothing else of ours.
+
+    run        publish, and run the jobs of flows
+    consumer   give messages to a handler behind HTTP
+    agent      handle messages with an agent's class
+    describe   say what an agent or a flow is called, as JSON
+    replay     build an agent's state from its event store, as JSON
+
+`postroom worker run`, `postroom consumer run` and `postroom agent run` are the first three.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any, Final
 
-from postroom.worker.commands import main
+import msgspec
+
+from postroom.chassis.exits import Exit, Fatal
+
+_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells say it
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m postroom.worker", description="The publishing worker of Postroom.")
-    parser.add_argument("--config", type=Path, help="a TOML file; POSTROOM_WORKER_… override it")
-    return parser.parse_args()
+def main() -> int:
+    """Do what the words ask for; what is fatal becomes a sentence and its exit code."""
+    options = _parser().parse_args()
+    try:
+        options.do(options)
+    except Fatal as fatal:
+        sys.stderr.write(f"{options.name}: {fatal}\n")
+        return int(fatal.exit_code)
+    except KeyboardInterrupt:  # before it listened for the signal
+        return _INTERRUPTED
+    return Exit.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m postroom.worker", allow_abbrev=False)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    def verb(name: str, do: Callable[[Any], None], *, says: str, help_text: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+        added.set_defaults(do=do, name=says)
+        return added
+
+    run = verb("run", _run, says="postroom worker", help_text="Publish, and run the jobs of flows.")
+    run.add_argument("--config", type=Path, help="a TOML file; POSTROOM_WORKER_… override it")
+    run.add_argument("--flow", metavar="MODULE:FLOW", action="append", default=[], help="also run this flow")
+
+    consumer = verb("consumer", _consume, says="postroom consumer", help_text="Give messages to a handler behind HTTP.")
+    consumer.add_argument("--config", type=Path, help="a TOML file; POSTROOM_CONSUMER_… override it")
+    consumer.add_argument("--context", help="without a file: the mesh whose events")
+    consumer.add_argument("--name", dest="durable", help="without a file: the consumer")
+    consumer.add_argument("--handler", help="without a file: where messages are posted to")
+    consumer.add_argument("--stream", help="without a file: the stream")
+    consumer.add_argument("--subject", action="append", default=[], help="without a file: only these subjects")
+    consumer.add_argument("--secret-file", type=Path, help="without a file: the secret that signs requests")
+
+    agent = verb("agent", _handle, says="postroom agent", help_text="Handle messages with an agent's class.")
+    agent.add_argument("agent", metavar="MODULE:AGENT", nargs="?", help="the class, where the config names none")
+    agent.add_argument("--config", type=Path, help="a TOML file; POSTROOM_AGENT_… override it")
+    agent.add_argument("--tenant", help="the mesh that it works in")
+    agent.add_argument("--workspace", help="its workspace there")
+
+    describe = verb("describe", _describe, says="postroom", help_text="Say what an agent or a flow is called, as JSON.")
+    describe.add_argument("kind", choices=["agent", "flow"])
+    describe.add_argument("what", metavar="MODULE:NAME")
+
+    replay = verb("replay", _replay, says="postroom", help_text="Build an agent's state from its store, as JSON.")
+    replay.add_argument("agent", metavar="MODULE:AGENT")
+    replay.add_argument("database", metavar="EVENTS.DB", type=Path)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    from postroom.worker.commands import main as run  # noqa: PLC0415
+
+    run(options.config, options.flow)
+
+
+def _consume(options: argparse.Namespace) -> None:
+    from postroom.worker.consumer import main as consume  # noqa: PLC0415
+    from postroom.worker.consumer_config import PREFIX, direct_config, load_config  # noqa: PLC0415
+
+    direct = [options.context, options.durable, options.handler, options.stream, options.subject, options.secret_file]
+    if not any(direct) and (options.config is not None or any(variable.startswith(PREFIX) for variable in os.environ)):
+        return consume(load_config(options.config))
+    if options.config is not None:
+        raise Fatal(Exit.USAGE, "use --config alone: the file has all settings")
+    if not all(direct[:3]):
+        raise Fatal(Exit.USAGE, "give --context, --name and --handler, or --config")
+    config = direct_config(
+        context=options.context,
+        name=options.durable,
+        handler=options.handler,
+        stream=options.stream,
+        subjects=options.subject,
+        secret_file=options.secret_file,
+    )
+    return consume(config)
+
+
+def _handle(options: argparse.Namespace) -> None:
+    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
+    from postroom.worker.agent import main as handle  # noqa: PLC0415
+    from postroom.worker.agent_config import load_config  # noqa: PLC0415
+
+    config = load_config(options.config, tenant=options.tenant, workspace=options.workspace)
+    handle(load_agent(config.name_agent(options.agent)), config)
+
+
+def _describe(options: argparse.Namespace) -> None:
+    from postroom.agent import agent_name  # noqa: PLC0415
+    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
+    from postroom.ledger.loading import load_flow  # noqa: PLC0415
+
+    with redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
+        if options.kind == "agent":
+            found: dict[str, Any] = {"name": agent_name(load_agent(options.what))}
+        else:
+            flow = load_flow(options.what)
+            found = {"name": flow.name, "first": flow.first.name, "threshold": flow.threshold}
+    _answer(found)
+
+
+def _replay(options: argparse.Namespace) -> None:
+    from postroom.delivery.agents.inspecting import replay  # noqa: PLC0415
+    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
+    from postroom.delivery.agents.rebuilding import Differs  # noqa: PLC0415
+
+    with redirect_stdout(sys.stderr):
+        try:
+            owner, memory = asyncio.run(replay(load_agent(options.agent), options.database))
+        except Differs as difference:
+            raise Fatal(Exit.FAILED, f"{options.database} was altered at {difference}") from difference
+    found = {
+        **owner._asdict(),
+        "position": memory.position,
+        "state_hash": memory.state_hash.hex(),
+        "state": memory.state,
+        "shown": str(memory.state),
+    }
+    _answer(found)
+
+
+def _answer(found: object) -> None:
+    sys.stdout.write(msgspec.json.encode(found, enc_hook=str).decode() + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main(_options().config))
+    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -59,15 +58,10 @@ class Services:
             _log.warning("stopped_with_messages_in_hand", seconds=self.config.stop_seconds)
 
 
-def main(agent: type[Agent[Any]], config: AgentConfig) -> int:
-    """Run the agent until a signal says stop; what is fatal becomes one sentence and its exit code."""
+def main(agent: type[Agent[Any]], config: AgentConfig) -> None:
+    """Run the agent until a signal says stop; raises `Fatal`."""
     logs.configure(config.log_level)
-    try:
-        run_program(run(agent, config))
-    except Fatal as fatal:
-        sys.stderr.write(f"postroom agent: {fatal}\n")
-        return int(fatal.exit_code)
-    return int(Exit.OK)
+    run_program(run(agent, config))
 
 
 async def run(agent: type[Agent[Any]], config: AgentConfig) -> None:
@@ -99,7 +93,7 @@ async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIt
             runtime = await AgentRuntime.open(
                 agent,
                 js,
-                state_directory(config, agent),
+                state_directory(config, agent_name(agent)),
                 tenant=config.tenant,
                 workspace=config.workspace,
                 settings=config.agent,

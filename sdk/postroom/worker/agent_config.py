@@ -68,6 +68,14 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
     backoff: BackoffSettings = field(default_factory=BackoffSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
 
+    def name_agent(self, given: str | None) -> str:
+        """Return which class is meant, `given` before the config's; raises `Fatal` (2) where neither says."""
+        name = given or self.agent_class
+        if name is None:
+            sentence = "which agent? Give MODULE:AGENT, as in shop.agents:Pricing, or agent_class in the config"
+            raise Fatal(Exit.USAGE, sentence)
+        return name
+
     def consumer(self, agent: type[Agent[Any]]) -> ConsumerSettings:
         """Return the durable consumer of `agent`, on whichever stream keeps its subjects."""
         return ConsumerSettings(
@@ -100,10 +108,9 @@ def load_config(
     return config
 
 
-def state_directory(config: AgentConfig, agent: type[Agent[Any]], environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where the agent's store lies; raises `Fatal` (78) where neither the config nor the environment says."""
-    name = f"{config.tenant}.{config.workspace}.{agent_name(agent)}"
-    return config.state_directory or _state_home(environ) / "agents" / name
+def state_directory(config: AgentConfig, agent: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the store of the agent of that name lies; raises `Fatal` (78) where nothing says."""
+    return config.state_directory or _state_home(environ) / "agents" / f"{config.tenant}.{config.workspace}.{agent}"
 
 
 def _state_home(environ: Mapping[str, str]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -20,17 +19,12 @@ from postroom.worker.config import WorkerConfig, load_config
 from postroom.worker.main import run
 
 
-def main(config_file: Path | None, flows: Sequence[str] = ()) -> int:
-    """Load the config and run the worker, with `flows` beside the config's; what is fatal becomes a sentence."""
-    try:
-        config = load_config(config_file)
-        config = msgspec.structs.replace(config, flows=[*config.flows, *flows])
-        logs.configure(config.log_level)
-        runtime.run(run(config))
-    except Fatal as fatal:
-        sys.stderr.write(f"postroom worker: {fatal}\n")
-        return int(fatal.exit_code)
-    return Exit.OK
+def main(config_file: Path | None, flows: Sequence[str] = ()) -> None:
+    """Load the config and run the worker, with `flows` beside the config's; raises `Fatal`."""
+    config = load_config(config_file)
+    config = msgspec.structs.replace(config, flows=[*config.flows, *flows])
+    logs.configure(config.log_level)
+    runtime.run(run(config))
 
 
 async def ask_backlogs(config: WorkerConfig, context: str | None) -> dict[str, Backlog]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, Final
@@ -11,7 +10,6 @@ from typing import Any, Final
 import structlog
 
 from postroom.chassis import logs
-from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import (
     answer_watchdog,
     managed,
@@ -31,15 +29,10 @@ _log = structlog.get_logger(__name__)
 _STATUS_SECONDS: Final = 5.0
 
 
-def main(config: ConsumerConfig) -> int:
-    """Consume until a signal says stop; what is fatal becomes one sentence and its exit code."""
+def main(config: ConsumerConfig) -> None:
+    """Consume until a signal says stop; raises `Fatal`."""
     logs.configure(config.log_level)
-    try:
-        run_program(run(config))
-    except Fatal as fatal:
-        sys.stderr.write(f"postroom consumer: {fatal}\n")
-        return int(fatal.exit_code)
-    return int(Exit.OK)
+    run_program(run(config))
 
 
 async def run(config: ConsumerConfig) -> None:

@@ -46,7 +46,7 @@ async def mailroom(
         "POSTROOM_WORKER_DATABASE_URL": database_url,
         "POSTROOM_WORKER_NATS_URL": nats_of_mesh,
     }
-    worker = Process(place, "postroom.worker", settings)
+    worker = Process(place, "postroom.worker", settings, "run")
     await room.open()
     worker.start()
     yield room

@@ -41,7 +41,9 @@ def worker_in(directory: Path, database_url: str, nats_url: str) -> Iterator[Pat
         "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.5",
     }
     with log.open("wb") as output:
-        process = subprocess.Popen(tethered([sys.executable, "-m", "postroom.worker"]), stderr=output, env=environment)
+        process = subprocess.Popen(
+            tethered([sys.executable, "-m", "postroom.worker", "run"]), stderr=output, env=environment
+        )
     try:
         yield log
     finally:

@@ -210,7 +210,7 @@ async def test_a_flow_that_cannot_be_imported_ends_the_worker(office: Office, fl
         "POSTROOM_WORKER_NATS_URL": "nats://127.0.0.1:1",
         "POSTROOM_WORKER_FLOWS": flow,
     }
-    command = tethered([sys.executable, "-m", "postroom.worker"])
+    command = tethered([sys.executable, "-m", "postroom.worker", "run"])
     ended = await asyncio.to_thread(
         subprocess.run, command, env=environment, capture_output=True, text=True, check=False
     )

@@ -384,7 +384,7 @@ async def test_a_wrong_config_or_schema_ends_it_with_78_and_a_sentence(
 ) -> None:
     file = tmp_path / "worker.toml"
     file.write_text(settings.replace("{url}", database_url))
-    command = [sys.executable, "-m", "postroom.worker", "--config", str(file)]
+    command = [sys.executable, "-m", "postroom.worker", "run", "--config", str(file)]
     ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
     assert (ended.returncode, said in ended.stderr, "Traceback" in ended.stderr) == (78, True, False), ended.stderr
 

@@ -1,4 +1,4 @@
-"""A user's own module, named on the command line and found in the current directory."""
+"""A user's own module, named on the command line and found as `python -m` finds it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,52 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
+import sys
+from postroom.chassis.exits import Fatal
 from postroom.chassis.runtime import load_named
-print(load_named("pricing:NAME", what="an agent", example="module:Agent"))
-import postroom.worker  # what a program imports later is ours all the same
-print(postroom.worker.__name__)
+try:
+    print(load_named(sys.argv[1], what="an agent", example="module:Agent"))
+except Fatal as fatal:
+    print(int(fatal.exit_code), fatal)
 """
 
 
-def test_a_module_of_the_current_directory_is_found_and_its_neighbours_hide_none_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "pricing.py").write_text("import prices\nNAME = prices.NAME\n")
-    (tmp_path / "prices.py").write_text("NAME = 'found'\n")
-    (tmp_path / "worker.py").write_text("raise SystemExit('a file of the user')\n")
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.split() == ["found", "postroom.worker"], done.stderr
+def load(name: str, directory: Path, **environment: str) -> str:
+    command = [sys.executable, "-P", "-c", PROGRAM, name]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout or done.stderr
+
+
+def test_a_module_of_the_current_directory_is_found_also_under_a_name_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "worker.py").write_text("import cli.prices\nNAME = cli.prices.NAME\n")
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli/prices.py").write_text("NAME = 'found'\n")
+    (tmp_path / "cli/__init__.py").touch()
+    assert load("worker:NAME", tmp_path) == "found\n"
+
+
+def test_the_current_directory_comes_before_pythonpath_and_that_before_what_is_installed(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for directory, names in ((here, ("daemon",)), (there, ("daemon", "broker"))):
+        directory.mkdir()
+        for name in names:
+            (directory / f"{name}.py").write_text(f"NAME = '{directory.name}'\n")
+    assert load("daemon:NAME", here, PYTHONPATH=str(there)) == "here\n"
+    assert load("broker:NAME", here, PYTHONPATH=str(there)) == "there\n"
+
+
+@pytest.mark.parametrize("hiding", ["postroom.py", "postroom/__init__.py"])
+def test_a_module_that_would_hide_the_library_is_refused(tmp_path: Path, hiding: str) -> None:
+    (tmp_path / "pricing.py").write_text("NAME = 'found'\n")
+    (tmp_path / hiding).parent.mkdir(exist_ok=True)
+    (tmp_path / hiding).touch()
+    assert load("pricing:NAME", tmp_path) == f"78 {tmp_path / hiding} hides the library `postroom`: rename it\n"
+
+
+def test_a_directory_with_the_librarys_name_and_no_module_hides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pricing.py").write_text("NAME = 'found'\n")
+    (tmp_path / "postroom").mkdir()
+    assert load("pricing:NAME", tmp_path) == "found\n"

@@ -4,17 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from postroom.agent import Agent
 from postroom.chassis.exits import Fatal
 from postroom.delivery.settings import NatsSettings
 from postroom.worker.agent_config import AgentConfig, load_config, state_directory
 
 NATS = NatsSettings(url="nats://127.0.0.1:4222")
 PLAIN = AgentConfig(tenant="demo", nats=NATS)
-
-
-class Stock(Agent):
-    """Keeps nothing."""
 
 
 @pytest.mark.parametrize(
@@ -25,18 +20,18 @@ class Stock(Agent):
     ],
 )
 def test_a_store_lies_with_the_stack_that_the_agent_runs_beside(environ: dict[str, str], directory: str):
-    assert state_directory(PLAIN, Stock, environ) == Path(directory)
+    assert state_directory(PLAIN, "stock", environ) == Path(directory)
 
 
 def test_the_config_wins():
     config = AgentConfig(tenant="demo", nats=NATS, state_directory=Path("/mine"))
-    assert state_directory(config, Stock, {"POSTROOM_STATE": "/stack"}) == Path("/mine")
+    assert state_directory(config, "stock", {"POSTROOM_STATE": "/stack"}) == Path("/mine")
 
 
 def test_without_a_home_the_config_has_to_say_where(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.getuid", lambda: 1000)
     with pytest.raises(Fatal, match="HOME is not set"):
-        state_directory(PLAIN, Stock, {})
+        state_directory(PLAIN, "stock", {})
 
 
 def test_what_may_have_to_be_published_again_must_be_kept():
