@@ -182,7 +182,7 @@ async def test_another_hash_than_the_expected_one_is_a_failure(command_line: Com
 @pytest.mark.parametrize(
     ("agent", "code", "sentence"),
     [
-        ("counting_agent", 2, "give module:Agent"),
+        ("counting_agent", 2, "pass module:Agent"),
         ("no_such_module:Agent", 78, "cannot import no_such_module"),
         ("counting_agent:Nobody", 78, "there is no Nobody in counting_agent"),
         ("counting_agent:Envelope", 78, "is not an agent"),
