@@ -155,7 +155,7 @@ def load_named(name: str, *, what: str, example: str) -> Any:
 
 
 def check_library_is_visible() -> None:
-    """Raise `Fatal` (78) if a user's `postroom.py` would be imported instead of the library."""
+    """Raise `Fatal` (78) if a user's module `postroom` would be imported instead of the library."""
     for entry in (".", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
         found = PathFinder.find_spec("postroom", [str(Path(entry).absolute())])
         if found is None or found.origin is None:
