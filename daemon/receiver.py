@@ -39,7 +39,6 @@ _PRUNE_SECONDS: Final = 3600.0
 _LOOK_SECONDS: Final = 1.0  # between two looks at whom the token speaks for
 _PAUSES: Final = Backoff(0.5, 60.0, least=STEADY)  # before the inbox is opened anew
 _ACK_WAIT: Final = 5.0  # seconds: what a killed daemon had in hand comes again soon
-_UNLIMITED: Final = 1_000_000_000  # deliveries: what waits for space on the disk is never buried
 _BATCH: Final = 200  # messages that share a transaction
 _CLOSE_SECONDS: Final = 5.0  # longest wait for the batches in hand where the inbox has failed
 _MEMBER_CHARACTERS: Final = 32  # of a durable's name, which has 64 at most
@@ -208,7 +207,6 @@ def consumer_settings(mesh: str, member: str, file_id: str) -> ConsumerSettings:
         durable=f"{member[:_MEMBER_CHARACTERS]}__{file_id}",
         filter_subjects=[inbox_subject(mesh, member)],
         ack_wait_seconds=_ACK_WAIT,
-        max_deliver=_UNLIMITED,
         batch=_BATCH,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
-from support.agents import SETTINGS, Counting
+from support.agents import ATTEMPTS, SETTINGS, Counting
 from support.histories import History
 from support.jetstream import Context
 from support.post import PostOffice
@@ -109,12 +109,12 @@ async def test_state_hash_gives_the_runtimes_hash_and_finds_an_altered_store(
 async def handled(context: Context, directory: Path) -> str:
     """Let an agent with a store of its own handle three orders; return its state hash."""
     runtime = await AgentRuntime.open(
-        Counting, context.js, directory, tenant=context.name, workspace="default", settings=SETTINGS, max_deliver=5
+        Counting, context.js, directory, tenant=context.name, workspace="default", settings=SETTINGS, attempts=ATTEMPTS
     )
     orders = [
         Delivery(
             context.subject, b'{"total":%d}' % number, {}, f"order-{number}", context.events, number, 1,
-            last=False, published_at=START,
+            published_at=START,
         )
         for number in range(1, 4)
     ]  # fmt: skip

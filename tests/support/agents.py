@@ -18,12 +18,13 @@ from postroom.agent import Agent, Emit, Envelope, agent_name, fill_subjects
 from postroom.delivery.agents.consumers import open_consumers
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.agents.settings import AgentSettings
-from postroom.delivery.consuming import Consumer
+from postroom.delivery.consuming import Attempts, Consumer
 from postroom.delivery.settings import ConsumerSettings
 from support.jetstream import QUICK, Context, named, until
 
 STOP_SECONDS = 3
 SETTINGS = AgentSettings(retry_seconds=0.05, publish_seconds=1)
+ATTEMPTS = Attempts(5, QUICK.schedule)
 
 
 class Tally(NamedTuple):
@@ -91,7 +92,7 @@ async def running_agent(
         tenant=context.name,
         workspace=workspace,
         settings=settings,
-        max_deliver=wanted.max_deliver,
+        attempts=Attempts(wanted.max_deliver, wanted.backoff.schedule),
     )
     subjects = fill_subjects(agent, context.name, workspace)
     consumers = await open_consumers(context.js, runtime, subjects, wanted)

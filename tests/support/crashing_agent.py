@@ -23,7 +23,7 @@ from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consuming import Consumer, Delivery, Outcome, Settle
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
-from support.agents import Counting, settled
+from support.agents import ATTEMPTS, Counting, settled
 from support.jetstream import QUICK, Context
 
 ACK_WAIT = 0.3  # seconds
@@ -106,15 +106,13 @@ async def run(order: dict[str, Any]) -> None:
         tenant=order["context"],
         workspace="default",
         settings=SETTINGS,
-        max_deliver=5,
+        attempts=ATTEMPTS,
     )
     store: Any = runtime._store
     store.append = crash.wrap("commit", store.append)
     store.mark_published = crash.wrap("mark", store.mark_published)
     store.keep_letter = crash.wrap("keep", store.keep_letter)
-    wanted = ConsumerSettings(
-        stream="any", durable="counting_consumer", max_deliver=5, ack_wait_seconds=ACK_WAIT, backoff=QUICK
-    )
+    wanted = ConsumerSettings(stream="any", durable="counting_consumer", ack_wait_seconds=ACK_WAIT, backoff=QUICK)
     subjects = fill_subjects(Deadly, order["context"], "default")
     consumers = await open_consumers(js, runtime, subjects, wanted)
     for consumer in consumers:

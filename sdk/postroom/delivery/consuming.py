@@ -1,14 +1,16 @@
 """The consumer core: one durable pull consumer that gives messages to a handler and settles what the handler says.
 
-Every kind of handler (HTTP, agent, inbox, webhook) runs on it. It promises, whatever crashes or vanishes:
+Every kind of handler (HTTP, webhook, agent, job, inbox) runs on it. It knows three outcomes and counts nothing: whether
+a message is tried again, when, and which attempt is the last, its handler says, by a record that survives them both.
+It promises, whatever crashes or vanishes:
 
 - a message is acknowledged only after its handler said `Done`, or after its dead letter is in its stream;
 - a message in hand is kept from being delivered elsewhere by in-progress acks, however long its handler takes, and one
   that comes again meanwhile is not handled twice at once here;
-- a `Retry` comes back after a delay by the schedule, and never blocks the others; the last one is dead-lettered.
+- a `Later` comes back after its delay, and never blocks the others.
 
 A message may be delivered again after its effect (a lost ack, a crash): handlers make that harmless by the message id
-(docs/contract/delivery.md#delivery-35).
+(docs/contract/delivery.md#delivery-28).
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from random import Random
-from typing import Final, Protocol, TypeAlias, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import structlog
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from postroom._wire.failures import tell
+from postroom._wire.retry import Backoff
 from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
 from postroom.delivery.dead_letters.letter import REPLAYED_FOR
 from postroom.delivery.message import Delivery, delivery_of
@@ -35,17 +38,16 @@ from postroom.delivery.settings import ConsumerSettings, StreamSettings
 
 __all__ = [
     "DONE",
+    "Attempts",
     "Consumer",
     "ConsumerCounters",
-    "Counts",
     "Dead",
     "Delivery",
     "Done",
     "Handler",
+    "Later",
     "Limits",
     "Outcome",
-    "Remembers",
-    "Retry",
     "Settle",
 ]
 
@@ -67,12 +69,11 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
-    """Not now: deliver it again, `after` seconds from now where the handler knows better than the schedule."""
+class Later:
+    """Not now: deliver it again, `seconds` from now."""
 
     error: str
-    after: float | None = None
-    attempt: int | None = None  # the one that failed, where the handler counts them itself
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,28 @@ class Dead:
 
     reason: str
     error: str
-    attempts: int | None = None  # where the handler counts them itself
+    attempts: int | None = None  # None: as many as there were deliveries
 
 
-Outcome: TypeAlias = Done | Retry | Dead
+Outcome: TypeAlias = Done | Later | Dead
 DONE: Final = Done()
+
+
+class Attempts(NamedTuple):
+    """How often a message may be attempted, and how long it waits in between; its sender may have said otherwise."""
+
+    most: int
+    backoff: Backoff
+
+    def failed(self, delivery: Delivery, attempt: int, error: str, after: float | None = None) -> Later | Dead:
+        """Return what follows on the failure of attempt number `attempt`, 1 or more.
+
+        It comes again `after` seconds where those are known, else by the schedule; after the last it is dead.
+        """
+        if attempt >= delivery.most_attempts(self.most):
+            return Dead(MAX_DELIVER, error, attempt)
+        backoff = self.backoff if delivery.retry_policy is None else delivery.retry_policy.backoff
+        return Later(error, backoff.seconds(attempt) if after is None else after)
 
 
 class Settle(Protocol):
@@ -99,27 +117,7 @@ class Handler(Protocol):
     """What is done with messages."""
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
-        """Settle each delivery of `batch`, in any order; what raises or stays unsettled is a `Retry`."""
-
-
-@runtime_checkable
-class Remembers(Protocol):
-    """A handler that can tell whether a message has had its effect: asked once all attempts are used up."""
-
-    async def is_done(self, delivery: Delivery) -> bool:
-        """Tell whether the message needs no handling any more; it was delivered before, and nothing was heard of it."""
-
-
-@runtime_checkable
-class Counts(Protocol):
-    """A handler that counts attempts itself: it is given every delivery, and itself says `Dead` when all are used up.
-
-    A delivery then counts for nothing: what was in hand of a process that was killed may not even have been begun.
-    """
-
-    @property
-    def counts_attempts(self) -> bool:
-        """True."""
+        """Settle each delivery of `batch`, in any order; what raises or stays unsettled comes again."""
 
 
 @runtime_checkable
@@ -170,7 +168,6 @@ class Consumer:
         self.counters = ConsumerCounters()
         self._settings = settings
         self._handler = handler
-        self._counts = not (isinstance(handler, Counts) and handler.counts_attempts)  # deliveries as attempts
         self._limits = handler if isinstance(handler, Limits) else None
         self._dead_letters = dead_letters
         self._rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
@@ -238,7 +235,7 @@ class Consumer:
 
     def _receive(self, message: Msg, epoch: datetime) -> None:
         """Take a message in hand; one that is in hand already only tells where its ack goes now."""
-        delivery = delivery_of(message, self._settings.max_deliver)
+        delivery = delivery_of(message)
         self.counters.delivered += 1
         self.counters.redelivered += delivery.attempt > 1
         if epoch != self._epoch:
@@ -280,7 +277,7 @@ class Consumer:
         try:
             if chosen:
                 await self._handler.handle([held.delivery for held in chosen], self._settle)
-        except Exception as raised:  # noqa: BLE001 - whatever a handler raises is a Retry
+        except Exception as raised:  # noqa: BLE001 - what a handler raises on comes again
             error = tell(raised)
             _log.exception("handler_raised", consumer=self._settings.durable, messages=len(chosen))
             if len(chosen) > 1:
@@ -289,10 +286,10 @@ class Consumer:
                         await self._give([held])
         for held in chosen:
             if not held.settled:
-                await self._settle_held(held, Retry(error))
+                await self._settle_held(held, Later(error, self._pause(held)))
 
     async def _is_for_handler(self, held: _Held) -> bool:
-        """Settle what no handler should see: a replay for another, what nobody can read, what came too often."""
+        """Settle what no handler should see: a replay for another, and what nobody can read."""
         delivery = held.delivery
         if delivery.headers.get(REPLAYED_FOR, self._settings.durable) != self._settings.durable:
             await self._settle_held(held, DONE)
@@ -300,20 +297,7 @@ class Consumer:
         if (why := delivery.unreadable) is not None:
             await self._settle_held(held, Dead(UNREADABLE, why))
             return False
-        if not self._counts or delivery.attempt <= delivery.most_attempts(self._settings.max_deliver):
-            return True
-        await self._settle_exhausted(held)
-        return False
-
-    async def _settle_exhausted(self, held: _Held) -> None:
-        """Bury a message whose last delivery ended without an answer, unless its effect is known to have happened."""
-        try:
-            done = isinstance(self._handler, Remembers) and await self._handler.is_done(held.delivery)
-        except Exception:  # noqa: BLE001 - a handler that cannot tell now is asked again
-            _log.exception("handler_forgot", consumer=self._settings.durable, sequence=held.delivery.sequence)
-            await self._later(held, None)
-            return
-        await self._settle_held(held, DONE if done else Dead(MAX_DELIVER, ACK_TIMEOUT))
+        return True
 
     async def _settle(self, delivery: Delivery, outcome: Outcome) -> None:
         held = self._held.get(delivery.sequence)
@@ -326,11 +310,9 @@ class Consumer:
             case Done():
                 if await self._answer(held, _ACK):
                     self.counters.done += 1
-            case Retry(error, after, attempt) if not (self._counts and held.delivery.last):
+            case Later(error, seconds):
                 _log.info("message_retried", **self._named(held), error=error)
-                await self._later(held, after, attempt)
-            case Retry(error):
-                await self._bury(held, Dead(MAX_DELIVER, error))
+                await self._later(held, seconds)
             case Dead():
                 await self._bury(held, outcome)
 
@@ -350,21 +332,20 @@ class Consumer:
             )
         except Exception as error:  # noqa: BLE001 - a letter that cannot be made holds up its own message and no other
             _log.error("dead_letter_refused", **self._named(held), reason=outcome.reason, detail=tell(error))
-            await self._later(held, None)
+            await self._later(held, self._pause(held))
             return
         _log.warning("message_dead_lettered", **self._named(held), reason=outcome.reason, error=outcome.error)
         if await self._answer(held, _ACK):
             self.counters.dead_lettered += 1
 
-    async def _later(self, held: _Held, after: float | None, attempt: int | None = None) -> None:
-        seconds = self._delay(held.delivery, attempt or held.delivery.attempt) if after is None else max(after, 0.0)
-        delay = json.dumps({"delay": int(seconds * _NANOSECONDS)}).encode()
+    async def _later(self, held: _Held, seconds: float) -> None:
+        delay = json.dumps({"delay": int(max(seconds, 0.0) * _NANOSECONDS)}).encode()
         if await self._answer(held, _NAK + b" " + delay):
             self.counters.retried += 1
 
-    def _delay(self, delivery: Delivery, attempt: int) -> float:
-        """Return the seconds until the next attempt, by the sender's policy or the schedule."""
-        return (delivery.retry_policy or self._settings.backoff).backoff.seconds(attempt, self._rng.random)
+    def _pause(self, held: _Held) -> float:
+        """Return how long a message waits about which no handler said anything."""
+        return self._settings.backoff.schedule.seconds(held.delivery.attempt, self._rng.random)
 
     async def _answer(self, held: _Held, text: bytes) -> bool:
         """Send the last ack for a message, and forget it; False where its consumer is gone."""

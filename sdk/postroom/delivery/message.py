@@ -29,8 +29,7 @@ class Delivery(NamedTuple):
     message_id: str | None  # what inboxes dedupe by; None where the message carries none
     stream: str
     sequence: int  # in the stream
-    attempt: int  # 1: the first delivery
-    last: bool  # a Retry would be one too many
+    attempt: int  # as the server counts deliveries, 1 for the first; what was attempted, handlers know
     published_at: datetime
     retry_policy: RetryPolicy | None = None  # the sender's
 
@@ -55,13 +54,11 @@ class _Body(msgspec.Struct):
 _decode_body: Final = msgspec.json.Decoder(_Body).decode
 
 
-def delivery_of(message: Msg, max_deliver: int) -> Delivery:
+def delivery_of(message: Msg) -> Delivery:
     """Read a message of a pull consumer, whose ack subject tells where it came from and how often."""
     words = message.reply.split(".")
     if len(words) > _PLAIN_WORDS:
         words = words[:2] + words[4:]  # a domain and an account's hash stand before the stream
-    attempt = int(words[4])
-    policy = policy_of(message.data)
     headers = message.headers or _NO_HEADERS
     return Delivery(
         subject=message.subject,
@@ -70,10 +67,9 @@ def delivery_of(message: Msg, max_deliver: int) -> Delivery:
         message_id=message_id_of(headers, message.data),
         stream=words[2],
         sequence=int(words[5]),
-        attempt=attempt,
-        last=attempt >= (max_deliver if policy is None else policy.most_attempts(max_deliver)),
+        attempt=int(words[4]),
         published_at=datetime.fromtimestamp(int(words[7]) / _NANOSECONDS, UTC),
-        retry_policy=policy,
+        retry_policy=policy_of(message.data),
     )
 
 

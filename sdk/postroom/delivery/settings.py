@@ -97,8 +97,8 @@ class BackoffSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     most_seconds: Annotated[float, Meta(gt=0, le=DAY, description="longest wait, in seconds")] = 300
 
     @property
-    def backoff(self) -> Backoff:
-        """The schedule."""
+    def schedule(self) -> Backoff:
+        """How long each wait is."""
         return Backoff(self.first_seconds, self.most_seconds, self.factor, STEADY)
 
 

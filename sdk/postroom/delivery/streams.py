@@ -3,7 +3,7 @@
 What is missing is created; what differs is changed, unless that would lose messages or cannot be done in place: then
 `Conflict` (`stream_differs`) says the difference, and nothing is touched.
 
-The server's own `max_deliver` stays unlimited, and the consumer core counts: a message past that limit would be moved
+The server's own `max_deliver` stays unlimited, and handlers count attempts: a message past that limit would be moved
 nowhere, and one whose worker was killed on its last delivery would stop silently. The server's `max_ack_pending` is
 what one process has in hand plus what may wait for its next attempt, since a waiting message counts there too.
 """

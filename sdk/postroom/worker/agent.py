@@ -20,7 +20,7 @@ from postroom.chassis.runtime import run as run_program
 from postroom.delivery.agents.consumers import check_events, open_consumers
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumers import run_alone
-from postroom.delivery.consuming import Consumer
+from postroom.delivery.consuming import Attempts, Consumer
 from postroom.delivery.nats import connect
 from postroom.errors import PostroomError
 from postroom.worker.agent_config import AgentConfig, state_directory
@@ -97,7 +97,7 @@ async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIt
                 tenant=config.tenant,
                 workspace=config.workspace,
                 settings=config.agent,
-                max_deliver=config.max_deliver,
+                attempts=Attempts(config.max_deliver, config.backoff.schedule),
             )
             stack.push_async_callback(runtime.close)
             # A worker that starts beside it may be about to declare the streams.

@@ -15,7 +15,7 @@ from nats.aio.client import Client
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.chassis.runtime import notify
-from postroom.delivery.consuming import Consumer
+from postroom.delivery.consuming import Attempts, Consumer
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler
@@ -84,7 +84,10 @@ async def open_services(config: ConsumerConfig) -> AsyncIterator[Services]:
         stack.push_async_callback(nats.close)
         inbox = InboxMessages(pool, settings.durable, lease_seconds=settings.ack_wait_seconds * LEASE_SHARE)
         handler = HttpHandler(
-            inbox, client, max_deliver=settings.max_deliver, calls_at_once=config.handler.calls_at_once
+            inbox,
+            client,
+            attempts=Attempts(settings.max_deliver, settings.backoff.schedule),
+            calls_at_once=config.handler.calls_at_once,
         )
         js = nats.jetstream()
         # The calls are limited, not the batches: one slow call holds up nothing but its own place.

@@ -19,9 +19,9 @@ from nats.js.errors import NotFoundError
 
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Pool
 from postroom.delivery.consumers import Consumers
-from postroom.delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Retry, Settle
+from postroom.delivery.consuming import ACK_TIMEOUT, DONE, MAX_DELIVER, Consumer, Dead, Delivery, Later, Outcome, Settle
 from postroom.delivery.dead_letters import RecordedLetters
-from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import event_subject
 from postroom.errors import InvalidMessage
 from postroom.flow import Flow
@@ -34,7 +34,8 @@ _log = structlog.get_logger(__name__)
 
 PREFIX: Final = "jobs__"  # of a durable's name; the flow's name follows
 
-_MAX_DELIVER: Final = 1000  # the flow's own policy ends it before, unless no delivery came so far as to be an attempt
+_MOST_DELIVERIES: Final = 1000  # the flow's own policy ends it before, unless none came so far as to be an attempt
+_PAUSES: Final = BackoffSettings().schedule  # before the next delivery, where neither the flow nor the ledger says
 _IN_HAND: Final = 500  # messages of one flow in one mesh
 _CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 
@@ -57,20 +58,6 @@ class JobHandler:
             if ended is not None:  # after all have ended: one message takes no other along
                 raise ended
 
-    async def is_done(self, delivery: Delivery) -> bool:
-        """Fail the activity of a message that was delivered as often as it may be, so that its job does not wait.
-
-        Raises `TryLater` while a worker is at it: what comes meanwhile comes in vain, and is no reason to give up.
-        """
-        meaning = _read(delivery)
-        if isinstance(meaning, Answering):
-            meaning = self._answer(delivery, meaning, await self._engine.find_askers([meaning.request]))
-        if isinstance(meaning, Spawned | Due) and meaning.flow == self._engine.flow.name:
-            await self._engine.abandon(
-                meaning.activity, f"its message was delivered {_MAX_DELIVER} times without success"
-            )
-        return False  # it is dead-lettered beside
-
     async def _handle(
         self, delivery: Delivery, meaning: Meaning | Dead, askers: Mapping[UUID, Asker], settle: Settle
     ) -> None:
@@ -82,7 +69,7 @@ class JobHandler:
             self._engine.counters.ignored += 1
             await settle(delivery, DONE)
         else:
-            await settle(delivery, await self._move_on(meaning))
+            await settle(delivery, await self._move_on(delivery, meaning))
 
     def _answer(self, delivery: Delivery, answering: Answering, askers: Mapping[UUID, Asker]) -> Due | Dead | None:
         """Return the leg 2 that an answer is for; None where the request is none of the flow's."""
@@ -104,19 +91,26 @@ class JobHandler:
         activity = self._engine.flow.activities.get(name)
         return event is None or activity is None or activity.answer in {None, event}
 
-    async def _move_on(self, meaning: Spawned | Due) -> Outcome:
+    async def _move_on(self, delivery: Delivery, meaning: Spawned | Due) -> Outcome:
+        """Run the steps that are due; what was delivered too often in vain fails its activity, so that no job waits."""
+        pause = _PAUSES.seconds(delivery.attempt)
         try:
+            if delivery.attempt > _MOST_DELIVERIES:
+                await self._engine.abandon(
+                    meaning.activity, f"its message was delivered {_MOST_DELIVERIES} times without success"
+                )
+                return Dead(MAX_DELIVER, ACK_TIMEOUT)
             async with self._slots:
                 if isinstance(meaning, Spawned):
                     await self._engine.spawned(meaning.activity, meaning.name, meaning.guid)
                 else:
                     await self._engine.answered(meaning.activity, meaning.name, meaning.guid, meaning.answer)
         except TryLater as later:
-            return Retry(str(later), later.seconds)
+            return Later(str(later), pause if later.seconds is None else later.seconds)
         except REFUSED as error:
             return Dead("refused_by_postgres", f"Postgres cannot store the message: {error}")
         except (asyncpg.PostgresError, *UNREACHABLE) as error:
-            return Retry(f"{type(error).__name__}: {error}")
+            return Later(f"{type(error).__name__}: {error}", pause)
         return DONE
 
 
@@ -186,7 +180,6 @@ class Jobs:
             durable=PREFIX + place.flow,
             filter_subjects=[f"{place.mesh}.event.>"],
             ack_wait_seconds=self._settings.lease_seconds,
-            max_deliver=_MAX_DELIVER,
             max_ack_pending=_IN_HAND,
             batches_at_once=_IN_HAND,  # the steps are limited: one that is slow holds up nothing but its own place
             since=place.since - _CLOCK_SKEW,

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from support.agents import SETTINGS, Counting, Tally, attempted, running_agent, settled
+from support.agents import ATTEMPTS, SETTINGS, Counting, Tally, attempted, running_agent, settled
 from support.jetstream import Context, until
 
 from postroom.agent import Emit, Envelope
@@ -155,12 +155,10 @@ async def test_an_attempt_that_a_stop_ended_is_not_counted(context: Context, tmp
     began = asyncio.Event()
     await context.publish(["order-1"], order(0))
     runtime = await AgentRuntime.open(
-        Waiting, context.js, tmp_path, tenant=context.name, workspace="default", settings=SETTINGS, max_deliver=5
+        Waiting, context.js, tmp_path, tenant=context.name, workspace="default", settings=SETTINGS, attempts=ATTEMPTS
     )
     task = asyncio.create_task(runtime.run())
-    delivery = Delivery(
-        context.subject, order(0), {}, "order-1", context.events, 1, 1, last=False, published_at=datetime.now(UTC)
-    )
+    delivery = Delivery(context.subject, order(0), {}, "order-1", context.events, 1, 1, published_at=datetime.now(UTC))
     handling = asyncio.create_task(runtime.handle([delivery], ignore))
     await began.wait()
     task.cancel()

@@ -292,7 +292,7 @@ async def test_a_message_that_was_delivered_too_often_is_done_where_the_store_ho
     async with running_agent(context, tmp_path) as running:
         await settled(context)
         now = datetime.now(UTC)
-        known = Delivery(context.subject, b"", {}, "order-1", context.events, 1, 6, last=True, published_at=now)
+        known = Delivery(context.subject, b"", {}, "order-1", context.events, 1, 6, published_at=now)
         await running.runtime.handle([known], settle)
     assert outcomes == [DONE]
 

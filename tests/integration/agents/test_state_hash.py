@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import SETTINGS, Counting
+from support.agents import ATTEMPTS, SETTINGS, Counting
 from support.jetstream import Context
 
 from postroom.chassis.exits import Fatal
@@ -34,7 +34,7 @@ def deliveries(context: Context, count: int) -> list[Delivery]:
     return [
         Delivery(
             context.subject, b'{"total":%d}' % number, {}, f"order-{number}", context.events, number, 1,
-            last=False, published_at=START + timedelta(milliseconds=number),
+            published_at=START + timedelta(milliseconds=number),
         )
         for number in range(1, count + 1)
     ]  # fmt: skip
@@ -43,7 +43,7 @@ def deliveries(context: Context, count: int) -> list[Delivery]:
 async def run(context: Context, directory: Path, batches: Sequence[Sequence[Delivery]]) -> tuple[str, Any]:
     """Give an agent with a store of its own these batches, all at once; return its state hash and its state."""
     runtime = await AgentRuntime.open(
-        Counting, context.js, directory, tenant=context.name, workspace="default", settings=SETTINGS, max_deliver=5
+        Counting, context.js, directory, tenant=context.name, workspace="default", settings=SETTINGS, attempts=ATTEMPTS
     )
     settled = Settled()
     handling = [asyncio.create_task(runtime.handle(batch, settled)) for batch in batches]

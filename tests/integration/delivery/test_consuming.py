@@ -1,18 +1,25 @@
 """The consumer core against a real JetStream: what each outcome does, and what may never happen."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
-from support.jetstream import Context, Script, running, until
+from support.jetstream import QUICK, Context, Script, running, until
 
-from postroom.delivery.consuming import DONE, Dead, Delivery, Done, Retry
+from postroom.delivery.consuming import DONE, Attempts, Dead, Delivery, Done, Later, Outcome
 from postroom.delivery.dead_letters import DeadLetter, StreamLetters
 from postroom.delivery.pulling import Pull
 from postroom.delivery.settings import BackoffSettings, StreamSettings
 
 POISON = Dead("unprocessable", "the total is negative")
-NOT_NOW = Retry("the database is away")
+NOT_NOW = Later("the database is away", 0.01)
+
+
+def attempts(most: int) -> Callable[[Delivery], Outcome]:
+    """Return what a handler says that fails each of `most` attempts, which it counts by deliveries."""
+    limits = Attempts(most, QUICK.schedule)
+    return lambda delivery: limits.failed(delivery, delivery.attempt, "the database is away")
 
 
 def raises(_: Delivery) -> Done:
@@ -29,16 +36,6 @@ async def test_a_done_message_is_gone_for_good(context: Context):
     assert (consumer.counters.delivered, consumer.counters.done, consumer.in_hand) == (1, 1, 0)
 
 
-async def test_done_on_the_last_delivery_is_no_dead_letter(context: Context):
-    await context.publish(["a"])
-    script = Script(lambda delivery: DONE if delivery.last else NOT_NOW)
-    async with context.consuming(script, max_deliver=2):
-        await script.saw(2)
-        await context.settled()
-    assert [(delivery.attempt, delivery.last) for delivery in script.seen] == [(1, False), (2, True)]
-    assert await context.letters() == []
-
-
 async def test_a_retry_comes_again_and_is_counted(context: Context):
     await context.publish(["a"])
     script = Script(lambda delivery: DONE if delivery.attempt == 3 else NOT_NOW)
@@ -49,10 +46,10 @@ async def test_a_retry_comes_again_and_is_counted(context: Context):
     assert (consumer.counters.retried, consumer.counters.redelivered, consumer.counters.done) == (2, 2, 1)
 
 
-async def test_a_retry_on_the_last_delivery_is_dead_lettered_and_never_just_stops(context: Context):
+async def test_a_handler_that_counts_attempts_has_the_last_dead_lettered_and_none_just_stops(context: Context):
     await context.publish(["a"])
-    script = Script(lambda _: NOT_NOW)
-    async with context.consuming(script, max_deliver=3) as consumer:
+    script = Script(attempts(3))
+    async with context.consuming(script) as consumer:
         await script.saw(3)
         await context.settled()
     (letter,) = await context.letters()
@@ -60,11 +57,10 @@ async def test_a_retry_on_the_last_delivery_is_dead_lettered_and_never_just_stop
     assert (consumer.counters.retried, consumer.counters.dead_lettered) == (2, 1)
 
 
-@pytest.mark.parametrize("max_deliver", [1, 5], ids=["the last delivery", "not the last delivery"])
-async def test_a_dead_message_is_dead_lettered_at_once(context: Context, max_deliver: int):
+async def test_a_dead_message_is_dead_lettered_at_once(context: Context):
     await context.publish(["a"], b'{"total":-1}')
     script = Script(lambda _: POISON)
-    async with context.consuming(script, max_deliver=max_deliver):
+    async with context.consuming(script):
         await script.saw(1)
         await context.settled()
     (letter,) = await context.letters()
@@ -73,14 +69,14 @@ async def test_a_dead_message_is_dead_lettered_at_once(context: Context, max_del
     assert len(script.seen) == 1
 
 
-async def test_what_a_handler_raises_is_a_retry(context: Context):
+async def test_a_message_on_which_the_handler_raises_comes_again_however_often(context: Context):
     await context.publish(["a"])
-    script = Script(raises)
-    async with context.consuming(script, max_deliver=2):
-        await script.saw(2)
+    script = Script(lambda delivery: DONE if delivery.attempt > 25 else raises(delivery))
+    async with context.consuming(script, max_deliver=2) as consumer:
+        await script.saw(26)
         await context.settled()
-    (letter,) = await context.letters()
-    assert (letter.reason, letter.last_error) == ("max_deliver", "OSError: no such host")
+    assert await context.letters() == []
+    assert (consumer.counters.retried, consumer.counters.done) == (25, 1)
 
 
 class Silent(Script):
@@ -91,12 +87,11 @@ class Silent(Script):
         self.seen.extend(batch)
 
 
-async def test_a_message_that_the_handler_says_nothing_about_is_a_retry(context: Context):
+async def test_a_message_that_the_handler_says_nothing_about_comes_again(context: Context):
     await context.publish(["a"])
-    async with context.consuming(Silent(), max_deliver=2) as consumer:
-        await until(lambda: _is(lambda: consumer.counters.dead_lettered == 1), "the dead letter")
-    (letter,) = await context.letters()
-    assert letter.last_error == "the handler returned no outcome for this message"
+    async with context.consuming(Silent()) as consumer:
+        await until(lambda: _is(lambda: consumer.counters.retried > 1), "further deliveries")
+    assert await context.letters() == []
 
 
 async def test_a_second_word_about_one_message_is_not_heard(context: Context):
@@ -113,9 +108,9 @@ async def test_a_second_word_about_one_message_is_not_heard(context: Context):
     assert await context.letters() == []
 
 
-async def test_the_handler_decides_how_long_a_retry_waits_where_it_knows_better(context: Context):
+async def test_the_handler_decides_how_long_a_message_waits(context: Context):
     await context.publish(["a"])
-    script = Script(lambda delivery: DONE if delivery.attempt > 1 else Retry("soon", after=0.01))
+    script = Script(lambda delivery: DONE if delivery.attempt > 1 else Later("soon", 0.01))
     an_hour = BackoffSettings(first_seconds=3600, most_seconds=3600)
     async with context.consuming(script, backoff=an_hour):
         await script.saw(2)
@@ -125,9 +120,8 @@ async def test_the_handler_decides_how_long_a_retry_waits_where_it_knows_better(
 async def test_a_message_that_waits_for_its_next_attempt_does_not_hold_up_others(context: Context):
     ids = [str(number) for number in range(200)]
     await context.publish(ids)
-    script = Script(lambda delivery: Retry("later") if int(delivery.message_id or "") % 2 else DONE)
-    an_hour = BackoffSettings(first_seconds=3600, most_seconds=3600)
-    async with context.consuming(script, max_ack_pending=5, batch=5, backoff=an_hour) as consumer:
+    script = Script(lambda delivery: Later("later", 3600) if int(delivery.message_id or "") % 2 else DONE)
+    async with context.consuming(script, max_ack_pending=5, batch=5) as consumer:
         await script.saw(200)
         await until(lambda: _is(lambda: consumer.counters.done == 100), "the others")
         await until(lambda: _pending(context, 100), "only those that wait are pending")
@@ -197,40 +191,13 @@ async def test_a_message_in_hand_that_comes_again_is_not_handed_over_again(conte
     assert consumer.counters.done == 1
 
 
-async def test_a_message_whose_last_delivery_ended_without_an_answer_is_dead_lettered_unhandled(context: Context):
-    await context.publish(["a"])
-    async with context.consuming(Script(lambda _: NOT_NOW), max_deliver=5) as consumer:
-        await until(lambda: _is(lambda: consumer.counters.retried == 3), "some attempts")
-    script = Script()
-    async with context.consuming(script, max_deliver=1):
-        await context.settled()
-    (letter,) = await context.letters()
-    assert (letter.reason, letter.last_error) == ("max_deliver", "ack_timeout")
-    assert script.seen == []
-
-
-async def test_a_handler_that_remembers_the_effect_keeps_such_a_message_from_the_dead(context: Context):
-    await context.publish(["a"])
-    async with context.consuming(Script(lambda _: NOT_NOW), max_deliver=5) as consumer:
-        await until(lambda: _is(lambda: consumer.counters.retried == 3), "some attempts")
-
-    class Remembering(Script):
-        async def is_done(self, delivery: Delivery) -> bool:
-            return delivery.message_id == "a"
-
-    async with context.consuming(Remembering(), max_deliver=1) as consumer:
-        await context.settled()
-    assert await context.letters() == []
-    assert consumer.counters.done == 1
-
-
 async def test_without_a_place_for_dead_letters_the_message_comes_again(context: Context):
     await context.publish(["a"])
     await context.js.delete_stream(context.dlq)
     taken = StreamSettings(name=f"{context.dlq}_2", subjects=[f"{context.name}.dlq.>"])
     await context.js.add_stream(name=taken.name, subjects=taken.subjects)
     script = Script(lambda _: POISON)
-    async with context.consuming(script, max_deliver=2) as consumer:
+    async with context.consuming(script) as consumer:
         await until(lambda: _is(lambda: consumer.counters.retried >= 1), "another attempt")
         assert consumer.counters.dead_lettered == 0
         await context.js.delete_stream(taken.name)
@@ -259,8 +226,8 @@ async def test_a_dead_letter_that_cannot_be_handled_has_no_letter_of_its_own(con
         await context.publish([], b"")
     await context.js.publish(context.subject if copied else f"{context.name}.dlq.x.v1", b"{}", headers=headers)
     before = len(await context.stored(context.dlq))
-    script = Script(lambda delivery: POISON if delivery.message_id == "raw" else NOT_NOW)
-    async with context.consuming(script, durable="reader", stream=stream, max_deliver=2) as reader:
+    script = Script(lambda delivery: POISON if delivery.message_id == "raw" else attempts(2)(delivery))
+    async with context.consuming(script, durable="reader", stream=stream) as reader:
         await context.settled("reader", stream)
     assert (
         len(await context.stored(context.dlq)) == before + copied
@@ -350,13 +317,15 @@ async def test_a_thousand_poison_messages_among_ten_thousand_are_all_dead_letter
     count, poison, every = 10_000, 1_000, 10
     await context.publish(str(number) for number in range(count))
 
-    def judge(delivery: Delivery) -> Done | Retry | Dead:
+    fails_three_times = attempts(3)
+
+    def judge(delivery: Delivery) -> Outcome:
         number = int(delivery.message_id or "")
         if number % every:
             return DONE
-        return POISON if number % (2 * every) else NOT_NOW
+        return POISON if number % (2 * every) else fails_three_times(delivery)
 
-    async with context.consuming(Script(judge), max_deliver=3, max_ack_pending=50) as consumer:
+    async with context.consuming(Script(judge), max_ack_pending=50) as consumer:
         await until(lambda: _is(lambda: consumer.counters.dead_lettered == poison), "every dead letter")
         await context.settled()
     letters = await context.letters()

@@ -16,7 +16,7 @@ from postroom.delivery.consuming import Dead, Delivery, Done, Outcome
 
 def delivery(number: int, data: bytes) -> Delivery:
     moment = datetime(2026, 11, 21, tzinfo=UTC)
-    return Delivery("demo.inbox.alice", data, {}, f"{number}.alice", "DEMO_INBOX", number, 1, False, moment)
+    return Delivery("demo.inbox.alice", data, {}, f"{number}.alice", "DEMO_INBOX", number, 1, moment)
 
 
 class Settled:

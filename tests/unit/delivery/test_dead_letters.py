@@ -67,7 +67,7 @@ def test_messages_without_an_id_have_letters_of_their_own():
 
 
 def delivery(**members) -> Delivery:
-    first = Delivery("sea.event.order_placed.v1", b"{}", {}, "m1", "SEA_EVENTS", 7, 1, False, DIED)
+    first = Delivery("sea.event.order_placed.v1", b"{}", {}, "m1", "SEA_EVENTS", 7, 1, DIED)
     return first._replace(**members)
 
 

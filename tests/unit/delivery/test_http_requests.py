@@ -17,7 +17,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 def delivery(
     subject: str = "sea.event.tide.v2", data: bytes = b"[1]", message_id: str | None = "m-1", **named: str
 ) -> Delivery:
-    return Delivery(subject, data, named, message_id, "SEA_EVENTS", 7, 1, last=False, published_at=NOW)
+    return Delivery(subject, data, named, message_id, "SEA_EVENTS", 7, 1, published_at=NOW)
 
 
 def request(subject: str = "sea.event.tide.v2", **named: str) -> HandlerRequest:

@@ -22,7 +22,7 @@ def delivery(event: str, body: Any, **headers: str) -> Delivery:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     subject = event if "." in event else f"sea.event.{event}.v1"
-    return Delivery(subject, data, named, "m-1", "SEA_EVENTS", 1, 1, last=False, published_at=datetime.now(UTC))
+    return Delivery(subject, data, named, "m-1", "SEA_EVENTS", 1, 1, published_at=datetime.now(UTC))
 
 
 def test_the_engines_own_events_name_the_activity_and_what_is_due() -> None:

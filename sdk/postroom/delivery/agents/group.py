@@ -12,7 +12,7 @@ from postroom.delivery.agents.publishing import Message, message_of
 from postroom.delivery.agents.rebuilding import Memory
 from postroom.delivery.agents.records import Role, encode_record, next_hash
 from postroom.delivery.agents.store import Attempt, Changes, Event, Key, Tried
-from postroom.delivery.consuming import DONE, MAX_DELIVER, Dead, Delivery, Outcome, Retry, Settle
+from postroom.delivery.consuming import DONE, MAX_DELIVER, Attempts, Dead, Delivery, Outcome, Settle
 
 UNTRIED = Tried(0, "")
 REFUSED = Dead("refused", "the message is of another tenant or workspace than the agent")
@@ -99,12 +99,11 @@ class Group:
         if job.delivery.message_id in self._tried:
             self._handled.append(job.delivery.message_id)
 
-    def fail(self, job: Job, attempt: Attempt, most: int) -> None:
-        """Take note of an attempt that failed, of `most` that there are."""
+    def fail(self, job: Job, attempt: Attempt, attempts: Attempts) -> None:
+        """Take note of an attempt that failed, and of what follows."""
         self._failed.append(attempt)
         self._tried[attempt.message_id] = Tried(attempt.number, attempt.error)
-        retry = Retry(attempt.error, attempt=attempt.number)
-        self.settled.append((job, retry if attempt.number < most else dead(self._tried[attempt.message_id])))
+        self.settled.append((job, attempts.failed(job.delivery, attempt.number, attempt.error)))
 
     def know(self, job: Job, position: int, role: Role) -> None:
         """Take note of a message that the store holds already: it only has to be finished."""

@@ -42,7 +42,7 @@ from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, S
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.agents.underway import Begun, Underway
 from postroom.delivery.agents.writing import durably
-from postroom.delivery.consuming import ACK_TIMEOUT, Dead, Delivery, Outcome, Settle
+from postroom.delivery.consuming import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
 
 _log = structlog.get_logger(__name__)
 
@@ -53,10 +53,8 @@ _ERROR_CHARACTERS: Final = 500
 class AgentRuntime:
     """Runs one agent over its store; `run` it as a task beside its consumers.
 
-    It counts attempts itself, in the store: those that began, whatever the server has counted (`Counts`).
+    It counts attempts in the store: those that began, whatever the server has counted.
     """
-
-    counts_attempts: Final = True
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class AgentRuntime:
         settings: AgentSettings,
         *,
         underway: Underway,
-        max_deliver: int,
+        attempts: Attempts,
         clock: Callable[[], int],
     ) -> None:
         self.counters = AgentCounters()
@@ -78,7 +76,7 @@ class AgentRuntime:
         self._turns = turns
         self._underway = underway
         self._settings = settings
-        self._max_deliver = max_deliver
+        self._attempts = attempts
         self._clock = clock
         self._publisher = Publisher(js, store, turns, settings, counters=self.counters, clock=clock)
         self.record = Record(self._publisher, store, turns, settings, counters=self.counters, clock=clock)
@@ -101,12 +99,12 @@ class AgentRuntime:
         tenant: str,
         workspace: str,
         settings: AgentSettings,
-        max_deliver: int,
+        attempts: Attempts,
         clock: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> Self:
         """Open the agent's store in `directory` and build its state; `clock` gives ms since the epoch.
 
-        A message is attempted `max_deliver` times at most; its sender may have said less.
+        `attempts` says how often a message is attempted; its sender may have said less.
         Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or does not say what it said.
         """
         check_agent(agent_class)
@@ -120,9 +118,7 @@ class AgentRuntime:
                 owner = Owner(agent_name(agent_class), tenant, workspace)
                 store = await Store.open(database(directory), owner)
                 undo.push_async_callback(store.close)
-                runtime = cls(
-                    agent, js, store, turns, settings, underway=underway, max_deliver=max_deliver, clock=clock
-                )
+                runtime = cls(agent, js, store, turns, settings, underway=underway, attempts=attempts, clock=clock)
                 try:
                     runtime._memory = await store.run(lambda db: rebuild(agent, empty(agent), read_events(db)))
                 except Differs as difference:
@@ -269,8 +265,7 @@ class AgentRuntime:
             )
             return
         tried = group.tried(delivery.message_id)
-        most = delivery.most_attempts(self._max_deliver)
-        if tried.attempts >= most:
+        if tried.attempts >= delivery.most_attempts(self._attempts.most):
             group.settled.append((job, dead(tried)))
             return
         begun = Begun(delivery.message_id, tried.attempts + 1)
@@ -282,7 +277,7 @@ class AgentRuntime:
             _log.warning("agent_failed", message_id=begun.message_id, attempt=begun.number, exc_info=error)
             self.counters.failed += 1
             said = tell(error)[:_ERROR_CHARACTERS]
-            group.fail(job, Attempt(*begun, said, self._clock()), most)
+            group.fail(job, Attempt(*begun, said, self._clock()), self._attempts)
         else:
             group.add(job, key, decision)
 

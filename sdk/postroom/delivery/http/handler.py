@@ -14,7 +14,7 @@ So a handler that remembers the key (or answers 409) has each effect exactly onc
 made at once by any number of consumers. A call that timed out is given up on this side; whether the handler still runs
 it, only the handler knows.
 
-Attempts are counted here, by the row, whatever the server has counted (`Counts`): a message is claimed when it is about
+Attempts are counted here, by the row, whatever the server has counted: a message is claimed when it is about
 to be called, so a consumer that is killed uses up an attempt (`ack_timeout`) of those that it was calling, and of no
 other that it had in hand. A call for which no connection came about is not an attempt: it is given back, and calls
 pause until somebody can be reached.
@@ -31,7 +31,7 @@ import structlog
 
 from postroom.chassis.logs import clean
 from postroom.chassis.postgres import REFUSED
-from postroom.delivery.consuming import ACK_TIMEOUT, DONE, MAX_DELIVER, Dead, Outcome, Retry, Settle
+from postroom.delivery.consuming import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Later, Outcome, Settle
 from postroom.delivery.http.answers import Judgement, State, judge
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.counters import HandlerCounters
@@ -44,22 +44,20 @@ from postroom.delivery.message import Delivery
 _log = structlog.get_logger(__name__)
 
 LEASE_SHARE: Final = 2 / 3  # of ack_wait: the lease of a consumer that died is over when the message comes again
-_STOPPED: Final = Retry("the consumer stopped before it called the handler", after=0)
-_LEASE_RAN_OUT: Final = Retry("the lease ran out before the attempt had ended", after=0)
+_STOPPED: Final = Later("the consumer stopped before it called the handler", 0)
+_LEASE_RAN_OUT: Final = Later("the lease ran out before the attempt had ended", 0)
 
 
 class HttpHandler:
     """A `delivery.consuming.Handler` that posts each message; `leases.run` goes beside it as a task."""
 
-    counts_attempts: Final = True
-
-    def __init__(self, inbox: InboxMessages, client: HandlerClient, *, max_deliver: int, calls_at_once: int) -> None:
+    def __init__(self, inbox: InboxMessages, client: HandlerClient, *, attempts: Attempts, calls_at_once: int) -> None:
         self.counters = HandlerCounters()
         self.leases = Leases(inbox)
         self.reach = Reach(client.name)
         self._inbox = inbox
         self._client = client
-        self._max_deliver = max_deliver
+        self._attempts = attempts
         self._slots = asyncio.Semaphore(calls_at_once)
         self._stopping = False
 
@@ -102,7 +100,7 @@ class HttpHandler:
             if self._stopping:
                 return _STOPPED
             if (wait := turn.enter_context(self.reach.turn())) > 0:
-                return Retry(f"{self.reach.error}", after=wait)
+                return Later(f"{self.reach.error}", wait)
             match await self._inbox.claim(incoming):
                 case Claim() as claim:
                     return await self._attempt(incoming, claim, turn)
@@ -113,7 +111,7 @@ class HttpHandler:
                     return Dead(reason, error, attempts)
                 case Held(seconds):
                     self.counters.held += 1
-                    return Retry("another attempt is running", after=seconds)
+                    return Later("another attempt is running", seconds)
 
     async def _attempt(self, incoming: Incoming, claim: Claim, turn: AsyncExitStack) -> Outcome:
         """Call the handler, end the turn, and write down what came of it, unless the lease ran out."""
@@ -122,7 +120,7 @@ class HttpHandler:
                 judgement = await self._judgement(incoming, claim)
                 await turn.aclose()  # what is written meanwhile holds up no call
                 if await self._inbox.settle(claim, judgement):
-                    return _outcome_of(judgement, claim.attempt)
+                    return self._outcome_of(incoming.delivery, judgement, claim.attempt)
         except LeaseLost:
             pass
         self.counters.leases_lost += 1
@@ -131,7 +129,7 @@ class HttpHandler:
 
     async def _judgement(self, incoming: Incoming, claim: Claim) -> Judgement:
         """Call the handler, unless all attempts are used up: the last one ended without a word then."""
-        most = incoming.delivery.most_attempts(self._max_deliver)
+        most = incoming.delivery.most_attempts(self._attempts.most)
         if claim.attempt > most:
             return Judgement(State.EXHAUSTED, MAX_DELIVER, claim.last_error or ACK_TIMEOUT)
         with self.counters.call():
@@ -142,14 +140,16 @@ class HttpHandler:
         self.reach.reached()
         return judge(answer, last=claim.attempt == most)
 
-
-def _outcome_of(judgement: Judgement, attempt: int) -> Outcome:
-    match judgement.state:
-        case State.PROCESSED:
-            return DONE
-        case State.DEAD:
-            return Dead(judgement.reason or "", judgement.error or "", attempt)
-        case State.EXHAUSTED:
-            return Dead(judgement.reason or "", judgement.error or "", attempt - 1)
-        case State.FAILED | State.UNREACHED:
-            return Retry(judgement.error or "", judgement.after, attempt)
+    def _outcome_of(self, delivery: Delivery, judgement: Judgement, attempt: int) -> Outcome:
+        error = judgement.error or ""
+        match judgement.state:
+            case State.PROCESSED:
+                return DONE
+            case State.DEAD:
+                return Dead(judgement.reason or "", error, attempt)
+            case State.EXHAUSTED:
+                return Dead(judgement.reason or "", error, attempt - 1)
+            case State.UNREACHED:
+                return Later(error, judgement.after or 0)
+            case State.FAILED:
+                return self._attempts.failed(delivery, attempt, error, judgement.after)

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from nats.js import JetStreamContext
 
 from postroom.chassis.postgres import Pool
-from postroom.delivery.consuming import DONE, Consumer, ConsumerCounters, Delivery, Settle
+from postroom.delivery.consuming import DONE, Attempts, Consumer, ConsumerCounters, Delivery, Settle
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.client import HandlerClient
@@ -71,7 +71,10 @@ class WebhookConsumer:
         self._client = HandlerClient(client_settings, secret=webhook.secret.encode(), guard=guard)
         inbox = InboxMessages(pool, webhook.durable, lease_seconds=settings.ack_wait_seconds * LEASE_SHARE)
         self._handler = HttpHandler(
-            inbox, self._client, max_deliver=settings.max_deliver, calls_at_once=settings.calls_at_once
+            inbox,
+            self._client,
+            attempts=Attempts(settings.max_deliver, settings.backoff.schedule),
+            calls_at_once=settings.calls_at_once,
         )
         self._consumer = Consumer(
             js,
@@ -114,8 +117,6 @@ class WebhookConsumer:
 
 class SinceRegistered:
     """Keeps from a webhook's handler what happened before it was registered, published late or again as it may be."""
-
-    counts_attempts: Final = True  # as its handler does
 
     def __init__(self, handler: HttpHandler, since: datetime) -> None:
         self._handler = handler

@@ -18,6 +18,7 @@ from support.waiting import until as until_noticed
 from postroom._wire.retry import Backoff
 from postroom.delivery import pulling
 from postroom.delivery.http import reach
+from postroom.delivery.settings import BackoffSettings
 from postroom.signatures import verify
 from postroom.worker.consumer import Services
 
@@ -277,7 +278,7 @@ async def test_a_message_whose_first_run_failed_is_not_skipped_when_it_comes_aga
 ) -> None:
     """To skip whatever has a row would lose it (docs/contract/delivery.md#delivery-32)."""
     handler.answer = answering(503)
-    async with start(backoff={"first_seconds": 60}):
+    async with start(backoff=BackoffSettings(first_seconds=60)):
         await context.publish(["m-1"])
         await handler.saw(1)
         await until(lambda: _has_error(inbox), "the failure is recorded")

@@ -11,10 +11,10 @@ import asyncpg
 import pytest
 from support.handlers import CountingHandler
 from support.http_consumers import Inbox
-from support.jetstream import Context
+from support.jetstream import QUICK, Context
 
 from postroom.chassis.postgres import REFUSED
-from postroom.delivery.consuming import Dead, Outcome
+from postroom.delivery.consuming import Attempts, Dead, Outcome
 from postroom.delivery.http.answers import Judgement, State
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import HttpHandler
@@ -60,7 +60,7 @@ def message(context: Context) -> Incoming:
 
 def incoming(context: Context, message_id: str) -> Incoming:
     now = datetime.now(UTC)
-    return read(Delivery(context.subject, b"{}", {}, message_id, context.events, 1, 1, last=False, published_at=now))
+    return read(Delivery(context.subject, b"{}", {}, message_id, context.events, 1, 1, published_at=now))
 
 
 async def claimed(inbox: InboxMessages, message: Incoming) -> Claim:
@@ -215,7 +215,7 @@ async def test_a_message_whose_values_postgres_refuses_is_buried(
             return await super().claim(incoming._replace(source_context="Not\0One"))
 
     careless = Careless(mine._pool, "mine", lease_seconds=30)
-    await HttpHandler(careless, client, max_deliver=3, calls_at_once=1).handle(
+    await HttpHandler(careless, client, attempts=Attempts(3, QUICK.schedule), calls_at_once=1).handle(
         [incoming(context, "m-1").delivery], settle
     )
     await client.close()
