@@ -7,16 +7,11 @@
             if claim.first:
                 claim.result = await charge_card(order)
 
-One `Registry`, three stores: `PostgresStore` (`postroom.once.postgres`), `SqliteStore` (`postroom.once.sqlite`) and
-`MemoryStore`.
+One `Registry`, two stores: `PostgresStore` (`postroom.once.postgres`) and `SqliteStore` (`postroom.once.sqlite`).
 """
 
-from postroom.once.claim import Claim
-from postroom.once.errors import KeyHeld, LeaseLost
-from postroom.once.memory import MemoryStore
-from postroom.once.model import Begun, Done, Held, Result, Run, Scope
-from postroom.once.registry import Registry, open_registry
-from postroom.once.store import Store
+from postroom.once.model import Begun, Done, Held, KeyHeld, LeaseLost, Result, Run, Scope, Store
+from postroom.once.registry import Claim, Registry, open_registry
 
 __all__ = [
     "Begun",
@@ -25,7 +20,6 @@ __all__ = [
     "Held",
     "KeyHeld",
     "LeaseLost",
-    "MemoryStore",
     "Registry",
     "Result",
     "Run",

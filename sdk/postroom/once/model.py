@@ -1,4 +1,4 @@
-"""The words of the idempotency registry: scopes, states, answers to a worker (docs/contract/delivery.md#delivery-69).
+"""The words of the idempotency registry: scopes, states, answers to a worker, errors, and what a store of keys can do.
 
     (none) ──▶ PENDING ──▶ COMMITTED
                  ▲  │
@@ -6,18 +6,18 @@
                 FAILED
 
 A `PENDING` key is renewed by its owner, or taken over once its lease has run out. `COMMITTED` is the end: its result is
-what every later attempt is given.
+what every later attempt is given (docs/contract/delivery.md#delivery-69 to delivery-74).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from postroom.errors import InvalidMessage
+from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, Unavailable
 
 State = Literal["PENDING", "COMMITTED", "FAILED"]
 Encoding = Literal["json", "bytes"]
@@ -159,6 +159,101 @@ class Held(NamedTuple):
 
 
 Begun = Run | Done | Held
+
+
+class Store(Protocol):
+    """One table of keys. Whether a lease has run out is decided by the store's own clock, within the step.
+
+    A step that can't be taken raises `Unavailable`; it may have happened all the same. Taking `renew`, `commit` or
+    `fail` again with the same owner is harmless.
+    """
+
+    async def take(self, scope: Scope, owner: str, lease: float) -> Row | None:
+        """Make a free key `PENDING` for `owner`, for `lease` seconds; None where it is not free.
+
+        A key is free where there is none, where it `FAILED`, and where its lease has run out. That attempt's last error
+        is then `lease_expired`.
+        """
+        ...
+
+    async def look(self, scope: Scope) -> Row | None:
+        """Return the key as it is."""
+        ...
+
+    async def renew(self, scope: Scope, owner: str, lease: float) -> datetime | None:
+        """Let the lease that `owner` still has run for `lease` seconds from now; None where it has none."""
+        ...
+
+    async def commit(self, scope: Scope, owner: str, result: Result) -> bool:
+        """Make a key that `owner` still has a lease on `COMMITTED`; say whether it did."""
+        ...
+
+    async def fail(self, scope: Scope, owner: str, error: str) -> bool:
+        """Make a key that `owner` still has a lease on `FAILED`; say whether it did."""
+        ...
+
+    async def purge(self, age: float, limit: int) -> int:
+        """Delete up to `limit` keys that ended more than `age` seconds ago: settled, or left to their lease's end."""
+        ...
+
+    async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
+        """Return up to `limit` of the keys that are wanted: those that ended last, or whose lease ends last, first."""
+        ...
+
+    async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
+        """Delete a key that nobody has a lease on, and keep who wanted it and why; say whether it did."""
+        ...
+
+    async def forgotten(self, scope: Scope) -> list[Forgotten]:
+        """Return when operators had this key forgotten, in order."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the store. A second call does nothing."""
+        ...
+
+
+class KeyHeld(Conflict):
+    """Another worker holds the key and did not end in time: try the message again, `retry_after` at the latest."""
+
+    @classmethod
+    def by_another(cls, scope: Scope, held: Held) -> KeyHeld:
+        """Build the error for a key that stayed `held`."""
+        return cls.of(
+            "key_held",
+            f"{scope} is held by another worker until {held.until:%Y-%m-%dT%H:%M:%SZ}: try again",
+            retryable=True,
+            retry_after=held.seconds,
+        )
+
+
+class LeaseLost(Conflict):
+    """The lease ran out, or somebody else settled the key: what this worker did is not recorded as done."""
+
+    @classmethod
+    def of_scope(cls, scope: Scope) -> LeaseLost:
+        """Build the error for `scope`."""
+        detail = (
+            f"the lease on {scope} has expired: this worker can no longer settle it, and another may have taken it over"
+        )
+        return cls.of("lease_lost", detail)
+
+
+def absent(where: str) -> NotFound:
+    """Build the error for a place where nobody has begun to keep keys."""
+    detail = f"there is no registry in {where}: the first program that opens it creates it"
+    return NotFound.of("registry_absent", detail)
+
+
+def unavailable(error: BaseException) -> Unavailable:
+    """Build the error for a store that can't be reached just now."""
+    detail = f"the registry cannot be reached ({type(error).__name__}: {error}): try again"
+    return Unavailable.of("registry_unavailable", detail, retryable=True)
+
+
+def unusable(why: str) -> PostroomError:
+    """Build the error for a store that somebody has to put right first."""
+    return PostroomError.of("registry_unusable", f"the registry cannot be used: {why}")
 
 
 def _json(value: Any) -> bytes:

@@ -11,8 +11,18 @@ import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
 from postroom._wire.sql import load_queries, read_sql
-from postroom.once.errors import absent, unavailable, unusable
-from postroom.once.model import LEASE_EXPIRED, Forgotten, KeptKey, KeyFilter, Result, Row, Scope
+from postroom.once.model import (
+    LEASE_EXPIRED,
+    Forgotten,
+    KeptKey,
+    KeyFilter,
+    Result,
+    Row,
+    Scope,
+    absent,
+    unavailable,
+    unusable,
+)
 
 VERSION: Final = "version 1"
 _QUERIES: Final = load_queries("postroom.once", "sql/postgres.sql")

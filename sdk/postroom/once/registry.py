@@ -13,19 +13,29 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Any, Final
 
-from postroom._wire.retry import STEADY, Backoff
-from postroom.errors import InvalidMessage, PostroomError
-from postroom.once.claim import Claim, claimed
-from postroom.once.errors import KeyHeld, LeaseLost, unusable
-from postroom.once.memory import MemoryStore
-from postroom.once.model import MAX_ERROR, Begun, Done, Held, Result, Run, Scope
-from postroom.once.store import Store
+from postroom._wire.failures import tell
+from postroom._wire.retry import STEADY, Backoff, Patience, retrying
+from postroom.errors import Conflict, InvalidMessage, PostroomError
+from postroom.once.model import (
+    MAX_ERROR,
+    Begun,
+    Done,
+    Held,
+    KeyHeld,
+    LeaseLost,
+    Result,
+    Run,
+    Scope,
+    Store,
+    unusable,
+)
 
 LEASE: Final = 30.0  # seconds
 WAIT: Final = 10.0  # seconds
@@ -34,6 +44,7 @@ _DAY: Final = 86_400.0  # seconds
 _BETWEEN_PURGES: Final = 3600.0  # seconds
 _PURGED: Final = 1000  # keys of one transaction
 _LOOKS: Final = Backoff(0.05, 1.0, least=STEADY)  # pauses between two looks at a key that another holds
+_RENEWALS: Final = 3  # of each lease, so that two may fail
 _RACES: Final = 100  # how often a key may change between two steps before that is no coincidence
 
 
@@ -77,7 +88,7 @@ class Registry:
         Raises `KeyHeld` where another worker holds the key for longer than `wait`, `InvalidMessage` for a name or a
         result that can't be stored, and `Unavailable` where the store can't be reached.
         """
-        return claimed(self, Scope(tenant, topic, key, self._group))
+        return _claimed(self, Scope(tenant, topic, key, self._group))
 
     async def begin(self, scope: Scope) -> Begun:
         """Return whether to run, the result, or until when another holds the key; doesn't wait."""
@@ -149,6 +160,118 @@ class Registry:
             raise LeaseLost.of_scope(scope)
 
 
+class Claim:
+    """What a block knows about its key.
+
+    `first`: it is not done yet, so do it. `attempt`: how many attempts there were, this one included. `last_error`: why
+    the previous one failed (`lease_expired`: it ended without a result), None for the first.
+    """
+
+    def __init__(self, begun: Run | Done) -> None:
+        self.first = isinstance(begun, Run)
+        self.attempt = begun.attempt if isinstance(begun, Run) else 0
+        self.last_error = begun.last_error if isinstance(begun, Run) else None
+        self.kept = begun.result if isinstance(begun, Done) else Result.of(None)
+
+    @property
+    def result(self) -> Any:
+        """What was committed, or will be: bytes, or anything that JSON can express."""
+        return self.kept.value
+
+    @result.setter
+    def result(self, value: Any) -> None:
+        if not self.first:
+            raise Conflict.of("already_committed", "the key has its result already: set one only where `first`")
+        self.kept = Result.of(value)
+
+
+@asynccontextmanager
+async def _claimed(registry: Registry, scope: Scope) -> AsyncIterator[Claim]:
+    """Run a block with a claim on `scope`; see `Registry.once`."""
+    begun = await registry.begin_waiting(scope)
+    claim = Claim(begun)
+    if isinstance(begun, Done):
+        yield claim
+        return
+    lease = _Lease(registry, scope, begun)
+    try:
+        async with lease:
+            yield claim
+    except BaseException as error:
+        await _whole(lease.give_up(error))
+        raise
+    await _whole(lease.insist(lambda: registry.commit(scope, begun.owner, claim.kept)))
+
+
+class _Lease:
+    """Renews a lease while the block runs. Once it is lost, the block is cancelled, and ends with `LeaseLost`."""
+
+    def __init__(self, registry: Registry, scope: Scope, run: Run) -> None:
+        self._registry = registry
+        self._scope = scope
+        self._run = run
+        self._extend(registry.clock())
+        self._lost = False
+
+    async def __aenter__(self) -> None:
+        self._block = asyncio.current_task()
+        self._cancelled_before = self._block.cancelling() if self._block else 0
+        self._renewing = asyncio.create_task(self._renew_for_ever(), name="idempotency lease")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._renewing.cancel()
+        await asyncio.wait([self._renewing])
+        if not self._lost or self._block is None:
+            return
+        ours = self._block.uncancel() <= self._cancelled_before
+        if ours or not isinstance(error, asyncio.CancelledError):
+            raise LeaseLost.of_scope(self._scope) from self._renewing.exception()
+
+    async def insist(self, step: Callable[[], Awaitable[object]]) -> None:
+        """Take a step of the owner's, again and again while the store can't be reached and the lease may still run."""
+        left = self._until - self._registry.clock()
+        await retrying(step, Patience(left, clock=self._registry.clock, sleep=self._registry.sleep))
+
+    async def give_up(self, error: BaseException) -> None:
+        """Record why the block failed, where that can be done; the error itself is more important."""
+        if self._lost:
+            return
+        try:
+            await self._registry.fail(self._scope, self._run.owner, tell(error))
+        except PostroomError as failure:
+            error.add_note(f"The key stays held until its lease runs out: {failure}")
+
+    async def _renew_for_ever(self) -> None:
+        if self._run.lease_until is None:
+            return
+        try:
+            while True:
+                await self._registry.sleep(self._registry.lease / _RENEWALS)
+                since = self._registry.clock()
+                await self.insist(lambda: self._registry.renew(self._scope, self._run.owner))
+                self._extend(since)
+        except Exception:
+            self._lost = True
+            if self._block is not None:
+                self._block.cancel()
+            raise
+
+    def _extend(self, since: float) -> None:
+        self._until = since + self._registry.lease
+
+
+async def _whole(work: Coroutine[Any, Any, None]) -> None:
+    """Let `work` end even where the caller is cancelled meanwhile: what happened has to be recorded."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 def new_owner() -> str:
     """Mint an owner token: a name for people, and 128 random bits."""
     return f"{socket.gethostname()[:64]}/{os.getpid()}/{secrets.token_hex(16)}"
@@ -215,14 +338,12 @@ async def open_store(url: str, *, create: bool = True) -> Store:
     if _is_postgres(url):
         return await _open_postgres(url, create=create)
     scheme, _, rest = url.partition(":")
-    if scheme == "sqlite" and rest.startswith("///"):
-        from postroom.once.sqlite import SqliteStore  # noqa: PLC0415 - some builds of Python have no sqlite3
+    if url != "memory:" and not (scheme == "sqlite" and rest.startswith("///")):
+        sentence = "a registry is at postgresql://…, sqlite:///absolute/path or memory:"
+        raise InvalidMessage.of("invalid_registry_url", sentence)
+    from postroom.once.sqlite import SqliteStore  # noqa: PLC0415 - some builds of Python have no sqlite3
 
-        return await SqliteStore.open(Path(rest[2:]), create=create)
-    if url == "memory:":
-        return MemoryStore()
-    sentence = "a registry is at postgresql://…, sqlite:///absolute/path or memory:"
-    raise InvalidMessage.of("invalid_registry_url", sentence)
+    return await SqliteStore.open(Path(rest[2:]) if rest else None, create=create)
 
 
 async def _open_postgres(url: str, *, create: bool) -> Store:

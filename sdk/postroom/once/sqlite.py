@@ -1,4 +1,4 @@
-"""Keys in one SQLite file, for the processes of one host; the host's clock decides about leases.
+"""Keys in one SQLite file, for the processes of one host, or in the memory of one; its clock decides about leases.
 
 The standard library's `sqlite3` on a thread of its own is all it needs, and so much of the chassis as needs no more
 (`postroom.chassis.sqlite`): a step is one short transaction, for which a dependency would bring nothing. The file has a
@@ -20,8 +20,20 @@ from typing import Any, Final, Self, TypeVar
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
-from postroom.once.errors import absent, unavailable, unusable
-from postroom.once.model import LEASE_EXPIRED, Encoding, Forgotten, KeptKey, KeyFilter, Result, Row, Scope, State
+from postroom.once.model import (
+    LEASE_EXPIRED,
+    Encoding,
+    Forgotten,
+    KeptKey,
+    KeyFilter,
+    Result,
+    Row,
+    Scope,
+    State,
+    absent,
+    unavailable,
+    unusable,
+)
 
 T = TypeVar("T")
 
@@ -30,16 +42,16 @@ _QUERIES: Final = load_queries("postroom.once", "sql/sqlite.sql")
 
 
 class SqliteStore:
-    """A `Store` in the file `path`. `clock` gives seconds since the epoch."""
+    """A `Store` in the file `path`, or in memory without one. `clock` gives seconds since the epoch."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="idempotency registry")
+        self._thread = None if path is None else ThreadPoolExecutor(1, thread_name_prefix="idempotency registry")
         self._db: sqlite3.Connection | None = None
 
     @classmethod
-    async def open(cls, path: Path, clock: Callable[[], float] = time.time, *, create: bool = True) -> Self:
+    async def open(cls, path: Path | None, clock: Callable[[], float] = time.time, *, create: bool = True) -> Self:
         """Open the file, and create it (mode 0600) where there is none.
 
         Raises `Unavailable` where it can't be opened just now, `PostroomError` where it is another program's, or newer;
@@ -100,8 +112,9 @@ class SqliteStore:
         """See `Store.close`."""
         if self._db is not None:
             db, self._db = self._db, None
-            await asyncio.get_running_loop().run_in_executor(self._thread, db.close)
-        self._thread.shutdown(wait=False)
+            await self._on_thread(db.close)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
 
     async def _settle(self, scope: Scope, owner: str, values: dict[str, Any]) -> bool:
         rows, _ = await self._run(lambda db: self._execute(db, "settle", {**_key(scope), "owner": owner, **values}))
@@ -112,6 +125,8 @@ class SqliteStore:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         try:
+            if self._thread is None:  # memory keeps nobody waiting
+                return call()
             return await asyncio.get_running_loop().run_in_executor(self._thread, call)
         except sqlite3.OperationalError as error:
             raise unavailable(error) from error
@@ -121,6 +136,10 @@ class SqliteStore:
             raise unusable(str(error)) from error
 
     def _open(self, *, create: bool = True) -> sqlite3.Connection:
+        if self._path is None:
+            self._db = sqlite3.connect(":memory:", isolation_level=None)
+            _SCHEMA.migrate(self._db, Path(":memory:"))
+            return self._db
         if not create and not self._path.exists():
             raise absent(str(self._path))
         self._db = open_writer(self._path, _SCHEMA, pragmas=_QUERIES["pragmas"])

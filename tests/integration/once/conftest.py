@@ -9,7 +9,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from postroom.once import MemoryStore, Registry, Store
+from postroom.once import Registry, Store
 from postroom.once.postgres import PostgresStore
 from postroom.once.sqlite import SqliteStore
 
@@ -68,24 +68,18 @@ async def postgres_bench(url: str) -> Bench:
     return Bench(store, pass_time)
 
 
-@pytest.fixture(params=["memory", "sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", "postgres"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    match request.param:
-        case "memory":
-            return "memory:"
-        case "sqlite":
-            return f"sqlite://{tmp_path}/once.db"
-        case _:
-            url: str = request.getfixturevalue("database_url")
-            return url
+    if request.param == "sqlite":
+        return f"sqlite://{tmp_path}/once.db"
+    url: str = request.getfixturevalue("database_url")
+    return url
 
 
 @pytest.fixture
 async def bench(place: str) -> AsyncIterator[Bench]:
     clock = Clock()
-    if place == "memory:":
-        built = Bench(MemoryStore(clock), clock.pass_time)
-    elif place.startswith("sqlite"):
+    if place.startswith("sqlite"):
         built = Bench(await SqliteStore.open(Path(place.removeprefix("sqlite://")), clock), clock.pass_time)
     else:
         built = await postgres_bench(place)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from postroom.errors import Unavailable
-from postroom.once import Done, Held, KeyHeld, LeaseLost, MemoryStore, Registry, Result, Run, Scope
+from postroom.once import Done, Held, KeyHeld, LeaseLost, Registry, Result, Run, Scope
 from postroom.once.registry import new_owner
+from postroom.once.sqlite import SqliteStore
 
 SCOPE = Scope("acme", "orders", "k-1")
 NAMES = ("acme", "orders", "k-1")
@@ -50,13 +51,11 @@ class Hourglass:
             await asyncio.sleep(0)
 
 
-class Fickle(MemoryStore):
+class Fickle(SqliteStore):
     """A store that can't be reached for some steps, before or after it took them."""
 
-    def __init__(self, clock: Hourglass) -> None:
-        super().__init__(clock)
-        self.refusals = 0
-        self.lost_answers = 0
+    refusals = 0
+    lost_answers = 0
 
     async def commit(self, scope: Scope, owner: str, result: Result) -> bool:
         self._away()
@@ -91,7 +90,7 @@ def time() -> Hourglass:
 
 @pytest.fixture
 async def store(time: Hourglass) -> AsyncIterator[Fickle]:
-    store = Fickle(time)
+    store = await Fickle.open(None, time)
     yield store
     await store.close()
 

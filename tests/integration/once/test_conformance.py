@@ -1,4 +1,4 @@
-"""What every store promises: one suite, run on the memory, on SQLite and on Postgres."""
+"""What every store promises: one suite, run on SQLite and on Postgres."""
 
 from __future__ import annotations
 
