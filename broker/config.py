@@ -82,7 +82,7 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = None
     admin_token_file: Annotated[
-        Path | None, Meta(description="holds the broker-wide administrator's token; not readable for others")
+        Path | None, Meta(description="file with the broker-wide administrator's token; not readable by others")
     ] = None
     listen_host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     listen_port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: a free one")] = 7420
@@ -109,12 +109,14 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int, Meta(ge=1024, description="bodies in memory at once, in bytes, shared in the same way; the rest waits")
     ] = 64 * MAX_BODY_BYTES
     max_connections: Annotated[
-        int, Meta(ge=1, description="open connections; kept below the limit on file descriptors in any case")
+        int, Meta(ge=1, description="open connections; always kept below the limit on file descriptors")
     ] = 4096
-    header_seconds: Annotated[float, Meta(gt=0, description="how long a request's head may take, in s")] = 10.0
-    body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in s")] = 30.0
-    stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may stay unread, in s")] = 30.0
-    idle_seconds: Annotated[float, Meta(gt=0, description="how long a connection may idle, in s")] = 75.0
+    header_seconds: Annotated[float, Meta(gt=0, description="how long a request's head may take, in seconds")] = 10.0
+    body_seconds: Annotated[float, Meta(gt=0, description="how long a client may take to send a body, in seconds")] = (
+        30.0
+    )
+    stall_seconds: Annotated[float, Meta(gt=0, description="how long an answer may stay unread, in seconds")] = 30.0
+    idle_seconds: Annotated[float, Meta(gt=0, description="how long a connection may idle, in seconds")] = 75.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
     ] = "info"

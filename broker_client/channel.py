@@ -124,7 +124,7 @@ class Channel:
             rule = "give the broker's address as https://host[:port], without user, query or fragment"
             raise Fatal(Exit.CONFIG, f"broker.url: {rule}")
         if parts.scheme == "http" and parts.hostname not in _LOOPBACK and not settings.allow_plaintext:
-            advice = "would show the token to the network: use https, or set broker.allow_plaintext"
+            advice = "would expose the token to the network: use https, or set broker.allow_plaintext"
             raise Fatal(Exit.CONFIG, f"broker.url: http://{parts.hostname} {advice}")
         self.base = settings.url.rstrip("/")
         self.token = TokenFile(settings.token_file)

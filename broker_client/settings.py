@@ -17,15 +17,13 @@ class BrokerClientSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     """How the broker is reached, and how long and how large an answer of it may be."""
 
     url: Annotated[str, Meta(description="the broker's address, as in https://broker.example.com")]
-    token_file: Annotated[
-        Path, Meta(description="file that holds the member's bearer token; read again whenever it changes")
-    ]
+    token_file: Annotated[Path, Meta(description="file with the member's bearer token; read again whenever it changes")]
     ca_file: Annotated[
         Path | None,
-        Meta(description="PEM file of the authorities that may sign the broker's certificate, not the system's"),
+        Meta(description="PEM file of the authorities that may sign the broker's certificate, instead of the system's"),
     ] = None
     allow_plaintext: Annotated[
-        bool, Meta(description="allow http:// to another host than this one, which shows the token to the network")
+        bool, Meta(description="allow http:// to another host, which exposes the token to the network")
     ] = False
     connect_seconds: Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")] = 5
     request_seconds: Annotated[float, Meta(gt=0, le=600, description="longest wait for a whole answer, in seconds")] = (

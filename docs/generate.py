@@ -19,16 +19,16 @@ CONFIGURATION = Path(__file__).with_name("configuration.md")
 
 _CONFIGURATION = """# Configuration
 
-One TOML file per process, given with `--config`. A dotted key is a table and a key: `outbox.max_bytes` stands as
-`max_bytes` under `[outbox]`. The variable beside a setting overrides the file; a list is given there as comma-separated
+One TOML file per process, given with `--config`. A dotted key is a table and a key: `outbox.max_bytes` is
+`max_bytes` under `[outbox]`. The variable of a setting overrides the file; write a list there as comma-separated
 words. An unknown key, a misspelt variable, a wrong type or a value out of range is refused with its path, and the
 process exits with 78. The variables that `postroom up` writes (`POSTROOM_NATS_URL`, `POSTROOM_DATABASE_URL`,
-`POSTROOM_MESH`) stand in for an agent's and a worker's settings where nothing else says them: a file that is named, and
-an option that is given, win over them.
-Paths may begin with `~` and hold variables such as `${{CREDENTIALS_DIRECTORY}}`. Secrets stand in files that only their
-reader may read.
+`POSTROOM_MESH`) are the defaults of an agent's and a worker's settings: a config file and
+an option override them.
+Paths may begin with `~` and contain variables such as `${{CREDENTIALS_DIRECTORY}}`. Keep secrets in files that only
+their reader may read.
 
-`postroom daemon check` prints what is in force and tries every dependency.
+`postroom daemon check` prints the effective settings and tries every dependency.
 
 This page is written by `make docs` from the types that decode the files.
 
@@ -43,7 +43,7 @@ This page is written by `make docs` from the types that decode the files.
 {worker}
 ## A consumer
 
-`postroom consumer run` makes most of it from `--context`, `--name` and `--handler`.
+`postroom consumer run` can derive most of it from `--context`, `--name` and `--handler`.
 
 {consumer}
 ## An agent
@@ -51,7 +51,7 @@ This page is written by `make docs` from the types that decode the files.
 {agent}
 ## Streams
 
-`streams` of the worker and of a consumer is a list of tables, `[[streams]]` each. A variable cannot set it.
+`streams` of the worker and of a consumer is a list of tables, each `[[streams]]`. A variable cannot set it.
 
 {stream}"""
 

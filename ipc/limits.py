@@ -37,7 +37,7 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
         Count, msgspec.Meta(description="Look-ups that wait for a send to settle, in addition to those requests (429).")
     ] = 1024
     connections: Annotated[
-        Count, msgspec.Meta(description="Open connections; kept below the limit on file descriptors in any case.")
+        Count, msgspec.Meta(description="Open connections; always kept below the limit on file descriptors.")
     ] = 4096
     headers: Annotated[Count, msgspec.Meta(description="Header fields of one request (400).")] = 100
     header_seconds: Annotated[

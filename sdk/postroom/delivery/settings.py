@@ -24,7 +24,7 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     url: Annotated[str, SECRET, Meta(description="NATS servers with JetStream, nats://… or tls://…, comma-separated")]
     credentials_file: Annotated[
         Path | None,
-        Meta(description="file with `user:password`, or a token; read at every connection, not readable for others"),
+        Meta(description="file with `user:password`, or a token; read at every connection, not readable by others"),
     ] = None
     ca_file: Annotated[
         Path | None, Meta(description="PEM file of the authorities that may sign the server's certificate")

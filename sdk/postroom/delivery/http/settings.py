@@ -24,11 +24,13 @@ class HandlerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     connect_seconds: Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")] = 5
     calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most calls at once")] = 64
     secret_file: Annotated[
-        Path | None, Meta(description="file with the secret that signs requests; not readable for others")
+        Path | None, Meta(description="file with the secret that signs requests; not readable by others")
     ] = None
     ca_file: Annotated[
         Path | None,
-        Meta(description="PEM file of the authorities that may sign the handler's certificate, not the system's"),
+        Meta(
+            description="PEM file of the authorities that may sign the handler's certificate, instead of the system's"
+        ),
     ] = None
     max_answer_bytes: Annotated[
         int,

@@ -24,7 +24,9 @@ class PublisherSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     ack_seconds: Annotated[
         float, Meta(gt=0, le=10, description="how long JetStream may take to acknowledge a batch, in seconds")
     ] = 5
-    first_seconds: Annotated[float, Meta(gt=0, description="longest wait after an event's first failure, in s")] = 0.5
+    first_seconds: Annotated[
+        float, Meta(gt=0, description="longest wait after an event's first failure, in seconds")
+    ] = 0.5
     most_seconds: Annotated[
         float, Meta(gt=0, le=DAY, description="longest wait that further failures double it to, in seconds")
     ] = 60
