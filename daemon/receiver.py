@@ -25,7 +25,7 @@ from postroom._wire.accept import Features
 from postroom._wire.administration import HistoryMessage, HistoryQuery
 from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
-from postroom.delivery.consuming import DONE, Consumer, Dead, Delivery, Settle
+from postroom.delivery.consumer import DONE, Consumer, Dead, Delivery, Settle
 from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings

@@ -22,7 +22,7 @@ from pipeline.registry import PIPELINES, described, parse
 from pipeline.runner import run_by_name, submitted
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.runtime import AgentRuntime
-from postroom.delivery.consuming import Delivery, Outcome
+from postroom.delivery.consumer import Delivery, Outcome
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.spark.session import provide_java

@@ -18,7 +18,7 @@ from postroom.agent import Agent, Emit, Envelope, agent_name, fill_subjects
 from postroom.delivery.agents.consumers import open_consumers
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.agents.settings import AgentSettings
-from postroom.delivery.consuming import Attempts, Consumer
+from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.settings import ConsumerSettings
 from support.jetstream import QUICK, Context, named, until
 

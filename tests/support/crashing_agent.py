@@ -20,7 +20,7 @@ from postroom.chassis import logs
 from postroom.delivery.agents.consumers import open_consumers
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.agents.settings import AgentSettings
-from postroom.delivery.consuming import Consumer, Delivery, Outcome, Settle
+from postroom.delivery.consumer import Consumer, Delivery, Outcome, Settle
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from support.agents import ATTEMPTS, Counting, settled

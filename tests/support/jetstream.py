@@ -16,7 +16,7 @@ from nats.js.api import ConsumerInfo, RawStreamMsg
 from nats.js.errors import NotFoundError
 
 from postroom.chassis.postgres import connected
-from postroom.delivery.consuming import DONE, Consumer, Delivery, Outcome, Settle
+from postroom.delivery.consumer import DONE, Consumer, Delivery, Outcome, Settle
 from postroom.delivery.dead_letters import DeadLetter, DeadLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations
 from postroom.delivery.publishing.source import identifying

@@ -19,7 +19,7 @@ from nats.js import JetStreamContext
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE
-from postroom.delivery.consuming import ConsumerCounters
+from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings

@@ -4,7 +4,7 @@ nats-py takes messages apart in its one read loop: a header block or a subject t
 the loop, and with it every subscription, while the connection looks alive. A server stores such messages for anybody.
 So what nats-py could not read is rewritten before it gets there: the message arrives like any other, with its body as
 it was, and `UNREADABLE` says in base64 what its headers were (`UNREADABLE_SUBJECT` its subject). What becomes of it is
-decided where messages are handled (`postroom.delivery.consuming`).
+decided where messages are handled (`postroom.delivery.consumer`).
 
 This relies on names that are nats-py's own (`_ps`, `_process_msg`, the state of its parser): therefore its version has
 an upper bound, and a test sends what is rewritten here through a real server.

@@ -19,8 +19,8 @@ from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped,
 from postroom.chassis.runtime import run as run_program
 from postroom.delivery.agents.consumers import check_events, open_consumers
 from postroom.delivery.agents.runtime import AgentRuntime
+from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
-from postroom.delivery.consuming import Attempts, Consumer
 from postroom.delivery.nats import connect
 from postroom.errors import PostroomError
 from postroom.worker.agent_config import AgentConfig, state_directory

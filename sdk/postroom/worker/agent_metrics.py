@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from postroom.chassis.routes import exposition
 from postroom.delivery.agents.counters import AgentCounters
 from postroom.delivery.agents.runtime import AgentRuntime
-from postroom.delivery.consuming import ConsumerCounters
+from postroom.delivery.consumer import ConsumerCounters
 
 PREFIX: Final = "postroom_agent_"
 

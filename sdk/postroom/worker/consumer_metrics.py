@@ -11,11 +11,9 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from postroom.chassis.routes import exposition
-from postroom.delivery.consuming import ConsumerCounters
-from postroom.delivery.http.counters import CALL_BOUNDS, HandlerCounters
-from postroom.delivery.http.handler import HttpHandler
+from postroom.delivery.consumer import ConsumerCounters
+from postroom.delivery.http.handler import CALL_BOUNDS, HandlerCounters, HttpHandler, Reach
 from postroom.delivery.http.inbox_messages import Backlog
-from postroom.delivery.http.reach import Reach
 
 PREFIX: Final = "postroom_consumer_"
 

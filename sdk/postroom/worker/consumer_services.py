@@ -15,7 +15,7 @@ from nats.aio.client import Client
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.chassis.runtime import notify
-from postroom.delivery.consuming import Attempts, Consumer
+from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler

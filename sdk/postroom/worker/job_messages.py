@@ -14,7 +14,7 @@ from uuid import UUID
 import msgspec
 
 from postroom._wire.message import TRACEPARENT
-from postroom.delivery.consuming import Delivery
+from postroom.delivery.consumer import Delivery
 from postroom.delivery.dead_letters.letter import REPLAY_OF
 from postroom.delivery.subjects import EventSubject, parse_subject
 from postroom.errors import InvalidMessage

@@ -18,8 +18,8 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Pool
+from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Consumer, Dead, Delivery, Later, Outcome, Settle
 from postroom.delivery.consumers import Consumers
-from postroom.delivery.consuming import ACK_TIMEOUT, DONE, MAX_DELIVER, Consumer, Dead, Delivery, Later, Outcome, Settle
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import event_subject

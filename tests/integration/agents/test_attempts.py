@@ -10,7 +10,7 @@ from support.jetstream import Context, until
 
 from postroom.agent import Emit, Envelope
 from postroom.delivery.agents.runtime import AgentRuntime
-from postroom.delivery.consuming import Delivery, Outcome
+from postroom.delivery.consumer import Delivery, Outcome
 
 
 class Witness(Counting):

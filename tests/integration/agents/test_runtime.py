@@ -13,7 +13,7 @@ from support.jetstream import Context, until
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.store import Look, Wanted
-from postroom.delivery.consuming import DONE, Outcome
+from postroom.delivery.consumer import DONE, Outcome
 from postroom.delivery.message import Delivery
 from postroom.delivery.streams import ensure_stream
 

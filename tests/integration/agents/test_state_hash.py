@@ -14,7 +14,7 @@ from support.jetstream import Context
 from postroom.chassis.exits import Fatal
 from postroom.delivery.agents.inspecting import replay, verify
 from postroom.delivery.agents.runtime import AgentRuntime
-from postroom.delivery.consuming import Delivery, Done, Outcome
+from postroom.delivery.consumer import Delivery, Done, Outcome
 
 START = datetime(2026, 11, 21, tzinfo=UTC)
 

@@ -16,7 +16,7 @@ from support.jetstream import DURABLE, Context, Script
 from support.terminal import Terminal
 
 from embedded import EmbeddedPostgres
-from postroom.delivery.consuming import DONE, Dead
+from postroom.delivery.consumer import DONE, Dead
 from postroom.delivery.database import migrate
 from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
 from postroom.delivery.dead_letters.operations import count_letters

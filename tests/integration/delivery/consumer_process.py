@@ -18,7 +18,7 @@ from random import Random
 
 from support.jetstream import DURABLE, QUICK
 
-from postroom.delivery.consuming import DONE, Consumer, Dead, Delivery, Outcome, Settle
+from postroom.delivery.consumer import DONE, Consumer, Dead, Delivery, Outcome, Settle
 from postroom.delivery.dead_letters import DeadLetter, StreamLetters
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import ConsumerSettings, NatsSettings

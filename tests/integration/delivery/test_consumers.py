@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from nats.js import JetStreamContext
 
+from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.consumers import Consumers
-from postroom.delivery.consuming import ConsumerCounters
 from postroom.delivery.settings import NatsSettings
 
 

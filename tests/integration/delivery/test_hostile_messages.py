@@ -14,7 +14,7 @@ from support.hostile import HostileMessage, byte_writer, odd_messages, odd_subje
 from support.jetstream import Context, Script
 
 from postroom.chassis.postgres import connected
-from postroom.delivery.consuming import Consumer
+from postroom.delivery.consumer import Consumer
 from postroom.delivery.database import migrate
 from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations
 from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT

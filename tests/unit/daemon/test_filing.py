@@ -11,7 +11,7 @@ from support.inboxes import message
 
 from daemon.receiver import Filing, FilingCounters, consumer_settings
 from inbox import Inbox
-from postroom.delivery.consuming import Dead, Delivery, Done, Outcome
+from postroom.delivery.consumer import Dead, Delivery, Done, Outcome
 
 
 def delivery(number: int, data: bytes) -> Delivery:

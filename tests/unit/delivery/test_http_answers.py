@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from postroom.delivery.http.answers import Answer, State, judge
+from postroom.delivery.http.client import Answer, State, judge
 
 NO_ANSWER = Answer(None, "handler_timed_out", "20 s")
 

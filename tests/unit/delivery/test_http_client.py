@@ -13,8 +13,7 @@ import pytest
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.http.addresses import Guard
-from postroom.delivery.http.answers import Answer
-from postroom.delivery.http.client import HandlerClient, read_secret
+from postroom.delivery.http.client import Answer, HandlerClient, read_secret
 from postroom.delivery.http.settings import HandlerSettings, check_timeout
 from postroom.delivery.settings import ConsumerSettings
 

@@ -13,7 +13,7 @@ from nats.js.errors import NotFoundError
 
 from postroom.agent import Agent, fill_event_subject
 from postroom.delivery.agents.runtime import AgentRuntime
-from postroom.delivery.consuming import Consumer
+from postroom.delivery.consumer import Consumer
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.settings import ConsumerSettings
 from postroom.delivery.streams import all_streams, covers

@@ -12,7 +12,7 @@ from postroom.delivery.agents.publishing import Message, message_of
 from postroom.delivery.agents.rebuilding import Memory
 from postroom.delivery.agents.records import Role, encode_record, next_hash
 from postroom.delivery.agents.store import Attempt, Changes, Event, Key, Tried
-from postroom.delivery.consuming import DONE, MAX_DELIVER, Attempts, Dead, Delivery, Outcome, Settle
+from postroom.delivery.consumer import DONE, MAX_DELIVER, Attempts, Dead, Delivery, Outcome, Settle
 
 UNTRIED = Tried(0, "")
 REFUSED = Dead("refused", "the message is of another tenant or workspace than the agent")

@@ -42,7 +42,7 @@ from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, S
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.agents.underway import Begun, Underway
 from postroom.delivery.agents.writing import durably
-from postroom.delivery.consuming import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
+from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
 
 _log = structlog.get_logger(__name__)
 

@@ -23,33 +23,121 @@ pause until somebody can be reached.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from typing import Final
 
 import structlog
 
+from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.logs import clean
 from postroom.chassis.postgres import REFUSED
-from postroom.delivery.consuming import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Later, Outcome, Settle
-from postroom.delivery.http.answers import Judgement, State, judge
-from postroom.delivery.http.client import HandlerClient
-from postroom.delivery.http.counters import HandlerCounters
-from postroom.delivery.http.inbox_messages import Claim, Died, Held, InboxMessages, Processed
-from postroom.delivery.http.leases import LeaseLost, Leases
-from postroom.delivery.http.reach import Reach
+from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Later, Outcome, Settle
+from postroom.delivery.http.client import HandlerClient, Judgement, State, judge
+from postroom.delivery.http.inbox_messages import Claim, Died, Held, InboxMessages, LeaseLost, Leases, Processed
 from postroom.delivery.http.requests import Incoming, Malformed, body, headers, read
 from postroom.delivery.message import Delivery
 
 _log = structlog.get_logger(__name__)
+
+PAUSES: Final = Backoff(0.5, 30.0, least=STEADY)  # after calls that found nobody
+CALL_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)  # seconds
 
 LEASE_SHARE: Final = 2 / 3  # of ack_wait: the lease of a consumer that died is over when the message comes again
 _STOPPED: Final = Later("the consumer stopped before it called the handler", 0)
 _LEASE_RAN_OUT: Final = Later("the lease ran out before the attempt had ended", 0)
 
 
+class Reach:
+    """What is known of one handler, from the calls to it."""
+
+    def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`name` is what the log calls the handler."""
+        self.error: str | None = None  # why it cannot be reached; None while it can, as far as is known
+        self._name = name
+        self._clock = clock
+        self._since = 0.0
+        self._missed = 0  # calls in a row, of which each found nobody
+        self._next = 0.0  # when a call may be tried
+        self._trying = False
+
+    @property
+    def away_seconds(self) -> float:
+        """For how long it has not been reached; 0 while it can be."""
+        return 0.0 if self.error is None else self._clock() - self._since
+
+    @property
+    def room(self) -> int | None:
+        """How many messages are of use now: None sets no limit."""
+        if self.error is None:
+            return None
+        return 0 if self._trying or self._clock() < self._next else 1
+
+    @contextmanager
+    def turn(self) -> Iterator[float]:
+        """Yield 0 where a call may be made in the block, else the seconds until one may be tried."""
+        if self.error is None:
+            yield 0.0
+        elif self.room:
+            self._trying = True
+            try:
+                yield 0.0
+            finally:
+                self._trying = False
+        else:
+            yield max(self._next - self._clock(), PAUSES.first)
+
+    def missed(self, error: str) -> float:
+        """Take note of a call that found nobody; return the seconds until the next may be tried."""
+        if self.error is None or self._trying:  # what was under way together counts once
+            self._since = self._clock() if self.error is None else self._since
+            self._missed = 1 if self.error is None else self._missed + 1
+            pause = PAUSES.seconds(self._missed)
+            self._next = self._clock() + pause
+            _log.warning("handler_unreachable", handler=self._name, error=error, pause_seconds=round(pause, 3))
+        self.error = error
+        return max(self._next - self._clock(), 0.0)
+
+    def reached(self) -> None:
+        """Take note of a call that somebody took, whatever the answer."""
+        if self.error is not None:
+            _log.info("handler_reached", handler=self._name, away_seconds=round(self.away_seconds, 1))
+        self.error = None
+
+
+class HandlerCounters:
+    """Everything since the process started."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.answers: Counter[str] = Counter()  # by `http_<status>`, or the code of a call without an answer
+        self.calls_under_way = 0
+        self.call_counts = [0] * (len(CALL_BOUNDS) + 1)
+        self.call_seconds = 0.0
+        self.duplicates = 0
+        self.malformed = 0
+        self.held = 0
+        self.leases_lost = 0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count and time one call of the handler."""
+        started = self._clock()
+        self.calls_under_way += 1
+        try:
+            yield
+        finally:
+            self.calls_under_way -= 1
+            seconds = self._clock() - started
+            self.call_seconds += seconds
+            self.call_counts[bisect_left(CALL_BOUNDS, seconds)] += 1
+
+
 class HttpHandler:
-    """A `delivery.consuming.Handler` that posts each message; `leases.run` goes beside it as a task."""
+    """A `delivery.consumer.Handler` that posts each message; `leases.run` goes beside it as a task."""
 
     def __init__(self, inbox: InboxMessages, client: HandlerClient, *, attempts: Attempts, calls_at_once: int) -> None:
         self.counters = HandlerCounters()

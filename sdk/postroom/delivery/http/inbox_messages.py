@@ -6,14 +6,19 @@ being made at once is the lease on the row. Postgres' clock alone counts.
 
 A Postgres that is away is waited for, however long: no message is blamed for it, and none is lost. Values that it will
 not have are another thing: asking again changes nothing, so what it raised (`REFUSED`) goes to whoever asked for them.
+
+What many tasks want at once is one statement (`Grouped`). The leases of this process are renewed while their attempts
+go on, and an attempt whose lease runs out is ended (`Leases`): on this side's own clock, counted from before the
+statement that took the lease was sent, so before Postgres lets anybody else begin, also when it can't be reached.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 from uuid import UUID, uuid4
 
 import asyncpg
@@ -23,8 +28,7 @@ from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, check_version, open_pool
 from postroom.chassis.sql import load_queries
 from postroom.delivery.database import ROOM
-from postroom.delivery.http.answers import Judgement
-from postroom.delivery.http.grouping import Grouped
+from postroom.delivery.http.client import Judgement
 from postroom.delivery.http.requests import Incoming
 
 _log = structlog.get_logger(__name__)
@@ -33,9 +37,15 @@ QUERIES: Final = load_queries("postroom.delivery.http")
 
 _GROUP: Final = 500  # messages in a statement
 _PAUSES: Final = Backoff(0.1, 5.0)  # between two tries
+_RENEWALS: Final = 3  # in the length of a lease, so that one may fail
 _VANISHED_SECONDS: Final = 1.0  # when to look again for a row that went between two statements
 # The planner cannot know how long the arrays are; by its guess it would read the whole table for a thousand messages.
 _PLAN_BY_KEY: Final = {"enable_hashjoin": "off", "enable_mergejoin": "off", "enable_seqscan": "off"}
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+Run = Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]
 
 
 class Claim(NamedTuple):
@@ -224,3 +234,104 @@ def _state(
     if dead_reason is not None:
         return Died(dead_reason, last_error or "", attempts)
     return Held(max(0.0, lease or 0.0))
+
+
+class Grouped(Generic[Item, Result]):
+    """Calls `run` with at most `most` items at once, and never twice at the same time."""
+
+    def __init__(self, run: Run[Item, Result], *, most: int) -> None:
+        self._run = run
+        self._most = most
+        self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._runner: asyncio.Task[None] | None = None
+
+    async def __call__(self, item: Item) -> Result:
+        """Return what `run` made of `item`; raises what it raised."""
+        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, done))
+        if self._runner is None:
+            self._runner = asyncio.create_task(self._drain())
+        return await done
+
+    async def _drain(self) -> None:
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+                await self._run_group(group)
+        finally:
+            self._runner = None
+
+    async def _run_group(self, group: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
+        try:
+            results = await self._run([item for item, _ in group])
+        except BaseException as error:
+            if isinstance(error, Exception) and len(group) > 1:
+                for each in group:
+                    await self._run_group([each])
+                return
+            for _, done in group:
+                _fail(done, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (_, done), result in zip(group, results, strict=True):
+            if not done.done():  # nobody waits any more for one that was cancelled
+                done.set_result(result)
+
+
+def _fail(done: asyncio.Future[Result], error: BaseException) -> None:
+    if done.done():
+        return
+    if isinstance(error, asyncio.CancelledError):
+        done.cancel()
+    else:
+        done.set_exception(error)
+
+
+class LeaseLost(Exception):
+    """The lease ran out before the attempt had ended: somebody else may make another."""
+
+
+class Leases:
+    """Every lease of this process; `run` it as a task."""
+
+    def __init__(self, inbox: InboxMessages) -> None:
+        self._inbox = inbox
+        self._interval = inbox.lease_seconds / _RENEWALS
+        self._held: dict[Claim, asyncio.Timeout] = {}
+
+    @asynccontextmanager
+    async def holding(self, claim: Claim) -> AsyncIterator[None]:
+        """Hold a lease for the length of the block; raises `LeaseLost` inside it, at the latest when it runs out."""
+        scope = asyncio.timeout_at(claim.until)
+        try:
+            async with scope:
+                self._held[claim] = scope
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise LeaseLost from None
+        finally:
+            self._held.pop(claim, None)
+
+    async def run(self) -> None:
+        """Renew for ever; a renewal that fails is tried again before the leases have run out."""
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                async with asyncio.timeout(self._interval):
+                    await self.renew()
+            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+                _log.warning("leases_not_renewed", leases=len(self._held), error=type(error).__name__)
+
+    async def renew(self) -> None:
+        """Renew what has been held for a while; what is lost ends at once."""
+        now = asyncio.get_running_loop().time()
+        soon = now + self._inbox.lease_seconds - self._interval / 2
+        claims = [claim for claim, scope in self._held.items() if (scope.when() or now) < soon]
+        renewed = await self._inbox.renew(claims) if claims else {}
+        for claim in claims:
+            scope = self._held.get(claim)
+            if scope is not None and not scope.expired():
+                scope.reschedule(renewed.get(claim, now))

@@ -16,8 +16,8 @@ from support.jetstream import QUICK, Context, until
 from support.waiting import until as until_noticed
 
 from postroom._wire.retry import Backoff
-from postroom.delivery import pulling
-from postroom.delivery.http import reach
+from postroom.delivery import pull
+from postroom.delivery.http import handler as http_handler
 from postroom.delivery.settings import BackoffSettings
 from postroom.signatures import verify
 from postroom.worker.consumer import Services
@@ -124,8 +124,8 @@ async def test_a_handler_that_is_silent_is_tried_again_and_at_last_buried(
 async def test_a_handler_that_cannot_be_reached_is_waited_for_and_that_is_no_attempt(
     start: Start, context: Context, handler: CountingHandler, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "PAUSES", Backoff(0.02, 0.05))
-    monkeypatch.setattr(pulling, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(http_handler, "PAUSES", Backoff(0.02, 0.05))
+    monkeypatch.setattr(pull, "TICK_SECONDS", 0.05)
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]

@@ -14,9 +14,8 @@ from support.http_consumers import Inbox
 from support.jetstream import QUICK, Context
 
 from postroom.chassis.postgres import REFUSED
-from postroom.delivery.consuming import Attempts, Dead, Outcome
-from postroom.delivery.http.answers import Judgement, State
-from postroom.delivery.http.client import HandlerClient
+from postroom.delivery.consumer import Attempts, Dead, Outcome
+from postroom.delivery.http.client import HandlerClient, Judgement, State
 from postroom.delivery.http.handler import HttpHandler
 from postroom.delivery.http.inbox_messages import (
     Claim,

@@ -13,8 +13,8 @@ from nats.errors import Error
 from support.jetstream import DURABLE, Context, Script, until
 
 from embedded import EmbeddedNats
-from postroom.delivery import pulling
-from postroom.delivery.consuming import DONE, Dead, Delivery, Done
+from postroom.delivery import pull
+from postroom.delivery.consumer import DONE, Dead, Delivery, Done
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import Unavailable
@@ -25,10 +25,10 @@ FAST = {"connect_seconds": 1.0, "reconnect_seconds": 0.05, "ping_seconds": 0.5}
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notice within a second what takes a few in earnest."""
-    monkeypatch.setattr(pulling, "HEARTBEAT_SECONDS", 0.3)
-    monkeypatch.setattr(pulling, "SILENCE_SECONDS", 0.8)
-    monkeypatch.setattr(pulling, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr(pulling, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(pull, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(pull, "SILENCE_SECONDS", 0.8)
+    monkeypatch.setattr(pull, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(pull, "RETRY_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ async def _slowly(_: Delivery) -> Done:
 async def test_a_reader_that_gets_nothing_though_messages_wait_says_so(
     own: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulling, "WATCH_SECONDS", 0.2)
+    monkeypatch.setattr(pull, "WATCH_SECONDS", 0.2)
     script = Script()
     async with own.consuming(script) as consumer:
         await own.publish(["a"])

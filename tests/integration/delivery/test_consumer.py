@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 from support.jetstream import QUICK, Context, Script, running, until
 
-from postroom.delivery.consuming import DONE, Attempts, Dead, Delivery, Done, Later, Outcome
+from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Done, Later, Outcome
 from postroom.delivery.dead_letters import DeadLetter, StreamLetters
-from postroom.delivery.pulling import Pull
+from postroom.delivery.pull import Pull
 from postroom.delivery.settings import BackoffSettings, StreamSettings
 
 POISON = Dead("unprocessable", "the total is negative")

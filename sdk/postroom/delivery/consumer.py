@@ -33,7 +33,7 @@ from postroom._wire.retry import Backoff
 from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
 from postroom.delivery.dead_letters.letter import REPLAYED_FOR
 from postroom.delivery.message import Delivery, delivery_of
-from postroom.delivery.pulling import Pull
+from postroom.delivery.pull import Pull
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
 
 __all__ = [
