@@ -37,6 +37,7 @@ class Connection(TimedConnection):
         "_end",
         "_half_closed",
         "_last_body",
+        "_now",
         "between_lines",
         "caller",
         "is_tcp",
@@ -56,6 +57,7 @@ class Connection(TimedConnection):
         self._end: asyncio.Future[None] = loop.create_future()
         self._half_closed = False
         self._body_since = NEVER
+        self._now = loop.time
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Read the peer's credentials, or hang up when it is already gone or one connection too many."""
@@ -72,11 +74,6 @@ class Connection(TimedConnection):
         if not isinstance(message, RawRequestMessage) and self._last_body is not None and not self._last_body.is_eof():
             self._last_body.set_exception(RequestPayloadError("it does not match its headers"))
         self._last_body = body
-
-    def resume_reading(self, resume_parser: bool = True) -> None:  # noqa: FBT001, FBT002 - aiohttp's signature
-        """Go on reading where reading was paused; aiohttp would parse nothing, twice a request, where it was not."""
-        if self._reading_paused:
-            super().resume_reading(resume_parser)
 
     def eof_received(self) -> bool:  # type: ignore[override] # asyncio's contract: True keeps the other half open
         """Answer what has been asked in full before closing; nothing more will come."""
@@ -102,12 +99,12 @@ class Connection(TimedConnection):
 
     def begin(self) -> None:
         """Note that a body begins which has not arrived in full, or a line of a batch."""
-        self._body_since = self._loop.time()
+        self._body_since = self._now()
 
     def _deadlines(self, now: float, limits: Deadlines) -> Iterator[tuple[str, bool]]:
         yield "caller_gone", self._half_closed and self._has_hung_up()
         yield from super()._deadlines(now, limits)
-        request = self._current_request
+        request = self.current_request
         if request is not None and not request.content.is_eof() and self._body_since != NEVER:
             yield "body_stalled", has_passed(self._heard_at, now, limits.stall_seconds)
             yield "body_too_slow", not self.between_lines and has_passed(self._body_since, now, limits.body_seconds)

@@ -5,7 +5,8 @@ A stale socket file is replaced; a live one, a symlink or any other file in the 
 
 aiohttp bounds how long a connection idles, before a request and between two, and nothing else. `TimedConnection`
 remembers since when its peer owes something, and `TimedServer.sweep` drops whoever is overdue
-(docs/contract/bad-input.md#bad-input-1).
+(docs/contract/bad-input.md#bad-input-1), by names that are aiohttp's own. They are used in this file alone, so aiohttp
+has an upper bound.
 """
 
 from __future__ import annotations
@@ -215,6 +216,11 @@ class TimedConnection(RequestHandler):
     def _notice(self, message: object, body: StreamReader) -> None:
         """Take note of the newest request: its head, or what the parser says against it, and its body."""
 
+    def resume_reading(self, resume_parser: bool = True) -> None:  # noqa: FBT001, FBT002 - aiohttp's signature
+        """Go on reading where reading was paused; aiohttp would parse nothing, twice a request, where it was not."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def pause_writing(self) -> None:
         """Remember since when the peer has not read its answers."""
         super().pause_writing()
@@ -229,6 +235,11 @@ class TimedConnection(RequestHandler):
     def busy(self) -> bool:
         """Whether a request is being answered or waits for its turn."""
         return self._waiter is None or self._waiter.done()
+
+    @property
+    def current_request(self) -> web.BaseRequest | None:
+        """The request that is being answered."""
+        return self._current_request
 
     @property
     def idle_since(self) -> float | None:

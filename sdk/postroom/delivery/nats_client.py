@@ -6,19 +6,21 @@ So what nats-py could not read is rewritten before it gets there: the message ar
 it was, and `UNREADABLE` says in base64 what its headers were (`UNREADABLE_SUBJECT` its subject). What becomes of it is
 decided where messages are handled (`postroom.delivery.consumer`).
 
-This relies on names that are nats-py's own (`_ps`, `_process_msg`, the state of its parser): therefore its version has
-an upper bound, and a test sends what is rewritten here through a real server.
+This relies on names that are nats-py's own (`_ps`, `_process_msg`, the state of its parser, what a JetStream context
+hides): they are used in this file alone. Therefore its version has an upper bound, and a test sends what is rewritten
+here through a real server.
 """
 
 from __future__ import annotations
 
 import re
 from base64 import b64encode
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from nats.aio.client import Client
 from nats.errors import ProtocolError
+from nats.js import JetStreamContext
 from nats.protocol.parser import AWAITING_CONTROL_LINE, AWAITING_MSG_PAYLOAD, CRLF_SIZE, Parser
 
 _log = structlog.get_logger(__name__)
@@ -107,6 +109,23 @@ class _Parser(Parser):
         self.header_needed, self.state = 0, AWAITING_CONTROL_LINE
         message = self.msg_arg
         await self.nc._process_msg(message["sid"], message["subject"], message["reply"], body, headers)  # noqa: SLF001
+
+
+def connection_of(js: JetStreamContext) -> Client:
+    """Return the connection of a context."""
+    connection: Client = js._nc  # noqa: SLF001
+    return connection
+
+
+def api_subject(js: JetStreamContext, request: str) -> str:
+    """Return where a request to JetStream's API goes, such as `STREAM.LIST`."""
+    return f"{js._prefix}.{request}"  # noqa: SLF001
+
+
+async def ask_api(js: JetStreamContext, request: str, body: bytes) -> dict[str, Any]:
+    """Ask JetStream's API; raises nats-py's errors."""
+    answer: dict[str, Any] = await js._api_request(api_subject(js, request), body, timeout=js._timeout)  # noqa: SLF001
+    return answer
 
 
 def _readable(headers: bytes, block: re.Pattern[bytes]) -> bool:

@@ -19,7 +19,6 @@ from datetime import datetime
 from typing import Final
 
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
@@ -27,6 +26,7 @@ from nats.js.errors import NotFoundError
 
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import end_if_cancelled
+from postroom.delivery.nats_client import api_subject, connection_of
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
 from postroom.delivery.streams import consumer_created, ensure_consumer, ensure_stream
 from postroom.errors import Conflict, NotFound, PostroomError, Unavailable
@@ -66,8 +66,8 @@ class Pull:
         While it is `paused`, messages that wait are nothing to worry about.
         """
         self._js = js
-        self._connection: Client = js._nc  # noqa: SLF001 - a context does not show its connection otherwise
-        self._next = f"{js._prefix}.CONSUMER.MSG.NEXT.{settings.stream}.{settings.durable}"  # noqa: SLF001
+        self._connection = connection_of(js)
+        self._next = api_subject(js, f"CONSUMER.MSG.NEXT.{settings.stream}.{settings.durable}")
         self._settings = settings
         self._stream = stream
         self._room = room

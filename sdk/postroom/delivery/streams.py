@@ -30,6 +30,7 @@ from nats.js.api import (
 from nats.js.errors import APIError, NotFoundError
 
 from postroom.delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_taken, would_lose
+from postroom.delivery.nats_client import ask_api
 from postroom.delivery.settings import DAY, ConsumerSettings, KindDefaults, StreamDefaults, StreamSettings
 from postroom.delivery.subjects import stream_name
 
@@ -119,7 +120,7 @@ async def all_streams(js: JetStreamContext) -> StreamList:
     offset = 0
     while True:
         request = json.dumps({"offset": offset}).encode()
-        page = await js._api_request(f"{js._prefix}.STREAM.LIST", request, timeout=js._timeout)  # noqa: SLF001
+        page = await ask_api(js, "STREAM.LIST", request)
         infos += [StreamInfo.from_response(stream) for stream in page.get("streams") or ()]
         missing.update(page.get("missing") or (), page.get("offline") or ())
         offset += max(page["limit"], 1)

@@ -8,6 +8,7 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from aiohttp.web_protocol import RequestHandler
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +72,23 @@ def test_what_is_used_by_private_names_has_an_upper_bound(name):
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (requirement,) = (each for each in map(Requirement, lines) if each.name == name)
     assert {one.operator for one in requirement.specifier} == {">=", "<"}
+
+
+PRIVATE_OF_AIOHTTP = {"_current_request", "_messages", "_reading_paused", "_request_count", "_waiter"}
+
+
+def test_private_names_of_aiohttp_and_nats_are_used_in_one_file_each():
+    names = re.compile(
+        rf"\.(?:{'|'.join(PRIVATE_OF_AIOHTTP - {'_messages'})})\b|\._(?:nc|prefix|api_request|process_msg)\b"
+    )
+    used = {
+        str(path.relative_to(ROOT))
+        for path in tracked(*(f"{name}/*.py" for name in [*SERVER, "sdk/postroom"]))
+        if names.search(path.read_text())
+    }
+    assert used == {"sdk/postroom/chassis/listener.py", "sdk/postroom/delivery/nats_client.py"}
+    there = {name for kind in RequestHandler.__mro__ for name in getattr(kind, "__slots__", ())}
+    assert there >= PRIVATE_OF_AIOHTTP
 
 
 def test_each_distribution_carries_the_licence():

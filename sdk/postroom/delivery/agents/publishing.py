@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 import msgspec
 import structlog
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
 
@@ -29,6 +28,7 @@ from postroom.delivery.agents.writing import durably
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
 from postroom.delivery.errors import from_nats
 from postroom.delivery.nats import end_if_cancelled
+from postroom.delivery.nats_client import connection_of
 from postroom.delivery.publishing.displaced import message_id_at
 from postroom.delivery.publishing.queue_state import Holes, read_holes
 from postroom.delivery.publishing.source import identifying
@@ -99,7 +99,7 @@ class Publisher:
 
     def read(self, stored: Sequence[Outgoing]) -> list[Message]:
         """Return what is stored as it goes out."""
-        most_bytes = self._js._nc.max_payload - HEADER_BYTES  # noqa: SLF001 - a context hides its connection
+        most_bytes = connection_of(self._js).max_payload - HEADER_BYTES
         return [stored_message(outgoing, most_bytes) for outgoing in stored]
 
     async def rounds(self, messages: Sequence[Message]) -> AsyncIterator[set[int]]:
@@ -135,7 +135,7 @@ class Publisher:
 
     async def _ready(self) -> bool:
         """Tell whether anything may be published: not before somebody has looked at what a new connection leads to."""
-        connection: Client = self._js._nc  # noqa: SLF001 - a context hides its connection
+        connection = connection_of(self._js)
         connects = connection.stats["reconnects"]
         if not connection.is_connected:
             return False  # what is sent now would leave before that look

@@ -43,6 +43,7 @@ from postroom.delivery.agents.turns import Turns
 from postroom.delivery.agents.underway import Begun, Underway
 from postroom.delivery.agents.writing import durably
 from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
+from postroom.delivery.nats_client import connection_of
 
 _log = structlog.get_logger(__name__)
 
@@ -82,7 +83,7 @@ class AgentRuntime:
         self.record = Record(self._publisher, store, turns, settings, counters=self.counters, clock=clock)
         self.letters = AgentLetters(self._publisher, store, turns, agent.tenant)
         self._memory = empty(agent)
-        emitter = Emitter(type(agent), self._owner, js._nc.max_payload - HEADER_BYTES)  # noqa: SLF001 - a context hides its connection
+        emitter = Emitter(type(agent), self._owner, connection_of(js).max_payload - HEADER_BYTES)
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
         self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time

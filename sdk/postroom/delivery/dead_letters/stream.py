@@ -22,6 +22,7 @@ from postroom.delivery.dead_letters.letter import (
 )
 from postroom.delivery.errors import NATS_ERRORS, from_nats, no_streams
 from postroom.delivery.message import EPOCH, MESSAGE_ID, message_id_of
+from postroom.delivery.nats_client import api_subject, connection_of
 from postroom.delivery.settings import StreamSettings
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.delivery.subjects import dead_letter_subject, stream_name
@@ -45,7 +46,7 @@ class StreamLetters:
         subject = dead_letter_subject(self._context, letter.original_subject)
         headers = {MESSAGE_ID: letter_id(letter), EVENT_TYPE_HEADER: EVENT_TYPE}
         body = msgspec.json.encode(letter)
-        if len(body) > self._js._nc.max_payload - _HEADER_BYTES:  # noqa: SLF001 - a context hides its connection
+        if len(body) > connection_of(self._js).max_payload - _HEADER_BYTES:
             body = msgspec.json.encode(letter.shortened())
         doing = f"storing the dead letter of {letter.message_id or letter.sequence}"
         try:
@@ -76,7 +77,7 @@ async def read_letters(js: JetStreamContext, context: str) -> AsyncIterator[Stre
     Neither with nats-py's `fetch`, which takes a message with a header `Status` for the server's own word and drops it,
     nor with headers alone, for which a server (2.15) ends at a block that holds no headers.
     """
-    name, connection = stream_name(context, "dlq"), js._nc  # noqa: SLF001 - a context hides its connection
+    name, connection = stream_name(context, "dlq"), connection_of(js)
     config = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True, inactive_threshold=2 * _SECONDS)
     try:
         left = (await js.stream_info(name)).state.messages
@@ -85,7 +86,7 @@ async def read_letters(js: JetStreamContext, context: str) -> AsyncIterator[Stre
         try:
             while left:
                 request = {"batch": min(_PAGE, left), "no_wait": True}
-                asked = f"{js._prefix}.CONSUMER.MSG.NEXT.{name}.{consumer.name}"  # noqa: SLF001
+                asked = api_subject(js, f"CONSUMER.MSG.NEXT.{name}.{consumer.name}")
                 await connection.publish(asked, msgspec.json.encode(request), reply=pages.subject)
                 for _ in range(min(_PAGE, left)):
                     message = await pages.next_msg(timeout=_SECONDS)

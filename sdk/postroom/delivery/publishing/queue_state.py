@@ -11,6 +11,7 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamInfo
 
 from postroom.delivery.errors import NATS_ERRORS, from_nats
+from postroom.delivery.nats_client import api_subject, connection_of
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.streams import all_consumers
 from postroom.errors import PostroomError
@@ -47,7 +48,7 @@ class Floors(NamedTuple):
 
 async def read_holes(js: JetStreamContext, stream: str) -> Holes:
     """Ask which numbers are missing; raises `PostroomError`."""
-    connection, subject = js._nc, f"{js._prefix}.STREAM.INFO.{stream}"  # noqa: SLF001 - a context hides both
+    connection, subject = connection_of(js), api_subject(js, f"STREAM.INFO.{stream}")
     try:
         answer = json.loads((await connection.request(subject, _DETAILS, timeout=_ANSWER_SECONDS)).data)
     except NATS_ERRORS as error:
