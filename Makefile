@@ -31,7 +31,7 @@ $(SPARK_STAMP): $(STAMP) spark.lock
 	@rm -rf $(VENV)/tmp
 	@touch $@
 
-lock: ## resolve the three lock files anew (needs uv)
+lock: ## resolve the three lock files again (needs uv)
 	$(RESOLVE) --group dev --extra embedded -o dev.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) -c dev.lock -o requirements.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) --extra pipeline -c dev.lock -o spark.lock pyproject.toml

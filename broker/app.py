@@ -125,7 +125,7 @@ def _table(services: Services) -> list[Route]:
         Route(method="DELETE", path="/v1/meshes/{mesh}", handler=admin.delete_mesh, access="broker_admin",
               summary="Delete a mesh that has no messages", answers={204: None}, problems=_WRITE),
         Route(method="POST", path="/v1/members", handler=admin.create_member, access="mesh_admin",
-              summary="Create a member; its token is shown this once",
+              summary="Create a member; its token is shown only once",
               body=api.CreateMember, answers={201: api.MemberToken}, problems=_WRITE),
         Route(method="GET", path="/v1/members", handler=admin.list_members, access="reader",
               summary="List the members of a mesh", query=api.MeshQuery, answers={200: api.MemberList}, problems=_READ),

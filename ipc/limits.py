@@ -18,9 +18,9 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Limits on size, count and time; whoever exceeds one is refused or disconnected, and nothing is written.
+    """Limits on size, count and time; a caller that exceeds one is refused or disconnected, and nothing is written.
 
-    What is held at once is what one uid may hold; all together may hold twice that, each no more than is still free.
+    What is held at once is per uid; all together may hold twice that, each no more than is still free.
     """
 
     body_bytes: Annotated[Bytes, msgspec.Meta(description="Largest body of a message, in bytes (413).")] = (

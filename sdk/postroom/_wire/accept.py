@@ -24,7 +24,7 @@ class AcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RawAcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An `AcceptItem` whose message is spliced in as it lies in the outbox, never decoded on the way out."""
+    """An `AcceptItem` whose message is spliced in as the outbox stores it, and never decoded on the way out."""
 
     client_message_id: str
     request_fingerprint: str
@@ -38,20 +38,20 @@ class AcceptRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AcceptBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The same body, whole: what `AcceptRequest` means, for documents and for clients that build one in memory."""
+    """The same body, decoded: for documents, and for clients that build one in memory."""
 
     messages: Annotated[list[AcceptItem], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
 
 class SentMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A message as a look-up names it: by its id and its fingerprint (64 hex digits)."""
+    """A message in a look-up: its id and its fingerprint (64 hex digits)."""
 
     client_message_id: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._:~-]{1,128}$(?!\\n)")]
     request_fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$(?!\\n)")]
 
 
 class AcceptedQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/accepted`: the member's own messages that it asks after."""
+    """The body of `POST /v1/accepted`: the member's own messages to look up."""
 
     messages: Annotated[list[SentMessage], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
@@ -60,7 +60,7 @@ class AcceptAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The broker's answer for one message, in the order of the request.
 
     `status` 201 (new) and 200 (duplicate) carry the ids; anything else carries `problem`. To a look-up it is 200, 404
-    (`not_accepted`) or 409 (the id is another message's, or another member's).
+    (`not_accepted`) or 409 (another message, or another member, has the id).
     """
 
     status: int
@@ -89,7 +89,7 @@ class DedupeFeature(msgspec.Struct, kw_only=True):
 
 
 class PayloadFeature(msgspec.Struct, kw_only=True):
-    """`max_payload`: the largest body that the broker takes inline, in bytes."""
+    """`max_payload`: the largest body that the broker accepts inline, in bytes."""
 
     inline_bytes: int
 
@@ -103,10 +103,10 @@ class RateLimitFeature(msgspec.Struct, kw_only=True):
 
 
 class Features(msgspec.Struct, kw_only=True):
-    """The body of `GET /v1/features`; `mesh` and `member` are whom the token speaks for.
+    """The body of `GET /v1/features`; the token belongs to `member` of `mesh`.
 
-    `incarnation` names the database: another one means that it may lack what was accepted before. `last_history_id` is
-    the last number that the mesh has given out: it never goes back, unless an older database was put in its place.
+    `incarnation` names the database: a different one may lack what was accepted before. `last_history_id` is
+    the last number that the mesh has used: it never decreases, unless an older database was restored.
     """
 
     mesh: str

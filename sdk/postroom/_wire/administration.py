@@ -94,7 +94,7 @@ class CreateMember(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Member(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An identity in a mesh. A revoked member keeps its name for ever, and its token is worth nothing."""
+    """An identity in a mesh. A revoked member keeps its name forever, and its token is refused."""
 
     mesh: str
     name: str
@@ -175,7 +175,7 @@ class CreateWebhook(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Webhook(msgspec.Struct, kw_only=True):
-    """Where the messages of a topic are posted to, from those on that were accepted after `created_at`."""
+    """An address that the messages of a topic are posted to, those accepted after `created_at`."""
 
     id: str
     mesh: str
@@ -218,7 +218,7 @@ class QueueList(msgspec.Struct, kw_only=True):
 
 
 class MeshQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The query of a list: which mesh; a member's token implies its own."""
+    """The query of a list: the mesh; a member's token implies its own."""
 
     mesh: str | None = None
 
@@ -226,7 +226,7 @@ class MeshQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class HistoryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The query of `GET /v1/history`: messages after a `history_id`, oldest first, to one destination if given.
 
-    `incarnation` is that of the page before: where the database has been restored since, the answer is a 410.
+    `incarnation` is that of the previous page: if the database was restored since, the answer is a 410.
     """
 
     mesh: str | None = None
@@ -237,7 +237,7 @@ class HistoryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class HistoryMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A committed message as its readers see it; `body` where it was sent as text, else `body_base64`."""
+    """A committed message as its readers see it; `body` if it was sent as text, otherwise `body_base64`."""
 
     history_id: int
     broker_message_id: str
@@ -259,8 +259,8 @@ class HistoryMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
 class HistoryPage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A page of the history.
 
-    `next_after` is the `after` of the next page, and is absent at the end of what has committed so far. A page may hold
-    fewer messages than asked for, even none, and still have a next one: the broker looks at a bounded stretch of the
+    `next_after` is the `after` of the next page, and is absent at the end of what has committed so far. A page may have
+    fewer messages than requested, even none, and still have a next one: the broker searches a limited part of the
     history for what the caller may see. `incarnation` names the database that it was read from.
     """
 

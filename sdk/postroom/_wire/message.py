@@ -77,9 +77,9 @@ class SendRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
 
 
 class Envelope(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, frozen=True):
-    """A message as the outbox keeps it and the broker receives it: everything but its id and fingerprint.
+    """A message as the outbox stores it and the broker receives it: everything but its id and fingerprint.
 
-    `meta` holds the mentions under `mentions` (sorted, unique), so that the fingerprint covers them.
+    `meta` has the mentions under `mentions` (sorted, unique), so that the fingerprint covers them.
     """
 
     to: str

@@ -39,7 +39,7 @@ Age = Annotated[float, msgspec.Meta(ge=0, le=10_000_000_000)]  # seconds, some t
 
 
 class RowFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which rows a list or a bulk verb means; every field that is set must hold."""
+    """Which rows a list or a bulk verb selects; a row has to match every field that is set."""
 
     status: RowStatus | None = None
     destination: str | None = None
@@ -68,7 +68,7 @@ class WaitQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
 
 
 class SendsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of `POST /v1/sends`: whose sends, and the seconds to wait until each is `done`, `dead` or `aborted`."""
+    """The body of `POST /v1/sends`: the ids, and the seconds to wait until each is `done`, `dead` or `aborted`."""
 
     client_message_ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PAGE)]
     wait: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT)] = 0.0
@@ -81,7 +81,7 @@ class ReasonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of an abort: why, and whether also where the broker may have accepted the message."""
+    """The body of an abort: why, and whether to abort even if the broker may have accepted the message."""
 
     reason: Reason
     force: bool = False
@@ -90,8 +90,8 @@ class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
 class RequeueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The body of a requeue: a fresh id is minted unless `new_client_message_id` gives one.
 
-    `message` is a whole new message, without an id of its own; where it is missing the row's message goes again.
-    With `force` it goes again also where the broker may have accepted it.
+    `message` is a whole new message, without an id of its own; if it is absent, the row's message is sent again.
+    With `force` it is sent again even if the broker may have accepted it.
     """
 
     reason: Reason
@@ -101,9 +101,9 @@ class RequeueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
 
 class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The body of a verb on many rows; with `dry_run` nothing changes and the answer says what would.
+    """The body of a verb on many rows; with `dry_run` nothing changes and the answer says what would change.
 
-    `cursor` is the `next_cursor` of the answer before; `force` is for requeue and abort.
+    `cursor` is the `next_cursor` of the previous answer; `force` is for requeue and abort.
     """
 
     reason: Reason
@@ -114,14 +114,14 @@ class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
 
 
 class PruneRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Empty the payload of `done` and `aborted` rows that are older than this; the rows themselves stay."""
+    """Delete the payload of `done` and `aborted` rows that are older than this; the rows themselves stay."""
 
     reason: Reason
     older_than_seconds: Age
 
 
 class PruneResult(msgspec.Struct, kw_only=True):
-    """How many payloads a prune emptied."""
+    """How many payloads a prune deleted."""
 
     pruned: int
 
@@ -134,9 +134,9 @@ class ResendRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class ResendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How many rows are pending again, or would be, and how many cannot be, since their payload is gone.
+    """How many rows are pending again, or would be, and how many cannot be, since their payload was deleted.
 
-    `without_payload_ids` are the client_message_ids of those, but for a dry run. One answer is about some 10,000 rows;
+    `without_payload_ids` are the client_message_ids of those, except in a dry run. One answer covers about 10,000 rows;
     `more` says that there are more.
     """
 
@@ -148,14 +148,14 @@ class ResendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Stop relaying, to one destination or (without one) altogether; kept on disk until a resume."""
+    """Pause the relay, or one destination; kept on disk until a resume."""
 
     reason: Reason
     destination: str | None = None
 
 
 class ResumeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Relay again, at most `rate_per_second` messages a second where it is given."""
+    """Resume the relay, with at most `rate_per_second` messages per second if given."""
 
     reason: Reason
     destination: str | None = None

@@ -75,7 +75,7 @@ class OutboxRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SendList(msgspec.Struct, kw_only=True):
-    """Where many sends are now, in the order of the question; `missing` are the ids under which there is none."""
+    """The states of many sends, in the order of the request; `missing` are the ids without a send."""
 
     rows: list[OutboxRow]
     missing: list[str]
@@ -116,9 +116,9 @@ class BulkFailure(msgspec.Struct, kw_only=True):
 
 
 class BulkResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a bulk verb did: `done` and `skipped` row ids, `failed` rows with reasons; with a dry run, what it would.
+    """What a bulk verb did: `done` and `skipped` row ids, `failed` rows with reasons; with a dry run, what it would do.
 
-    One answer is about some 10,000 rows at most; where there are more, `next_cursor` goes on with them.
+    One answer covers at most about 10,000 rows; if there are more, `next_cursor` continues with them.
     """
 
     dry_run: bool
@@ -130,7 +130,7 @@ class BulkResult(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RelayStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the relay does now: `relaying`, `paused` (by an operator), `waiting` (backoff after `reason`)."""
+    """The state of the relay: `relaying`, `paused` (by an operator), `waiting` (backoff after `reason`)."""
 
     state: Literal["starting", "relaying", "paused", "waiting", "stopped"]
     degraded: bool = False
@@ -143,7 +143,7 @@ class RelayStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Health(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The body of `GET /v1/health`: `degraded` says why in `reasons`, one sentence each.
 
-    `missing` counts the done rows that the broker's database lost, as it was restored to an earlier state;
+    `missing` counts the done rows that the broker's database lost when it was restored to an earlier state;
     `missing_without_payload` those of them that cannot be sent again. While `comparing`, not all are found yet.
     """
 
@@ -184,7 +184,7 @@ class InboxMessage(HistoryMessage, kw_only=True, omit_defaults=True):
 
 
 class InboxQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of `GET /v1/inbox`; `cursor` is the `next_cursor` of the page before.
+    """The query string of `GET /v1/inbox`; `cursor` is the `next_cursor` of the previous page.
 
     `since` is an RFC 3339 time with an offset: messages received then or later.
     """
@@ -199,7 +199,7 @@ class InboxQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
 class InboxPage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A page of received messages, oldest first; `next_cursor` continues it and is absent on the last page.
 
-    A page may hold fewer messages than asked for and still have a next one: its size in bytes is bounded as well.
+    A page may have fewer messages than requested and still have a next one: its size in bytes is limited too.
     """
 
     messages: list[InboxMessage]
@@ -207,9 +207,9 @@ class InboxPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EventsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of `GET /v1/events`: which messages, and from when on; without `since` only new ones.
+    """The query string of `GET /v1/events`: which messages, and since when; without `since` only new ones.
 
-    A `Last-Event-ID` header wins over `since`: the stream goes on after that message.
+    A `Last-Event-ID` header overrides `since`: the stream resumes after that message.
     """
 
     sender: str | None = None
