@@ -227,7 +227,7 @@ def prune(
     why = reason_or_ask(reason)
     confirm("Permanently delete the payloads of old done and aborted rows?", yes=yes)
     result = with_daemon(socket, lambda client: client.prune(older_than, reason=why), timeout=600.0)
-    json_line(result) if as_json else line(f"{result.pruned} payloads emptied")
+    json_line(result) if as_json else line(f"{result.pruned} payloads deleted")
 
 
 @app.command()
