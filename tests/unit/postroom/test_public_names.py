@@ -91,7 +91,6 @@ PUBLIC = {
         "Held",
         "KeyHeld",
         "LeaseLost",
-        "MemoryStore",
         "Registry",
         "Result",
         "Run",
