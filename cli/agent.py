@@ -13,7 +13,7 @@ from cli.output import confirm, fields, json_line, line
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from postroom.delivery.agents.inspecting import Verified
+    from postroom.delivery.agents.replay import Verified
 
 app = noun("Run agents, and inspect their event stores.")
 
@@ -79,7 +79,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Recompute a store's state hash; exit code 1, and the first position that differs, if it is not the stored one."""
-    from postroom.delivery.agents.inspecting import verify as verify_store  # noqa: PLC0415
+    from postroom.delivery.agents.replay import verify as verify_store  # noqa: PLC0415
 
     _, database = _stored(agent, config, tenant, workspace, state_directory)
     verified = asyncio.run(verify_store(database))
@@ -104,7 +104,7 @@ def republish(
     as_json: Json = False,
 ) -> None:
     """Publish again what an agent published since a time; a running agent does it at once, others at their start."""
-    from postroom.delivery.agents.republishing import republish as republish_since  # noqa: PLC0415
+    from postroom.delivery.agents.replay import republish as republish_since  # noqa: PLC0415
 
     _, database = _stored(agent, config, tenant, workspace, state_directory)
     if not dry_run:

@@ -18,7 +18,7 @@ from pyspark.sql.types import LongType, StringType, StructType
 from pipeline.registry import Outcome, Struct
 from pipeline.runner import submitted
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.agents.inspecting import verify
+from postroom.delivery.agents.replay import verify
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

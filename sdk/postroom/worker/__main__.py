@@ -107,7 +107,7 @@ def _consume(options: argparse.Namespace) -> None:
 
 
 def _handle(options: argparse.Namespace) -> None:
-    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
+    from postroom.delivery.agents.settings import load_agent  # noqa: PLC0415
     from postroom.worker.agent import main as handle  # noqa: PLC0415
     from postroom.worker.agent_config import load_config  # noqa: PLC0415
 
@@ -117,7 +117,7 @@ def _handle(options: argparse.Namespace) -> None:
 
 def _describe(options: argparse.Namespace) -> None:
     from postroom.agent import agent_name  # noqa: PLC0415
-    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
+    from postroom.delivery.agents.settings import load_agent  # noqa: PLC0415
     from postroom.ledger.loading import load_flow  # noqa: PLC0415
 
     with redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
@@ -130,9 +130,8 @@ def _describe(options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace) -> None:
-    from postroom.delivery.agents.inspecting import replay  # noqa: PLC0415
-    from postroom.delivery.agents.loading import load_agent  # noqa: PLC0415
-    from postroom.delivery.agents.rebuilding import Differs  # noqa: PLC0415
+    from postroom.delivery.agents.replay import Differs, replay  # noqa: PLC0415
+    from postroom.delivery.agents.settings import load_agent  # noqa: PLC0415
 
     with redirect_stdout(sys.stderr):
         try:

@@ -19,7 +19,7 @@ from support.agents import Counting, Tally, attempted, emitted, kept, place_orde
 from support.jetstream import Context
 
 from embedded.processes import tethered
-from postroom.delivery.agents.inspecting import verify
+from postroom.delivery.agents.replay import verify
 
 TESTS = Path(__file__).parents[2]
 MAX_DELIVER = 5  # of the crashing agent

@@ -11,7 +11,7 @@ from pathlib import Path
 from postroom.chassis import logs
 from postroom.delivery.agents.records import NO_HASH, next_hash
 from postroom.delivery.agents.store import Changes, Event, Owner, Store, read_head
-from postroom.delivery.agents.writing import durably
+from postroom.delivery.agents.store import durably
 
 KEPT_FREE = 500 * 1024  # bytes: the log has room for some events more, the file has none for the 1 MiB in the log
 

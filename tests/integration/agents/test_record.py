@@ -15,8 +15,8 @@ from support.jetstream import Context, until
 
 from embedded import EmbeddedNats
 from postroom.agent import Command, Envelope
-from postroom.delivery.agents.inspecting import verify
 from postroom.delivery.agents.publishing import Message, Publisher
+from postroom.delivery.agents.replay import verify
 from postroom.delivery.agents.store import Mark, Owner, Store
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings

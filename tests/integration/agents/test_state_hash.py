@@ -12,7 +12,7 @@ from support.agents import ATTEMPTS, SETTINGS, Counting
 from support.jetstream import Context
 
 from postroom.chassis.exits import Fatal
-from postroom.delivery.agents.inspecting import replay, verify
+from postroom.delivery.agents.replay import replay, verify
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import Delivery, Done, Outcome
 

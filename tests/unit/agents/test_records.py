@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postroom.agent import Envelope
-from postroom.delivery.agents.clock import after, later, to_microseconds
+from postroom.delivery.agents.envelopes import after, later, to_microseconds
 from postroom.delivery.agents.records import (
     NO_HASH,
     Record,

@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from postroom.agent import Envelope
+from postroom.agent import EPOCH, Envelope
 from postroom.delivery.dead_letters.letter import REPLAY_OF
 from postroom.delivery.message import Delivery
 from postroom.delivery.publishing.source import identifying
 from postroom.delivery.subjects import CommandSubject, EventSubject, Subject, parse_subject
 from postroom.errors import InvalidMessage
 
+_MICROSECOND: Final = timedelta(microseconds=1)
+_LATEST: Final = (datetime.max.replace(tzinfo=EPOCH.tzinfo) - EPOCH) // _MICROSECOND
 TENANT: Final = "Postroom-Tenant"
 WORKSPACE: Final = "Postroom-Workspace"
 ACTOR: Final = "Postroom-Actor"
@@ -38,6 +40,21 @@ TRACEPARENT: Final = "traceparent"
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}")
 _decode: Final = msgspec.json.Decoder().decode
+
+
+def to_microseconds(moment: datetime) -> int:
+    """Turn a time with an offset into µs since the epoch."""
+    return (moment - EPOCH) // _MICROSECOND
+
+
+def after(clock: int) -> datetime:
+    """Return the moment after `clock` (µs since the epoch); at the end of time it stands still."""
+    return EPOCH + min(clock + 1, _LATEST) * _MICROSECOND
+
+
+def later(moment: datetime, ticks: int) -> datetime:
+    """Return the time of an effect: so many µs after its cause, the same at every run."""
+    return EPOCH + min(to_microseconds(moment) + ticks, _LATEST) * _MICROSECOND
 
 
 class Scope(NamedTuple):

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping
 from datetime import datetime
 
-from postroom.delivery.agents.clock import after, to_microseconds
-from postroom.delivery.agents.deciding import Decision
+from postroom.delivery.agents.decisions import Decision
+from postroom.delivery.agents.envelopes import after, to_microseconds
 from postroom.delivery.agents.publishing import Message, message_of
-from postroom.delivery.agents.rebuilding import Memory
 from postroom.delivery.agents.records import Role, encode_record, next_hash
+from postroom.delivery.agents.replay import Memory
 from postroom.delivery.agents.store import Attempt, Changes, Event, Key, Tried
 from postroom.delivery.consumer import DONE, MAX_DELIVER, Attempts, Dead, Delivery, Outcome, Settle
 

@@ -7,9 +7,8 @@ from functools import partial
 import msgspec
 
 from postroom.delivery.agents.publishing import Publisher
-from postroom.delivery.agents.store import Store
+from postroom.delivery.agents.store import Store, durably
 from postroom.delivery.agents.turns import Turns
-from postroom.delivery.agents.writing import durably
 from postroom.delivery.dead_letters.letter import DeadLetter, letter_id
 from postroom.delivery.subjects import dead_letter_subject
 

@@ -16,15 +16,13 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.api import PubAck
 
-from postroom.delivery.agents.clock import to_microseconds
 from postroom.delivery.agents.counters import AgentCounters
-from postroom.delivery.agents.emitting import Draft
-from postroom.delivery.agents.envelopes import headers_of
+from postroom.delivery.agents.decisions import Draft
+from postroom.delivery.agents.envelopes import headers_of, to_microseconds
 from postroom.delivery.agents.records import decode_record, payload_of
 from postroom.delivery.agents.settings import AgentSettings
-from postroom.delivery.agents.store import Mark, Outgoing, Store
+from postroom.delivery.agents.store import Mark, Outgoing, Store, durably
 from postroom.delivery.agents.turns import Turns
-from postroom.delivery.agents.writing import durably
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
 from postroom.delivery.errors import from_nats
 from postroom.delivery.nats import end_if_cancelled

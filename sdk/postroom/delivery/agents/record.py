@@ -33,13 +33,12 @@ from typing import Final
 
 import structlog
 
-from postroom.delivery.agents.clock import to_microseconds
 from postroom.delivery.agents.counters import AgentCounters
+from postroom.delivery.agents.envelopes import to_microseconds
 from postroom.delivery.agents.publishing import Publisher
 from postroom.delivery.agents.settings import AgentSettings
-from postroom.delivery.agents.store import Search, Store
+from postroom.delivery.agents.store import Search, Store, durably
 from postroom.delivery.agents.turns import Turns
-from postroom.delivery.agents.writing import durably
 from postroom.delivery.nats import end_if_cancelled
 from postroom.delivery.publishing.displaced import Noted, first_displaced
 from postroom.delivery.publishing.queue_state import MOST_HOLES

@@ -26,22 +26,17 @@ from nats.js import JetStreamContext
 from postroom._wire.failures import tell
 from postroom.agent import Agent, agent_name, check_agent
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import private_directory
-from postroom.chassis.sqlite import exit_after
 from postroom.delivery.agents.counters import AgentCounters
-from postroom.delivery.agents.deciding import Deciding, Decision
-from postroom.delivery.agents.emitting import Emitter
+from postroom.delivery.agents.decisions import Deciding, Decision, Emitter
 from postroom.delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
 from postroom.delivery.agents.group import Group, Job, dead
 from postroom.delivery.agents.letters import AgentLetters
 from postroom.delivery.agents.publishing import HEADER_BYTES, Message, Publisher
-from postroom.delivery.agents.rebuilding import Differs, empty, rebuild
 from postroom.delivery.agents.record import Record
+from postroom.delivery.agents.replay import Differs, empty, rebuild
 from postroom.delivery.agents.settings import AgentSettings
-from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, read_events
-from postroom.delivery.agents.turns import Turns
-from postroom.delivery.agents.underway import Begun, Underway
-from postroom.delivery.agents.writing import durably
+from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, durably, read_events
+from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
 from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
 from postroom.delivery.nats_client import connection_of
 
@@ -336,15 +331,6 @@ class AgentRuntime:
 def database(directory: Path) -> Path:
     """Return where the event store of a state directory lies."""
     return directory.resolve() / "events.db"
-
-
-def open_turns(directory: Path) -> tuple[Turns, Underway]:
-    """Create the state directory (0700) if need be, and what stands beside the store; raises `Fatal` if forbidden."""
-    try:
-        private_directory(directory)
-        return Turns(directory, "events"), Underway(directory, "events")
-    except OSError as error:
-        raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
 
 
 def _altered(difference: Differs) -> Fatal:

@@ -1,11 +1,15 @@
-"""What an operator may configure of an agent's runtime."""
+"""What an operator says of an agent: which class it is, and the limits of its runtime."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+
+from postroom.agent import Agent, InvalidAgent, check_agent
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.runtime import load_named
 
 
 class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -40,3 +44,14 @@ class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fr
             description="how long the store records where a message was published, in days; at least `horizon_days`",
         ),
     ] = 30
+
+
+def load_agent(name: str) -> type[Agent[Any]]:
+    """Import `module:Agent`, also from the current directory; raises `Fatal` with what its author has to change."""
+    agent = load_named(name, what="an agent", example="module:Agent, as in shop.agents:Pricing")
+    try:
+        check_agent(agent)
+    except InvalidAgent as error:
+        raise Fatal(Exit.CONFIG, str(error)) from error
+    found: type[Agent[Any]] = agent
+    return found

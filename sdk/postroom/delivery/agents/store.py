@@ -6,23 +6,28 @@ keeps one process from writing while another moves the write-ahead log into the 
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
+import structlog
 
 from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sql import load_queries
-from postroom.chassis.sqlite import Schema, exit_after
+from postroom.chassis.sqlite import Schema, exit_after, is_full
 from postroom.delivery.agents.records import Role
+
+_log = structlog.get_logger(__name__)
 
 SCHEMA: Final = Schema.of("postroom.delivery.agents", "PSAE")
 _QUERIES: Final = load_queries("postroom.delivery.agents")
 _EVENT_BYTES: Final = 512  # about what an event adds to it beside its record
+_DISK_PAUSE: Final = 1.0  # seconds between two tries to commit on a full disk
 _PAGE: Final = 1000  # events read at once
 _ATTEMPTS_KEPT: Final = 30 * 86_400_000  # ms since the last one
 
@@ -353,3 +358,18 @@ _ANSWERS: Final = store.Answers(
     unknown=_failed,
     closed=lambda: Fatal(Exit.FAILED, "the event store is closed"),
 )
+
+
+async def durably(write: Callable[[], Awaitable[T]]) -> T:
+    """Call `write` until the disk has room: nothing was written, so nothing else needs to run again.
+
+    Raises `Fatal` (74) where the disk fails.
+    """
+    while True:
+        try:
+            return await write()
+        except sqlite3.Error as error:
+            if not is_full(error):
+                raise Fatal(exit_after(error), f"writing the event store failed: {error}; check the disk") from error
+            _log.error("disk_full", advice="free some space: the agent waits")
+            await asyncio.sleep(_DISK_PAUSE)

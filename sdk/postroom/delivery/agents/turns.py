@@ -3,6 +3,10 @@
 Processes that run one agent on one host share its store and take turns. A turn is held with flock(2), so the kernel
 ends it when its holder is killed. Two locks make it fair: whoever waits for `turn` holds `next`, so that a process that
 has just finished its turn cannot take the following one before somebody who waits.
+
+Which message the holder of a turn runs stands in a file beside them (`Underway`). A process that is killed takes many
+messages with it that it merely had in hand; only the one that was running may have been the reason, so whoever has the
+next turn finds it there and counts the attempt. The file is not synced: it has to survive the process, not the power.
 """
 
 from __future__ import annotations
@@ -13,11 +17,18 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from postroom.chassis.ownership import open_private
+import msgspec
+
+from postroom.chassis.exits import Fatal
+from postroom.chassis.ownership import open_private, private_directory
+from postroom.chassis.sqlite import exit_after
 
 _PAUSE: Final = 0.002  # seconds between two looks at a lock that another process holds
+_BYTES: Final = 4096  # reserved, so that a full disk does not stand in the way of writing
+_END: Final = b"\n"
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class Turns:
@@ -25,8 +36,8 @@ class Turns:
 
     def __init__(self, directory: Path, name: str) -> None:
         self._mine = asyncio.Lock()  # serves the tasks of this process in the order they came
-        self._next = _open(directory / f"{name}.next")
-        self._turn = _open(directory / f"{name}.turn")
+        self._next = open_private(directory / f"{name}.next")
+        self._turn = open_private(directory / f"{name}.turn")
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -48,10 +59,6 @@ class Turns:
         os.close(self._turn)
 
 
-def _open(path: Path) -> int:
-    return open_private(path)
-
-
 async def _take(descriptor: int) -> None:
     while True:
         try:
@@ -60,3 +67,59 @@ async def _take(descriptor: int) -> None:
             await asyncio.sleep(_PAUSE)
         else:
             return
+
+
+class Begun(NamedTuple):
+    """An attempt that began."""
+
+    message_id: str
+    number: int  # 1: the first
+
+
+_decode: Final = msgspec.json.Decoder(Begun).decode
+
+
+class Underway:
+    """The file beside a store; read and write it in a turn only."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        """Open the file, and reserve its place; raises `OSError`."""
+        self._file = open_private(directory / f"{name}.underway")
+        os.posix_fallocate(self._file, 0, _BYTES)
+
+    def begin(self, begun: Begun) -> None:
+        """Note that this attempt runs from now on, and none before it any more."""
+        self._write(_encode(begun) + _END)
+
+    def end(self) -> None:
+        """Note that nothing runs."""
+        self._write(_END)
+
+    def left_behind(self) -> Begun | None:
+        """Return the attempt in which a process ended; what a power cut made of the file is nothing."""
+        noted = os.pread(self._file, os.fstat(self._file).st_size, 0).partition(_END)[0]
+        try:
+            return _decode(noted) if noted else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+    def close(self) -> None:
+        """Close the file; it stays."""
+        os.close(self._file)
+
+    def _write(self, text: bytes) -> None:
+        try:
+            os.pwrite(self._file, text, 0)
+        except OSError as error:
+            raise Fatal(
+                exit_after(error), f"writing next to the event store failed: {error}; check the disk"
+            ) from error
+
+
+def open_turns(directory: Path) -> tuple[Turns, Underway]:
+    """Create the state directory (0700) if need be, and what stands beside the store; raises `Fatal` if forbidden."""
+    try:
+        private_directory(directory)
+        return Turns(directory, "events"), Underway(directory, "events")
+    except OSError as error:
+        raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error

@@ -1,17 +1,18 @@
-"""What an agent's effects become: messages whose ids, times and spans follow from the message that caused them.
+"""What becomes of one message: refused, a conflict, or handled by the agent (docs/contract/delivery.md#delivery-56).
 
-A second run of the same message at the same agent derives the same ids, so that a second publish is the same message.
+What an agent's effects become are messages whose ids, times and spans follow from the message that caused them. A
+second run of the same message at the same agent derives the same ids, so that a second publish is the same message.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final, NamedTuple
 
-from postroom.agent import Agent, Effect, Emit, Envelope, fill_event_subject
-from postroom.delivery.agents.clock import later
-from postroom.delivery.agents.envelopes import digest
+from postroom.agent import Agent, Effect, Effects, Emit, Envelope, agent_name, effects_of, fill_event_subject
+from postroom.delivery.agents.envelopes import digest, later
 from postroom.delivery.agents.records import Record, Role, with_payload
-from postroom.delivery.agents.store import Owner
+from postroom.delivery.agents.store import Owner, Tried
 from postroom.delivery.subjects import command_subject, event_subject
 from postroom.errors import InvalidMessage
 
@@ -128,3 +129,62 @@ def received_draft(role: Role, subject: str, envelope: Envelope, payload: Any) -
     """Make the event of a message that came in."""
     envelope, encoded = with_payload(envelope, payload)
     return Draft(role, subject, envelope, encoded)
+
+
+class Decision(NamedTuple):
+    """What a message is to be stored as: the events, the first of which is the message, and what they change."""
+
+    drafts: list[Draft]
+    state: Any
+    version: int | None = None  # the new version of the message's entity
+
+    @property
+    def role(self) -> Role:
+        """What became of the message."""
+        return self.drafts[0].role
+
+
+class Deciding:
+    """Runs one agent, one message after another."""
+
+    def __init__(self, agent: Agent[Any], emitter: Emitter, receive_seconds: float) -> None:
+        self._agent = agent
+        self._name = agent_name(type(agent))
+        self._emitter = emitter
+        self._receive_seconds = receive_seconds
+
+    def refuse(self, subject: str, envelope: Envelope, state: Any) -> Decision:
+        """Refuse a message of another tenant or workspace; its payload is not kept."""
+        return Decision([received_draft("refused", subject, envelope, None), self._emitter.security(envelope)], state)
+
+    def told(self, tried: Tried) -> None:
+        """Let the agent see which attempt comes next, and why the one before failed."""
+        self._agent.attempt = tried.attempts + 1
+        self._agent.last_error = tried.last_error or None
+
+    async def decide(self, subject: str, envelope: Envelope, state: Any, version: int) -> Decision:
+        """Handle a message whose entity has `version`; raises whatever the agent raises, and changes nothing then."""
+        if envelope.expected_version is not None and envelope.expected_version != version:
+            message = received_draft("conflict", subject, envelope, envelope.payload)
+            return Decision([message, self._emitter.conflict(envelope, version)], state)
+        message = received_draft("handled", subject, envelope, envelope.payload)
+        self._agent.state = state
+        returned = await self._receive(message.envelope)
+        effects = enumerate(effects_of(returned, self._name))
+        drafts = [message, *(self._emitter.emit(message.envelope, index, effect) for index, effect in effects)]
+        for draft in drafts:
+            state = self._agent.apply(state, draft.envelope)
+        return Decision(drafts, state, None if envelope.entity_id is None else version + 1)
+
+    async def _receive(self, envelope: Envelope) -> Effects:
+        try:
+            async with asyncio.timeout(self._receive_seconds) as limit:
+                return await self._agent.receive(envelope)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"receive took longer than {self._receive_seconds:g} s") from error
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise  # the agent is being stopped
+            raise RuntimeError("receive was cancelled by something that it awaited") from error

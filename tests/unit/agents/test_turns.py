@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.delivery.agents.underway import Begun, Underway
+from postroom.delivery.agents.turns import Begun, Underway
 
 
 @pytest.fixture

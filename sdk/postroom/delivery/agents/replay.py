@@ -1,0 +1,171 @@
+"""An agent's store read from its beginning: its state rebuilt, its hashes verified, what it published published again.
+
+`postroom agent replay` and `verify` only read, also while the agent runs: nothing is published and nothing is handled.
+`republish` marks, and whoever runs the agent publishes: at its next comparison with the streams, or when it starts.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from postroom._wire.failures import tell
+from postroom.agent import Agent
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.sqlite import in_snapshot, open_reader
+from postroom.chassis.store import Connection
+from postroom.delivery.agents.envelopes import to_microseconds
+from postroom.delivery.agents.records import NO_HASH, Record, decode_record, next_hash
+from postroom.delivery.agents.store import Event, Head, Owner, Store, read_events, read_head, read_owner
+from postroom.delivery.agents.turns import open_turns
+
+T = TypeVar("T")
+_PER_MILLISECOND: Final = 1000  # µs
+
+
+class Memory(NamedTuple):
+    """An agent's state, and where in the store it stands."""
+
+    position: int
+    state_hash: bytes
+    logical_clock: int  # µs since the epoch: the latest time that any event had
+    state: Any
+
+
+class Differs(Exception):
+    """The store does not say what it said when it was written: `position` is the first event that differs."""
+
+    def __init__(self, position: int, why: str) -> None:
+        super().__init__(f"position {position}: {why}")
+        self.position = position
+
+
+def empty(agent: Agent[Any]) -> Memory:
+    """Return the memory of an agent that has handled nothing."""
+    return Memory(0, NO_HASH, 0, agent.initial_state())
+
+
+def rebuild(agent: Agent[Any], memory: Memory, events: Iterable[Event]) -> Memory:
+    """Go on from `memory` with the events that follow it; raises `Differs`, or `Fatal` (78) where `apply` raises."""
+    position, state_hash, clock, state = memory
+    for event in events:
+        record = check(event, position + 1, state_hash)
+        position, state_hash = event.position, event.state_hash
+        clock = max(clock, to_microseconds(record.envelope.ts))
+        if record.changes_state:
+            try:
+                state = agent.apply(state, record.envelope)
+            except Exception as error:
+                detail = f"{type(agent).__name__}.apply raised at the event of position {position}: {tell(error)}"
+                rule = "the store is unchanged: let `apply` accept that event, and start again"
+                raise Fatal(Exit.CONFIG, f"{detail}; {rule}") from error
+    return Memory(position, state_hash, clock, state)
+
+
+def check(event: Event, position: int, previous: bytes) -> Record:
+    """Return the record of the event that should stand at `position`, after the state hash `previous`."""
+    if event.position != position:
+        raise Differs(position, f"there is no such event; the next is {event.position}")
+    if next_hash(previous, event.record) != event.state_hash:
+        raise Differs(position, "the record does not match the state hash that was stored with it")
+    try:
+        return decode_record(event.record)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise Differs(position, f"the record cannot be read: {error}") from error
+
+
+class Verified(NamedTuple):
+    """What a store says of itself: `first_difference` is the first position that is not what was written."""
+
+    owner: Owner
+    head: Head
+    first_difference: int | None
+    why: str | None
+
+
+async def owner_of(database: Path) -> Owner:
+    """Return whose store it is; raises `Fatal` where there is none, or nobody's."""
+    return await _read(database, lambda owner, _: owner)
+
+
+async def replay(agent_class: type[Agent[Any]], database: Path) -> tuple[Owner, Memory]:
+    """Build the agent's state from its store alone; raises `Differs` where the store was altered."""
+    return await _read(database, partial(_replay, agent_class))
+
+
+async def verify(database: Path) -> Verified:
+    """Compute the chain of hashes anew and compare it with the one that was stored."""
+    return await _read(database, _verify)
+
+
+def _replay(agent_class: type[Agent[Any]], owner: Owner, db: sqlite3.Connection) -> tuple[Owner, Memory]:
+    agent = agent_class()
+    agent.tenant, agent.workspace = owner.tenant, owner.workspace
+    return owner, rebuild(agent, empty(agent), read_events(db))
+
+
+def _verify(owner: Owner, db: sqlite3.Connection) -> Verified:
+    head = read_head(db)
+    try:
+        _check_all(db, head)
+    except Differs as difference:
+        return Verified(owner, head, difference.position, str(difference))
+    return Verified(owner, head, None, None)
+
+
+def _check_all(db: sqlite3.Connection, head: Head) -> None:
+    position, state_hash = 0, NO_HASH
+    for event in read_events(db):
+        check(event, position + 1, state_hash)
+        position, state_hash = event.position, event.state_hash
+    if position != head.position:
+        raise Differs(position + 1, f"the state is at position {head.position}, but the events end at {position}")
+    if state_hash != head.state_hash:
+        raise Differs(position, "the hash of the state is not that of the event")
+
+
+async def _read(database: Path, read: Callable[[Owner, sqlite3.Connection], T]) -> T:
+    if not database.exists():  # noqa: ASYNC240 - before anything else runs
+        raise Fatal(Exit.NOT_FOUND, f"there is no event store {database}")
+    try:
+        connection = await Connection.open(partial(open_reader, database))
+        try:
+            return await connection.run(lambda db: in_snapshot(db, lambda: _owned(db, database, read)))
+        finally:
+            await connection.close()
+    except sqlite3.Error as error:
+        raise Fatal(Exit.FAILED, f"cannot read {database}: {error}") from error
+
+
+def _owned(db: sqlite3.Connection, database: Path, read: Callable[[Owner, sqlite3.Connection], T]) -> T:
+    owner = read_owner(db)
+    if owner is None:
+        raise Fatal(Exit.NOT_FOUND, f"{database} has not been used by an agent yet")
+    return read(owner, db)
+
+
+async def republish(database: Path, since: datetime, *, dry_run: bool = False) -> int:
+    """Have everything published again that was published from `since` on; return how many messages that are.
+
+    Whoever runs the agent does the publishing: at its next comparison with the streams, or when it starts. Raises
+    `Fatal`: 3 where there is no store, 78 where it cannot be used.
+    """
+    owner = await owner_of(database)
+    moment = to_microseconds(since) // _PER_MILLISECOND
+    turns, underway = open_turns(database.parent)
+    try:
+        async with turns.turn():
+            store = await Store.open(database, owner)
+            try:
+                return len(await store.published_since(moment)) if dry_run else await store.requeue_since(moment)
+            finally:
+                await store.close()
+    finally:
+        turns.close()
+        underway.close()
