@@ -62,7 +62,7 @@ def fence() -> None:
     """Commit a step's effect although its lease is another's, and let no lost lease end a handler."""
     from postroom.ledger import leg1, leg2
     from postroom.ledger.errors import Fault
-    from postroom.ledger.running import StepTransaction
+    from postroom.ledger.step import StepTransaction
 
     conclude = StepTransaction.conclude
 

@@ -4,11 +4,17 @@ It knows no transport: whoever delivers messages calls `spawned` and `answered`,
 delivers again, later, where they raise `TryLater`. Faults are acknowledged, retried or escalated as they say; a handler
 that fails is tried by its policy, and then the activity has failed, and with it the job. Attempts are those
 that the ledgers have counted: one whose worker died is one, a delivery that finds another worker at it is none.
+
+Requests that wait for their answers are asked again in time. Messages for activities that the worker which takes them
+does not have (its flow is older, or a name changed) are acknowledged and kept, no attempt is counted, and the job
+waits, visibly (`ledger.operating`); a worker that has the activity brings them back, each as the message that it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import os
+import socket
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
@@ -16,21 +22,83 @@ from uuid import UUID
 
 import structlog
 
-from postroom.chassis.postgres import Pool
+from postroom.chassis.postgres import Connection, Pool
+from postroom.chassis.sql import load_queries
 from postroom.errors import PostroomError
 from postroom.flow import Flow
 from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Reaction
-from postroom.ledger.leg1 import run_leg1
-from postroom.ledger.leg2 import QUERIES, run_leg2
+from postroom.ledger.legs import run_leg1, run_leg2
 from postroom.ledger.primitives import Answer, fail_activity
-from postroom.ledger.requests import Asker, ask_again, find_askers, find_overdue
-from postroom.ledger.running import HandlerFailed, Running, most_attempts
-from postroom.ledger.setting_aside import bring_back, set_aside, this_worker
+from postroom.ledger.step import HandlerFailed, Running, most_attempts
 from postroom.retry_policy import RetryPolicy
 
 _log = structlog.get_logger(__name__)
 
+QUERIES: Final = load_queries("postroom.ledger", "engine.sql")
+MOST_AT_ONCE: Final = 100  # requests that one look asks again for
+_MOST_BROUGHT_BACK: Final = 100  # messages that one look brings back
 _DEFAULT_POLICY: Final = RetryPolicy()
+
+
+class Asker(NamedTuple):
+    """The activity that sent a request."""
+
+    activity: UUID
+    name: str
+
+
+class Overdue(NamedTuple):
+    """A request whose answer is overdue."""
+
+    id: UUID
+    activity: UUID
+
+
+async def find_askers(pool: Pool, flow: str, requests: Sequence[UUID]) -> dict[UUID, Asker]:
+    """Return which activities of `flow` sent those of `requests` that any of them sent."""
+    if not requests:
+        return {}
+    rows = await pool.fetch(QUERIES["find_requests"], requests, flow)
+    return {row["id"]: Asker(row["activity"], row["name"]) for row in rows}
+
+
+async def find_overdue(pool: Pool, flow: str) -> list[Overdue]:
+    """Return some requests of `flow` whose answer is overdue, oldest first; of however many, it reads those alone."""
+    rows = await pool.fetch(QUERIES["find_overdue"], flow, MOST_AT_ONCE)
+    return [Overdue(row["id"], row["activity"]) for row in rows]
+
+
+async def ask_again(connection: Connection, overdue: Overdue) -> str | None:
+    """Have an overdue request go out again; return why it can't where it was asked as often as it may be.
+
+    Where it was answered meanwhile, or its job has ended, nothing happens.
+    """
+    async with connection.transaction():
+        await connection.execute(QUERIES["take_turn"], overdue.activity)
+        row = await connection.fetchrow(QUERIES["ask_again"], overdue.activity, overdue.id)
+    if row is None or row["verdict"] != "exhausted":
+        return None
+    times = "once" if row["asked"] == 1 else f"{row['asked']} times"
+    return f"no answer to the request {overdue.id}, asked {times}, each time for {row['seconds']:g} s"
+
+
+def this_worker() -> str:
+    """Name this process to operators: its host and its pid."""
+    return f"{socket.gethostname()[:64]}/{os.getpid()}"
+
+
+async def set_aside(connection: Connection, activity: UUID, guid: str, answer: Answer | None, worker: str) -> bool:
+    """Keep a message for a worker that has its activity, which `worker` has not; of leg 1 it has no `answer`.
+
+    Returns False where nobody has to handle it any more: it is done, or its job has ended for good, or is gone.
+    """
+    leg, said = (1, (None, None, None, None)) if answer is None else (2, answer)
+    return await connection.fetchrow(QUERIES["set_aside"], activity, guid, leg, *said, worker) is not None
+
+
+async def bring_back(connection: Connection, flow: str, activities: Collection[str]) -> int:
+    """Have some messages of these `activities` go out again, oldest first; returns how many."""
+    return len(await connection.fetch(QUERIES["bring_back"], flow, list(activities), _MOST_BROUGHT_BACK))
 
 
 class Place(NamedTuple):

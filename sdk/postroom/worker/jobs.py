@@ -25,8 +25,7 @@ from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSe
 from postroom.delivery.subjects import event_subject
 from postroom.errors import InvalidMessage
 from postroom.flow import Flow
-from postroom.ledger.engine import Engine, Place, TryLater, find_places
-from postroom.ledger.requests import Asker
+from postroom.ledger.engine import Asker, Engine, Place, TryLater, find_places
 from postroom.worker.job_messages import SPAWNED, Answering, Due, Meaning, Spawned, answer_of, read
 from postroom.worker.job_settings import JobSettings
 

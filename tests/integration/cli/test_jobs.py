@@ -18,8 +18,8 @@ from support.terminal import Terminal
 from embedded import EmbeddedPostgres
 from postroom.chassis.ownership import this_user
 from postroom.ledger.database import migrate
+from postroom.ledger.engine import set_aside
 from postroom.ledger.primitives import Answer, Child, enter_leg2, fail_activity, finish_work, spawn
-from postroom.ledger.setting_aside import set_aside
 
 FLOW = """
 from postroom.flow import Flow

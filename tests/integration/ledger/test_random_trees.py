@@ -22,10 +22,9 @@ from support.ledgers import LEASE, Jobs, mark, seed_guid
 from postroom.flow import Context, Flow, Job, Step
 from postroom.ledger import digits
 from postroom.ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
-from postroom.ledger.leg1 import run_leg1
-from postroom.ledger.leg2 import run_leg2
+from postroom.ledger.legs import run_leg1, run_leg2
 from postroom.ledger.primitives import QUERIES, Answer
-from postroom.ledger.running import HandlerFailed, Running
+from postroom.ledger.step import HandlerFailed, Running
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from support.ledgers import Jobs
 
-from postroom.ledger.requests import MOST_AT_ONCE, QUERIES, find_overdue
+from postroom.ledger.engine import MOST_AT_ONCE, QUERIES, find_overdue
 
 MANY = 5000
 OVERDUE = """
