@@ -90,7 +90,7 @@ async def _broker(config: DaemonConfig) -> AsyncIterator[Finding]:
     except Fatal as fatal:
         yield Finding("broker", "failed", str(fatal))
     except RequestFailed as error:
-        remedy = "start it, or set broker.url and broker.token_file; until then the daemon accepts and keeps"
+        remedy = "start it, or set broker.url and broker.token_file; until then the daemon accepts and stores messages"
         yield Finding("broker", "failed", str(error), remedy)
 
 

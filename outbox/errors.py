@@ -90,7 +90,7 @@ def id_taken(client_message_id: str) -> Conflict:
 
 def payload_pruned(row_id: str, status: str) -> Conflict:
     """Refuse to requeue a row whose payload is gone."""
-    detail = f"cannot requeue row {row_id}: it is {status}, and its payload was pruned; send the message anew"
+    detail = f"cannot requeue row {row_id}: it is {status}, and its payload was pruned; send the message as a new one"
     return Conflict.of("payload_pruned", detail)
 
 

@@ -271,7 +271,7 @@ class Writer:
             _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes)
             return True
         if frames > moved and self.wal_bytes > _RESTART_AT:
-            _log.warning("wal_not_emptied", wal_bytes=self.wal_bytes, limit=WAL_LIMIT, reason="a reader holds it")
+            _log.warning("wal_not_emptied", wal_bytes=self.wal_bytes, limit=WAL_LIMIT, reason="a reader blocks it")
         return True
 
     def _checkpoint_bytes(self) -> int:

@@ -92,7 +92,7 @@ class Layout:
         try:
             private_directory(self.state)
             if not mark.exists() and any(self.state.iterdir()):
-                raise Fatal(Exit.USAGE, f"{self.state} holds other files: choose an empty or a new directory")
+                raise Fatal(Exit.USAGE, f"{self.state} has other files: choose an empty or a new directory")
             mark.touch(mode=0o600)
             if os.geteuid() == 0:
                 self.state.chmod(0o711)  # Postgres passes through as another user; what lies inside is closed itself

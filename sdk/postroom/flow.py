@@ -129,8 +129,8 @@ class Activity:
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to be called as the function that it was before it was decorated; raises `InvalidFlow`."""
         raise _invalid(
-            f"the activity {self.name!r} is called: return {self.name}.spawn(request) to have it run as a step of its "
-            "own, or put what it shares with others into a function beside it"
+            f"the activity {self.name!r} was called directly: return {self.name}.spawn(request) to run "
+            "it as a step of its own, or move shared code into a plain function"
         )
 
     def answered(self, function: Handler) -> Handler:

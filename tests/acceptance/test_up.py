@@ -247,7 +247,7 @@ def test_up_does_not_spread_over_somebody_elses_files(short_directory: Path) -> 
     (short_directory / "precious").touch()
     done = run("up", "--state", str(short_directory), "--detach")
     assert done.returncode == 2
-    assert "holds other files" in done.stderr
+    assert "has other files" in done.stderr
     assert [file.name for file in short_directory.iterdir()] == ["precious"]
 
 

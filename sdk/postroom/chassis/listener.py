@@ -269,7 +269,7 @@ class TimedConnection(RequestHandler):
         if isinstance(exc, ConnectionError):
             raise exc  # the peer has gone
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer is already under way")
+            raise ConnectionError("an answer is already being sent")
         if status < HTTPStatus.INTERNAL_SERVER_ERROR:
             sentence = next((text for kind, text in _REFUSED.items() if isinstance(exc, kind)), _NOT_HTTP)
             return self._last_answer(PostroomError.of("bad_request", sentence, status=status).problem)

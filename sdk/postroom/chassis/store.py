@@ -486,7 +486,7 @@ class Store:
             return
         self._moved = self._transactor.logged
         if frames > moved and self.wal_bytes > _RESTART_AT:
-            reason = "a reader holds it"
+            reason = "a reader blocks it"
             _log.warning(
                 "wal_not_emptied", file=str(self.path), wal_bytes=self.wal_bytes, limit=WAL_LIMIT, reason=reason
             )
@@ -518,7 +518,7 @@ class Store:
         try:
             await self._connection.run(lambda db: db.execute(QUERIES["checkpoint_truncate"]).fetchall())
         except sqlite3.Error as error:
-            advice = "the next start goes on"
+            advice = "the next start continues"
             _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes, advice=advice)
             return False
         return True

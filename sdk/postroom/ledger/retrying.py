@@ -57,7 +57,7 @@ async def _check_requests(connection: Connection, job: UUID) -> None:
     pruned = await connection.fetchrow(QUERIES["find_pruned"], job)
     if pruned is not None:
         detail = (
-            f"the job {job} cannot go on: {pruned['name']!r} has no answer to its request {pruned['id']}, and the "
-            "outbox, which keeps for some days what it published, has that no more; start another"
+            f"the job {job} cannot be retried: {pruned['name']!r} has no answer to its request {pruned['id']}, and "
+            "the outbox has deleted that request by its age; start a new job"
         )
         raise Conflict.of("request_pruned", detail)

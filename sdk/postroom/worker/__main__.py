@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--config", type=Path, help="a TOML file; POSTROOM_WORKER_… override it")
     run.add_argument("--flow", metavar="MODULE:FLOW", action="append", default=[], help="also run this flow")
 
-    consumer = verb("consumer", _consume, says="postroom consumer", help_text="Give messages to a handler behind HTTP.")
+    consumer = verb("consumer", _consume, says="postroom consumer", help_text="Post messages to an HTTP handler.")
     consumer.add_argument("--config", type=Path, help="a TOML file; POSTROOM_CONSUMER_… override it")
     consumer.add_argument("--context", help="without a file: the mesh whose events")
     consumer.add_argument("--name", dest="durable", help="without a file: the consumer")
