@@ -259,7 +259,7 @@ async def test_a_job_whose_request_can_not_go_out_again_is_not_let_go_on(jobs: J
     await fail_activity(jobs.connection, begun.root, "no answer in time")
     pruning = "DELETE FROM postroom.outbox_events WHERE event_type = 'asked' AND correlation_id = $1"
     await jobs.connection.execute(pruning, begun.job)
-    with pytest.raises(Conflict, match=r"'extract' has no answer to its request .* start another"):
+    with pytest.raises(Conflict, match=r"'extract' has no answer to its request .* start a new job"):
         await retry(jobs, begun.job)
     assert (await jobs.job(begun.job))[0] == "failed"
 
@@ -269,7 +269,7 @@ async def test_an_activity_without_an_attempt_left_is_not_tried_again(jobs: Jobs
     begun = await jobs.asked() if full % 10 else await jobs.begin()
     await jobs.set_ledger(begun.root, full)
     await fail_activity(jobs.connection, begun.root, "overflow")
-    with pytest.raises(Conflict, match="start another"):
+    with pytest.raises(Conflict, match="start a new job"):
         await retry(jobs, begun.job)
     assert (await jobs.job(begun.job))[0] == "failed"
 
