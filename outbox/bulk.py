@@ -11,9 +11,9 @@ from outbox.model import RowFilter
 from outbox.operating import Build, Order, Verb, why_not
 from outbox.outcomes import Outcomes
 from outbox.reading import Reader, seq_of
-from outbox.writer import Writer
 from postroom._wire.operations import MAX_IDS, RETIRING
 from postroom._wire.sends import BulkFailure, BulkResult, OutboxRow
+from postroom.chassis.store import Store
 from postroom.errors import PostroomError
 
 _ROWS: Final = MAX_IDS  # after which one request ends: its answer stays far below what a client reads
@@ -26,7 +26,7 @@ class Bulk(NamedTuple):
     build: Build
     order: Order
     reader: Reader
-    writer: Writer
+    store: Store
     outcomes: Outcomes
     changed: Callable[[str], None]
 
@@ -63,7 +63,7 @@ class Bulk(NamedTuple):
             for row_id, accepted in learned.accepted.items():
                 self._note(row_id, already_accepted(self.verb, row_id, accepted.broker_message_id), result)
             able = [row_id for row_id in able if row_id not in learned.accepted]
-        futures = [self.writer.submit(self.build(row_id, order)) for row_id in able]
+        futures = [self.store.submit(self.build(row_id, order)) for row_id in able]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         for row_id, outcome in zip(able, outcomes, strict=True):
             self._note(row_id, outcome, result)

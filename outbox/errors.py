@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Final
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import is_full, result_code
+from postroom.chassis.store import Answers
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, TryAgain
 
 
@@ -46,6 +48,33 @@ def outbox_full(max_bytes: int) -> TryAgain:
 def write_failed(path: Path, error: BaseException) -> Fatal:
     """End the process: the disk failed under a commit (docs/contract/send.md#send-47)."""
     return Fatal(Exit.IO_ERROR, f"writing {path} failed: {error}; check the disk, then start again")
+
+
+def cut_short(path: Path, damaged: Path) -> Fatal:
+    """Refuse to start empty where a recovery was cut short."""
+    return Fatal(
+        Exit.CONFIG,
+        f"there is no {path}, but {damaged.name} was set aside next to it: run `postroom outbox recover`, which saves "
+        "its rows, so that no used id is taken for a new one",
+    )
+
+
+def damaged(path: Path, fault: str) -> None:
+    """Leave a damaged file to an operator: the ids in it must stay used."""
+    raise Fatal(
+        Exit.CONFIG,
+        f"{path} is damaged ({fault}): run `postroom outbox recover`, which sets it aside and saves the rows",
+    )
+
+
+def ids_lost(path: Path, missing: int | None) -> Fatal:
+    """Refuse to start with ids that a recovery could not save, until whoever runs the process accepts that."""
+    rows = "an unknown number of rows is" if missing is None else f"{missing} rows are"
+    return Fatal(
+        Exit.CONFIG,
+        f"{rows} missing since {path} was recovered, and their ids may be used again: check what was lost (the "
+        "broker has what it accepted), then start once with `postroom daemon run --accept-lost-ids`",
+    )
 
 
 def recovery_failed(path: Path, error: OSError | sqlite3.Error) -> Fatal:
@@ -98,3 +127,6 @@ def reason_missing() -> InvalidMessage:
     """Refuse a verb without a reason."""
     detail = "give a reason, which is kept in the operator log"
     return InvalidMessage.of("reason_required", detail, field="reason")
+
+
+ANSWERS: Final = Answers(refused=from_sqlite, unknown=lambda _path, _error: outcome_unknown(), closed=stopped)

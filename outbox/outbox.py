@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -14,7 +15,7 @@ import structlog
 
 from outbox.accepting import Accept, Known
 from outbox.bulk import Bulk
-from outbox.errors import already_accepted
+from outbox.errors import ANSWERS, already_accepted, cut_short, damaged, ids_lost, write_failed
 from outbox.missing import Begin, Note, Resend, Resent
 from outbox.model import (
     AcceptedRow,
@@ -29,28 +30,30 @@ from outbox.model import (
     Settlement,
     Verdict,
 )
-from outbox.opening import open_file
 from outbox.operating import Abort, Control, Log, Order, Requeue, Verb, verbs
 from outbox.outcomes import LookUp, Outcomes
 from outbox.reading import Reader
 from outbox.relaying import Claim, ClaimResult, Expire, Reclaim, Settle, WalkedPast
 from outbox.settings import OutboxSettings
 from outbox.settled import Prune
-from outbox.transact import Transactor
 from outbox.watchers import Watchers
-from outbox.writer import PART_ROWS, Writer
+from outbox.writer import PART_ROWS, Queue, Transactor
 from postroom._wire.ids import new_id
 from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS
 from postroom._wire.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.sqlite import open_reader
-from postroom.chassis.store import Connection, OwnedFile
+from postroom.chassis.ownership import user_name
+from postroom.chassis.sql import load_queries
+from postroom.chassis.sqlite import Schema
+from postroom.chassis.store import OwnedFile, Store
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
 NAME: Final = "outbox"  # of its files
+SCHEMA: Final = Schema.of("outbox", "PSTR")
+_RECOVERED: Final = load_queries("outbox", "sql/recover.sql")
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
 PAGE_ROWS: Final = 100
@@ -76,19 +79,18 @@ class Outbox:
 
     def __init__(
         self,
-        file: OwnedFile,
+        store: Store,
+        transactor: Transactor,
         *,
         settings: OutboxSettings,
-        writer: Writer,
-        reader: Reader,
         walked: WalkedPast,
         clock: Callable[[], int],
         look_up: LookUp | None,
     ) -> None:
-        self._file = file
+        self._store = store
+        self._transactor = transactor
         self._settings = settings
-        self._writer = writer
-        self._reader = reader
+        self._reader = Reader(store)
         self._walked = walked
         self._clock = clock
         self._verbs = verbs(walked)
@@ -97,7 +99,7 @@ class Outbox:
         self._next_due: int | None = None
         self._watchers = Watchers()
         self._urged: Callable[[], None] = _nobody
-        self._outcomes = Outcomes(reader, writer, look_up, self._changed)
+        self._outcomes = Outcomes(self._reader, store, look_up, self._changed)
 
     @classmethod
     async def open(
@@ -120,24 +122,41 @@ class Outbox:
         settings = settings or OutboxSettings()
         walked = WalkedPast()
         transactor = Transactor(clock=clock, new_id=new_id, max_bytes=settings.max_bytes, walked=walked)
-        async with contextlib.AsyncExitStack() as undo:
-            file = OwnedFile(directory, NAME)
-            undo.callback(file.end, clean=False)
-            connection = await open_file(file, accept_lost_ids=accept_lost_ids)
-            undo.push_async_callback(connection.close)
-            await connection.run(transactor.start)
-            writer = Writer(connection, file.path, transactor, settings)
-            undo.push_async_callback(writer.close)
-            await _reclaim(writer)
-            reader = Reader(await Connection.open(partial(open_reader, file.path)), file.path)
-            undo.pop_all()
-        return cls(file, settings=settings, writer=writer, reader=reader, walked=walked, clock=clock, look_up=look_up)
+
+        def prepare(db: sqlite3.Connection) -> None:
+            recoveries, missing = db.execute(_RECOVERED["unaccepted"]).fetchone()
+            if accept_lost_ids:
+                actor = Caller(os.getuid(), os.getgid(), user_name(os.getuid()))
+                db.execute(_RECOVERED["accept"], {"now": now_ms(), "actor": str(actor)})
+            elif recoveries:
+                raise ids_lost(file.path, missing)
+            transactor.start(db)
+
+        file = OwnedFile(directory, NAME)
+        if not file.path.exists() and file.damaged is not None:
+            file.end(clean=False)
+            raise cut_short(file.path, file.damaged)
+        store = await Store.open(
+            file,
+            SCHEMA,
+            ANSWERS,
+            prepare=prepare,
+            damaged=damaged,
+            transactor=transactor,
+            queue=Queue(),
+            group=settings.max_group_rows,
+            checkpoint_bytes=settings.checkpoint_bytes,
+        )
+        try:
+            await store.submit(Reclaim())
+        except PostroomError as error:
+            await store.close()
+            raise Fatal(Exit.TRY_AGAIN, f"cannot take back the rows that were inflight: {error}") from error
+        return cls(store, transactor, settings=settings, walked=walked, clock=clock, look_up=look_up)
 
     async def close(self) -> None:
         """Finish what is queued and close; what was answered stays. A second call does nothing."""
-        await self._reader.close()
-        await self._writer.close()
-        self._file.end(clean=self._writer.clean)
+        await self._store.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -156,9 +175,9 @@ class Outbox:
         accept = Accept.of(sends, caller)
         most = min(self._settings.max_group_rows, PART_ROWS)
         if len(sends) == 1 or accept.rows <= most:
-            outcomes = await self._writer.submit(accept)
+            outcomes = await self._store.submit(accept)
         else:
-            parts = [self._writer.submit(part) for part in accept.parts(most)]
+            parts = [self._store.submit(part) for part in accept.parts(most)]
             outcomes = [outcome for part in await asyncio.gather(*parts) for outcome in part]
         for outcome in outcomes:
             if isinstance(outcome, AcceptedRow) and outcome.inserted:
@@ -168,7 +187,7 @@ class Outbox:
 
     async def known(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | None]:
         """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
-        return await self._writer.submit(Known(Accept.of(sends, caller)))
+        return await self._store.submit(Known(Accept.of(sends, caller)))
 
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send, None where the id is free."""
@@ -220,7 +239,7 @@ class Outbox:
 
     async def _claim(self, claim: Claim) -> ClaimResult:
         """Run one transaction of a claim, and remember when to look again."""
-        result = await self._writer.submit(claim)
+        result = await self._store.submit(claim)
         self._next_due = result.next_due
         if result.more:
             self._work.set()
@@ -228,7 +247,7 @@ class Outbox:
 
     async def settle(self, settlements: Sequence[Settlement]) -> int:
         """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed."""
-        settled = await self._writer.submit(Settle(settlements, self._walked))
+        settled = await self._store.submit(Settle(settlements, self._walked))
         self._watchers.settled(s.row_id for s in settlements if s.verdict is not Verdict.RETRY)
         if any(s.verdict is Verdict.RETRY for s in settlements):
             self._work.set()
@@ -242,7 +261,7 @@ class Outbox:
         expire = Expire(before_ms, _EXPIRY_CHUNK)
         total = 0
         while expire.places:
-            ids, places = await self._writer.submit(expire)
+            ids, places = await self._store.submit(expire)
             self._watchers.settled(ids)
             total += len(ids)
             expire = expire._replace(places=places)
@@ -250,7 +269,7 @@ class Outbox:
 
     def confirm_clock(self) -> None:
         """Date new rows by the clock until it is set back: somebody who knows the time has agreed with it."""
-        self._writer.confirm_clock()
+        self._transactor.confirm_clock()
 
     def when_urged(self, relay: Callable[[], None]) -> None:
         """Call `relay` from now on whenever an operator wants rows sent now: they flush some, or resume the relay."""
@@ -279,7 +298,7 @@ class Outbox:
     ) -> None:
         """Keep on disk that a destination (None for everything) is paused, or goes on at a rate."""
         order = Order(caller, reason).checked()
-        await self._writer.submit(Control(destination or "", paused, rate_per_second, order, self._walked))
+        await self._store.submit(Control(destination or "", paused, rate_per_second, order, self._walked))
         self._work.set()
         if not paused:
             self._urged()
@@ -327,14 +346,14 @@ class Outbox:
         if new_client_message_id is not None:
             check_client_message_id(new_client_message_id, "new_client_message_id")
         old, order = await self._learn("requeue", row_id, order)
-        successor = await self._writer.submit(Requeue(old, order, new_client_message_id, patch))
+        successor = await self._store.submit(Requeue(old, order, new_client_message_id, patch))
         self._changed(old)
         return await self._reader.row(successor)
 
     async def abort(self, row_id: str, *, caller: Caller, reason: str, force: bool = False) -> OutboxRow:
         """Retire a dead or pending row without a successor; 409 as for `requeue`."""
         old, order = await self._learn("abort", row_id, Order(caller, reason, force).checked())
-        await self._writer.submit(Abort(old, order))
+        await self._store.submit(Abort(old, order))
         self._changed(old)
         return await self._reader.row(old)
 
@@ -370,7 +389,7 @@ class Outbox:
         After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
         """
         order = Order(caller, reason, force).checked()
-        bulk = Bulk(verb, self._verbs[verb], order, self._reader, self._writer, self._outcomes, self._changed)
+        bulk = Bulk(verb, self._verbs[verb], order, self._reader, self._store, self._outcomes, self._changed)
         result = await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
         if verb == "flush" and result.done and not dry_run:
             self._urged()
@@ -388,7 +407,7 @@ class Outbox:
 
     async def begin_comparison(self, incarnation: str, since_ms: int) -> None:
         """Compare the rows that are done now, and settled from the moment on, with the database of that incarnation."""
-        await self._writer.submit(Begin(incarnation, since_ms))
+        await self._store.submit(Begin(incarnation, since_ms))
 
     async def stretch(self, comparison: Comparison) -> tuple[list[DoneRow], int]:
         """Return the next rows of a comparison, and the row up to which that goes."""
@@ -399,7 +418,7 @@ class Outbox:
     ) -> None:
         """Write down which rows of a stretch the database has and has not; the comparison goes on after `up_to`."""
         seqs = [row.seq for row in found], [row.seq for row in lost]
-        await self._writer.submit(Note(comparison.incarnation, up_to, *seqs))
+        await self._store.submit(Note(comparison.incarnation, up_to, *seqs))
 
     async def missing(self) -> Missing:
         """Count the done rows that the broker's database lost."""
@@ -413,7 +432,7 @@ class Outbox:
         order = Order(caller, reason).checked()
         total = Resent([], [], 0)
         while total.after is not None and len(total.row_ids) + len(total.without_payload) < MAX_IDS:
-            part = await self._writer.submit(Resend(total.after, _CHUNK, order, self._walked))
+            part = await self._store.submit(Resend(total.after, _CHUNK, order, self._walked))
             total = Resent(total.row_ids + part.row_ids, total.without_payload + part.without_payload, part.after)
         self._work.set()
         return total
@@ -425,9 +444,7 @@ class Outbox:
         """
         order = Order(caller, reason).checked()
         total = await self._prune(settled_before_ms)
-        await self._writer.submit(
-            Log("prune", order, f"{total} payloads of rows settled before {settled_before_ms} ms")
-        )
+        await self._store.submit(Log("prune", order, f"{total} payloads of rows settled before {settled_before_ms} ms"))
         return total
 
     async def prune_by_age(self) -> None:
@@ -444,7 +461,7 @@ class Outbox:
         total = 0
         after: int | None = 0
         while after is not None:
-            pruned, after = await self._writer.submit(Prune(settled_before_ms, after, _CHUNK))
+            pruned, after = await self._store.submit(Prune(settled_before_ms, after, _CHUNK))
             total += pruned
         return total
 
@@ -457,26 +474,26 @@ class Outbox:
     @property
     def healthy(self) -> bool:
         """Whether the writer takes operations and gets on with them: what the watchdog and readiness ask."""
-        return self._writer.healthy
+        return self._store.healthy
 
     @property
     def progress(self) -> tuple[int, int]:
         """Transactions committed and operations answered since the start."""
-        return self._writer.transactions, self._writer.operations
+        return self._store.transactions, self._store.operations
 
     @property
     def failed(self) -> asyncio.Event:
         """Set once a commit's outcome is unknown."""
-        return self._writer.failed
+        return self._store.failed
 
     async def run_until_failure(self) -> None:
         """Return never; raise `Fatal` (74) once a commit's outcome is unknown. A task for `run_until_stopped`."""
-        await self._writer.failed.wait()
-        if self._writer.failure is not None:
-            raise self._writer.failure
+        await self._store.failed.wait()
+        if self._store.failure is not None:
+            raise write_failed(self._store.path, self._store.failure)
 
     async def _apply(self, verb: Verb, row_id: str, caller: Caller, reason: str) -> OutboxRow:
-        row_id = await self._writer.submit(self._verbs[verb](row_id, Order(caller, reason).checked()))
+        row_id = await self._store.submit(self._verbs[verb](row_id, Order(caller, reason).checked()))
         self._changed(row_id)
         return await self._reader.row(row_id)
 
@@ -496,10 +513,3 @@ class Outbox:
 
 def _nobody() -> None:
     """Stand in for the relay where there is none."""
-
-
-async def _reclaim(writer: Writer) -> None:
-    try:
-        await writer.submit(Reclaim())
-    except PostroomError as error:
-        raise Fatal(Exit.TRY_AGAIN, f"cannot take back the rows that were inflight: {error}") from error

@@ -15,9 +15,9 @@ import msgspec
 from outbox.model import Accepted, Unanswered
 from outbox.reading import Reader
 from outbox.transaction import Transaction
-from outbox.writer import Writer
 from postroom._wire.sends import RowStatus
 from postroom.chassis.sql import load_queries
+from postroom.chassis.store import Store
 from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
@@ -44,9 +44,9 @@ class Learned(NamedTuple):
 class Outcomes:
     """Asks for the outcomes of rows and settles what the broker has."""
 
-    def __init__(self, reader: Reader, writer: Writer, look_up: LookUp | None, changed: Callable[[str], None]) -> None:
+    def __init__(self, reader: Reader, store: Store, look_up: LookUp | None, changed: Callable[[str], None]) -> None:
         self._reader = reader
-        self._writer = writer
+        self._store = store
         self._look_up = look_up
         self._changed = changed
 
@@ -64,7 +64,7 @@ class Outcomes:
             return Learned({}, f"the broker did not answer within {_ASK_SECONDS:g} s")
         except PostroomError as error:
             return Learned({}, f"the broker cannot be asked: {error}")
-        settled = await self._writer.submit(_Learn(rows, found))
+        settled = await self._store.submit(_Learn(rows, found))
         for row_id in settled:
             self._changed(row_id)
         accepted = {row.row_id: one for row, one in zip(rows, found, strict=True) if one is not None}

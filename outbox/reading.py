@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import AsyncIterator, Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -31,7 +30,7 @@ from postroom._wire.sends import OperatorAction, OutboxPage, OutboxRow, RowChain
 from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import QUERIES as CONNECTION
 from postroom.chassis.sqlite import in_snapshot
-from postroom.chassis.store import Connection
+from postroom.chassis.store import Store
 from postroom.errors import InvalidMessage
 
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")
@@ -122,19 +121,14 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Reader:
-    """Answers questions about rows from its own read-only connection."""
+    """Answers questions about rows."""
 
-    def __init__(self, connection: Connection, path: Path) -> None:
-        self._connection = connection
-        self._path = path
-
-    async def close(self) -> None:
-        """Close the connection."""
-        await self._connection.close()
+    def __init__(self, store: Store) -> None:
+        self._store = store
 
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send."""
-        return await self._connection.run(partial(_find, client_message_id))
+        return await self._store.read(partial(_find, client_message_id))
 
     async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
         """Return the rows of these sends, in any order."""
@@ -145,24 +139,24 @@ class Reader:
             parameters = (_encode(ids).decode(), _encode(moved).decode())
             return [row.view() for row in _decode_rows(_value(db, "rows_by_client_message_id", parameters))]
 
-        return await self._connection.run(lambda db: in_snapshot(db, lambda: read(db)))
+        return await self._store.read(lambda db: in_snapshot(db, lambda: read(db)))
 
     async def settled_of(self, row_ids: Sequence[str]) -> list[str]:
         """Return those of the rows that are done, dead or aborted."""
         ids = _encode(row_ids).decode()
-        return _decode_ids(await self._connection.run(lambda db: _value(db, "settled_of", (ids,))))
+        return _decode_ids(await self._store.read(lambda db: _value(db, "settled_of", (ids,))))
 
     async def row(self, row_id: str) -> OutboxRow:
         """Return a row by its id, else by its client_message_id; raises `NotFound`."""
-        return await self._connection.run(lambda db: in_snapshot(db, lambda: _row(db, row_id)))
+        return await self._store.read(lambda db: in_snapshot(db, lambda: _row(db, row_id)))
 
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row with its requeue chain and what operators did to any of it; raises `NotFound`."""
-        return await self._connection.run(lambda db: in_snapshot(db, lambda: _inspect(db, row_id)))
+        return await self._store.read(lambda db: in_snapshot(db, lambda: _inspect(db, row_id)))
 
     async def last_seq(self) -> int:
         """Return the `seq` of the youngest row, 0 where there is none."""
-        return await self._connection.run(lambda db: int(_value(db, "last_seq", ())))
+        return await self._store.read(lambda db: int(_value(db, "last_seq", ())))
 
     async def page(
         self, row_filter: RowFilter, cursor: str | None, limit: int, now: int, until: int = MAX_SEQ
@@ -175,7 +169,7 @@ class Reader:
         rows: list[OutboxRow] = []
         for _ in range(_SCANS_PER_PAGE):
             walk = _Walk(row_filter, after or 0, until, limit - len(rows), now)
-            found, after = await self._connection.run(walk.step)
+            found, after = await self._store.read(walk.step)
             rows += found
             if after is None or len(rows) == limit:
                 break
@@ -193,48 +187,48 @@ class Reader:
 
     async def unanswered(self, row_ids: Sequence[str]) -> list[Unanswered]:
         """Return those of the rows, pending or dead, that the broker was sent and did not answer for."""
-        found = await self._connection.run(
+        found = await self._store.read(
             lambda db: db.execute(_QUERIES["unanswered"], (_encode(row_ids).decode(),)).fetchall()
         )
         return [Unanswered(*each) for each in found]
 
     async def comparison(self) -> Comparison | None:
         """Return how far the done rows were compared with the broker's database; None where they never were."""
-        return await self._connection.run(read_comparison)
+        return await self._store.read(read_comparison)
 
     async def last_history_id(self) -> int:
         """Return the number that the broker gave the last done row, 0 where there is none."""
-        return await self._connection.run(read_last_history_id)
+        return await self._store.read(read_last_history_id)
 
     async def stretch(self, comparison: Comparison) -> tuple[list[DoneRow], int]:
         """Return the next rows to compare, and up to which row that goes."""
-        return await self._connection.run(partial(read_stretch, comparison))
+        return await self._store.read(partial(read_stretch, comparison))
 
     async def missing(self) -> Missing:
         """Count the done rows that the broker's database lost."""
-        return await self._connection.run(read_missing)
+        return await self._store.read(read_missing)
 
     async def claimed(self, seqs: Sequence[int]) -> list[ClaimedRow]:
         """Return the rows that a claim took, in its order."""
-        return await self._connection.run(partial(read_claimed, seqs))
+        return await self._store.read(partial(read_claimed, seqs))
 
     async def counts(self, now: int) -> OutboxCounts:
         """Return the kept counters and the sizes on disk."""
-        tally, used_bytes, oldest, due_since = await self._connection.run(partial(_counts, now))
+        tally, used_bytes, oldest, due_since = await self._store.read(partial(_counts, now))
         return OutboxCounts(
             rows=dict(zip(("pending", "inflight", "done", "dead", "aborted"), tally, strict=False)),
             payload_bytes=tally[5],
             waiting_bytes=tally[6],
             used_bytes=used_bytes,
-            file_bytes=self._path.stat().st_size,
-            wal_bytes=_size(Path(f"{self._path}-wal")),
+            file_bytes=self._store.path.stat().st_size,
+            wal_bytes=self._store.wal_bytes,
             oldest_pending_at=oldest,
             due_ms=0 if due_since is None else max(0, now - due_since),
         )
 
     async def controls(self) -> dict[str, RelayControl]:
         """Return what operators told the relay, by destination ('' for everything)."""
-        rows = await self._connection.run(lambda db: db.execute(_QUERIES["controls"]).fetchall())
+        rows = await self._store.read(lambda db: db.execute(_QUERIES["controls"]).fetchall())
         return {destination: RelayControl(bool(paused), rate) for destination, paused, rate in rows}
 
 
@@ -346,10 +340,3 @@ def seq_of(cursor: str | None) -> int:
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= _CURSOR_DIGITS):
         raise InvalidMessage.of("invalid_cursor", "the cursor is not one that a list returned", field="cursor")
     return int(cursor)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

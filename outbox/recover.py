@@ -23,8 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from outbox.errors import recovery_failed
-from outbox.opening import SCHEMA
-from outbox.outbox import NAME, now_ms
+from outbox.outbox import NAME, SCHEMA, now_ms
 from outbox.pages import Pages, Records, in_order
 from outbox.settled import PACKED_BYTES, checksum_of, find_moved, following, key_of, number_of, pack, read_salt, text_of
 from outbox.settled import QUERIES as SETTLED

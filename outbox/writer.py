@@ -1,84 +1,62 @@
-"""The one writer: it gathers operations, commits them in groups, answers, and checkpoints.
+"""What the store's thread does for the outbox: which operations share a transaction, and what they run in.
 
-While one transaction is on its way to the disk the next group gathers, so a lone send waits for one fsync and a
-thousand concurrent ones share it. The connection's thread goes from one group to the next by itself, as long as any
-waits: coming back to the event loop in between would take as long as the transaction, since the loop finishes first
-what it has in hand. A transaction is few steps of SQLite, each of which gives the interpreter lock away and waits to
-get it back from a busy loop.
+A group runs without savepoints, which would cost two steps an operation. If anything but a `PostroomError` goes wrong
+before the commit, every operation of it, every send, runs again in a transaction of its own, and what is at fault
+fails alone (docs/contract/send.md#send-43). A transaction is few steps of SQLite, each of which gives the interpreter
+lock away and waits to get it back from a busy loop.
 
 Whose operations wait is looked at before a group is made: where there are several callers each has its part of it, in
 rotation, and none more than `PART_ROWS`, so that a caller with a few large batches does not make the others wait for
 all of them. A caller that is alone fills the group.
-
-Checkpoints run on the same connection (`postroom.chassis.sqlite`). SQLite's own would run inside a commit, before its
-answers, and every 4 MB: everybody waits 13 to 18 ms for one. Here they run after the group has been answered, and
-every 1 MiB (`outbox.checkpoint_bytes`): 5 to 7 ms, which mostly pass while the event loop reads the next requests.
-They cost a tenth of the throughput instead of a twentieth. A group of batches writes more than that by itself: several
-of them share a checkpoint.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final
 
 import structlog
 
-from outbox.accepting import Accept
-from outbox.errors import outcome_unknown, stopped, write_failed
-from outbox.settings import OutboxSettings
-from outbox.transact import Transactor
-from outbox.transaction import Operation
-from postroom.chassis.exits import Fatal
-from postroom.chassis.sqlite import QUERIES, is_broken, is_full
-from postroom.chassis.store import Connection
+from outbox.accepting import Accept, accept_group
+from outbox.relaying import WalkedPast, shorten_waits
+from outbox.settled import Prune, following, last_id, read_salt
+from outbox.transaction import Operation, Space, Transaction, last_dated, read_space
+from postroom.chassis import store
+from postroom.chassis.sqlite import QUERIES, is_full, transaction
+from postroom.chassis.store import Outcome, Waiting
+from postroom.errors import PostroomError
 
-T = TypeVar("T")
-
-WAL_LIMIT: Final = 64 * 1024 * 1024  # bytes; docs/contract/send.md#send-46
 WARN_AT: Final = 0.8  # of max_bytes
-_RESTART_AT: Final = WAL_LIMIT // 4  # bytes; beyond it the readers are waited for
-_GROUPS_A_CHECKPOINT: Final = 4  # of large groups: after each one it would cost as much as the group
-_PRUNE_SECONDS: Final = 0.02  # that slices of a prune may take between two groups
-_PRUNE_AGAIN_SECONDS: Final = 5.0  # after one that could not be
 PART_ROWS: Final = 64  # of a group that one caller may fill beside others: a millisecond
 _PRESENT_SECONDS: Final = 60.0  # after its last send, in which a caller counts as one that others share with
-_STALLED_AFTER: Final = 30.0  # seconds that one transaction may take before the writer counts as stuck
+_SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it
+_SHORT_AT: Final = 0.9  # of max_bytes: from here on payloads of settled rows go before their time
+_ENOUGH_AT: Final = 0.8  # of max_bytes: until this much is left
+_PRUNED_AT_ONCE: Final = 200  # rows: some 2 ms for which everybody waits
+_PRUNE_SECONDS: Final = 0.02  # that slices of a prune may take between two groups
+_PRUNE_AGAIN_SECONDS: Final = 5.0  # after one that could not be
+_EVER: Final = 2**62  # ms since the epoch
 
 _log = structlog.get_logger(__name__)
 
 
-class Waiting(NamedTuple):
-    """An operation, and the future of who waits for it."""
-
-    number: int  # in the order of arrival
-    operation: Operation[Any]
-    future: asyncio.Future[Any]
-
-
-class Queue:
-    """What waits, in a line for each caller; the loop appends, the connection's thread takes."""
+class Queue(store.Queue):
+    """What waits, in a line for each caller."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._number = 0
-        self._arrived: deque[Waiting] = deque()
+        super().__init__()
         self._lines: dict[int | None, deque[Waiting]] = {}  # the thread's own
         self._clock = clock
         self._callers: dict[int, float] = {}  # when each was last seen
 
     def __bool__(self) -> bool:
         return bool(self._arrived or self._lines)
-
-    def append(self, operation: Operation[Any], future: asyncio.Future[Any]) -> None:
-        """Put an operation at the end of its caller's line."""
-        self._number += 1
-        self._arrived.append(Waiting(self._number, operation, future))
 
     def take(self, most: int) -> list[Waiting]:
         """Take operations of `most` rows together, and at least one, each caller's first, then each one's next.
@@ -143,193 +121,146 @@ class Queue:
                 del self._callers[caller]
 
 
-class Writer:
-    """Owns the write connection; `submit` is how anything gets into the file."""
+class Transactor(store.Transactor):
+    """Runs groups of the outbox's operations, each in a `Transaction`, and makes room between them."""
 
-    def __init__(self, connection: Connection, path: Path, transactor: Transactor, settings: OutboxSettings) -> None:
-        self._connection = connection
-        self._path = path
-        self._transactor = transactor
-        self.confirm_clock = transactor.confirm_clock
-        self._settings = settings
-        self._loop = asyncio.get_running_loop()
-        self._waiting = Queue()
-        self._wake = asyncio.Event()
-        self._stopping = False
-        self._closed = False
-        self.clean = False  # after `close`: whether everything lies in the file itself
-        self._warned = False
+    def __init__(
+        self, *, clock: Callable[[], int], new_id: Callable[[], str], max_bytes: int, walked: WalkedPast
+    ) -> None:
+        super().__init__()
+        self._clock = clock
+        self._new_id = new_id
+        self._max_bytes = max_bytes
+        self._walked = walked
+        self._latest = sys.maxsize  # the last time that was seen; before a start the clock may have been anywhere
+        self._clock_is_confirmed = False
+        self._dated = 0  # when the last row was enqueued
+        self._salt = b""
+        self._last_id = ""  # of a row
+        self._short = False
+        self._added = 0  # bytes of room that were taken since there was a look at what is left
         self._prune_after = 0.0  # by the monotonic clock
-        self._busy_since: float | None = None
-        self._wal = Path(f"{path}-wal")
-        self.failed = asyncio.Event()
-        self.failure: Fatal | None = None
-        self.transactions = 0  # committed
-        self.operations = 0  # answered
-        self._task = asyncio.create_task(self._run(), name="outbox writer")
+        self._warned = False
+        self.space = Space(0, 0, 0)  # what of the file is used, after the last transaction
+
+    def start(self, db: sqlite3.Connection) -> None:
+        """Read what it needs to know of the file; comes before everything else."""
+        self._salt = read_salt(db)
+        self._last_id = last_id(db)
+        self._dated = last_dated(db)
+        self.space = read_space(db)
+
+    def confirm_clock(self) -> None:
+        """Date new rows by the clock until it is set back: somebody who knows the time has agreed with it."""
+        self._clock_is_confirmed = True
+
+    def transact(self, db: sqlite3.Connection, group: Sequence[Operation[Any]]) -> list[Outcome]:
+        """Run a group in order, neighbouring sends together; a `PostroomError` of one is its outcome alone."""
+        try:
+            with transaction(db):
+                here = self._begin(db)
+                outcomes: list[Outcome] = []
+                for is_accept, neighbours in groupby(group, key=lambda operation: isinstance(operation, Accept)):
+                    if is_accept:
+                        outcomes += accept_group(here, list(neighbours))  # type: ignore[arg-type]
+                    else:
+                        outcomes += [_run(here, operation) for operation in neighbours]
+                here.write_counters()
+        except BaseException:
+            self._walked.forget()  # rows that a claim walked past or took may be back
+            raise
+        self._latest = here.now
+        self._dated = here.dated
+        self._added += here.space.waiting - self.space.waiting
+        self.space = here.space
+        self.logged += here.logged_bytes
+        self._watch_size()
+        return outcomes
+
+    def _begin(self, db: sqlite3.Connection) -> Transaction:
+        now = self._clock()
+        set_back = now < self._latest - _SET_BACK
+        self._clock_is_confirmed = self._clock_is_confirmed and not set_back
+        here = Transaction(
+            db,
+            now=now,
+            dated=now if self._clock_is_confirmed else max(now, self._dated),
+            new_id=self._next_id,
+            space=self.space,
+            salt=self._salt,
+            max_bytes=self._max_bytes,
+        )
+        if set_back:
+            shorten_waits(here, self._walked)
+        return here
+
+    def _next_id(self) -> str:
+        """Mint an id that is greater than every row's, also where the clock was set back before this start."""
+        fresh = self._new_id()
+        self._last_id = fresh if fresh > self._last_id else following(self._last_id)
+        return self._last_id
+
+    def _watch_size(self) -> None:
+        """Warn once when what waits passes 80 % of its limit, and again only after it was below."""
+        beyond = self.space.waiting > self._max_bytes * WARN_AT
+        if beyond and not self._warned:
+            _log.warning(
+                "outbox_filling_up",
+                waiting_bytes=self.space.waiting,
+                max_bytes=self._max_bytes,
+                advice="drain, requeue or abort dead rows, or raise the limit",
+            )
+        self._warned = beyond
+
+    def alone(self, operation: Operation[Any], attempt: Callable[[Any], Outcome]) -> Outcome:
+        """Run an operation in a transaction of its own, and each send in one."""
+        if not isinstance(operation, Accept):
+            return attempt(operation)
+        outcomes = [attempt(Accept.of((send,), operation.caller)) for send in operation.sends]
+        return [outcome if isinstance(outcome, Exception) else outcome[0] for outcome in outcomes]
 
     @property
-    def wal_bytes(self) -> int:
-        """Bytes of the write-ahead log on disk."""
-        try:
-            return self._wal.stat().st_size
-        except FileNotFoundError:
-            return 0
+    def has_chores(self) -> bool:
+        """Whether there is too little room, and something that need not be kept."""
+        used, most = self.space.waiting + self.space.kept, self._max_bytes
+        self._short = self.space.kept > 0 and used > most * (_ENOUGH_AT if self._short else _SHORT_AT)
+        return self._short and time.monotonic() >= self._prune_after
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the writer takes operations and gets on with them."""
-        stalled = self._busy_since is not None and time.monotonic() - self._busy_since > _STALLED_AFTER
-        return self.failure is None and not self._stopping and not stalled
-
-    def submit(self, operation: Operation[T]) -> asyncio.Future[T]:
-        """Queue `operation`; the future is done when its transaction is on disk, or with the error it failed with."""
-        if self.failure is not None:
-            raise outcome_unknown()
-        if self._stopping:
-            raise stopped()
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._waiting.append(operation, future)
-        self._wake.set()
-        return future
-
-    async def close(self) -> None:
-        """Finish what is queued, checkpoint and close the connection. A second call does nothing."""
-        first = not self._closed
-        self._closed = self._stopping = True
-        self._wake.set()
-        await self._task
-        if first:
-            self.clean = self.failure is None and await self._empty_log()
-            await self._connection.close()
-
-    async def _run(self) -> None:
-        while not (self._stopping and not self._waiting):
-            if not self._waiting:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            await self._connection.run(self._drain)
-
-    # On the connection's thread
-
-    def _drain(self, db: sqlite3.Connection) -> None:
-        """Commit group after group until none waits, or one fails; each is answered by the loop, in order."""
-        going = True
-        while going and (self._waiting or (self._may_prune() and not self._stopping)):
-            self._busy_since = time.monotonic()
-            before = self._transactor.space.waiting
-            going = not self._waiting or self._commit(self._waiting.take(self._settings.max_group_rows), db)
-            going = going and self._prune(db, self._transactor.space.waiting - before) and self._checkpoint(db)
-            self._busy_since = None
-
-    def _commit(self, group: list[Waiting], db: sqlite3.Connection) -> bool:
-        """Run the group's transaction and have everybody answered; False where the file can be used no more."""
-        try:
-            outcomes = self._transactor.run([waiting.operation for waiting in group], db)
-        except Exception as error:  # noqa: BLE001 - every waiter must hear of it, and the process must end
-            self._loop.call_soon_threadsafe(self._fail, group, error)
-            return False
-        self._loop.call_soon_threadsafe(self._answer, group, outcomes)
-        return True
-
-    def _may_prune(self) -> bool:
-        return self._transactor.short and time.monotonic() >= self._prune_after
-
-    def _prune(self, db: sqlite3.Connection, added: int) -> bool:
-        """Where room is short, make twice the room that was added, in slices; False where the file can be used no more.
+    def do_chores(self, db: sqlite3.Connection) -> None:
+        """Where room is short, make twice the room that was added, in slices.
 
         Whoever waits meanwhile waits for a slice, or for as many as take `_PRUNE_SECONDS`.
         """
+        added, self._added = self._added, 0
         made, until = 0, time.monotonic() + _PRUNE_SECONDS
-        while self._may_prune() and (not made or (made < 2 * added and time.monotonic() < until)):
+        while self.has_chores and (not made or (made < 2 * added and time.monotonic() < until)):
             try:
-                freed = self._transactor.prune(db)
-            except Exception as error:  # noqa: BLE001 - what it was decides whether the file is used on
+                freed = self._prune(db)
+            except sqlite3.Error as error:
                 if not is_full(error):
-                    self._loop.call_soon_threadsafe(self._fail, [], error)
-                    return False
+                    raise
                 _log.warning("not_pruned", error=str(error), advice="free some space on the disk of the outbox")
                 freed = 0
             if not freed:
                 self._prune_after = time.monotonic() + _PRUNE_AGAIN_SECONDS
             made += freed
-        return True
 
-    def _checkpoint(self, db: sqlite3.Connection) -> bool:
-        """Move the log into the file once it holds enough; False where the file can be used no more."""
-        if self._transactor.logged_bytes < self._checkpoint_bytes():
-            return True
+    def _prune(self, db: sqlite3.Connection) -> int:
+        """Move the oldest settled rows and drop their payloads; returns the room that is free for it.
+
+        It is not synced: after a power cut it is done again.
+        """
+        before = self.space.kept
+        db.execute(QUERIES["sync_later"])
         try:
-            restart = self.wal_bytes > _RESTART_AT
-            frames, moved = self._transactor.checkpoint(db, restart=restart)
-        except sqlite3.Error as error:
-            if is_broken(error):
-                self._loop.call_soon_threadsafe(self._fail, [], error)
-                return False
-            # A full disk, say: the log keeps what was committed, and the next transaction tries again.
-            _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes)
-            return True
-        if frames > moved and self.wal_bytes > _RESTART_AT:
-            _log.warning("wal_not_emptied", wal_bytes=self.wal_bytes, limit=WAL_LIMIT, reason="a reader blocks it")
-        return True
-
-    def _checkpoint_bytes(self) -> int:
-        """Return how much the log may hold; more after a large group, and never what a reader would be waited for."""
-        groups = _GROUPS_A_CHECKPOINT * self._transactor.last_bytes
-        return max(self._settings.checkpoint_bytes, min(groups, _RESTART_AT // 2))
-
-    # On the loop
-
-    def _answer(self, group: list[Waiting], outcomes: list[Any]) -> None:
-        """Tell everybody of a committed group what became of their operation."""
-        self.transactions += 1
-        self.operations += len(group)
-        for waiting, outcome in zip(group, outcomes, strict=True):
-            _settle(waiting.future, outcome)
-        self._watch_size()
-
-    def _watch_size(self) -> None:
-        """Warn once when what waits passes 80 % of its limit, and again only after it was below."""
-        used, limit = self._transactor.space.waiting, self._settings.max_bytes
-        beyond = used > limit * WARN_AT
-        if beyond and not self._warned:
-            _log.warning(
-                "outbox_filling_up",
-                waiting_bytes=used,
-                max_bytes=limit,
-                advice="drain, requeue or abort dead rows, or raise the limit",
-            )
-        self._warned = beyond
-
-    def _fail(self, group: list[Waiting], error: Exception) -> None:
-        """Give everybody who waits the same answer, and take nothing any more."""
-        self.failure = write_failed(self._path, error)
-        self._stopping = True
-        _log.critical("outbox_write_failed", file=str(self._path), exc_info=error)
-        for waiting in (*group, *self._waiting.drain()):
-            _settle(waiting.future, outcome_unknown())
-        self.failed.set()
-
-    async def _empty_log(self) -> bool:
-        try:
-            await self._connection.run(_truncate)
-        except sqlite3.Error as error:
-            _log.warning(
-                "checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes, advice="the next start continues"
-            )
-            return False
-        return True
+            self.transact(db, [Prune(_EVER, 0, _PRUNED_AT_ONCE)])
+        finally:
+            db.execute(QUERIES["sync"])
+        return before - self.space.kept
 
 
-def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
-    if future.done():  # its caller went away
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
-def _truncate(db: sqlite3.Connection) -> None:
-    db.execute(QUERIES["checkpoint_truncate"]).fetchall()
+def _run(here: Transaction, operation: Operation[Any]) -> Outcome:
+    try:
+        return operation.run(here)
+    except PostroomError as error:  # nothing has changed yet
+        return error

@@ -20,22 +20,23 @@ _LATE: Final = 0.01  # seconds after the answer
 
 def commit_before_answer() -> None:
     """Answer what waits for a group, and commit it a moment later."""
-    from outbox.writer import Writer
     from postroom.chassis.sqlite import QUERIES
+    from postroom.chassis.store import Outcome, Store, Waiting
 
-    queries, commit = QUERIES._queries, Writer._commit
+    queries, commit = QUERIES._queries, Store._commit
 
-    def answer_first(self: Writer, group: list[Any], db: sqlite3.Connection) -> bool:
+    def answer_first(self: Store, group: list[Waiting], db: sqlite3.Connection) -> list[Outcome]:
         statement, queries["commit"] = queries["commit"], "SELECT 1"
         try:
-            going = commit(self, group, db)
+            outcomes = commit(self, group, db)
         finally:
             queries["commit"] = statement
+        self._loop.call_soon_threadsafe(self._answer, group, outcomes)
         time.sleep(_LATE)
         db.execute(statement)
-        return going
+        return outcomes
 
-    Writer._commit = answer_first  # type: ignore[method-assign]
+    Store._commit = answer_first  # type: ignore[method-assign]
 
 
 def synchronous_full() -> None:

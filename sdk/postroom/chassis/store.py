@@ -339,7 +339,10 @@ class Store:
                 if owned is not None:
                     reader = await Connection.open(partial(open_reader, path))
             except (sqlite3.Error, OSError) as error:
-                raise unusable(path, error) from error
+                code = exit_after_opening(path, error)
+                reason = error.strerror if isinstance(error, OSError) else error
+                advice = _ADVICE.get(code, "its owner, its mode and the disk")
+                raise Fatal(code, f"cannot open {path}: {reason}; check {advice}") from error
             undo.pop_all()
         return cls(
             file,
@@ -522,13 +525,6 @@ class Store:
             _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes, advice=advice)
             return False
         return True
-
-
-def unusable(path: Path, error: sqlite3.Error | OSError) -> Fatal:
-    """Return how a start ends that cannot open its file."""
-    code = exit_after_opening(path, error)
-    reason = error.strerror if isinstance(error, OSError) else error
-    return Fatal(code, f"cannot open {path}: {reason}; check {_ADVICE.get(code, 'its owner, its mode and the disk')}")
 
 
 def _prepare(prepare: Work[object], db: sqlite3.Connection) -> None:

@@ -19,7 +19,7 @@ async def test_answers_that_a_full_disk_does_not_take_are_stored_once_there_is_s
 
     async def limit(pages: str) -> None:
         query = f"PRAGMA max_page_count = {pages}"
-        await here.outbox._writer._connection.run(lambda db: db.execute(query).fetchone())
+        await here.outbox._store.run(lambda db: db.execute(query).fetchone())
 
     scripted_broker.judge = lambda items: [accepted(item) | {"broker_message_id": "b" * 128} for item in items]
     scripted_broker.gate.clear()

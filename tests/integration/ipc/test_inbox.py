@@ -193,7 +193,7 @@ async def test_a_client_that_follows_survives_an_inbox_that_is_closed(open_room:
     room = await open_room(inbox=source)
     reading = asyncio.create_task(read(room, 2))
     await inbox.file([message(1)])
-    directory = inbox._file.path.parent
+    directory = inbox._store.path.parent
     await inbox.close()
     async with await Inbox.open(directory) as again:
         source._inbox = again

@@ -83,13 +83,13 @@ async def test_what_a_claim_took_before_the_disk_was_full_is_not_forgotten(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await accepted(outbox, *(send(f"id-{number:03}") for number in range(300)))
-    submit = outbox._writer.submit
+    submit = outbox._store.submit
     claims = iter([True, False])
 
     async def full() -> None:
         raise outbox_full(1)
 
-    monkeypatch.setattr(outbox._writer, "submit", lambda claim: submit(claim) if next(claims) else full())
+    monkeypatch.setattr(outbox._store, "submit", lambda claim: submit(claim) if next(claims) else full())
     assert len(await ids(outbox)) == CLAIM_AT_ONCE
 
 

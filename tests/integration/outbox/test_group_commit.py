@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from support.outboxes import ALICE, WHY, accepted, counted, done, opened, row_in, send
+from support.outboxes import ALICE, WHY, accepted, counted, done, row_in, send
 from support.small_disk import environment, run, run_on_a_small_disk
 
-from outbox import AcceptedRow, Outbox, RowFilter
+from outbox import AcceptedRow, Outbox
 from postroom.errors import PostroomError, TryAgain
 
 OpenOutbox = Callable[..., Awaitable[Outbox]]
@@ -22,11 +22,11 @@ def broken(client_message_id: str) -> object:
 
 async def limit_pages(outbox: Outbox, pages: int) -> None:
     """Let the file grow no further than `pages`: what a full disk does, without one."""
-    await outbox._writer._connection.run(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone())
+    await outbox._store.run(lambda db: db.execute(f"PRAGMA max_page_count = {pages}").fetchone())
 
 
 async def pages(outbox: Outbox) -> int:
-    return await outbox._writer._connection.run(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
+    return await outbox._store.run(lambda db: db.execute("PRAGMA page_count").fetchone()[0])
 
 
 async def test_operations_of_one_transaction_see_each_other_in_order(outbox: Outbox) -> None:
@@ -115,83 +115,6 @@ asyncio.run(main(Path(sys.argv[1])))
 async def test_a_full_file_system_refuses_and_the_outbox_goes_on_when_space_is_back(tmp_path: Path) -> None:
     output = await run_on_a_small_disk(tmp_path, FULL_DISK)
     assert output == ["disk_full 507 True", "inserted True True"]
-
-
-START_ON_A_FULL_DISK = """
-import asyncio, sys
-from pathlib import Path
-from postroom.chassis import logs
-from postroom.chassis.exits import Fatal
-from outbox import Outbox
-
-async def start(directory, ballast):
-    codes = set()
-    while True:  # a page more of space each time, so that each of the writes of a start is the one that fails
-        try:
-            outbox = await Outbox.open(directory / "state")
-        except Fatal as fatal:
-            codes.add(int(fatal.exit_code))
-        else:
-            await outbox.close()
-            return codes
-        with ballast.open("r+b") as file:
-            file.truncate(ballast.stat().st_size - 4096)
-
-async def main(directory):
-    ballast = directory / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            pass
-    codes = await start(directory, ballast)
-    print("refused", bool(codes), "tried again", codes <= {74, 75})
-
-logs.configure("critical")
-asyncio.run(main(Path(sys.argv[1])))
-"""
-
-
-async def test_a_start_on_a_full_disk_ends_so_that_it_is_tried_again(tmp_path: Path) -> None:
-    assert await run_on_a_small_disk(tmp_path, START_ON_A_FULL_DISK) == ["refused True tried again True"]
-
-
-START_WHERE_NO_FILE_FITS = """
-import asyncio, sys
-from pathlib import Path
-from postroom.chassis import logs
-from postroom.chassis.exits import Fatal
-from outbox import Outbox
-
-async def main(directory):
-    ballast = []
-    try:
-        while True:
-            (directory / str(len(ballast))).touch()
-            ballast.append(directory / str(len(ballast)))
-    except OSError:
-        pass
-    codes = []
-    while True:  # each of the files of an outbox is the one that does not fit
-        try:
-            outbox = await Outbox.open(directory / "state")
-        except Fatal as fatal:
-            codes.append(int(fatal.exit_code))
-        else:
-            await outbox.close()
-            break
-        ballast.pop().unlink()
-    print(*codes)
-
-logs.configure("critical")
-asyncio.run(main(Path(sys.argv[1])))
-"""
-
-
-async def test_a_start_where_no_further_file_fits_ends_so_that_it_is_tried_again(tmp_path: Path) -> None:
-    output = await run_on_a_small_disk(tmp_path, START_WHERE_NO_FILE_FITS, files=20)
-    assert output == ["75 75 75 75 75"]  # the directory, the lock, the file, its log, its index
 
 
 async def test_at_95_percent_only_what_is_new_is_refused(open_outbox: OpenOutbox) -> None:
@@ -358,41 +281,3 @@ async def test_large_messages_do_not_flood_the_log(open_outbox: OpenOutbox) -> N
     (single,) = await accepted(outbox, send("larger than any group", "x" * 1_000_000))
     assert single.inserted
     await outbox.close()
-
-
-async def test_readers_that_never_cease_do_not_make_the_log_grow(
-    open_outbox: OpenOutbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outbox.writer._RESTART_AT", 1024 * 1024)
-    outbox = await open_outbox(checkpoint_bytes=128 * 1024)
-
-    async def read() -> None:
-        while True:
-            await outbox.list_rows(RowFilter(), limit=500)
-
-    readers = [asyncio.create_task(read()) for _ in range(4)]
-    for number in range(150):
-        await accepted(outbox, *(send(f"{number}-{each}", "x" * 1000) for each in range(100)))
-    most = outbox._writer.wal_bytes
-    for reader in readers:
-        reader.cancel()
-    await asyncio.gather(*readers, return_exceptions=True)
-    await outbox.close()
-    assert most < 8 * 1024 * 1024  # of more than 20 MiB written
-
-
-async def test_a_reader_that_stalls_makes_the_log_grow_and_the_outbox_say_so(
-    open_outbox: OpenOutbox, database: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("outbox.writer._RESTART_AT", 512 * 1024)
-    outbox = await open_outbox(checkpoint_bytes=64 * 1024)
-    await accepted(outbox, send("first"))
-    with opened(database) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT * FROM outbox").fetchall()
-        for number in range(20):
-            await accepted(outbox, send(f"id-{number}", "x" * 50_000))
-    for number in range(20, 30):
-        await accepted(outbox, send(f"id-{number}", "x" * 50_000))
-    await outbox.close()
-    assert "wal_not_emptied" in capsys.readouterr().out

@@ -236,7 +236,7 @@ async def test_numbers_go_on_after_the_newest_row_was_pruned(outbox: Outbox, ope
     await again.requeue("e", **WHY)
     names = [row.client_message_id async for row in again.export(RowFilter())]
     assert names[:-1] == ["a", "b", "c", "d", "e"]
-    with opened(again._file.path) as db:
+    with opened(again._store.path) as db:
         assert db.execute(
             "SELECT group_concat(seq, ' ') FROM (SELECT seq FROM outbox_whole ORDER BY seq)"
         ).fetchone() == ("1 2 3 4 5 6",)

@@ -129,7 +129,7 @@ async def test_no_row_is_written_without_its_payload(outbox: Outbox) -> None:
         "SELECT 'new', 'new', request_fingerprint, 1, 1, 1, 'next', 'dm:x', '', 0 FROM outbox WHERE id = ?"
     )
     with pytest.raises(sqlite3.IntegrityError, match="FOREIGN KEY"):
-        await outbox._writer._connection.run(lambda db: db.execute(copy, (row_id,)))
+        await outbox._store.run(lambda db: db.execute(copy, (row_id,)))
     assert await outbox.find("new") is None
 
 
