@@ -57,6 +57,7 @@ _STATUS_OF_CODE: Final = {
     "result_not_json": 422,
     "result_too_large": 413,
     "stale_signature": 401,
+    "too_busy": 429,
     "too_many_readers": 429,
     "transaction_ended": 500,
     "unauthorized": 401,

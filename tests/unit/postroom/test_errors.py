@@ -68,6 +68,7 @@ def test_every_error_can_be_caught_by_the_base() -> None:
         (NotPermitted.of("missing_token", "who?"), 401),
         (NotPermitted.of("not_permitted", "no"), 403),
         (TryAgain.of("rate_limited", "later"), 429),
+        (TryAgain.of("too_busy", "later"), 429),
         (TryAgain.of("stopping", "later"), 503),
         (TryAgain.of("disk_full", "later"), 507),
         (Conflict.of("outcome_unknown", "taken"), 409),
