@@ -16,7 +16,7 @@ from broker.authentication import (
     own_mesh,
 )
 from broker.database import QUERIES, Database
-from broker.requests import decode_body
+from broker.requests import changing, decode_body
 from postroom._wire import administration as api
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import decode_query, json_response
@@ -33,10 +33,10 @@ class Administration:
     async def create_mesh(self, request: web.Request) -> web.Response:
         """`POST /v1/meshes`."""
         wanted = await decode_body(request, api.CreateMesh)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request, wanted.slug) as connection:
             row = await connection.fetchrow(QUERIES["create_mesh"], wanted.slug)
-        if row is None:
-            raise _exists("mesh", wanted.slug)
+            if row is None:
+                raise _exists("mesh", wanted.slug)
         return json_response(api.Mesh(**row), 201)
 
     async def list_meshes(self, request: web.Request) -> web.Response:
@@ -48,7 +48,7 @@ class Administration:
     async def delete_mesh(self, request: web.Request) -> web.Response:
         """`DELETE /v1/meshes/{mesh}`; 409 while it holds messages or recognises ids."""
         slug = request.match_info["mesh"]
-        async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
+        async with changing(self._database, request) as connection:
             mesh_id = await connection.fetchval(QUERIES["lock_mesh"], slug)
             if mesh_id is None:
                 raise missing("mesh", slug)
@@ -66,7 +66,7 @@ class Administration:
         wanted = await decode_body(request, api.CreateMember)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
         token = new_token()
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request, mesh, wanted.name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             values = (mesh_id, wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
@@ -83,7 +83,7 @@ class Administration:
     async def revoke_member(self, request: web.Request) -> web.Response:
         """`DELETE /v1/members/{mesh}/{name}`: its token is worth nothing from now on, and its name stays taken."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             if await connection.fetchval(QUERIES["revoke_member"], mesh_id, name) is None:
                 raise missing("member", name)
@@ -95,11 +95,11 @@ class Administration:
         mesh, name = path_mesh(request), request.match_info["name"]
         _require_self_or_admin(request, name)
         token = new_token()
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             role = await connection.fetchval(QUERIES["rotate_token"], mesh_id, name, digest(token))
-        if role is None:
-            raise missing("member", name)
+            if role is None:
+                raise missing("member", name)
         self._authentication.forget()
         return json_response(api.MemberToken(mesh=mesh, name=name, role=role, token=token))
 
@@ -107,12 +107,12 @@ class Administration:
         """`POST /v1/topics`."""
         wanted = await decode_body(request, api.CreateTopic)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request, mesh, wanted.name) as connection:
             created_at = await connection.fetchval(
                 QUERIES["create_topic"], await _mesh_id(connection, mesh), wanted.name
             )
-        if created_at is None:
-            raise _exists("topic", wanted.name)
+            if created_at is None:
+                raise _exists("topic", wanted.name)
         return json_response(api.Topic(mesh=mesh, name=wanted.name, created_at=created_at, subscribers=0), 201)
 
     async def list_topics(self, request: web.Request) -> web.Response:
@@ -125,7 +125,7 @@ class Administration:
     async def delete_topic(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}`: its subscriptions go, its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request) as connection:
             if await connection.fetchval(QUERIES["delete_topic"], await _mesh_id(connection, mesh), name) is None:
                 raise missing("topic", name)
         return web.Response(status=204)
@@ -135,12 +135,12 @@ class Administration:
         wanted = await decode_body(request, api.Subscribe)
         mesh, topic = path_mesh(request), request.match_info["name"]
         member = _subscriber(request, wanted.member)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request, wanted.member) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
-        if row is None:  # somebody else subscribed the member in this very moment, or ended it
-            sentence = "the subscription is being changed: try again"
-            raise Conflict.of("subscription_changed", sentence, retryable=True)
+            if row is None:  # somebody else subscribed the member in this very moment, or ended it
+                sentence = "the subscription is being changed: try again"
+                raise Conflict.of("subscription_changed", sentence, retryable=True)
         answer = api.Subscription(mesh=mesh, topic=topic, member=member, created_at=row["created_at"])
         return json_response(answer, 201 if row["created"] else 200)
 
@@ -157,7 +157,7 @@ class Administration:
         """`DELETE /v1/topics/{mesh}/{name}/subscriptions/{member}`: by an admin, or by the member itself."""
         mesh, topic, member = path_mesh(request), request.match_info["name"], request.match_info["member"]
         _require_self_or_admin(request, member)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
                 raise NotFound.of("not_subscribed", f"{member} is not subscribed to topic:{topic}")
@@ -167,12 +167,12 @@ class Administration:
         """`POST /v1/queues`."""
         wanted = await decode_body(request, api.CreateQueue)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request, mesh, wanted.name) as connection:
             created_at = await connection.fetchval(
                 QUERIES["create_queue"], await _mesh_id(connection, mesh), wanted.name
             )
-        if created_at is None:
-            raise _exists("queue", wanted.name)
+            if created_at is None:
+                raise _exists("queue", wanted.name)
         return json_response(api.Queue(mesh=mesh, name=wanted.name, created_at=created_at), 201)
 
     async def list_queues(self, request: web.Request) -> web.Response:
@@ -185,7 +185,7 @@ class Administration:
     async def delete_queue(self, request: web.Request) -> web.Response:
         """`DELETE /v1/queues/{mesh}/{name}`: its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request) as connection:
             if await connection.fetchval(QUERIES["delete_queue"], await _mesh_id(connection, mesh), name) is None:
                 raise missing("queue", name)
         return web.Response(status=204)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-import msgspec
 from aiohttp import web
 
 from broker.accept import Accepting
 from broker.administration import Administration
-from broker.authentication import PRINCIPAL, Authentication, member_of
+from broker.authentication import Authentication, member_of
 from broker.config import BrokerConfig
 from broker.database import QUERIES, Database
+from broker.dead_letters import DeadLetters
 from broker.history import History, LookUp
 from broker.limiter import Limiter
 from broker.metrics import CONTENT_TYPE, Metrics
@@ -32,12 +32,13 @@ from postroom._wire.accept import (
     PayloadFeature,
     RateLimitFeature,
 )
+from postroom._wire.dead_letters import DEAD_LETTERS
+from postroom._wire.nouns import Noun
 from postroom.chassis.routes import Handler, Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
 
 _READY_SECONDS: Final = 2.0
 _READ: Final = (400, 401, 403, 404, 503)
-_SENDING: Final = frozenset({"/v1/accept", "/v1/accepted"})
 _WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)
 
 
@@ -65,48 +66,13 @@ def build(services: Services) -> web.Application:
 
 
 def routes(services: Services) -> list[Route]:
-    """Return the table: method, path, handler, who may call, what goes in and out; what changes something is logged."""
-    return [
-        replace(route, handler=_logged(services.database, route))
-        if route.method != "GET" and route.path not in _SENDING
-        else route
-        for route in _table(services)
-    ]
-
-
-def _logged(database: Database, route: Route) -> Handler:
-    """Keep a row of what was done through a route once it is done: by whom, as the token says, and to what."""
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        answer = await route.handler(request)
-        principal = request[PRINCIPAL]
-        mesh, member = principal.whose
-        actor = f"{member} of {mesh}" if member else "administrator"
-        body = msgspec.json.decode(await request.read(), type=_Named) if route.body is not None else _Named()
-        named = (*request.match_info.values(), body.mesh, body.slug, body.name, body.member)
-        async with database.read(principal.whose) as connection:
-            subject = " ".join(name for name in named if name)
-            await connection.execute(QUERIES["log_operation"], actor, f"{route.method} {route.path}", subject)
-        return answer
-
-    return handle
-
-
-class _Named(msgspec.Struct):
-    """What a body names; the handler has checked it. An address may hold a secret, and is not kept."""
-
-    mesh: str | None = None
-    slug: str | None = None
-    name: str | None = None
-    member: str | None = None
-
-
-def _table(services: Services) -> list[Route]:
+    """Return the table: method, path, handler, who may call, what goes in and out."""
     accept = _Accept(services)
     control = _Control(services)
     admin = Administration(services.database, services.authentication)
     history = History(services.database)
     webhooks = Webhooks(services.database, services.guard)
+    dead_letters = DeadLetters(services.database, services.config.nats)
     topics = "/v1/topics/{mesh}/{name}"
     return [
         Route(method="POST", path="/v1/accept", handler=accept.accept, access="member",
@@ -166,6 +132,7 @@ def _table(services: Services) -> list[Route]:
               query=api.HistoryQuery, answers={200: api.HistoryPage}, problems=(*_READ, 410)),
         Route(method="GET", path="/v1/messages/{broker_message_id}", handler=history.get_message, access="reader",
               summary="Read one message", answers={200: api.HistoryMessage}, problems=_READ),
+        *_operating(DEAD_LETTERS, dead_letters, "dead letters"),
         Route(method="GET", path="/health", handler=control.health, access="anyone",
               summary="Whether the process works, and what is wrong", answers={200: api.BrokerHealth}, problems=()),
         Route(method="GET", path="/ready", handler=control.ready, access="anyone",
@@ -174,6 +141,31 @@ def _table(services: Services) -> list[Route]:
               summary="Prometheus metrics", answers={200: None}, problems=()),
         Route(method="GET", path="/openapi.json", handler=control.openapi, access="anyone",
               summary="This document", answers={200: None}, problems=()),
+    ]  # fmt: skip
+
+
+class _Operated(Protocol):
+    """The handlers of a noun."""
+
+    async def list(self, request: web.Request) -> web.Response: ...
+    async def inspect(self, request: web.Request) -> web.Response: ...
+    async def log(self, request: web.Request) -> web.Response: ...
+    def change(self, verb: str) -> Handler: ...
+
+
+def _operating(noun: Noun[Any, Any, Any, Any, Any], handlers: _Operated, things: str) -> list[Route]:
+    """Return the routes by which an admin of a mesh operates on a noun, as its table of verbs says."""
+    path, page = noun.path, {200: noun.page}
+    return [
+        Route(method="GET", path=path, handler=handlers.list, access="mesh_admin",
+              summary=f"List {things}", query=noun.query, answers=page, problems=_READ),
+        Route(method="GET", path=f"{path}/log", handler=handlers.log, access="mesh_admin",
+              summary=f"What operators did to {things}", query=api.MeshQuery, answers={200: noun.log}, problems=_READ),
+        Route(method="GET", path=f"{path}/{{mesh}}/{{id}}", handler=handlers.inspect, access="mesh_admin",
+              summary=f"Look at one of the {things}, whole", answers=page, problems=_READ),
+        *(Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access="mesh_admin",
+                summary=verb.effect, body=noun.change, answers={200: noun.result}, problems=(*_WRITE, 502))
+          for name, verb in noun.verbs.items()),
     ]  # fmt: skip
 
 

@@ -55,6 +55,11 @@ class Principal:
         """Return in whose name shares are held: mesh and member."""
         return "", ""
 
+    @property
+    def actor(self) -> str:
+        """Return who it is in a log of what operators did (docs/contract/operate.md#operate-37)."""
+        return "administrator"
+
 
 @dataclass(frozen=True, slots=True)
 class Member(Principal):
@@ -71,6 +76,11 @@ class Member(Principal):
     def whose(self) -> tuple[str, str]:
         """Return in whose name shares are held: mesh and member."""
         return self.mesh, self.name
+
+    @property
+    def actor(self) -> str:
+        """Return who it is in a log of what operators did."""
+        return f"{self.name} of {self.mesh}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,11 @@ async def begin_incarnation(config: BrokerConfig) -> Exit:
     """Tell everybody that the database was restored: daemons compare what they sent, readers learn where to go on."""
     async with postgres.connected(config.database_url) as connection:
         await check_version(connection)
-        incarnation = await connection.fetchval(QUERIES["begin_incarnation"], "an operator restored the database")
+        async with connection.transaction():
+            why = "an operator restored the database"
+            incarnation = await connection.fetchval(QUERIES["begin_incarnation"], why)
+            actor = postgres.acting(connection)
+            await connection.execute(QUERIES["log_operation"], actor, "broker restored", str(incarnation), why)
     sys.stdout.write(
         f"incarnation {incarnation} began: each daemon now compares what it sent with the database, and "
         "`postroom status` shows what is missing; `postroom outbox resend --missing` sends it again\n"

@@ -15,6 +15,7 @@ from postroom._wire.accept import MAX_BATCH, MIN_DEDUPE_DAYS
 from postroom._wire.message import MAX_BODY_BYTES
 from postroom.chassis.config import SECRET, load
 from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.settings import NatsSettings
 from postroom.delivery.webhooks.settings import AddressSettings, networks_of
 
 PREFIX: Final = "POSTROOM_BROKER_"
@@ -123,6 +124,10 @@ class BrokerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     limiter: LimiterConfig = msgspec.field(default_factory=LimiterConfig)
     retention: RetentionConfig = msgspec.field(default_factory=RetentionConfig)
     webhooks: AddressSettings = msgspec.field(default_factory=AddressSettings)
+    nats: Annotated[
+        NatsSettings | None,
+        Meta(description="JetStream, for operators who look at dead letters and replay them; nothing else needs it"),
+    ] = None
 
 
 def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> BrokerConfig:

@@ -373,8 +373,8 @@ WITH forgotten AS (
 SELECT count(*) FROM forgotten;
 
 -- name: log_operation
--- Keep that $1 did $2 to $3.
-INSERT INTO mesh.operator_log (actor, verb, subject) VALUES ($1, $2, $3);
+-- Keep that $1 did $2 to $3, because of $4.
+INSERT INTO mesh.operator_log (actor, verb, subject, reason) VALUES ($1, $2, $3, $4);
 
 -- name: is_read_only
 -- Whether Postgres takes no writes: it is a standby, or was told so.

@@ -11,7 +11,7 @@ from aiohttp import web
 from broker.administration import find_topic_id, missing, path_mesh
 from broker.authentication import PRINCIPAL
 from broker.database import QUERIES, Database
-from broker.requests import decode_body
+from broker.requests import changing, decode_body
 from postroom._wire import administration as api
 from postroom.chassis.routes import json_response
 from postroom.delivery.http.addresses import Guard
@@ -33,13 +33,13 @@ class Webhooks:
         mesh, topic = path_mesh(request), request.match_info["name"]
         await self._guard.check(wanted.url)
         secret = f"whsec_{secrets.token_urlsafe(32)}"
-        async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
+        async with changing(self._database, request) as connection:
             topic_id = await find_topic_id(connection, mesh, topic)
             if await connection.fetchval(QUERIES["lock_topic"], topic_id) is None:
                 raise missing("topic", topic)
             row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
-        if row is None:
-            raise Conflict.of("too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
+            if row is None:
+                raise Conflict.of("too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
         made = api.NewWebhook(
             id=str(row["id"]), mesh=mesh, topic=topic, url=wanted.url, created_at=row["created_at"], secret=secret
         )
@@ -56,7 +56,7 @@ class Webhooks:
     async def delete_webhook(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}/webhooks/{webhook}`: nothing is posted there once the workers know."""
         mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
+        async with changing(self._database, request) as connection:
             key = await find_topic_id(connection, mesh, topic), _uuid(webhook)
             if await connection.fetchval(QUERIES["delete_webhook"], *key) is None:
                 raise _missing(webhook)

@@ -36,7 +36,13 @@ def with_daemon(
     return asyncio.run(run())
 
 
-def with_broker(url: str | None, token_file: Path | None, work: Callable[[BrokerClient], Awaitable[T]]) -> T:
+def with_broker(
+    url: str | None,
+    token_file: Path | None,
+    work: Callable[[BrokerClient], Awaitable[T]],
+    *,
+    timeout: float = TIMEOUT,
+) -> T:
     """Run `work` with a client of the broker at `url`, as whom the token in `token_file` speaks for."""
     from postroom import BrokerClient  # noqa: PLC0415
 
@@ -45,7 +51,7 @@ def with_broker(url: str | None, token_file: Path | None, work: Callable[[Broker
     token = read_token(token_file)
 
     async def run() -> T:
-        async with BrokerClient(url, token, patience=PATIENCE) as client:
+        async with BrokerClient(url, token, patience=PATIENCE, timeout=timeout) as client:
             return await work(client)
 
     return asyncio.run(run())
@@ -60,7 +66,7 @@ async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
     try:
         return (await client.features()).mesh
     except NotPermitted as error:
-        sentence = f"name the mesh with --mesh: the token belongs to none ({error})"
+        sentence = f"name the mesh with --mesh, or set POSTROOM_MESH: the token belongs to none ({error})"
         raise Fatal(Exit.USAGE, sentence) from error
 
 

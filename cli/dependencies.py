@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from cli import jetstream
 from postroom import PostroomError
 from postroom.chassis.exits import Exit, Fatal, Finding
 
+PATIENCE: Final = 5.0  # seconds that a person waits for NATS
 _REDIS_MILLISECONDS: Final = 5000
 
 
@@ -69,7 +69,7 @@ async def _nats(url: str, environ: Mapping[str, str]) -> str:
 
     file = environ.get("POSTROOM_NATS_CREDENTIALS_FILE")
     settings = NatsSettings(url=url, credentials_file=None if file is None else Path(file))
-    connection = await connect(settings, name="postroom doctor", patience=jetstream.PATIENCE, logged=False)
+    connection = await connect(settings, name="postroom doctor", patience=PATIENCE, logged=False)
     try:
         await connection.jetstream().account_info()
     except NATS_ERRORS as error:

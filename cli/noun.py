@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -99,6 +101,14 @@ Mesh = Annotated[
 ]
 
 
+class Reach(NamedTuple):
+    """Which mesh is meant, at which broker, and who asks."""
+
+    mesh: Mesh = None
+    url: Url = None
+    token_file: TokenFile = None
+
+
 class NounGroup(TyperGroup):
     """The verbs of a noun; the help says of each what its docstring says first, whole."""
 
@@ -120,3 +130,38 @@ def noun(help_text: str | None = None, **options: Any) -> typer.Typer:
         no_args_is_help=help_text is not None,
         **options,
     )
+
+
+def with_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
+    """Make the command of a function that takes some of its options together, as a NamedTuple of them.
+
+    Each field is an option; those `without` are not, and keep their defaults.
+    """
+
+    def expand(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Parameter]:
+        for each in parameters:
+            if not hasattr(each.annotation, "_field_defaults"):
+                yield each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+                continue
+            hints, defaults = get_type_hints(each.annotation, include_extras=True), each.annotation._field_defaults
+            fields = (each.replace(name=name, default=defaults[name], annotation=hints[name]) for name in hints)
+            yield from expand(field for field in fields if field.name not in without)
+
+    def gather(group: Any, given: dict[str, Any]) -> Any:
+        hints = get_type_hints(group)
+        groups = {name: gather(hint, given) for name, hint in hints.items() if hasattr(hint, "_field_defaults")}
+        return group(**groups, **{name: given.pop(name) for name in hints if name in given})
+
+    own = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for name, each in own.parameters.items():
+            if hasattr(each.annotation, "_field_defaults"):
+                given[name] = gather(each.annotation, given)
+        command(**given)
+
+    parameters = list(expand(own.parameters.values()))
+    vars(run)["__signature__"] = own.replace(parameters=parameters)  # what Typer reads
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run

@@ -2,68 +2,121 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TextIO, get_args
 
+import msgspec
 import typer
+from msgspec.structs import replace
 
 from cli.configs import daemon_config
 from cli.connect import with_daemon
-from cli.export import export_rows
-from cli.noun import Config, DryRun, Json, Reason, Socket, Yes, noun
-from cli.output import confirm, json_line, line, note, reason_or_ask
-from cli.patch import read_patch
+from cli.files import read_plain_file
+from cli.noun import Config, DryRun, Json, Reason, Socket, Yes, noun, with_options
+from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table, tree
 from cli.quantities import age
-from cli.repair import repair_rows, show_row
-from cli.rows import show_chain, show_rows
-from cli.selection import (
-    All,
-    Code,
-    Destination,
-    Held,
-    Ids,
-    OlderThan,
-    Status,
-    chosen_ids,
-    row_filter,
-)
+from cli.selection import All, chosen_ids
+from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
+from postroom._wire.message import decode_request, parse_destination
+from postroom._wire.operations import MAX_IDS, MAX_PAGE, VERBS, Verb
+from postroom._wire.sends import BulkResult, RowChain, RowStatus
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from daemon.postroomd import Recovery
-    from postroom import AsyncClient, ListQuery, OutboxRow, RowFilter
-    from postroom._wire.message import SendRequest
-    from postroom._wire.operations import Verb
+    from postroom import AsyncClient
 
 app = noun("See and repair what the daemon keeps.")
 
+Ids = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ID]...", help="Rows by row id or client_message_id; `-` reads them from standard input."),
+]
 Force = Annotated[
     bool, typer.Option("--force", help="Also rows that the broker may have accepted, while it cannot be asked.")
 ]
-Limit = Annotated[int, typer.Option(min=1, help="How many rows to show.")]
+
+STATUSES: Final[tuple[str, ...]] = get_args(RowStatus)
+BULK_SECONDS: Final = 120.0  # how long one request of a bulk verb may take, a dry run over millions of rows included
+_COLUMNS: Final = ("ROW", "CLIENT MESSAGE ID", "STATUS", "TO", "AGE", "TRIES", "LAST ERROR")
+
+
+class Filters(NamedTuple):
+    """Which rows are meant."""
+
+    status: Annotated[
+        str | None, typer.Option(metavar="STATUS", help=f"Only rows that are {', '.join(STATUSES[:-1])} or aborted.")
+    ] = None
+    destination: Annotated[str | None, typer.Option(metavar="TO", help="Only rows to this destination.")] = None
+    code: Annotated[str | None, typer.Option(metavar="CODE", help="Only rows whose last error has this code.")] = None
+    older_than: Annotated[
+        float | None,
+        typer.Option(parser=age, metavar="DURATION", help="Only rows older than 90s, 15m, 7d, or than a time."),
+    ] = None
+    held: Annotated[
+        bool | None, typer.Option("--held/--not-held", help="Only rows that are held, or that are not.")
+    ] = None
+
+    def rows(self) -> RowFilter:
+        """Return the filter that the options describe."""
+        if self.destination is not None:
+            parse_destination(self.destination)  # a misspelt one would match nothing, and say nothing
+        if self.status is not None and self.status not in STATUSES:
+            raise typer.BadParameter(f"{self.status!r} is not a status: {', '.join(STATUSES)}", param_hint="--status")
+        members = self._asdict()
+        return msgspec.convert({**members, "older_than_seconds": members.pop("older_than")}, RowFilter)
+
+    def query(self, cursor: str | None = None) -> ListQuery:
+        """Return the question for a list that begins at `cursor`."""
+        return msgspec.convert({**msgspec.to_builtins(self.rows()), "cursor": cursor}, ListQuery)
+
+
+class Change(NamedTuple):
+    """Which rows a verb changes, and how."""
+
+    everything: All = False
+    filters: Filters = Filters()
+    reason: Reason = None
+    force: Force = False
+    dry_run: DryRun = False
+    yes: Yes = False
+    as_json: Json = False
+    socket: Socket = None
 
 
 @app.command("list")
+@with_options
 def list_(
     *,
-    status: Status = None,
-    destination: Destination = None,
-    code: Code = None,
-    older_than: OlderThan = None,
-    held: Held = None,
-    limit: Limit = 50,
+    filters: Filters,
+    limit: Annotated[int, typer.Option(min=1, help="How many rows to show.")] = 50,
     everything: Annotated[bool, typer.Option("--all", help="All rows, without a limit.")] = False,
     cursor: Annotated[str | None, typer.Option(help="Continue where the last list ended.")] = None,
     as_json: Json = False,
     socket: Socket = None,
 ) -> None:
     """List rows, oldest first; never their payloads."""
-    query = _list_query(cursor, status=status, destination=destination, code=code, older_than=older_than, held=held)
+    query, shown = filters.query(cursor), list[OutboxRow]()
 
     async def work(client: AsyncClient) -> str | None:
-        return await show_rows(client, query, limit=None if everything else limit, as_json=as_json)
+        count, after = 0, query.cursor
+        while True:
+            size = MAX_PAGE if everything else min(MAX_PAGE, limit - count)
+            page = await client.list_rows(replace(query, cursor=after, limit=size))
+            count, after = count + len(page.rows), page.next_cursor
+            if as_json:
+                for row in page.rows:
+                    json_line(row)
+            else:
+                shown.extend(page.rows)
+            if after is None or (not everything and count == limit):
+                return after
 
-    if (next_cursor := with_daemon(socket, work)) is not None:
+    next_cursor = with_daemon(socket, work)
+    if not as_json:
+        table(_COLUMNS, map(_cells, shown)) if shown else line("no rows")
+    if next_cursor is not None:
         note(f"There are more rows: --all, or --cursor {next_cursor}")
 
 
@@ -84,7 +137,8 @@ def inspect(*, ids: Ids = None, as_json: Json = False, socket: Socket = None) ->
     with_daemon(socket, work)
 
 
-@app.command()
+@app.command(help=VERBS["requeue"].effect)
+@with_options
 def requeue(
     *,
     ids: Ids = None,
@@ -94,119 +148,32 @@ def requeue(
     patch_payload: Annotated[
         Path | None, typer.Option(metavar="FILE", help='A whole new message, as JSON: {"to": …, "body": …}.')
     ] = None,
-    everything: All = False,
-    status: Status = None,
-    destination: Destination = None,
-    code: Code = None,
-    older_than: OlderThan = None,
-    held: Held = None,
-    reason: Reason = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
-    socket: Socket = None,
+    change: Change,
 ) -> None:
-    """Retire dead or pending rows and send their messages again, each under a fresh id."""
+    """Requeue rows, perhaps one under an id or with a message that is given."""
     wanted = chosen_ids([*(ids or ()), *([row] if row is not None else ())])
     if auto and new_client_id is not None:
         raise Fatal(Exit.USAGE, "--auto and --new-client-id cannot be used together")
-    if new_client_id is None and patch_payload is None:
-        rows = _filter_of(
-            everything, status=status, destination=destination, code=code, older_than=older_than, held=held
-        )
-        why = reason_or_ask(reason, dry_run=dry_run)
-        repair_rows("requeue", socket, wanted, rows, reason=why, yes=yes, dry_run=dry_run, as_json=as_json, force=force)
-        return
-    if len(wanted) != 1 or everything or dry_run:
+    changed = new_client_id is not None or patch_payload is not None
+    if changed and (len(wanted) != 1 or change.everything or change.dry_run):
         raise Fatal(Exit.USAGE, "--new-client-id and --patch-payload are for exactly one row, and without --dry-run")
-    _requeue_changed(
-        socket,
-        wanted[0],
-        new_client_id,
-        patch_payload,
-        reason=reason_or_ask(reason),
-        yes=yes,
-        as_json=as_json,
-        force=force,
-    )
+    message = None if patch_payload is None else read_patch(patch_payload)
+    _change("requeue", wanted, change, new_client_message_id=new_client_id, message=message)
 
 
-def _requeue_changed(
-    socket: Path | None,
-    row_id: str,
-    new_client_id: str | None,
-    patch_payload: Path | None,
-    *,
-    reason: str,
-    yes: bool,
-    as_json: bool,
-    force: bool,
-) -> None:
-    message: SendRequest | None = None if patch_payload is None else read_patch(patch_payload)
-    confirm(f"Requeue {row_id}?", yes=yes)
-
-    async def work(client: AsyncClient) -> OutboxRow:
-        return await client.requeue(
-            row_id, reason=reason, new_client_message_id=new_client_id, message=message, force=force
-        )
-
-    show_row("requeue", row_id, with_daemon(socket, work), as_json=as_json)
-
-
-@app.command()
-def abort(
-    *,
-    ids: Ids = None,
-    everything: All = False,
-    status: Status = None,
-    destination: Destination = None,
-    code: Code = None,
-    older_than: OlderThan = None,
-    held: Held = None,
-    reason: Reason = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: Json = False,
-    socket: Socket = None,
-) -> None:
-    """Retire dead or pending rows without a successor."""
-    rows = _filter_of(everything, status=status, destination=destination, code=code, older_than=older_than, held=held)
-    why, wanted = reason_or_ask(reason, dry_run=dry_run), chosen_ids(ids)
-    repair_rows("abort", socket, wanted, rows, reason=why, yes=yes, dry_run=dry_run, as_json=as_json, force=force)
-
-
-def _register(verb: Verb, summary: str) -> None:
+def _register(verb: Verb) -> None:
     """Make the command of a verb that needs nothing but rows and a reason."""
 
-    def command(
-        *,
-        ids: Ids = None,
-        everything: All = False,
-        status: Status = None,
-        destination: Destination = None,
-        code: Code = None,
-        older_than: OlderThan = None,
-        held: Held = None,
-        reason: Reason = None,
-        dry_run: DryRun = False,
-        yes: Yes = False,
-        as_json: Json = False,
-        socket: Socket = None,
-    ) -> None:
-        rows = _filter_of(
-            everything, status=status, destination=destination, code=code, older_than=older_than, held=held
-        )
-        why = reason_or_ask(reason, dry_run=dry_run)
-        repair_rows(verb, socket, chosen_ids(ids), rows, reason=why, yes=yes, dry_run=dry_run, as_json=as_json)
+    def command(*, ids: Ids = None, change: Change) -> None:
+        _change(verb, chosen_ids(ids), change)
 
-    app.command(verb, help=summary)(command)
+    without = () if VERBS[verb].retires else ("force",)
+    app.command(verb, help=VERBS[verb].effect)(with_options(command, without=without))
 
 
-_register("hold", "Keep pending rows back until they are released.")
-_register("release", "Release held rows.")
-_register("flush", "Try waiting rows now, without the rest of their backoff.")
+for _verb in VERBS:
+    if _verb != "requeue":
+        _register(_verb)
 
 
 @app.command()
@@ -259,22 +226,35 @@ def resend(
 
 
 @app.command()
+@with_options
 def export(
     *,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="A new file [default: standard output].")
     ] = None,
-    status: Status = None,
-    destination: Destination = None,
-    code: Code = None,
-    older_than: OlderThan = None,
-    held: Held = None,
+    filters: Filters,
     socket: Socket = None,
 ) -> None:
     """Write every row as a line of JSON: for audits and spreadsheets. Never payloads."""
-    query = _list_query(status=status, destination=destination, code=code, older_than=older_than, held=held)
-    count = with_daemon(socket, lambda client: export_rows(client, query, output))
-    note(f"{count} rows exported")
+    query = filters.query()
+
+    async def write(client: AsyncClient, stream: TextIO | None) -> int:
+        count = 0
+        async for row in client.export(query):
+            json_line(row, stream)
+            count += 1
+        return count
+
+    async def work(client: AsyncClient) -> int:
+        if output is None:
+            return await write(client, None)
+        try:
+            with output.open("x", encoding="utf-8") as stream:  # a file that exists is never overwritten
+                return await write(client, stream)
+        except OSError as error:
+            raise Fatal(Exit.IO_ERROR, f"cannot write {output}: {error.strerror}") from error
+
+    note(f"{with_daemon(socket, work)} rows exported")
 
 
 @app.command()
@@ -304,16 +284,145 @@ def _show_recovery(recovery: Recovery) -> None:
         line("the daemon starts again with `postroom daemon run --accept-lost-ids`: see what is missing first")
 
 
-def _filter_of(everything: bool, **filters: Any) -> RowFilter | None:  # noqa: FBT001 - an option handed through
-    """Return the filter for `--all`; filters without it are a usage error, since they would be overlooked."""
-    if not everything and any(value is not None for value in filters.values()):
+def _change(verb: Verb, ids: Sequence[str], change: Change, **successor: Any) -> None:
+    """Do `verb` to one row at once, to many after a dry run that counts them and a question.
+
+    Exit code 1 where it failed for some.
+    """
+    rows = change.filters.rows()
+    if not change.everything and rows != RowFilter():
         raise Fatal(Exit.USAGE, "filters need --all")
-    return row_filter(**filters) if everything else None
+    reason = reason_or_ask(change.reason, dry_run=change.dry_run)
+    if bool(ids) == change.everything:
+        raise Fatal(Exit.USAGE, f"name the rows to {verb}, or use --all with filters")
+    if len(ids) == 1 and not change.dry_run:
+        _change_one(verb, ids[0], change, reason, successor)
+        return
+    result = _bulk(verb, [rows] if change.everything else _portions(ids), change, reason, dry_run=True)
+    if not change.dry_run:
+        confirm(f"{verb.capitalize()} {len(result.done)} of {result.matched} rows?", yes=change.yes)
+        done = _bulk(verb, _portions(result.done), change, reason, dry_run=False)
+        result = replace(
+            done, matched=result.matched, skipped=result.skipped + done.skipped, failed=result.failed + done.failed
+        )
+    for failure in result.failed:
+        note(f"{failure.id}: {failure.detail}")
+    if change.as_json:
+        json_line(result)
+    else:
+        what = f"would be {VERBS[verb].done}" if change.dry_run else VERBS[verb].done
+        line(f"{len(result.done)} {what}, {len(result.skipped)} skipped, {len(result.failed)} failed")
+    if result.failed:
+        raise SystemExit(Exit.FAILED)
 
 
-def _list_query(cursor: str | None = None, **filters: Any) -> ListQuery:
-    import msgspec  # noqa: PLC0415
+def _change_one(verb: Verb, row_id: str, change: Change, reason: str, successor: dict[str, Any]) -> None:
+    if VERBS[verb].retires:
+        confirm(f"{verb.capitalize()} {row_id}?", yes=change.yes)
 
-    from postroom import ListQuery  # noqa: PLC0415
+    async def act(client: AsyncClient) -> OutboxRow:
+        return await client.act(verb, row_id, reason=reason, force=change.force, **successor)
 
-    return msgspec.convert({**msgspec.to_builtins(row_filter(**filters)), "cursor": cursor}, ListQuery)
+    row = with_daemon(change.socket, act)
+    if change.as_json:
+        json_line(row)
+    elif verb == "requeue":
+        line(f"{row_id} requeued as {row.id}, client_message_id {row.client_message_id}")
+    else:
+        line(f"{row.id} {VERBS[verb].done}")
+
+
+def _portions(ids: Sequence[str]) -> list[RowFilter]:
+    """Cut many rows into requests that each take moments: none runs into its time-out, and Ctrl-C ends between two."""
+    return [RowFilter(ids=list(ids[i : i + MAX_IDS])) for i in range(0, len(ids), MAX_IDS)]
+
+
+def _bulk(verb: Verb, meant: Sequence[RowFilter], change: Change, reason: str, *, dry_run: bool) -> BulkResult:
+    """Add up what the requests for these portions did, or would do."""
+    total = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
+    force = change.force and not dry_run
+    for rows in meant:
+
+        async def ask(client: AsyncClient, rows: RowFilter = rows) -> BulkResult:
+            return await client.bulk(verb, rows, reason=reason, dry_run=dry_run, force=force)
+
+        part = with_daemon(change.socket, ask, timeout=BULK_SECONDS)
+        total.matched += part.matched
+        total.done += part.done
+        total.skipped += part.skipped
+        total.failed += part.failed
+    return total
+
+
+def read_patch(file: Path) -> SendRequest:
+    """Return the message in `file`; raises `Fatal` for no plain file, `InvalidMessage` for no message."""
+    request = decode_request(read_plain_file(file))
+    parse_destination(request.to)
+    if request.client_message_id is not None:
+        raise Fatal(Exit.USAGE, f"{file} contains a client_message_id: pass the new one with --new-client-id")
+    return request
+
+
+def show_chain(chain: RowChain) -> None:
+    """Print a row, the chain it belongs to as a tree, and the operator log of all of it."""
+    fields((name, value) for name, value in _described(chain.row))
+    first, *others = chain.chain
+    if others:
+        line("")
+        tree(_in_chain(first, chain.row.id), (_in_chain(row, chain.row.id) for row in others))
+    if chain.log:
+        line("")
+        table(
+            ("AT", "VERB", "BY", "ROW", "REASON", "DETAIL"),
+            ((act.at, act.verb, act.actor, act.row_id, act.reason, act.detail) for act in chain.log),
+        )
+
+
+def status_of(row: OutboxRow) -> str:
+    """Name the row's status, and that it is held."""
+    return f"{row.status} (held)" if row.held else row.status
+
+
+def _cells(row: OutboxRow) -> tuple[Any, ...]:
+    error = (row.last_error or "").partition(":")[0] or None
+    return (
+        row.id,
+        row.client_message_id,
+        status_of(row),
+        row.destination,
+        ago(row.enqueued_at),
+        row.attempts,
+        error,
+    )
+
+
+def _described(row: OutboxRow) -> list[tuple[str, Any]]:
+    return [
+        ("row", row.id),
+        ("client message id", row.client_message_id),
+        ("status", status_of(row)),
+        ("to", row.destination),
+        ("priority", row.priority),
+        ("payload", f"{row.payload_bytes} bytes"),
+        ("fingerprint", row.request_fingerprint),
+        ("submitted by", row.submitted_by),
+        ("enqueued", row.enqueued_at),
+        ("not before", row.not_before),
+        ("tries", row.attempts),
+        ("next try", row.next_attempt_at if row.status == "pending" else None),
+        ("last error", row.last_error),
+        ("delivered", row.delivered_at),
+        ("broker message id", row.broker_message_id),
+        ("history id", row.history_id),
+        ("duplicate", "the broker had accepted it before" if row.duplicate else None),
+        ("unanswered", row.unanswered_at),
+        ("aborted", row.aborted_at),
+        ("aborted by", row.aborted_by),
+        ("superseded by", row.superseded_by),
+        ("payload pruned", row.payload_pruned_at),
+    ]
+
+
+def _in_chain(row: OutboxRow, inspected: str) -> str:
+    mark = "  ← this one" if row.id == inspected else ""
+    return f"{row.id}  {row.client_message_id}  {status_of(row)}  {row.destination}{mark}"

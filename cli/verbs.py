@@ -37,7 +37,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "member": Verb("cli.member", "Administer the members of a mesh."),
         "topic": Verb("cli.topic", "Administer topics and their subscribers."),
         "queue": Verb("cli.queue", "Administer queues."),
-        "dlq": Verb("cli.dlq", "See, replay and drop messages that could not be handled."),
+        "dlq": Verb("cli.dead_letters", "See, replay and drop messages that could not be handled."),
         "daemon": Verb("cli.daemon", "Run and check the daemon."),
         "broker": Verb("cli.broker", "Run and check the broker."),
         "pipeline": Verb("cli.pipeline", "Run the pipelines over the history, with Spark."),

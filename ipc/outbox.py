@@ -14,13 +14,12 @@ from outbox import RowFilter, now_ms
 from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, prepare_request
 from postroom._wire.operations import (
     MAX_PAGE,
-    RETIRING,
+    VERBS,
     AbortRequest,
     BulkRequest,
     ListQuery,
     PruneRequest,
     PruneResult,
-    ReasonRequest,
     RequeueRequest,
     ResendRequest,
     ResendResult,
@@ -64,42 +63,27 @@ class OutboxDesk:
         """Show one row, the chain of requeues it belongs to, and what operators did to it."""
         return json_answer(await self._outbox.inspect(_id(request)))
 
-    async def requeue(self, request: Request) -> web.StreamResponse:
-        """Retire a row and send its message, or the one in the body, under a fresh id; answers the successor."""
-        asked = await self._body(request, RequeueRequest)
-        patch = None if asked.message is None else self._patch(asked.message, asked.new_client_message_id)
-        if asked.new_client_message_id is not None:
-            check_client_message_id(asked.new_client_message_id, "new_client_message_id")
-        row = await self._outbox.requeue(
-            _id(request),
-            caller=request.caller,
-            reason=asked.reason,
-            new_client_message_id=asked.new_client_message_id,
-            patch=patch,
-            force=asked.force,
-        )
-        return json_answer(row)
+    def one(self, verb: Verb) -> Handler:
+        """Make the handler of `verb` on one row; it answers the row, of a requeue the successor."""
 
-    async def abort(self, request: Request) -> web.StreamResponse:
-        """Retire a row for good, without a successor."""
-        asked = await self._body(request, AbortRequest)
-        row = await self._outbox.abort(_id(request), caller=request.caller, reason=asked.reason, force=asked.force)
-        return json_answer(row)
+        async def handle(request: Request) -> web.StreamResponse:
+            asked = await self._body(request, VERBS[verb].body)
+            new_id = patch = None
+            if isinstance(asked, RequeueRequest):
+                new_id = asked.new_client_message_id
+                patch = None if asked.message is None else self._patch(asked.message, new_id)
+            row = await self._outbox.act(
+                verb,
+                _id(request),
+                caller=request.caller,
+                reason=asked.reason,
+                force=isinstance(asked, AbortRequest) and asked.force,
+                new_client_message_id=new_id,
+                patch=patch,
+            )
+            return json_answer(row)
 
-    async def hold(self, request: Request) -> web.StreamResponse:
-        """Keep a pending row back until it is released."""
-        why = (await self._body(request, ReasonRequest)).reason
-        return json_answer(await self._outbox.hold(_id(request), caller=request.caller, reason=why))
-
-    async def release(self, request: Request) -> web.StreamResponse:
-        """Let a held row go."""
-        why = (await self._body(request, ReasonRequest)).reason
-        return json_answer(await self._outbox.release(_id(request), caller=request.caller, reason=why))
-
-    async def flush(self, request: Request) -> web.StreamResponse:
-        """Make a pending row due now, whatever its backoff."""
-        why = (await self._body(request, ReasonRequest)).reason
-        return json_answer(await self._outbox.flush(_id(request), caller=request.caller, reason=why))
+        return handle
 
     async def prune(self, request: Request) -> web.StreamResponse:
         """Empty the payloads of old done and aborted rows; the rows stay."""
@@ -131,8 +115,9 @@ class OutboxDesk:
 
         async def handle(request: Request) -> web.StreamResponse:
             asked = await self._body(request, BulkRequest)
-            if asked.force and verb not in RETIRING:
-                detail = f"force is only for verbs that retire rows, {' and '.join(sorted(RETIRING))}: omit it"
+            if asked.force and not VERBS[verb].retires:
+                retiring = " and ".join(sorted(name for name, each in VERBS.items() if each.retires))
+                detail = f"force is only for verbs that retire rows, {retiring}: omit it"
                 raise InvalidMessage.of("invalid_field", detail, field="force")
             result = await self._outbox.bulk(
                 verb,

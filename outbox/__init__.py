@@ -10,9 +10,9 @@ from outbox.model import (
     Settlement,
     Verdict,
 )
-from outbox.operating import Verb
 from outbox.outbox import Outbox, now_ms
 from outbox.settings import OutboxSettings
+from postroom._wire.operations import Verb
 
 __all__ = [
     "AcceptedRow",

@@ -8,10 +8,11 @@ from typing import Final, NamedTuple
 
 from outbox.errors import already_accepted
 from outbox.model import RowFilter
-from outbox.operating import Build, Order, Verb, why_not
+from outbox.operating import Act, Order, why_not
 from outbox.outcomes import Outcomes
 from outbox.reading import Reader, seq_of
-from postroom._wire.operations import MAX_IDS, RETIRING
+from outbox.relaying import WalkedPast
+from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import BulkFailure, BulkResult, OutboxRow
 from postroom.chassis.store import Store
 from postroom.errors import PostroomError
@@ -23,11 +24,11 @@ class Bulk(NamedTuple):
     """A verb, who gave it, and what it works on."""
 
     verb: Verb
-    build: Build
     order: Order
     reader: Reader
     store: Store
     outcomes: Outcomes
+    walked: WalkedPast
     changed: Callable[[str], None]
 
     async def run(self, row_filter: RowFilter, now: int, *, dry_run: bool, cursor: str | None) -> BulkResult:
@@ -57,13 +58,13 @@ class Bulk(NamedTuple):
         if result.dry_run:
             result.done += able
             return order
-        if self.verb in RETIRING and order.doubt is None:  # a broker that is away is asked once
+        if VERBS[self.verb].retires and order.doubt is None:  # a broker that is away is asked once
             learned = await self.outcomes.learn(able)
             order = order._replace(doubt=learned.doubt)
             for row_id, accepted in learned.accepted.items():
                 self._note(row_id, already_accepted(self.verb, row_id, accepted.broker_message_id), result)
             able = [row_id for row_id in able if row_id not in learned.accepted]
-        futures = [self.store.submit(self.build(row_id, order)) for row_id in able]
+        futures = [self.store.submit(Act(self.verb, row_id, order, self.walked)) for row_id in able]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         for row_id, outcome in zip(able, outcomes, strict=True):
             self._note(row_id, outcome, result)

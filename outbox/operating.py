@@ -5,7 +5,6 @@ The rules begin at docs/contract/send.md#send-83. A verb that the row's state fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from outbox.accepting import to_milliseconds
@@ -16,7 +15,7 @@ from outbox.relaying import WalkedPast
 from outbox.settled import find_moved, find_row, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire.message import PreparedSend, Priority
-from postroom._wire.operations import Verb as Verb  # noqa: PLC0414 - one of this module's words too
+from postroom._wire.operations import VERBS, Verb
 from postroom._wire.sends import RowStatus
 from postroom.chassis.sql import load_queries
 
@@ -59,22 +58,49 @@ class Order(NamedTuple):
         return self
 
 
-class Requeue(NamedTuple):
-    """Retire a row and write its successor under a fresh id, perhaps with a patched message."""
+class Act(NamedTuple):
+    """Do a verb to a row; a requeue's successor may have an id that was chosen, and a patched message."""
 
+    verb: Verb
     row_id: str
     order: Order
+    walked: WalkedPast
     new_client_message_id: str | None = None
     patch: PreparedSend | None = None
     rows: int = 2
 
     def run(self, transaction: Transaction) -> str:
-        """Requeue; returns the successor's id."""
+        """Do it; returns the row's id, of a requeue the successor's."""
         row = _get(transaction, self.row_id)
-        if row.pruned and self.patch is None:
+        if self.verb == "requeue" and row.pruned and self.patch is None:
             raise payload_pruned(row.id, row.status)
-        _require(row, "requeue")
-        forced = _require_outcome(row, "requeue", self.order)
+        why = why_not(self.verb, row.status, held=bool(row.held))
+        if why is not None:
+            raise wrong_state(self.verb, row.id, why)
+        forced = None
+        if VERBS[self.verb].retires and row.unanswered_at is not None:
+            if not self.order.force:
+                raise unanswered(self.verb, row.id, self.order.doubt or "it was posted again meanwhile")
+            forced = "forced: the broker may have accepted it"
+        successor = detail = None
+        now = transaction.now
+        match self.verb:
+            case "requeue":
+                successor, detail = self._succeed(transaction, row)
+            case "abort":
+                _abort(transaction, row, None)
+            case "hold" | "release" | "flush":
+                due = max(now, row.not_before or now) if self.verb == "flush" else row.next_attempt_at
+                lane = HELD if self.verb == "hold" else lane_for(row.priority, due, now)
+                place = {"seq": row.seq, "lane": lane, "next_attempt_at": due}
+                transaction.execute(_QUERIES["move"], place)
+                if lane != HELD:
+                    self.walked.forget()
+        log(transaction, self.verb, self.order, row.id, ", ".join(filter(None, (detail, forced))) or None)
+        return successor or row.id
+
+    def _succeed(self, transaction: Transaction, row: _Row) -> tuple[str, str]:
+        """Retire the row and write its successor; returns that one's id, and what the log says of it."""
         client_message_id = self.new_client_message_id or transaction.new_id()
         if transaction.value(_QUERIES["is_taken"], (client_message_id,)) or find_moved(
             transaction.db, [client_message_id], transaction.salt
@@ -82,14 +108,7 @@ class Requeue(NamedTuple):
             raise id_taken(client_message_id)
         successor = transaction.new_id()
         _abort(transaction, row, successor)
-        self._write_successor(transaction, row, successor, client_message_id)
-        detail = f"superseded by {successor} ({client_message_id})" + (", patched" if self.patch else "") + forced
-        log(transaction, "requeue", self.order, row.id, detail)
-        return successor
-
-    def _write_successor(self, transaction: Transaction, row: _Row, successor: str, client_message_id: str) -> None:
-        now = transaction.now
-        patch = self.patch
+        now, patch = transaction.now, self.patch
         priority = patch.priority if patch else row.priority
         not_before = row.not_before
         if patch is not None and patch.not_before is not None:
@@ -118,77 +137,7 @@ class Requeue(NamedTuple):
         transaction.next_seq = None
         size = len(patch.payload) if patch else row.payload_bytes
         transaction.added(1, size, room_of(size))
-
-
-class Abort(NamedTuple):
-    """Retire a row without a successor."""
-
-    row_id: str
-    order: Order
-    rows: int = 1
-
-    def run(self, transaction: Transaction) -> str:
-        """Abort; returns the row's id."""
-        row = _get(transaction, self.row_id)
-        _require(row, "abort")
-        forced = _require_outcome(row, "abort", self.order)
-        _abort(transaction, row, None)
-        log(transaction, "abort", self.order, row.id, forced.removeprefix(", ") or None)
-        return row.id
-
-
-class Hold(NamedTuple):
-    """Keep a pending row back until it is released."""
-
-    row_id: str
-    order: Order
-    rows: int = 1
-
-    def run(self, transaction: Transaction) -> str:
-        """Hold; returns the row's id."""
-        row = _get(transaction, self.row_id)
-        _require(row, "hold")
-        _move(transaction, row, HELD, row.next_attempt_at)
-        log(transaction, "hold", self.order, row.id)
-        return row.id
-
-
-class Release(NamedTuple):
-    """Let a held row go on."""
-
-    row_id: str
-    order: Order
-    walked: WalkedPast
-    rows: int = 1
-
-    def run(self, transaction: Transaction) -> str:
-        """Release; returns the row's id."""
-        row = _get(transaction, self.row_id)
-        _require(row, "release")
-        self.walked.forget()
-        lane = lane_for(row.priority, row.next_attempt_at, transaction.now)
-        _move(transaction, row, lane, row.next_attempt_at)
-        log(transaction, "release", self.order, row.id)
-        return row.id
-
-
-class Flush(NamedTuple):
-    """Retry a pending row now, whatever its backoff; `not_before` stands."""
-
-    row_id: str
-    order: Order
-    walked: WalkedPast
-    rows: int = 1
-
-    def run(self, transaction: Transaction) -> str:
-        """Flush; returns the row's id."""
-        row = _get(transaction, self.row_id)
-        _require(row, "flush")
-        self.walked.forget()
-        due = max(transaction.now, row.not_before or transaction.now)
-        _move(transaction, row, lane_for(row.priority, due, transaction.now), due)
-        log(transaction, "flush", self.order, row.id)
-        return row.id
+        return successor, f"superseded by {successor} ({client_message_id})" + (", patched" if patch else "")
 
 
 class Log(NamedTuple):
@@ -227,20 +176,6 @@ class Control(NamedTuple):
         log(transaction, "pause" if self.paused else "resume", self.order, None, detail)
 
 
-Build = Callable[[str, Order], Requeue | Abort | Hold | Release | Flush]
-
-
-def verbs(walked: WalkedPast) -> dict[Verb, Build]:
-    """Return how each verb on one row is built from the row's id and the order."""
-    return {
-        "requeue": Requeue,
-        "abort": Abort,
-        "hold": Hold,
-        "release": lambda row_id, order: Release(row_id, order, walked),
-        "flush": lambda row_id, order: Flush(row_id, order, walked),
-    }
-
-
 def _get(transaction: Transaction, row_id: str) -> _Row:
     seq = find_row(transaction.db, row_id)
     if seq is None:
@@ -249,13 +184,6 @@ def _get(transaction: Transaction, row_id: str) -> _Row:
     return row._replace(id=unpack(row.id), client_message_id=unpack(row.client_message_id))
 
 
-_STATES: Final[dict[Verb, frozenset[RowStatus]]] = {
-    "requeue": frozenset({"pending", "dead"}),
-    "abort": frozenset({"pending", "dead"}),
-    "hold": frozenset({"pending"}),
-    "release": frozenset({"pending"}),
-    "flush": frozenset({"pending"}),
-}
 _STATE: Final[dict[RowStatus, str]] = {
     "pending": "it is pending",
     "inflight": "it is inflight, its outcome is not known yet: wait for it",
@@ -267,39 +195,17 @@ _STATE: Final[dict[RowStatus, str]] = {
 
 def why_not(verb: Verb, status: RowStatus, *, held: bool) -> str | None:
     """Return why a row's state forbids `verb`, as the end of a sentence; None where it does not."""
-    if status not in _STATES[verb]:
+    allowed = VERBS[verb]
+    if status not in allowed.states:
         return _STATE[status]
-    if verb == "release" and not held:
-        return "it is not held"
-    if verb == "hold" and held:
-        return "it is held already"
-    if verb == "flush" and held:
-        return "it is held: release it"
-    return None
-
-
-def _require(row: _Row, verb: Verb) -> None:
-    why = why_not(verb, row.status, held=bool(row.held))
-    if why is not None:
-        raise wrong_state(verb, row.id, why)
-
-
-def _require_outcome(row: _Row, verb: Verb, order: Order) -> str:
-    """Refuse a row that the broker may have accepted; where that is forced, return what the log says of it."""
-    if row.unanswered_at is None:
-        return ""
-    if not order.force:
-        raise unanswered(verb, row.id, order.doubt or "it was posted again meanwhile")
-    return ", forced: the broker may have accepted it"
+    if allowed.held is None or allowed.held == held:
+        return None
+    return "it is not held" if allowed.held else "it is held: release it"
 
 
 def _abort(transaction: Transaction, row: _Row, successor: str | None) -> None:
     transaction.execute(_QUERIES["abort"], {"seq": row.seq, "now": transaction.now, "successor": successor})
     transaction.changed(row.status, "aborted", 1, row.room)
-
-
-def _move(transaction: Transaction, row: _Row, lane: int, next_attempt_at: int) -> None:
-    transaction.execute(_QUERIES["move"], {"seq": row.seq, "lane": lane, "next_attempt_at": next_attempt_at})
 
 
 def log(transaction: Transaction, verb: str, order: Order, row_id: str | None, detail: str | None = None) -> None:

@@ -30,7 +30,7 @@ from outbox.model import (
     Settlement,
     Verdict,
 )
-from outbox.operating import Abort, Control, Log, Order, Requeue, Verb, verbs
+from outbox.operating import Act, Control, Log, Order
 from outbox.outcomes import LookUp, Outcomes
 from outbox.reading import Reader
 from outbox.relaying import Claim, ClaimResult, Expire, Reclaim, Settle, WalkedPast
@@ -40,7 +40,7 @@ from outbox.watchers import Watchers
 from outbox.writer import PART_ROWS, Queue, Transactor
 from postroom._wire.ids import new_id
 from postroom._wire.message import PreparedSend, check_client_message_id
-from postroom._wire.operations import MAX_IDS
+from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import user_name
@@ -93,7 +93,6 @@ class Outbox:
         self._reader = Reader(store)
         self._walked = walked
         self._clock = clock
-        self._verbs = verbs(walked)
         self._work = asyncio.Event()
         self._work.set()
         self._next_due: int | None = None
@@ -323,53 +322,41 @@ class Outbox:
         """Return a row (by its id, else by its client_message_id) with its requeue chain and its log; 404."""
         return await self._reader.inspect(row_id)
 
-    async def requeue(
+    async def act(
         self,
+        verb: Verb,
         row_id: str,
         *,
         caller: Caller,
         reason: str,
+        force: bool = False,
         new_client_message_id: str | None = None,
         patch: PreparedSend | None = None,
-        force: bool = False,
     ) -> OutboxRow:
-        """Retire a dead or pending row and return the successor written with it (docs/contract/send.md#send-83).
+        """Do `verb` to a row and return that (docs/contract/send.md#send-83); 409 where its state forbids it.
 
-        A row that the broker did not answer for is looked up there first: 409 `already_accepted` where it has it (the
-        row is `done` then), and, without `force`, 409 `outcome_unknown` where it cannot be asked.
+        404 for an unknown row. A row that is to be retired and that the broker did not answer for is looked up there
+        first: 409 `already_accepted` where it has it (the row is `done` then), and, without `force`, 409
+        `outcome_unknown` where it cannot be asked.
 
-        The successor's id is `new_client_message_id` or a fresh one, never the patch's own. `patch` comes from
-        `_wire.message.prepare`: its payload, destination, priority and fingerprint replace the row's. 409 where
-        the row's state forbids it, the id was ever used, or the payload was pruned; 404 for an unknown row.
+        A requeue returns the successor that is written with it, under `new_client_message_id` or a fresh id, never the
+        patch's own. `patch` comes from `_wire.message.prepare`: its payload, destination, priority and fingerprint
+        replace the row's. 409 where the id was ever used, or the payload was pruned.
         """
         order = Order(caller, reason, force).checked()
         if new_client_message_id is not None:
             check_client_message_id(new_client_message_id, "new_client_message_id")
-        old, order = await self._learn("requeue", row_id, order)
-        successor = await self._store.submit(Requeue(old, order, new_client_message_id, patch))
-        self._changed(old)
-        return await self._reader.row(successor)
-
-    async def abort(self, row_id: str, *, caller: Caller, reason: str, force: bool = False) -> OutboxRow:
-        """Retire a dead or pending row without a successor; 409 as for `requeue`."""
-        old, order = await self._learn("abort", row_id, Order(caller, reason, force).checked())
-        await self._store.submit(Abort(old, order))
-        self._changed(old)
-        return await self._reader.row(old)
-
-    async def hold(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
-        """Keep a pending row back until `release`; 409 where it is not pending, or held already."""
-        return await self._apply("hold", row_id, caller, reason)
-
-    async def release(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
-        """Let a held row go on; 409 where it is not held."""
-        return await self._apply("release", row_id, caller, reason)
-
-    async def flush(self, row_id: str, *, caller: Caller, reason: str) -> OutboxRow:
-        """Retry a pending row now instead of after its backoff; 409 where it is held or not pending."""
-        row = await self._apply("flush", row_id, caller, reason)
-        self._urged()
-        return row
+        if VERBS[verb].retires:
+            row_id = (await self._reader.row(row_id)).id
+            learned = await self._outcomes.learn([row_id])
+            if (accepted := learned.accepted.get(row_id)) is not None:
+                raise already_accepted(verb, row_id, accepted.broker_message_id)
+            order = order._replace(doubt=learned.doubt)
+        came = await self._store.submit(Act(verb, row_id, order, self._walked, new_client_message_id, patch))
+        self._changed(row_id if verb == "requeue" else came)
+        if verb == "flush":
+            self._urged()
+        return await self._reader.row(came)
 
     async def bulk(
         self,
@@ -389,7 +376,7 @@ class Outbox:
         After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
         """
         order = Order(caller, reason, force).checked()
-        bulk = Bulk(verb, self._verbs[verb], order, self._reader, self._store, self._outcomes, self._changed)
+        bulk = Bulk(verb, order, self._reader, self._store, self._outcomes, self._walked, self._changed)
         result = await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
         if verb == "flush" and result.done and not dry_run:
             self._urged()
@@ -491,19 +478,6 @@ class Outbox:
         await self._store.failed.wait()
         if self._store.failure is not None:
             raise write_failed(self._store.path, self._store.failure)
-
-    async def _apply(self, verb: Verb, row_id: str, caller: Caller, reason: str) -> OutboxRow:
-        row_id = await self._store.submit(self._verbs[verb](row_id, Order(caller, reason).checked()))
-        self._changed(row_id)
-        return await self._reader.row(row_id)
-
-    async def _learn(self, verb: Verb, row_id: str, order: Order) -> tuple[str, Order]:
-        """Ask for the row's outcome where it is unknown; returns its id and the order, with why that stayed so."""
-        row = await self._reader.row(row_id)
-        learned = await self._outcomes.learn([row.id])
-        if (accepted := learned.accepted.get(row.id)) is not None:
-            raise already_accepted(verb, row.id, accepted.broker_message_id)
-        return row.id, order._replace(doubt=learned.doubt)
 
     def _changed(self, row_id: str) -> None:
         """Wake whoever waits for work or for this row: it may be due now, or settled."""

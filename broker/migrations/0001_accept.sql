@@ -262,13 +262,14 @@ CREATE TABLE mesh.orphan_check (
   violations jsonb NOT NULL
 );
 
--- What was administered through the broker: by whom, as the token says, and what. Rows are only added.
+-- What operators changed: by whom, as the token says, what and why. A row is written in the transaction of its change.
 CREATE TABLE mesh.operator_log (
   id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   at timestamptz NOT NULL DEFAULT clock_timestamp(),
-  actor text NOT NULL,  -- `administrator`, or a member as `bob of sea`
-  verb text NOT NULL,  -- method and path of the route
-  subject text NOT NULL  -- what the path and the body name
+  actor text NOT NULL,  -- `administrator`, a member as `bob of sea`, or a user as `alice as postroom`
+  verb text NOT NULL,  -- method and path of the route, or the command
+  subject text NOT NULL,  -- what the path and the body name
+  reason text  -- why, where the route asks for it
 );
 
 -- What may change afterwards -----------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class Demo(Scene):
                 raise Fatal(Exit.FAILED, f"a message to {TYPO} should be dead, but is {row.status}")
             self.told.dead.append(identity)
             patched = SendRequest(to="topic:orders", body="a corrected destination")
-            successor = client.requeue(row.id, reason="the destination was misspelt", message=patched)
+            successor = client.act("requeue", row.id, reason="the destination was misspelt", message=patched)
             self.told.requeued.append(successor.client_message_id)
             row = client.wait(successor.client_message_id, WAIT_SECONDS)
             self.stage.say(f"requeued to {row.destination} under the fresh id {row.client_message_id}: {row.status}")

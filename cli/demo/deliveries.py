@@ -10,17 +10,14 @@ from cli.demo.programs import CONSUMER, POISON
 from cli.demo.reckoning import ANSWER, TOPIC, Handled
 from cli.demo.stage import Scene
 from cli.stack.layout import MESH
+from postroom import BrokerClient
+from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import connected
-from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations, StoredLetter
-from postroom.delivery.nats import connect
-from postroom.delivery.settings import NatsSettings
 
 T = TypeVar("T")
 
 QUEUE: Final = "counter"  # whose commands the agent takes
 COMMANDS: Final = 3
-_PATIENCE: Final = 20.0  # seconds
 
 
 class Delivering:
@@ -63,10 +60,11 @@ class Delivering:
         with self._scene.client() as client:
             self._told.buried = client.send(f"topic:{TOPIC}", POISON).client_message_id
             self._told.sent.append(self._told.buried)
-        letters: list[StoredLetter] = []
+        letters: list[Letter] = []
+        query = LettersQuery(mesh=MESH, consumer=CONSUMER)
 
         def dead() -> bool:
-            letters[:] = self._with_letters(lambda each: each.find(LetterFilter(consumer=CONSUMER)))
+            letters[:] = self._ask(lambda broker: broker.list_things(DEAD_LETTERS, query)).letters
             return bool(letters)
 
         self._scene.wait(dead, "for the dead letter")
@@ -75,7 +73,10 @@ class Delivering:
             raise Fatal(Exit.FAILED, f"the dead letter {stored.id} cannot be read")
         self._stage.say(f"dead: {stored.letter.reason}, {stored.letter.last_error}", "red")
         self._receiver.repair()
-        self._with_letters(lambda each: each.replay(stored, why="the handler is fixed"))
+        meant, why = LetterFilter(ids=frozenset({stored.id})), "the handler is fixed"
+        result = self._ask(lambda broker: broker.change(DEAD_LETTERS, "replay", meant, mesh=MESH, reason=why))
+        for failure in result.failed:
+            raise Fatal(Exit.FAILED, failure.problem.detail)
         self._scene.wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
         self._stage.say("replayed under a fresh message id, and handled", "green")
 
@@ -90,13 +91,9 @@ class Delivering:
     def _effects_of_buried(self) -> int:
         return sum(effect.client_message_id == self._told.buried for effect in self._receiver.effects_of(TOPIC))
 
-    def _with_letters(self, work: Callable[[LetterOperations], Awaitable[T]]) -> T:
+    def _ask(self, work: Callable[[BrokerClient], Awaitable[T]]) -> T:
         async def run() -> T:
-            nats = await connect(NatsSettings(url=self._scene.stack.nats.url), name="postroom demo", patience=_PATIENCE)
-            try:
-                async with connected(self._scene.stack.postgres.url) as connection:
-                    return await work(LetterOperations(connection, nats.jetstream(), MESH, actor="demo"))
-            finally:
-                await nats.close()
+            async with self._scene.stack.broker.client() as client:
+                return await work(client)
 
         return asyncio.run(run())

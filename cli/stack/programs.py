@@ -113,9 +113,12 @@ class BrokerProgram(PortProgram):
 
     name = module = "broker"
 
-    def __init__(self, layout: Layout, postgres: EmbeddedServer, redis: EmbeddedServer | None) -> None:
+    def __init__(
+        self, layout: Layout, postgres: EmbeddedServer, redis: EmbeddedServer | None, nats: EmbeddedServer
+    ) -> None:
         super().__init__(layout, layout.state / "broker")
         self._postgres = postgres
+        self._nats = nats
         self._redis = redis
 
     def client(self) -> BrokerClient:
@@ -129,6 +132,7 @@ class BrokerProgram(PortProgram):
             "admin_token_file": str(self.layout.admin_token_file),
             "listen_host": "127.0.0.1",
             "listen_port": self._port(),
+            "nats": {"url": self._nats.url},
         }
 
     def _prepare(self) -> None:

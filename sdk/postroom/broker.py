@@ -45,6 +45,7 @@ from postroom._wire.administration import (
     WebhookList,
 )
 from postroom._wire.arguments import check_seconds
+from postroom._wire.nouns import Change, F, L, Noun, P, Q, Result, T
 from postroom._wire.retry import Peer, retrying
 from postroom._wire.transport import Calls, Transport
 
@@ -182,6 +183,46 @@ class BrokerClient(Calls):
             for message in page.messages:
                 yield message
             after, query.incarnation = page.next_after, page.incarnation
+
+    # What an operator sees and changes: `noun` is the table of it, as `postroom._wire.dead_letters.DEAD_LETTERS` is.
+
+    async def list_things(self, noun: Noun[Q, P, L, F, T], query: Q) -> P:
+        """Return one page of the things that `query` means."""
+        return await self._read(noun.path, noun.page, query=query)
+
+    async def inspect(self, noun: Noun[Q, P, L, F, T], mesh: str, thing: str) -> P:
+        """Return one thing of a mesh, whole; raises `NotFound`."""
+        return await self._read(f"{noun.path}/{quote(mesh, safe='')}/{quote(thing, safe='')}", noun.page)
+
+    async def log(self, noun: Noun[Q, P, L, F, T], mesh: str | None = None) -> L:
+        """Return what operators did to the things of a mesh."""
+        return await self._read(f"{noun.path}/log", noun.log, query=MeshQuery(mesh=mesh))
+
+    async def change(
+        self,
+        noun: Noun[Q, P, L, F, T],
+        verb: str,
+        wanted: F,
+        *,
+        reason: str,
+        mesh: str | None = None,
+        dry_run: bool = False,
+    ) -> Result[T]:
+        """Do a verb to all that `wanted` means; with `dry_run`, only say to what.
+
+        However many there are, one request is about some hundred; what it did stays done where a later one fails.
+        """
+        total: Result[T] = Result(dry_run=dry_run, done=[], failed=[])
+        cursor = None
+        while True:
+            asked = Change(reason=reason, filter=wanted, mesh=mesh, dry_run=dry_run, cursor=cursor)
+            part = await self._change("POST", f"{noun.path}/{verb}", noun.result, asked)
+            total.done += part.done
+            total.failed += part.failed
+            total.unread = part.unread
+            cursor = part.next_cursor
+            if cursor is None:
+                return total
 
     async def _delete(self, *words: str) -> None:
         await self._change("DELETE", _path(*words), type(None))

@@ -7,7 +7,7 @@ a no-op (docs/contract/send.md#send-37).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
@@ -15,35 +15,56 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
+from msgspec.structs import replace
 
+from postroom._wire.administration import Subscription, Topic, TopicList
 from postroom._wire.arguments import Body, check_id, check_seconds, check_traceparent, compose, encode
 from postroom._wire.batch import Batch, feed
 from postroom._wire.events import Following
-from postroom._wire.message import Priority, SendRequest
-from postroom._wire.operations import MAX_PAGE, MAX_WAIT, SendsQuery, WaitQuery
-from postroom._wire.operator import OperatorMethods
+from postroom._wire.message import Priority, SendRequest, refuse
+from postroom._wire.operations import (
+    MAX_PAGE,
+    MAX_WAIT,
+    VERBS,
+    BulkRequest,
+    ListQuery,
+    PauseRequest,
+    PruneRequest,
+    PruneResult,
+    ResendRequest,
+    ResendResult,
+    ResumeRequest,
+    RowFilter,
+    SendsQuery,
+    Verb,
+    WaitQuery,
+)
 from postroom._wire.retry import Patience, Peer, retrying
 from postroom._wire.sends import (
     SETTLED,
     BatchResult,
+    BulkResult,
     EventsQuery,
     Health,
     InboxMessage,
     InboxPage,
     InboxQuery,
+    OutboxPage,
     OutboxRow,
     Ready,
+    RelayStatus,
+    RowChain,
     SendList,
     SendResult,
     Version,
 )
-from postroom._wire.transport import Transport, find_socket
+from postroom._wire.transport import Calls, Transport, find_socket, to_parameters
 from postroom.errors import NotFound, PostroomError
 
 __all__ = ["AsyncClient"]
 
 
-class AsyncClient(OperatorMethods):
+class AsyncClient(Calls):
     """A client of the daemon that listens on `socket` (default: `POSTROOM_SOCKET`, or the only one on this machine).
 
     One exchange may take `timeout` seconds (more than 0); what may be tried again is, for `patience` seconds (0: one
@@ -187,6 +208,125 @@ class AsyncClient(OperatorMethods):
         """Return the daemon's version and the mesh that it serves."""
         return await self._read("/v1/version", Version)
 
+    # What an operator may do: an id is a row's id or a `client_message_id`, a `reason` says why and is kept. A change
+    # is tried again only where it surely did not happen; where that is unknown, `Unavailable` is raised.
+
+    async def list_rows(self, query: ListQuery | None = None) -> OutboxPage:
+        """Return one page of the outbox, oldest first."""
+        return await self._read("/v1/outbox", OutboxPage, query=query or ListQuery())
+
+    async def export(self, query: ListQuery | None = None) -> AsyncIterator[OutboxRow]:
+        """Stream every row that `query` means, oldest first; raises `Unavailable` where the stream breaks off."""
+        parameters = to_parameters(query or ListQuery())
+        silence = self._transport.timeout
+        async with self._transport.open("GET", "/v1/outbox/export", query=parameters, silence=silence) as response:
+            async for lines in self._transport.lines(response):
+                for line in lines:
+                    yield self._transport.decode(line, OutboxRow)
+
+    async def inspect(self, row_id: str) -> RowChain:
+        """Return a row with its predecessors and successors and what operators did to them."""
+        return await self._read(_row(row_id), RowChain)
+
+    async def act(
+        self,
+        verb: Verb,
+        row_id: str,
+        *,
+        reason: str,
+        force: bool = False,
+        new_client_message_id: str | None = None,
+        message: SendRequest | None = None,
+    ) -> OutboxRow:
+        """Do a verb to one row, of which `postroom._wire.operations.VERBS` is the table, and return the row.
+
+        A requeue returns the successor, under a fresh id or `new_client_message_id`, with the row's message or
+        `message`. Raises `Conflict` where the row's state forbids the verb; where it would be retired also
+        `already_accepted` if the broker turns out to have the message, and, without `force`, `outcome_unknown` if the
+        broker may have it and cannot be asked.
+        """
+        options = {"force": force, "new_client_message_id": new_client_message_id, "message": message}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value}
+        body = VERBS[verb].body
+        if not given.keys() <= set(body.__struct_fields__):
+            names = ", ".join(sorted(given.keys() - set(body.__struct_fields__)))
+            refuse("invalid_field", f"{verb} takes no {names}: leave it out", names.partition(",")[0])
+        return await self._change("POST", f"{_row(row_id)}/{verb}", OutboxRow, body(reason=reason, **given))
+
+    async def bulk(
+        self, verb: Verb, rows: RowFilter, *, reason: str, dry_run: bool = False, force: bool = False
+    ) -> BulkResult:
+        """Use a verb on every row that `rows` means; with `dry_run`, only say on which.
+
+        However many there are, one request is about some 10,000; what it did stays done where a later one fails.
+        """
+        total = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
+        asked = BulkRequest(reason=reason, filter=rows, force=force, dry_run=dry_run)
+        while True:
+            part = await self._change("POST", f"/v1/outbox/{verb}", BulkResult, asked)
+            total.matched += part.matched
+            total.done += part.done
+            total.skipped += part.skipped
+            total.failed += part.failed
+            if part.next_cursor is None:
+                return total
+            asked = replace(asked, cursor=part.next_cursor)
+
+    async def prune(self, older_than_seconds: float, *, reason: str) -> PruneResult:
+        """Empty the payloads of `done` and `aborted` rows that are older than this; the rows stay."""
+        body = PruneRequest(reason=reason, older_than_seconds=older_than_seconds)
+        return await self._change("POST", "/v1/outbox/prune", PruneResult, body)
+
+    async def resend_missing(self, *, reason: str, dry_run: bool = False) -> ResendResult:
+        """Send the messages that the broker's database lost again, under their own ids; `health` counts them.
+
+        Those whose payload is gone are named, and noted in the operator log. However many there are, one request is
+        about some 10,000; what it did stays done where a later one fails.
+        """
+        total = ResendResult(dry_run=dry_run, resent=0, without_payload=0)
+        more = True
+        while more:
+            body = ResendRequest(reason=reason, dry_run=dry_run)
+            part = await self._change("POST", "/v1/outbox/resend", ResendResult, body)
+            total.resent += part.resent
+            total.without_payload += part.without_payload
+            total.without_payload_ids += part.without_payload_ids
+            more = part.more
+        return total
+
+    async def pause_relay(self, destination: str | None = None, *, reason: str) -> RelayStatus:
+        """Stop relaying, to one destination or altogether, until it is resumed; kept over restarts."""
+        return await self._change(
+            "POST", "/v1/relay/pause", RelayStatus, PauseRequest(reason=reason, destination=destination)
+        )
+
+    async def resume_relay(
+        self, destination: str | None = None, *, reason: str, rate_per_second: float | None = None
+    ) -> RelayStatus:
+        """Relay again, at most `rate_per_second` messages a second where it is given."""
+        body = ResumeRequest(reason=reason, destination=destination, rate_per_second=rate_per_second)
+        return await self._change("POST", "/v1/relay/resume", RelayStatus, body)
+
+    async def topics(self) -> list[Topic]:
+        """Return the topics of the daemon's mesh, by name, as the broker has them."""
+        return (await self._read("/v1/topics", TopicList)).topics
+
+    async def subscribe(self, topic: str) -> Subscription:
+        """Subscribe the daemon's member to a topic."""
+        return await self._change("POST", _subscription(topic), Subscription)
+
+    async def unsubscribe(self, topic: str) -> None:
+        """End the subscription of the daemon's member to a topic."""
+        await self._change("DELETE", _subscription(topic), type(None))
+
 
 def _send_path(client_message_id: str) -> str:
     return f"/v1/sends/{quote(check_id(client_message_id), safe=':')}"
+
+
+def _row(row_id: str) -> str:
+    return f"/v1/outbox/{quote(check_id(row_id), safe=':')}"
+
+
+def _subscription(topic: str) -> str:
+    return f"/v1/topics/{quote(topic, safe='')}/subscription"

@@ -48,6 +48,8 @@ _STATUS_OF_CODE: Final = {
     "missing_signature": 401,
     "missing_token": 401,
     "nats_error": 502,
+    "nats_not_configured": 502,
+    "nats_unreachable": 502,
     "not_understood": 502,
     "outbox_full": 507,
     "payload_too_large": 413,
@@ -193,6 +195,7 @@ _BY_STATUS: Final[dict[int, type[PostroomError]]] = {
     415: InvalidMessage,
     422: InvalidMessage,
     429: TryAgain,
+    502: Unavailable,
     503: TryAgain,
     507: TryAgain,
 }

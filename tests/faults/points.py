@@ -190,7 +190,7 @@ async def _dead(stage: Stage) -> None:
 async def _requeue(stage: Stage) -> None:
     async with stage.client as client:
         for (row_id,) in stage.rows("SELECT id FROM outbox WHERE status = 'dead' ORDER BY seq"):
-            await client.requeue(row_id, reason=_WHY)
+            await client.act("requeue", row_id, reason=_WHY)
 
 
 async def _one_successor_each(stage: Stage) -> None:

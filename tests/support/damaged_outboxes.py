@@ -52,8 +52,8 @@ async def filled(directory: Path, rows: int, *, logged: bool) -> dict[str, bytes
     claimed = await outbox.claim(limit=rows // 3, max_bytes=2**30)
     await outbox.settle([(dead if place % 3 else done)(row.row_id) for place, row in enumerate(claimed[:-2])])
     for row in claimed[1:9:3]:
-        await outbox.abort(row.row_id, **WHY)
-        await outbox.requeue(claimed[claimed.index(row) + 1].row_id, **WHY)
+        await outbox.act("abort", row.row_id, **WHY)
+        await outbox.act("requeue", claimed[claimed.index(row) + 1].row_id, **WHY)
     files = {part: Path(f"{directory}/outbox.db{part}").read_bytes() for part in ("", "-wal")} if logged else {}
     await outbox.close()
     return files or {"": Path(f"{directory}/outbox.db").read_bytes()}

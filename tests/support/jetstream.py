@@ -15,10 +15,11 @@ from nats.aio.client import Client
 from nats.js.api import ConsumerInfo, RawStreamMsg
 from nats.js.errors import NotFoundError
 
+from postroom._wire.dead_letters import LetterFilter
 from postroom.chassis.postgres import connected
 from postroom.delivery.consumer import DONE, Consumer, Delivery, Outcome, Settle
 from postroom.delivery.dead_letters import DeadLetter, DeadLetters, StreamLetters
-from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations
+from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.publishing.source import identifying
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings
 from postroom.delivery.streams import default_streams, ensure_stream

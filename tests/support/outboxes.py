@@ -70,7 +70,7 @@ async def row_in(outbox: Outbox, status: str, client_message_id: str = "id-1") -
     """Write a row, bring it to `status`, and return its id."""
     (row,) = await accepted(outbox, send(client_message_id))
     if status == "aborted":
-        await outbox.abort(row.row_id, **WHY)
+        await outbox.act("abort", row.row_id, **WHY)
     elif status != "pending":
         claimed = await outbox.claim()
         assert [each.row_id for each in claimed] == [row.row_id]

@@ -2,10 +2,8 @@
 
     GET  /v1/outbox                 ListQuery       → OutboxPage
     GET  /v1/outbox/{id}                            → RowChain
-    POST /v1/outbox/{id}/requeue    RequeueRequest  → OutboxRow, the successor
-    POST /v1/outbox/{id}/abort      AbortRequest    → OutboxRow
-    POST /v1/outbox/{id}/hold       ReasonRequest   → OutboxRow; likewise release, flush
-    POST /v1/outbox/requeue         BulkRequest     → BulkResult; likewise abort, hold, release, flush
+    POST /v1/outbox/{id}/<verb>     its `body`      → OutboxRow; of a requeue, the successor
+    POST /v1/outbox/<verb>          BulkRequest     → BulkResult
     POST /v1/outbox/prune           PruneRequest    → PruneResult
     POST /v1/outbox/resend          ResendRequest   → ResendResult
     POST /v1/relay/pause            PauseRequest    → RelayStatus
@@ -18,7 +16,9 @@ has the message, and 409 `outcome_unknown` where it cannot be asked, which `forc
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -26,8 +26,6 @@ from postroom._wire.message import SendRequest
 from postroom._wire.sends import RowStatus
 
 Verb = Literal["requeue", "abort", "hold", "release", "flush"]
-VERBS: Final[tuple[Verb, ...]] = ("requeue", "abort", "hold", "release", "flush")
-RETIRING: Final[frozenset[Verb]] = frozenset({"requeue", "abort"})  # a row that they retire is never posted again
 
 MAX_REASON: Final = 1000  # characters
 MAX_PAGE: Final = 1000  # rows in one answer
@@ -80,24 +78,61 @@ class ReasonRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reason: Reason
 
 
-class AbortRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class AbortRequest(ReasonRequest, kw_only=True, omit_defaults=True):
     """The body of an abort: why, and whether to abort even if the broker may have accepted the message."""
 
-    reason: Reason
     force: bool = False
 
 
-class RequeueRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class RequeueRequest(AbortRequest, kw_only=True, omit_defaults=True):
     """The body of a requeue: a fresh id is minted unless `new_client_message_id` gives one.
 
     `message` is a whole new message, without an id of its own; if it is absent, the row's message is sent again.
     With `force` it is sent again even if the broker may have accepted it.
     """
 
-    reason: Reason
-    force: bool = False
     new_client_message_id: str | None = None
     message: SendRequest | None = None
+
+
+class RowVerb(NamedTuple):
+    """What an operator may do to a row: in which states, and what that does; a reason is needed for each.
+
+    `held` says whether the row must be held, or must not be (None: either), `done` what the row is then, and `body`
+    what the route on one row takes.
+    """
+
+    states: frozenset[RowStatus]
+    held: bool | None
+    effect: str
+    done: str
+    body: type[ReasonRequest] = ReasonRequest
+
+    @property
+    def retires(self) -> bool:
+        """Whether a row is never posted again."""
+        return issubclass(self.body, AbortRequest)
+
+
+_RETIRED: Final[frozenset[RowStatus]] = frozenset({"pending", "dead"})
+_MOVED: Final[frozenset[RowStatus]] = frozenset({"pending"})
+
+VERBS: Final[Mapping[Verb, RowVerb]] = MappingProxyType(
+    {
+        "requeue": RowVerb(
+            _RETIRED,
+            None,
+            "Retire dead or pending rows and send their messages again, each under a fresh id.",
+            "requeued",
+            RequeueRequest,
+        ),
+        "abort": RowVerb(_RETIRED, None, "Retire dead or pending rows without a successor.", "aborted", AbortRequest),
+        "hold": RowVerb(_MOVED, False, "Keep pending rows back until they are released.", "held"),
+        "release": RowVerb(_MOVED, True, "Release held rows.", "released"),
+        "flush": RowVerb(_MOVED, False, "Try waiting rows now, without the rest of their backoff.", "due now"),
+    }
+)
+"""What routes, methods, commands and `why_not` follow from; how each is done is `Act` of outbox/operating.py."""
 
 
 class BulkRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

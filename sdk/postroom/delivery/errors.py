@@ -126,7 +126,7 @@ def letter_elsewhere(letter: str, consumer: str) -> Conflict:
     """Refuse to settle a letter that is a row of another database: there it would stay as it is."""
     detail = (
         f"the dead letter {letter} is in another database, that of its consumer {consumer}: "
-        "set POSTROOM_DATABASE_URL to that database"
+        "ask a broker on that database (POSTROOM_BROKER_URL)"
     )
     return Conflict.of("letter_elsewhere", detail)
 
@@ -137,18 +137,9 @@ def letter_not_kept(letter: str, error: Exception) -> Unavailable:
     return Unavailable.of("letter_not_kept", detail, retryable=True)
 
 
-def no_letter_record() -> InvalidMessage:
-    """Say that what is done to dead letters has to be written down, and where."""
-    detail = (
-        "operations on dead letters are recorded in Postgres: set "
-        "POSTROOM_DATABASE_URL to the database of the consumers"
-    )
-    return InvalidMessage.of("database_not_named", detail)
-
-
 def no_nats(doing: str) -> Unavailable:
     """Say that something needs NATS, which cannot be reached."""
-    return Unavailable.of("nats_unavailable", f"{doing}: NATS cannot be reached", retryable=True)
+    return Unavailable.of("nats_unreachable", f"{doing}: NATS cannot be reached", retryable=True)
 
 
 def no_payload(letter: str) -> Conflict:

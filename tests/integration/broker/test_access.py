@@ -13,7 +13,7 @@ from broker.authentication import Authentication, digest
 
 Message = Callable[..., dict[str, Any]]
 
-PATH = {"mesh": "demo", "name": "orders", "member": "bob", "webhook": "x", "broker_message_id": "x"}
+PATH = {"mesh": "demo", "name": "orders", "member": "bob", "webhook": "x", "broker_message_id": "x", "id": "x"}
 CONTROL_PLANE = {"/health", "/ready", "/metrics", "/openapi.json"}
 
 
@@ -72,6 +72,21 @@ async def test_an_admin_of_a_mesh_administers_its_own_and_no_other(broker: Any) 
     ]
     assert {(answer.status, answer.code) for answer in crossings} == {(403, "other_mesh")}
     assert (await broker.admin.get("/v1/members", mesh="other")).body["members"][0]["name"] == "oscar"
+
+
+async def test_dead_letters_are_for_admins_of_their_own_mesh(broker: Any) -> None:
+    await broker.add_mesh("other")
+    ada, path = broker.member("ada"), "/v1/dead_letters"
+    for mesh, status in (("demo", 502), ("other", 403)):  # without NATS it is not known whether there is such a letter
+        body = {"mesh": mesh, "reason": "x", "filter": {"ids": ["x"]}}
+        answers = [
+            await ada.get(f"{path}/{mesh}/x"),
+            await ada.post(f"{path}/drop", body),
+            await ada.post(f"{path}/replay", body),
+        ]
+        assert [answer.status for answer in answers] == [status] * 3
+        for answer in (await ada.get(path, mesh=mesh), await ada.get(f"{path}/log", mesh=mesh)):
+            assert answer.status == (200 if mesh == "demo" else 403)
 
 
 async def test_a_member_manages_its_own_subscription_and_token_and_nobody_elses(broker: Any) -> None:

@@ -154,3 +154,14 @@ async def test_what_is_administered_leaves_who_and_what_by_the_token(broker: Any
     ]
     with pytest.raises(asyncpg.PostgresError):
         await postgres.execute("UPDATE mesh.operator_log SET actor = 'nobody'")
+
+
+async def test_what_cannot_be_logged_is_not_done(broker: Any, postgres: Any) -> None:
+    await postgres.execute(
+        "ALTER TABLE mesh.operator_log ADD CONSTRAINT no_more CHECK (subject <> 'demo news') NOT VALID"
+    )
+    try:
+        assert (await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})).status == 500
+    finally:
+        await postgres.execute("ALTER TABLE mesh.operator_log DROP CONSTRAINT no_more")
+    assert "news" not in [topic["name"] for topic in (await broker.admin.get("/v1/topics", mesh="demo")).body["topics"]]

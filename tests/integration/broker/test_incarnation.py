@@ -19,6 +19,7 @@ from embedded.postgres import _SETTINGS
 from postroom import BrokerClient, Gone
 from postroom._wire.administration import HistoryQuery
 from postroom.chassis.exits import Exit
+from postroom.chassis.postgres import acting, connected
 
 Message = Callable[..., dict[str, Any]]
 
@@ -132,6 +133,10 @@ async def test_an_operator_who_restored_says_so_and_a_running_broker_knows(
             last = history_id
         assert len(seen) == 3
         assert len((await alice.get("/v1/history")).body["messages"]) == 3
+    async with connected(own.database_url) as connection:
+        logged = await connection.fetch("SELECT * FROM mesh.operator_log WHERE verb = 'broker restored'")
+        assert [line["actor"] for line in logged] == [acting(connection)] * 2
+        assert {line["subject"] for line in logged} < seen
 
 
 async def test_a_failover_begins_an_incarnation_before_anything_is_accepted(

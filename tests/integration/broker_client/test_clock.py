@@ -96,7 +96,7 @@ async def test_what_is_held_expires_too_though_there_is_nothing_to_post(scripted
     here = await station(scripted_broker.url, speed=100_000, expiry_seconds=3600)
     await here.send("held")
     row = await here.outbox.find("held")
-    await here.outbox.hold(row.id, caller=OPERATOR, reason="test")
+    await here.outbox.act("hold", row.id, caller=OPERATOR, reason="test")
     here.run()
     await until(lambda: here.relay.status().state == "relaying")
     here.clock.jump(FORTY_DAYS)

@@ -193,7 +193,7 @@ async def test_a_requeue_after_a_lost_answer_makes_no_second_message(real_broker
     await until_so(lambda: _is_unanswered(here, "id-1"))
     await here.relay.stop()
     with pytest.raises(Conflict, match="had accepted it"):
-        await here.outbox.requeue("id-1", caller=Caller(0, 0), reason="it hung")
+        await here.outbox.act("requeue", "id-1", caller=Caller(0, 0), reason="it hung")
     (row,) = await here.settled("id-1")
     assert (row.status, row.duplicate, row.history_id) == ("done", True, 1)
     await assert_each_is_accepted_once(postgres, ["id-1"])

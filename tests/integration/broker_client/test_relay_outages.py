@@ -181,7 +181,7 @@ async def test_an_operators_word_ends_any_pause_and_what_waited_goes_at_once(
     operator = {"caller": Caller(0, 0), "reason": "now"}
     match word:
         case "flush":
-            await here.outbox.flush(row.id, **operator)
+            await here.outbox.act("flush", row.id, **operator)
         case "flush all":
             await here.outbox.bulk("flush", RowFilter(status="pending"), **operator)
         case "resume":

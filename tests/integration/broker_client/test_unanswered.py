@@ -67,7 +67,7 @@ async def test_while_the_broker_cannot_be_asked_only_force_retires_and_the_log_k
     here = await station(scripted_broker.url)
     losing(scripted_broker, accepting=True)
     await posted_unanswered(here, scripted_broker, "a", "b")
-    await here.outbox.hold("b", **WHY)  # other verbs ask nobody
+    await here.outbox.act("hold", "b", **WHY)  # other verbs ask nobody
     here.link._channel.base = "http://127.0.0.1:1"  # where nobody listens
     with pytest.raises(Conflict, match=r"cannot connect to .*or force it") as refusal:
         await getattr(here.outbox, verb)("a", **WHY)
@@ -84,7 +84,7 @@ async def test_force_does_not_override_what_the_broker_says(station: Any, script
     losing(scripted_broker, accepting=True)
     await posted_unanswered(here, scripted_broker, "a")
     with pytest.raises(Conflict) as refusal:
-        await here.outbox.requeue("a", force=True, **WHY)
+        await here.outbox.act("requeue", "a", force=True, **WHY)
     assert refusal.value.code == "already_accepted"
 
 
@@ -94,7 +94,7 @@ async def test_rows_that_were_never_posted_or_were_refused_are_asked_for_nowhere
     _, refused = answers
     here = await station(scripted_broker.url)
     await here.send("never")
-    await here.outbox.requeue("never", **WHY)
+    await here.outbox.act("requeue", "never", **WHY)
     losing(scripted_broker, accepting=False)
     await here.send("refused")
     here.run()
@@ -102,7 +102,7 @@ async def test_rows_that_were_never_posted_or_were_refused_are_asked_for_nowhere
     scripted_broker.judge = lambda items: [refused(item, 404) for item in items]
     await here.settled("refused")
     await here.relay.stop()
-    await here.outbox.requeue("refused", **WHY)
+    await here.outbox.act("requeue", "refused", **WHY)
     assert scripted_broker.asked == []
 
 
@@ -114,7 +114,7 @@ async def test_a_row_that_expired_unanswered_is_asked_for(station: Any, scripted
     assert await here.outbox.expire(here.clock.now_ms() - 3_600_000) == 1
     assert (await here.outbox.find("a")).last_error.startswith("expired")
     with pytest.raises(Conflict) as refusal:
-        await here.outbox.requeue("a", **WHY)
+        await here.outbox.act("requeue", "a", **WHY)
     assert refusal.value.code == "already_accepted"
     assert (await here.outbox.find("a")).status == "done"
 
@@ -127,9 +127,9 @@ async def test_a_row_that_was_claimed_when_the_daemon_died_is_asked_for(station:
     await here.end()  # nothing was settled
     here = await station(scripted_broker.url)
     with pytest.raises(Conflict) as refusal:
-        await here.outbox.abort("a", **WHY)
+        await here.outbox.act("abort", "a", **WHY)
     assert refusal.value.code == "already_accepted"
-    assert (await here.outbox.abort("b", **WHY)).status == "aborted"
+    assert (await here.outbox.act("abort", "b", **WHY)).status == "aborted"
 
 
 async def test_a_post_that_a_stop_broke_off_is_asked_for(station: Any, scripted_broker: Any) -> None:
@@ -198,6 +198,6 @@ async def test_a_broker_that_will_not_say_leaves_it_unknown(station: Any, script
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     here.link._channel.base = f"http://127.0.0.1:{runner.addresses[0][1]}"
     with pytest.raises(Conflict) as refusal:
-        await here.outbox.requeue("a", **WHY)
+        await here.outbox.act("requeue", "a", **WHY)
     assert refusal.value.code == "outcome_unknown"
     await runner.cleanup()

@@ -13,10 +13,11 @@ import pytest
 from support.hostile import HostileMessage, byte_writer, odd_messages, odd_subjects, quiet_logs, random_messages
 from support.jetstream import Context, Script
 
+from postroom._wire.dead_letters import LetterFilter
 from postroom.chassis.postgres import connected
 from postroom.delivery.consumer import Consumer
 from postroom.delivery.database import migrate
-from postroom.delivery.dead_letters.operations import LetterFilter, LetterOperations
+from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.delivery.publishing.audit import SUBJECT, Audit
 from postroom.delivery.publishing.displaced import message_id_at

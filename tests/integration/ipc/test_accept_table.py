@@ -42,7 +42,7 @@ async def bring(room: Any, state: str) -> None:
     if state == "dead":
         await room.outbox.settle([Settlement(row.id, Verdict.DEAD, last_error=REASON)])
     if state == "aborted":
-        await room.outbox.abort(row.id, caller=Caller(0, 0), reason="test")
+        await room.outbox.act("abort", row.id, caller=Caller(0, 0), reason="test")
 
 
 @pytest.mark.parametrize(("state", "same", "status", "says"), CELLS)

@@ -342,7 +342,7 @@ async def test_the_header_wins_over_the_body_and_quotes_are_no_part_of_it(room: 
 
 async def test_the_id_of_a_held_row_answers_like_any_pending_one(room: Any) -> None:
     row = (await room.send({"to": "topic:a", "client_message_id": "k"})).json["outbox_id"]
-    await room.outbox.hold(row, caller=Caller(0, 0), reason="test")
+    await room.outbox.act("hold", row, caller=Caller(0, 0), reason="test")
     assert (await room.send({"to": "topic:a", "client_message_id": "k"})).status == 202
     assert (await room.send({"to": "topic:b", "client_message_id": "k"})).status == 409
 

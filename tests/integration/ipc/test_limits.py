@@ -42,7 +42,7 @@ async def test_waits_keep_no_send_out_and_one_too_many_is_a_429(open_room: Any) 
         await _until(lambda count=count: room.services.waits.held == count)
     assert (await room.send({"to": "topic:a"})).status == 202
     assert (await room.request("GET", "/v1/sends/k?wait=60")).status == 429
-    await room.outbox.abort("k", caller=Caller(0, 0), reason="test")
+    await room.outbox.act("abort", "k", caller=Caller(0, 0), reason="test")
     assert [(await wait).json["status"] for wait in waiting] == ["aborted", "aborted"]
     assert room.services.waits.held == 0
 
@@ -69,7 +69,7 @@ async def test_a_wait_outlasts_a_half_close(room: Any) -> None:
     waiting = asyncio.create_task(room.request("GET", "/v1/sends/k?wait=60"))
     await _until(lambda: room.services.counters.in_flight > 0)
     await drop_after(room, 5)
-    await room.outbox.abort("k", caller=Caller(0, 0), reason="test")
+    await room.outbox.act("abort", "k", caller=Caller(0, 0), reason="test")
     assert (await waiting).json["status"] == "aborted"
 
 

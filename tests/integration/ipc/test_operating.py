@@ -187,9 +187,9 @@ async def test_what_is_held_or_meant_for_later_is_not_late(open_room: Any) -> No
     await room.send({"to": "topic:a", "not_before": "2090-01-01T00:00:00Z"})
     await room.send({"to": "topic:a"}, idempotency_key="held")
     row = await room.outbox.find("held")
-    await room.outbox.hold(row.id, caller=Caller(0, 0), reason="test")
+    await room.outbox.act("hold", row.id, caller=Caller(0, 0), reason="test")
     assert (await room.outbox.counts()).due_ms == 0
-    (claimed,) = [await room.outbox.release(row.id, caller=Caller(0, 0), reason="test")]
+    (claimed,) = [await room.outbox.act("release", row.id, caller=Caller(0, 0), reason="test")]
     assert claimed.status == "pending"
     await room.outbox.claim()  # what is inflight has waited as well
     while not (await room.outbox.counts()).due_ms:

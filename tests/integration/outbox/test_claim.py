@@ -137,9 +137,9 @@ async def test_rows_that_were_found_but_not_taken_are_taken_by_the_next_claims(o
 
 async def test_held_rows_are_left_alone_until_released(outbox: Outbox) -> None:
     (row,) = await accepted(outbox, send())
-    await outbox.hold(row.row_id, **WHY)
+    await outbox.act("hold", row.row_id, **WHY)
     assert await ids(outbox) == []
-    await outbox.release(row.row_id, **WHY)
+    await outbox.act("release", row.row_id, **WHY)
     assert await ids(outbox) == ["id-1"]
 
 

@@ -62,7 +62,7 @@ async def test_a_refused_verb_leaves_the_rest_of_its_transaction_alone(outbox: O
     row_id = await row_in(outbox, "done")
     outcomes = await asyncio.gather(
         accepted(outbox, send("before")),
-        outbox.abort(row_id, **WHY),
+        outbox.act("abort", row_id, **WHY),
         accepted(outbox, send("after")),
         return_exceptions=True,
     )

@@ -16,7 +16,8 @@ from support.outboxes import ALICE, WHY, Clock, counted, dead, done, retry, send
 
 from outbox import AcceptedRow, Outbox, RowFilter
 from outbox.model import Accepted, Unanswered
-from outbox.operating import Verb, why_not
+from outbox.operating import why_not
+from postroom._wire.operations import Verb
 from postroom.errors import Conflict
 
 IDS = st.sampled_from([f"id-{number}" for number in range(12)])
@@ -136,16 +137,16 @@ class Model(RuleBasedStateMachine):
         allowed = why_not(verb, row.status, held=row.held) is None  # type: ignore[arg-type]
         if not allowed:
             with pytest.raises(Conflict):
-                self.do(getattr(self.outbox, verb)(self.ids[name], **WHY))
+                self.do(self.outbox.act(verb, self.ids[name], **WHY))
             return
         if verb in ("requeue", "abort") and row.unanswered:
             row.unanswered = False
             if row.had:
                 with pytest.raises(Conflict, match="had accepted it"):
-                    self.do(getattr(self.outbox, verb)(self.ids[name], **WHY))
+                    self.do(self.outbox.act(verb, self.ids[name], **WHY))
                 row.status, row.held = "done", False
                 return
-        answer = self.do(getattr(self.outbox, verb)(self.ids[name], **WHY))
+        answer = self.do(self.outbox.act(verb, self.ids[name], **WHY))
         if verb in ("requeue", "abort"):
             row.status, row.held = "aborted", False
         if verb in ("hold", "release"):

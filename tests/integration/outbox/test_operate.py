@@ -16,7 +16,7 @@ from postroom.errors import Conflict, InvalidMessage, NotFound
 async def test_requeue_retires_the_row_and_writes_its_successor(outbox: Outbox, clock: Clock) -> None:
     row_id = await row_in(outbox, "dead")
     clock.forward(60)
-    successor = await outbox.requeue(row_id, **WHY)
+    successor = await outbox.act("requeue", row_id, **WHY)
     assert successor.status == "pending"
     assert successor.client_message_id != "id-1"
     assert (successor.attempts, successor.last_error, successor.submitted_by) == (0, None, "1000:1000")
@@ -36,7 +36,7 @@ async def test_requeue_retires_the_row_and_writes_its_successor(outbox: Outbox, 
 async def test_the_chain_is_whole_from_wherever_it_is_inspected(outbox: Outbox) -> None:
     ids = [await row_in(outbox, "pending")]
     for _ in range(3):
-        ids.append((await outbox.requeue(ids[-1], **WHY)).id)
+        ids.append((await outbox.act("requeue", ids[-1], **WHY)).id)
     for row_id in ids:
         chain = await outbox.inspect(row_id)
         assert [row.id for row in chain.chain] == ids
@@ -45,7 +45,7 @@ async def test_the_chain_is_whole_from_wherever_it_is_inspected(outbox: Outbox) 
 
 
 async def test_requeue_takes_the_id_that_the_operator_chose(outbox: Outbox) -> None:
-    successor = await outbox.requeue(await row_in(outbox, "dead"), new_client_message_id="chosen", **WHY)
+    successor = await outbox.act("requeue", await row_in(outbox, "dead"), new_client_message_id="chosen", **WHY)
     assert successor.client_message_id == "chosen"
 
 
@@ -55,7 +55,7 @@ async def test_requeue_refuses_an_id_that_was_ever_used(outbox: Outbox, used: st
         await row_in(outbox, used, used)
     row_id = await row_in(outbox, "dead")
     with pytest.raises(Conflict, match="was used before") as refusal:
-        await outbox.requeue(row_id, new_client_message_id=used, **WHY)
+        await outbox.act("requeue", row_id, new_client_message_id=used, **WHY)
     assert refusal.value.code == "client_message_id_taken"
     assert (await outbox.inspect(row_id)).row.status == "dead"
 
@@ -63,12 +63,12 @@ async def test_requeue_refuses_an_id_that_was_ever_used(outbox: Outbox, used: st
 async def test_requeue_refuses_what_is_no_id(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "dead")
     with pytest.raises(InvalidMessage):
-        await outbox.requeue(row_id, new_client_message_id="no id", **WHY)
+        await outbox.act("requeue", row_id, new_client_message_id="no id", **WHY)
 
 
 async def test_a_patched_message_has_its_own_fingerprint_and_destination(outbox: Outbox) -> None:
     patch = prepare(msgspec.json.encode({"to": "dm:bob", "body": "patched", "priority": "now"}))
-    successor = await outbox.requeue(await row_in(outbox, "dead"), patch=patch, **WHY)
+    successor = await outbox.act("requeue", await row_in(outbox, "dead"), patch=patch, **WHY)
     assert (successor.destination, successor.priority) == ("dm:bob", "now")
     (claimed,) = await outbox.claim()
     assert claimed.fingerprint == patch.fingerprint != send().fingerprint
@@ -80,7 +80,7 @@ async def test_a_patched_message_has_its_own_fingerprint_and_destination(outbox:
 
 async def test_a_successor_keeps_the_time_before_which_it_may_not_go(outbox: Outbox, clock: Clock) -> None:
     (row,) = await accepted(outbox, send(not_before=START + 60_000))
-    successor = await outbox.requeue(row.row_id, **WHY)
+    successor = await outbox.act("requeue", row.row_id, **WHY)
     assert successor.not_before is not None
     assert await outbox.claim() == []
     clock.forward(60)
@@ -88,22 +88,22 @@ async def test_a_successor_keeps_the_time_before_which_it_may_not_go(outbox: Out
 
 
 async def test_the_retired_id_stays_used(outbox: Outbox) -> None:
-    await outbox.requeue(await row_in(outbox, "dead"), **WHY)
+    await outbox.act("requeue", await row_in(outbox, "dead"), **WHY)
     (row,) = await accepted(outbox, send())
     assert (row.inserted, row.status) == (False, "aborted")
 
 
 async def test_the_same_row_requeued_twice_at_once_has_one_successor(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "dead")
-    outcomes = await asyncio.gather(*(outbox.requeue(row_id, **WHY) for _ in range(8)), return_exceptions=True)
+    outcomes = await asyncio.gather(*(outbox.act("requeue", row_id, **WHY) for _ in range(8)), return_exceptions=True)
     assert sum(isinstance(outcome, Conflict) for outcome in outcomes) == 7
     assert len((await outbox.inspect(row_id)).chain) == 2
 
 
 async def test_a_held_row_is_requeued_free(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "pending")
-    await outbox.hold(row_id, **WHY)
-    successor = await outbox.requeue(row_id, **WHY)
+    await outbox.act("hold", row_id, **WHY)
+    successor = await outbox.act("requeue", row_id, **WHY)
     assert not successor.held
     assert [row.row_id for row in await outbox.claim()] == [successor.id]
 
@@ -111,9 +111,9 @@ async def test_a_held_row_is_requeued_free(outbox: Outbox) -> None:
 async def test_hold_and_release_keep_the_time_of_the_next_attempt(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "inflight")
     await outbox.settle([retry(row_id, 60_000)])
-    held = await outbox.hold(row_id, **WHY)
+    held = await outbox.act("hold", row_id, **WHY)
     assert held.held
-    released = await outbox.release(row_id, **WHY)
+    released = await outbox.act("release", row_id, **WHY)
     assert not released.held
     assert released.next_attempt_at == held.next_attempt_at
     assert await outbox.claim() == []
@@ -123,18 +123,18 @@ async def test_flush_retries_now_but_never_before_its_time(outbox: Outbox) -> No
     row_id = await row_in(outbox, "inflight")
     await outbox.settle([retry(row_id, 60_000)])
     (later,) = await accepted(outbox, send("later", not_before=START + 60_000))
-    await outbox.flush(row_id, **WHY)
-    await outbox.flush(later.row_id, **WHY)
+    await outbox.act("flush", row_id, **WHY)
+    await outbox.act("flush", later.row_id, **WHY)
     assert [row.row_id for row in await outbox.claim()] == [row_id]
 
 
 async def test_a_held_row_is_not_flushed_nor_held_again(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "pending")
-    await outbox.hold(row_id, **WHY)
+    await outbox.act("hold", row_id, **WHY)
     with pytest.raises(Conflict, match="it is held: release it"):
-        await outbox.flush(row_id, **WHY)
-    with pytest.raises(Conflict, match="it is held already"):
-        await outbox.hold(row_id, **WHY)
+        await outbox.act("flush", row_id, **WHY)
+    with pytest.raises(Conflict, match="it is held: release it"):
+        await outbox.act("hold", row_id, **WHY)
 
 
 @pytest.mark.parametrize("reason", ["", "  ", "\n"])
@@ -142,7 +142,7 @@ async def test_a_held_row_is_not_flushed_nor_held_again(outbox: Outbox) -> None:
 async def test_a_verb_without_a_reason_is_refused(outbox: Outbox, verb: str, reason: str) -> None:
     row_id = await row_in(outbox, "pending")
     with pytest.raises(InvalidMessage) as refusal:
-        await getattr(outbox, verb)(row_id, caller=OPERATOR, reason=reason)
+        await outbox.act(verb, row_id, caller=OPERATOR, reason=reason)
     assert (refusal.value.code, refusal.value.problem.field) == ("reason_required", "reason")
 
 
@@ -151,15 +151,15 @@ async def test_a_verb_without_a_reason_is_refused(outbox: Outbox, verb: str, rea
 async def test_a_verb_on_no_row_says_so(outbox: Outbox, verb: str, row_id: str) -> None:
     await row_in(outbox, "pending")
     with pytest.raises(NotFound, match="there is no outbox row"):
-        await getattr(outbox, verb)(row_id, **WHY)
+        await outbox.act(verb, row_id, **WHY)
 
 
 async def test_a_verb_takes_a_client_message_id_where_no_row_id_matches(outbox: Outbox) -> None:
     row_id = await row_in(outbox, "pending")
     await accepted(outbox, send(row_id))  # somebody names a message after another's row
-    assert (await outbox.abort("id-1", **WHY)).id == row_id
+    assert (await outbox.act("abort", "id-1", **WHY)).id == row_id
     with pytest.raises(Conflict):
-        await outbox.abort(row_id, **WHY)
+        await outbox.act("abort", row_id, **WHY)
 
 
 async def filled(outbox: Outbox) -> None:
@@ -172,7 +172,7 @@ async def filled(outbox: Outbox) -> None:
     rows = await outbox.claim(limit=3)
     await outbox.settle([dead(row.row_id, "member_not_found: nobody") for row in rows])
     await accepted(outbox, send("pending"), send("held"))
-    await outbox.hold("held", **WHY)
+    await outbox.act("hold", "held", **WHY)
 
 
 async def test_bulk_does_what_it_can_and_says_what_it_cannot(outbox: Outbox) -> None:
@@ -228,7 +228,7 @@ async def test_ids_whose_rows_do_not_match_the_rest_of_the_filter_are_skipped(
 ) -> None:
     monkeypatch.setattr(reading, "_SCAN", 3)
     rows = await accepted(outbox, *(send(f"id-{number}") for number in range(7)))
-    await outbox.abort("id-6", **WHY)
+    await outbox.act("abort", "id-6", **WHY)
     wanted = RowFilter(ids=[*(f"id-{number}" for number in range(7)), "x"], status="aborted")
     result = await outbox.bulk("abort", wanted, dry_run=True, **WHY)
     assert (result.matched, result.done) == (1, [])
@@ -279,7 +279,7 @@ async def test_prune_makes_room_in_a_file_that_does_not_shrink(outbox: Outbox, c
     await accepted(outbox, *(send(message_id, body="x" * 20_000) for message_id in ids))
     before = await outbox.counts()
     for message_id in ids:
-        await outbox.abort(message_id, **WHY)
+        await outbox.act("abort", message_id, **WHY)
     clock.forward(1)
     assert await outbox.prune(clock.now, **WHY) == len(ids)
     after = await outbox.counts()
@@ -293,7 +293,7 @@ async def test_prune_empties_old_settled_payloads_and_keeps_the_rows(
     await filled(outbox)
     clock.forward(10)
     young = await row_in(outbox, "pending", "young")
-    await outbox.abort(young, **WHY)
+    await outbox.act("abort", young, **WHY)
     assert await outbox.prune(clock.now, **WHY) == 2
     assert await outbox.prune(clock.now, **WHY) == 0
     with opened(database) as db:
@@ -320,10 +320,10 @@ async def test_a_pruned_row_is_not_requeued(outbox: Outbox, clock: Clock) -> Non
     clock.forward(1)
     await outbox.prune(clock.now, **WHY)
     with pytest.raises(Conflict, match="payload was pruned") as refusal:
-        await outbox.requeue(row_id, **WHY)
+        await outbox.act("requeue", row_id, **WHY)
     assert refusal.value.code == "payload_pruned"
     with pytest.raises(Conflict, match="it is aborted"):
-        await outbox.requeue(row_id, patch=send("patch"), **WHY)
+        await outbox.act("requeue", row_id, patch=send("patch"), **WHY)
 
 
 async def test_what_the_relay_was_told_is_kept(outbox: Outbox, open_outbox: Any) -> None:

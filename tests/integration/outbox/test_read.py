@@ -36,7 +36,7 @@ async def test_pending_rows_of_all_priorities_come_in_age_order(outbox: Outbox) 
         send("d"),
         send("e"),
     )
-    await outbox.hold("d", **WHY)
+    await outbox.act("hold", "d", **WHY)
     assert await pages(outbox, RowFilter(status="pending"), 2) == [["a", "b"], ["c", "d"], ["e"]]
 
 

@@ -139,8 +139,8 @@ async def test_dead_rows_count_as_waiting_and_the_refusal_says_so(open_outbox: O
     (refused,) = await outbox.accept([send("new", body)], ALICE)
     assert isinstance(refused, TryAgain)
     assert (refused.code, "dead" in str(refused), "abort" in str(refused)) == ("outbox_full", True, True)
-    await outbox.abort("id-0", **WHY)
-    await outbox.abort("id-1", **WHY)
+    await outbox.act("abort", "id-0", **WHY)
+    await outbox.act("abort", "id-1", **WHY)
     (new,) = await outbox.accept([send("new", body)], ALICE)
     assert isinstance(new, AcceptedRow)
     await outbox.close()
@@ -192,27 +192,27 @@ async def test_a_pruned_row_is_answered_shown_and_refused_like_any_other(outbox:
     assert await outbox.find_all([name, "nobody"]) == [after]
     for verb in ("abort", "hold", "release", "flush"):
         with pytest.raises(Conflict, match=f"cannot {verb} row {row_id}: it is {status}"):
-            await getattr(outbox, verb)(row_id, **WHY)
+            await outbox.act(verb, row_id, **WHY)
     with pytest.raises(Conflict, match="payload was pruned"):
-        await outbox.requeue(name, **WHY)
+        await outbox.act("requeue", name, **WHY)
     other = await row_in(outbox, "dead", "other")
     with pytest.raises(Conflict, match="was used before"):
-        await outbox.requeue(other, new_client_message_id=name, **WHY)
+        await outbox.act("requeue", other, new_client_message_id=name, **WHY)
     with pytest.raises(NotFound):
         await outbox.inspect("nobody")
 
 
 async def test_a_chain_holds_together_whichever_of_its_rows_are_pruned(outbox: Outbox, clock: Clock) -> None:
     first = await row_in(outbox, "dead", "first")
-    second = await outbox.requeue(first, **WHY)
+    second = await outbox.act("requeue", first, **WHY)
     clock.forward(10)
-    third = await outbox.requeue(second.id, **WHY)
+    third = await outbox.act("requeue", second.id, **WHY)
     chain = [first, second.id, third.id]
     assert await outbox.prune(clock.now, **WHY) == 1
     assert [row.id for row in (await outbox.inspect(third.id)).chain] == chain
     clock.forward(1)
     assert await outbox.prune(clock.now, **WHY) == 1
-    await outbox.abort(third.id, **WHY)
+    await outbox.act("abort", third.id, **WHY)
     clock.forward(1)
     assert await outbox.prune(clock.now, **WHY) == 1
     for row_id in chain:
@@ -227,13 +227,13 @@ async def test_numbers_go_on_after_the_newest_row_was_pruned(outbox: Outbox, ope
         await settled_row(outbox, "done", name)
     rows = await accepted(outbox, send("a"), send("c"), send("c"), send("d"), send("b"))
     assert [row.inserted for row in rows] == [False, True, False, True, False]
-    await outbox.abort("c", **WHY)
-    await outbox.abort("d", **WHY)
+    await outbox.act("abort", "c", **WHY)
+    await outbox.act("abort", "d", **WHY)
     assert await outbox.prune(2**62, **WHY) == 2
     await outbox.close()
     again = await open_outbox()
     await accepted(again, send("e"))
-    await again.requeue("e", **WHY)
+    await again.act("requeue", "e", **WHY)
     names = [row.client_message_id async for row in again.export(RowFilter())]
     assert names[:-1] == ["a", "b", "c", "d", "e"]
     with opened(again._store.path) as db:

@@ -102,7 +102,7 @@ async def test_waiting_for_a_send_ends_when_it_settles(outbox: Outbox) -> None:
 async def test_waiting_for_a_send_ends_when_an_operator_retires_it(outbox: Outbox, verb: str) -> None:
     row_id = await row_in(outbox, "pending")
     waiting = await watched(outbox, row_id)
-    await getattr(outbox, verb)(row_id, **WHY)
+    await outbox.act(verb, row_id, **WHY)
     row = await asyncio.wait_for(waiting, 30)
     assert row is not None
     assert row.status == "aborted"
@@ -130,7 +130,7 @@ async def test_pending_rows_that_are_too_old_die(outbox: Outbox, clock: Clock) -
     await outbox.settle([retry(waiting.row_id, 10**9)])
     await accepted(outbox, send("held"), send("low", priority="low"))
     held = await found(outbox, "held")
-    await outbox.hold(held.id, **WHY)
+    await outbox.act("hold", held.id, **WHY)
     await row_in(outbox, "pending", "due")
     clock.forward(1)
     await accepted(outbox, send("young"))

@@ -134,7 +134,7 @@ async def test_no_row_is_written_without_its_payload(outbox: Outbox) -> None:
 
 
 async def test_the_operator_log_is_append_only(outbox: Outbox, database: Path) -> None:
-    await outbox.abort(await row_in(outbox, "pending"), **WHY)
+    await outbox.act("abort", await row_in(outbox, "pending"), **WHY)
     with opened(database) as db:
         for change in ("UPDATE operator_log SET reason = 'another'", "DELETE FROM operator_log"):
             with pytest.raises(sqlite3.IntegrityError, match="append-only"):
@@ -152,11 +152,11 @@ async def test_a_verb_is_refused_with_a_sentence_where_the_state_forbids_it(
     row_id = await row_in(outbox, status)
     assert (why_not(verb, status, held=False) is None) == (status in VERBS[verb])  # type: ignore[arg-type]
     if status in VERBS[verb]:
-        await getattr(outbox, verb)(row_id, **WHY)
+        await outbox.act(verb, row_id, **WHY)
         return
     before = await outbox.inspect(row_id)
     with pytest.raises(Conflict, match=f"cannot {verb} row {row_id}: it is {status}") as refusal:
-        await getattr(outbox, verb)(row_id, **WHY)
+        await outbox.act(verb, row_id, **WHY)
     assert refusal.value.code == "wrong_state"
     assert await outbox.inspect(row_id) == before
 
@@ -165,4 +165,4 @@ async def test_a_verb_is_refused_with_a_sentence_where_the_state_forbids_it(
 async def test_only_a_held_row_is_released(outbox: Outbox, status: str) -> None:
     row_id = await row_in(outbox, status)
     with pytest.raises(Conflict, match=f"cannot release row {row_id}"):
-        await outbox.release(row_id, **WHY)
+        await outbox.act("release", row_id, **WHY)

@@ -57,7 +57,7 @@ async def test_wait_returns_when_the_row_is_settled(daemon: LoneDaemon) -> None:
         sent = await client.send("topic:orders", "hello")
         assert (await client.wait(sent.client_message_id, 0.01)).status == "pending"
         waiting = asyncio.create_task(client.wait(sent.client_message_id, 30))
-        await client.abort(sent.outbox_id, reason=REASON)
+        await client.act("abort", sent.outbox_id, reason=REASON)
         assert (await waiting).status == "aborted"
 
 
@@ -84,16 +84,17 @@ async def test_every_id_that_may_be_sent_is_found_and_repaired_under_it(daemon: 
         await client.send("topic:orders", "hello", client_message_id=message_id)
         assert (await client.get(message_id)).client_message_id == message_id
         assert (await client.inspect(message_id)).row.client_message_id == message_id
-        assert (await client.abort(message_id, reason=REASON)).status == "aborted"
+        assert (await client.act("abort", message_id, reason=REASON)).status == "aborted"
 
 
 async def test_an_operator_repairs_one_row(daemon: LoneDaemon) -> None:
     async with AsyncClient(daemon.socket) as client:
         sent = await client.send("topic:orders", "hello")
-        assert (await client.hold(sent.outbox_id, reason=REASON)).held
-        assert not (await client.release(sent.outbox_id, reason=REASON)).held
-        assert (await client.flush(sent.outbox_id, reason=REASON)).status == "pending"
-        successor = await client.requeue(
+        assert (await client.act("hold", sent.outbox_id, reason=REASON)).held
+        assert not (await client.act("release", sent.outbox_id, reason=REASON)).held
+        assert (await client.act("flush", sent.outbox_id, reason=REASON)).status == "pending"
+        successor = await client.act(
+            "requeue",
             sent.outbox_id,
             reason=REASON,
             new_client_message_id="fresh",

@@ -5,8 +5,9 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
+from postroom._wire.dead_letters import LetterFilter
 from postroom.delivery.dead_letters.letter import DeadLetter, is_dead_letter, letter_id, letter_of
-from postroom.delivery.dead_letters.operations import LetterFilter, StoredLetter, replay_id
+from postroom.delivery.dead_letters.operations import StoredLetter, replay_id
 from postroom.delivery.message import Delivery, message_id_of
 
 DIED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -120,11 +121,11 @@ def test_a_payload_comes_back_byte_for_byte(data):
 )
 def test_a_filter_means_what_it_says(members, *, matches):
     a_minute_later = DIED.replace(minute=5)
-    assert LetterFilter(**members).matches(StoredLetter("4", DIED, letter()), a_minute_later) is matches
+    assert StoredLetter("4", DIED, letter()).matches(LetterFilter(**members), a_minute_later) is matches
 
 
 def test_what_is_no_letter_is_only_meant_by_its_id_or_by_no_filter_at_all():
     stranger = StoredLetter("4", DIED, None)
-    assert LetterFilter().matches(stranger, DIED)
-    assert LetterFilter(ids=frozenset({"4"})).matches(stranger, DIED)
-    assert not LetterFilter(reason="max_deliver").matches(stranger, DIED)
+    assert stranger.matches(LetterFilter(), DIED)
+    assert stranger.matches(LetterFilter(ids=frozenset({"4"})), DIED)
+    assert not stranger.matches(LetterFilter(reason="max_deliver"), DIED)

@@ -6,14 +6,12 @@ the same death has one letter, however often a crash has it buried.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
-import msgspec
-
+from postroom._wire.dead_letters import DeadLetter as DeadLetter  # noqa: PLC0414 - one of this module's words too
 from postroom.delivery.message import Delivery, json_object
 from postroom.delivery.subjects import parse_subject
 from postroom.errors import InvalidMessage
@@ -25,58 +23,7 @@ REPLAY_OF: Final = "Postroom-Replay-Of"  # the message id that it was first sent
 RECORDED: Final = "Postroom-Recorded"  # on a letter that is a row of a database, where operators settle it
 
 _IDEMPOTENCY_KEY: Final = "Idempotency-Key"
-_UNKNOWN: Final = datetime.fromtimestamp(0, UTC)
 _ID_CHARACTERS: Final = 255
-
-
-class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """The body of a dead letter. The payload is text where it is UTF-8, else base64.
-
-    A letter of another program may have no more than the first four members.
-    """
-
-    message_id: str | None
-    original_subject: str
-    reason: str
-    attempts: int
-    last_error: str = ""
-    stream: str = ""
-    sequence: int = 0
-    consumer: str = ""
-    published_at: datetime = _UNKNOWN
-    died_at: datetime = _UNKNOWN
-    headers: dict[str, str] = msgspec.field(default_factory=dict)
-    tenant: str | None = None
-    idempotency_key: str | None = None
-    payload: str | None = None
-    payload_base64: str | None = None
-    payload_omitted: bool = False  # NATS takes no letter so large: the record has payload and headers
-
-    @property
-    def has_payload(self) -> bool:
-        """Whether the original message is in the letter."""
-        return self.payload is not None or self.payload_base64 is not None
-
-    def data(self) -> bytes:
-        """Return the original payload, byte for byte."""
-        if self.payload_base64 is not None:
-            return base64.b64decode(self.payload_base64)
-        return (self.payload or "").encode()
-
-    def with_data(self, data: bytes) -> DeadLetter:
-        """Return the letter with this payload."""
-        try:
-            return msgspec.structs.replace(self, payload=data.decode(), payload_base64=None)
-        except UnicodeDecodeError:
-            return msgspec.structs.replace(self, payload=None, payload_base64=base64.b64encode(data).decode())
-
-    def without_data(self) -> DeadLetter:
-        """Return the letter without its payload."""
-        return msgspec.structs.replace(self, payload=None, payload_base64=None)
-
-    def shortened(self) -> DeadLetter:
-        """Return what of the letter fits into any message: neither payload nor headers."""
-        return msgspec.structs.replace(self.without_data(), headers={}, payload_omitted=True)
 
 
 class DeadLetters(Protocol):

@@ -11,19 +11,22 @@ consumer has to be there. The letter's row is locked meanwhile: two operators do
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime, timedelta
-from typing import Final, Literal, NamedTuple
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple
 
 import asyncpg
 import msgspec
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from postroom._wire.dead_letters import Act, DeadLetter, LetterFilter, LetterNote
 from postroom.chassis.postgres import Connection
-from postroom.delivery.dead_letters.letter import REPLAY_OF, REPLAYED_FOR, DeadLetter, now
+from postroom.delivery.dead_letters.letter import REPLAY_OF, REPLAYED_FOR, now
 from postroom.delivery.dead_letters.record import QUERIES, columns
 from postroom.delivery.dead_letters.stream import StreamedLetter, check_context, read_letters
 from postroom.delivery.errors import (
@@ -32,7 +35,6 @@ from postroom.delivery.errors import (
     from_nats,
     letter_elsewhere,
     letter_not_found,
-    no_letter_record,
     no_nats,
     no_payload,
 )
@@ -40,24 +42,18 @@ from postroom.delivery.message import EPOCH, MESSAGE_ID
 from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.delivery.streams import all_streams, covers
 from postroom.delivery.subjects import dead_letter_subject, stream_name
+from postroom.errors import InvalidMessage
 
+_ROWS: Final = 500  # letters of the record that are read at once
+_EPOCH: Final = datetime.fromtimestamp(0, UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_LAST: Final = 2**63 - 1
+_START: Final = (datetime.min.replace(tzinfo=UTC), False, 0)
+_CURSOR: Final = re.compile(r"(-?[0-9]{1,17})-([01])-([0-9]{1,18})")
 _REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]+)")
 
-Act = Literal["replayed", "dropped"]
-
-
-class LetterNote(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
-    """What an operator did to a dead letter."""
-
-    act: Act
-    at: datetime
-    actor: str
-    why: str
-    message_id: str | None
-    original_subject: str
-    reason: str  # why the letter was dead
-    consumer: str
-    new_message_id: str | None = None
+Log = Callable[[Connection, str, str], Awaitable[None]]
+"""Keeps, in the transaction that a connection is in, that something was done to a letter, by its id, and why."""
 
 
 class StoredLetter(NamedTuple):
@@ -69,31 +65,28 @@ class StoredLetter(NamedTuple):
     row: int | None = None
     streamed: StreamedLetter | None = None  # of a letter without a row
 
+    @property
+    def key(self) -> tuple[datetime, bool, int]:
+        """Where it is in the order of all letters."""
+        if self.streamed is None:
+            return self.at, False, self.row or 0
+        return self.at, True, self.streamed.sequence
 
-class LetterFilter(msgspec.Struct, kw_only=True, frozen=True):
-    """Which letters are meant; what is not set matches everything."""
-
-    ids: frozenset[str] | None = None  # of letters, or message ids
-    subject: str | None = None  # of the original message; `*` and `>` as in NATS
-    reason: str | None = None
-    consumer: str | None = None
-    older_than_seconds: float | None = None
-
-    def matches(self, stored: StoredLetter, moment: datetime) -> bool:
-        """Tell whether `stored` is meant, at `moment`."""
-        letter = stored.letter
-        if self.ids is not None:
-            return stored.id in self.ids or (letter is not None and letter.message_id in self.ids)
+    def matches(self, wanted: LetterFilter, moment: datetime) -> bool:
+        """Tell whether the letter is meant, at `moment`."""
+        letter = self.letter
+        if wanted.ids is not None:
+            return self.id in wanted.ids or (letter is not None and letter.message_id in wanted.ids)
         if letter is None:
-            return self == LetterFilter()
-        old_enough = self.older_than_seconds is None or letter.died_at <= moment - timedelta(
-            seconds=self.older_than_seconds
+            return wanted == LetterFilter()
+        old_enough = wanted.older_than_seconds is None or letter.died_at <= moment - timedelta(
+            seconds=wanted.older_than_seconds
         )
         return (
             old_enough
-            and self.reason in (None, letter.reason)
-            and self.consumer in (None, letter.consumer)
-            and (self.subject is None or covers(self.subject, letter.original_subject))
+            and wanted.reason in (None, letter.reason)
+            and wanted.consumer in (None, letter.consumer)
+            and (wanted.subject is None or covers(wanted.subject, letter.original_subject))
         )
 
 
@@ -102,35 +95,58 @@ class LetterOperations:
 
     def __init__(
         self,
-        connection: Connection | None,
+        connection: Connection,
         js: JetStreamContext | None,
         context: str,
         *,
         actor: str,
+        log: Log | None = None,
         clock: Callable[[], datetime] = now,
     ) -> None:
-        """Without a `connection` only the stream is read and nothing is settled; without `js` only the record is."""
+        """Without `js` only the record is read; `log` keeps what is done beside the letter's own note."""
         self._connection = connection
         self._js = js
         self._context = context
         self._actor = actor
+        self._log = log
         self._clock = clock
 
     async def find(self, wanted: LetterFilter, *, payloads: bool = False) -> list[StoredLetter]:
         """Return the letters that are meant, oldest first; raises `NotFound` for an id that is none."""
-        moment = self._clock()
-        everything = [*await self._recorded(payloads=payloads), *await self._unrecorded()]
-        if not everything:
-            await self._check_context()
-        found = [stored for stored in sorted(everything, key=lambda each: each.at) if wanted.matches(stored, moment)]
-        known = {stored.id for stored in found} | {stored.letter.message_id for stored in found if stored.letter}
-        for missing in sorted((wanted.ids or frozenset()) - known):
-            raise letter_not_found(missing) if self._js else no_nats(f"looking for the dead letter {missing}")
+        found, _ = await self.page(wanted, payloads=payloads)
         return found
+
+    async def page(
+        self, wanted: LetterFilter, *, payloads: bool = False, cursor: str | None = None, limit: int = sys.maxsize
+    ) -> tuple[list[StoredLetter], str | None]:
+        """Return `limit` of them from `cursor` on, and where the next page begins, if there is one."""
+        moment, after = self._clock(), _START if cursor is None else _place(cursor)
+        unrecorded = await self._unrecorded()
+        found = [stored for stored in unrecorded if stored.key > after and stored.matches(wanted, moment)]
+        seen, most = len(unrecorded), len(found) + (limit if wanted.ids is None else sys.maxsize - len(found))
+        at, number = after[0], _LAST if after[1] else after[2]
+        while rows := await self._connection.fetch(QUERIES["list_letters"], self._context, payloads, at, number, _ROWS):
+            recorded = [StoredLetter(str(row["id"]), row["died_at"], _letter(row), row=row["id"]) for row in rows]
+            seen += len(rows)
+            found += [stored for stored in recorded if stored.matches(wanted, moment)]
+            at, number = rows[-1]["died_at"], rows[-1]["id"]
+            if len(rows) < _ROWS or len(found) > most:
+                break
+            await asyncio.sleep(0)  # decoding them is work, and others wait
+        if not seen and cursor is None:
+            await self._check_context()
+        known = {stored.id for stored in found} | {stored.letter.message_id for stored in found if stored.letter}
+        for missing in sorted((wanted.ids or frozenset()) - known) if cursor is None else ():
+            raise letter_not_found(missing) if self._js else no_nats(f"looking for the dead letter {missing}")
+        found.sort(key=lambda stored: stored.key)
+        if len(found) <= limit:
+            return found, None
+        at, streamed, number = found[limit - 1].key
+        return found[:limit], f"{(at - _EPOCH) // _MICROSECOND}-{int(streamed)}-{number}"
 
     async def notes(self) -> list[LetterNote]:
         """Return what operators did, oldest first."""
-        rows = await self._record().fetch(QUERIES["list_settled"], self._context)
+        rows = await self._connection.fetch(QUERIES["list_settled"], self._context)
         if not rows:
             await self._check_context()
         return [_note(row) for row in rows]
@@ -165,20 +181,7 @@ class LetterOperations:
 
     async def _known(self) -> set[str]:
         """Return the ids of the letters that the record has, settled ones too."""
-        if self._connection is None:
-            return set()
         return {row["letter_id"] for row in await self._connection.fetch(QUERIES["list_known"], self._context)}
-
-    def _record(self) -> Connection:
-        if self._connection is None:
-            raise no_letter_record()
-        return self._connection
-
-    async def _recorded(self, *, payloads: bool) -> list[StoredLetter]:
-        if self._connection is None:
-            return []
-        rows = await self._connection.fetch(QUERIES["list_letters"], self._context, payloads)
-        return [StoredLetter(str(row["id"]), row["died_at"], _letter(row), row=row["id"]) for row in rows]
 
     async def _unrecorded(self) -> list[StoredLetter]:
         """Return what the stream holds and the record has not; a letter that is there twice counts once."""
@@ -200,8 +203,10 @@ class LetterOperations:
     @asynccontextmanager
     async def _settling(self, stored: StoredLetter, act: Act, why: str) -> AsyncIterator[DeadLetter | None]:
         """Lend the whole letter, nobody else's meanwhile; it is settled unless the block raises."""
-        connection = self._record()
+        connection = self._connection
         async with connection.transaction():
+            if self._log is not None:
+                await self._log(connection, stored.id, why)
             if stored.row is None:
                 letter = stored.letter
                 await self._settle_unrecorded(connection, stored, act, why)
@@ -245,6 +250,16 @@ class LetterOperations:
             await js.consumer_info(stream, letter.consumer)
         except NotFoundError:
             raise consumer_gone(id_, letter.consumer, letter.original_subject) from None
+
+
+def _place(cursor: str) -> tuple[datetime, bool, int]:
+    place = _CURSOR.fullmatch(cursor)
+    try:
+        if place is not None:
+            return _EPOCH + int(place[1]) * _MICROSECOND, place[2] == "1", int(place[3])
+    except OverflowError:
+        pass
+    raise InvalidMessage.of("invalid_cursor", "that cursor is not one of a list of dead letters", field="cursor")
 
 
 def replay_id(letter: DeadLetter) -> str:

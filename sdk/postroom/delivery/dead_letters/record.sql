@@ -6,9 +6,10 @@ INSERT INTO postroom.dead_letters (context, letter_id, subject, died_at, letter,
 VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (context, letter_id) DO NOTHING;
 
 -- name: list_letters
--- The letters of the context $1 that nobody has settled, oldest first; with their payloads if $2.
+-- $5 letters of the context $1 that nobody has settled, oldest first, from behind the one of time $3 and number $4 on;
+-- with their payloads if $2.
 SELECT id, died_at, letter, CASE WHEN $2 THEN payload END AS payload FROM postroom.dead_letters
-WHERE context = $1 AND settled_at IS NULL ORDER BY died_at, id;
+WHERE context = $1 AND settled_at IS NULL AND (died_at, id) > ($3, $4::bigint) ORDER BY died_at, id LIMIT $5;
 
 -- name: list_known
 -- Which letters of the context $1 the record has, settled ones too.

@@ -6,18 +6,20 @@ of agents and of daemons.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import asyncpg
 import msgspec
 import pytest
+from broker.database import migrate
 from support.databases import migrated_database
 from support.jetstream import DURABLE, Context, Script
+from support.operated import operated_broker
 from support.terminal import Terminal
 
-from embedded import EmbeddedPostgres
+from embedded import EmbeddedNats, EmbeddedPostgres
 from postroom.delivery.consumer import DONE, Dead
-from postroom.delivery.database import migrate
 from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
 from postroom.delivery.dead_letters.operations import count_letters
 from postroom.delivery.nats import connect
@@ -29,12 +31,16 @@ POISON = Dead("unprocessable", "the total is negative")
 class Station:
     """A context with a user at a terminal; each piece of work has a connection of its own."""
 
-    def __init__(self, url: str, database: str, *, recorded: bool) -> None:
+    def __init__(self, url: str, database: str, broker: dict[str, str], *, recorded: bool) -> None:
         self.url = url
         self.database = database
         self.recorded = recorded
         self.name = self.work(self._declare)
-        self.user = Terminal(POSTROOM_NATS_URL=url, POSTROOM_DATABASE_URL=database, POSTROOM_MESH=self.name)
+        self.user = self.at(broker)
+
+    def at(self, broker: dict[str, str]) -> Terminal:
+        """An administrator at a broker."""
+        return Terminal(POSTROOM_MESH=self.name, **broker)
 
     def work(self, work: Callable[[Context], Awaitable[Any]]) -> Any:
         async def run() -> Any:
@@ -90,9 +96,24 @@ def record(postgres_server: EmbeddedPostgres) -> str:
     return migrated_database(postgres_server, "letters", migrate)
 
 
+@pytest.fixture(scope="module")
+def broker(session_directory: Path, nats_server: EmbeddedNats, record: str) -> Iterator[dict[str, str]]:
+    """A broker on that database, which knows NATS."""
+    with operated_broker(session_directory, record, NatsSettings(url=nats_server.url)) as reach:
+        yield reach
+
+
+@pytest.fixture
+def without_nats(short_directory: Path, record: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A broker on that database, where nobody listens at the address of NATS."""
+    monkeypatch.setattr("broker.dead_letters.PATIENCE", 0.2)
+    with operated_broker(short_directory, record, NatsSettings(url="nats://127.0.0.1:1")) as reach:
+        yield reach
+
+
 @pytest.fixture(params=["recorded", "streamed"])
-def station(nats_url: str, record: str, request: pytest.FixtureRequest) -> Iterator[Station]:
-    station = Station(nats_url, record, recorded=request.param == "recorded")
+def station(nats_url: str, record: str, broker: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Station]:
+    station = Station(nats_url, record, broker, recorded=request.param == "recorded")
     yield station
     station.work(Context.remove)
 
@@ -340,67 +361,83 @@ def test_a_letter_that_is_kept_in_another_database_is_settled_there(station: Sta
     for verb in ("drop", "replay"):
         outcome = station.user.run("dlq", verb, "m", "--yes", "--reason", "x")
         assert outcome.code == 1
-        assert "POSTROOM_DATABASE_URL" in outcome.err
+        assert "POSTROOM_BROKER_URL" in outcome.err
         assert "billing" in outcome.err
-    assert len(station.letters()) == 1
-
-
-def test_without_a_database_the_stream_is_shown_and_nothing_is_settled(station: Station) -> None:
-    station.bury("a")
-    user = Terminal(POSTROOM_NATS_URL=station.url, POSTROOM_MESH=station.name)
-    shown = user.run("dlq", "list", "--json")
-    assert [letter["message_id"] for letter in shown.json] == ([] if station.recorded else ["a"])
-    assert "POSTROOM_DATABASE_URL" in shown.err
-    assert "POSTROOM_DATABASE_URL" in user.run("dlq", "log").sentence()
-    for verb in ("drop", "replay") if not station.recorded else ():
-        assert "POSTROOM_DATABASE_URL" in user.run("dlq", verb, "a", "--yes", "--reason", "x").err
     assert len(station.letters()) == 1
 
 
 @pytest.mark.parametrize("station", ["recorded"], indirect=True)
 def test_without_nats_what_the_record_has_is_shown_and_can_be_dropped(
-    station: Station, monkeypatch: pytest.MonkeyPatch
+    station: Station, without_nats: dict[str, str]
 ) -> None:
     station.bury("a", "b")
-    monkeypatch.setattr("cli.jetstream.PATIENCE", 0.2)
-    nowhere = ["--nats-url", "nats://127.0.0.1:1"]
-    shown = station.user.run("dlq", "list", "--json", *nowhere)
+    user = station.at(without_nats)
+    shown = user.run("dlq", "list", "--json")
     assert [letter["message_id"] for letter in shown.json] == ["a", "b"]
     assert shown.code == 69
     assert "JetStream does not answer" in shown.err
-    assert station.user.run("dlq", "drop", "a", "--yes", "--reason", "x", *nowhere).code == 0
+    assert user.run("dlq", "drop", "a", "--yes", "--reason", "x").code == 0
     for arguments in (["replay", "b"], ["drop", "unknown"], ["inspect", "unknown"]):
         options = [] if arguments[0] == "inspect" else ["--yes", "--reason", "x"]
-        assert station.user.run("dlq", *arguments, *options, *nowhere).code == 69, arguments
+        assert user.run("dlq", *arguments, *options).code == 69, arguments
     assert [letter["message_id"] for letter in station.letters()] == ["b"]
-    assert station.user.run("dlq", "drop", "--all", "--yes", "--reason", "x", *nowhere).code == 69  # there may be more
+    assert user.run("dlq", "drop", "--all", "--yes", "--reason", "x").code == 69  # there may be more
     assert station.letters() == []
 
 
-def test_without_nats_it_says_so(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.jetstream.PATIENCE", 0.2)
-    outcome = station.user.run("dlq", "list", "--nats-url", "nats://127.0.0.1:1")
+def test_without_nats_it_says_so(station: Station, without_nats: dict[str, str]) -> None:
+    outcome = station.at(without_nats).run("dlq", "list")
     assert outcome.code == 69
     assert "JetStream does not answer" in outcome.sentence()
     assert outcome.out == ""
 
 
-def test_without_an_address_or_a_mesh_it_says_what_to_set(station: Station) -> None:
-    assert "POSTROOM_NATS_URL" in Terminal(POSTROOM_MESH="demo").run("dlq", "list").sentence()
-    assert "POSTROOM_MESH" in Terminal(POSTROOM_NATS_URL=station.url).run("dlq", "list").sentence()
+def test_a_broker_that_knows_no_nats_shows_the_record_and_says_that_there_may_be_more(
+    station: Station, record: str, short_directory: Path
+) -> None:
+    station.bury("a")
+    with operated_broker(short_directory, record) as reach:
+        shown = station.at(reach).run("dlq", "list", "--json")
+        assert [letter["message_id"] for letter in shown.json] == (["a"] if station.recorded else [])
+        assert shown.code == 0
+        assert "nats.url" in shown.err
+        assert station.at(reach).run("dlq", "replay", "--all", "--reason", "x", "--yes").code == 69
 
 
-def test_wrong_credentials_are_exit_code_77(station: Station, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.jetstream.PATIENCE", 1.0)
-    file = tmp_path / "credentials"
-    file.write_text("postroom:wrong")
-    file.chmod(0o600)
-    address = f"nats://{station.url.rpartition('@')[2]}"
-    outcome = station.user.run("dlq", "list", "--nats-url", address, "--nats-credentials-file", file)
-    assert outcome.code == 77
-    right = station.url.removeprefix("nats://").rpartition("@")[0]
-    file.write_text(right)
-    assert station.user.run("dlq", "list", "--nats-url", address, "--nats-credentials-file", file).code == 0
+def test_without_an_address_a_token_or_a_mesh_it_says_what_to_set(station: Station, broker: dict[str, str]) -> None:
+    nowhere = Terminal(POSTROOM_MESH=station.name, POSTROOM_DATABASE_URL=station.database)
+    assert "POSTROOM_BROKER_URL" in nowhere.run("dlq", "list").sentence()
+    nobody = Terminal(POSTROOM_MESH=station.name, POSTROOM_BROKER_URL=broker["POSTROOM_BROKER_URL"])
+    assert "POSTROOM_ADMIN_TOKEN_FILE" in nobody.run("dlq", "list").sentence()
+    assert "POSTROOM_MESH" in Terminal(**broker).run("dlq", "list").sentence()
+
+
+def test_a_list_longer_than_a_page_is_whole_and_in_order(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    station.bury(*"abcde")
+    monkeypatch.setattr("cli.dead_letters.PAGE", 2)
+    assert [letter["message_id"] for letter in station.letters()] == list("abcde")
+
+
+def test_what_was_done_is_kept_with_who_the_token_says_in_the_transaction_of_the_change(station: Station) -> None:
+    station.bury("a", "b")
+    (first, _) = station.letters()
+    station.user.run("dlq", "drop", "a", "--yes", "--reason", "a test order")
+    station.user.run("dlq", "replay", "--all", "--yes", "--reason", "mended")
+
+    async def logged(_: Context) -> list[tuple[str, ...]]:
+        async with open_pool(station.database) as pool:
+            rows = await pool.fetch(
+                "SELECT actor, verb, subject, reason FROM mesh.operator_log WHERE subject LIKE $1 ORDER BY id",
+                f"{station.name} %",
+            )
+            return [tuple(row) for row in rows]
+
+    dropped, replayed = station.work(logged)
+    assert dropped == (
+        "administrator", "POST /v1/dead_letters/drop", f"{station.name} {first['id']}", "a test order"
+    )  # fmt: skip
+    assert (replayed[1], replayed[3]) == ("POST /v1/dead_letters/replay", "mended")
+    assert {note["actor"] for note in station.user.run("dlq", "log", "--json").json} == {"administrator"}
 
 
 def test_what_is_counted_for_the_status_are_letters_and_no_notes(station: Station) -> None:

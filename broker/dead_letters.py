@@ -1,0 +1,140 @@
+"""Dead letters: an admin of the mesh sees, replays and drops them (docs/contract/delivery.md#delivery-51).
+
+What consumers, webhooks and jobs buried is in the record, in Postgres. What agents, daemons and other programs buried
+is in streams alone, and a replay is published: that needs NATS, which nothing else at the broker does. So a connection
+is made for each request, and where there is none, the record alone is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
+
+from aiohttp import web
+from nats.js import JetStreamContext
+
+from broker.administration import path_mesh
+from broker.authentication import PRINCIPAL, own_mesh
+from broker.database import Database
+from broker.requests import decode_body, keep_log
+from postroom._wire.administration import MeshQuery
+from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LetterLog, LetterPage, LettersQuery
+from postroom._wire.nouns import CHANGES, Failure, Result
+from postroom.chassis.postgres import Connection
+from postroom.chassis.routes import Handler, decode_query, json_response
+from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
+from postroom.errors import PostroomError, Unavailable
+
+PATIENCE: Final = 5.0  # seconds that an operator waits for NATS
+
+
+class DeadLetters:
+    """The handlers of the routes of dead letters."""
+
+    def __init__(self, database: Database, nats: NatsSettings | None) -> None:
+        self._database = database
+        self._nats = nats
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/dead_letters`: never a payload."""
+        query = decode_query(request, LettersQuery)
+        wanted = LetterFilter(
+            subject=query.subject,
+            reason=query.reason,
+            consumer=query.consumer,
+            older_than_seconds=query.older_than_seconds,
+        )
+        async with self._opened(request, own_mesh(request[PRINCIPAL], query.mesh)) as (letters, unread):
+            found, next_cursor = await letters.page(wanted, cursor=query.cursor, limit=query.limit)
+        return _page(found, next_cursor, unread)
+
+    async def inspect(self, request: web.Request) -> web.Response:
+        """`GET /v1/dead_letters/{mesh}/{id}`: by the id of a letter or of its message; whole."""
+        wanted = LetterFilter(ids=frozenset({request.match_info["id"]}))
+        async with self._opened(request, path_mesh(request)) as (letters, unread):
+            found = await letters.find(wanted, payloads=True)
+        return _page(found, None, unread, whole=True)
+
+    async def log(self, request: web.Request) -> web.Response:
+        """`GET /v1/dead_letters/log`."""
+        mesh = own_mesh(request[PRINCIPAL], decode_query(request, MeshQuery).mesh)
+        async with self._opened(request, mesh) as (letters, _):
+            return json_response(LetterLog(notes=await letters.notes()))
+
+    def change(self, verb: str) -> Handler:
+        """Make the handler of `POST /v1/dead_letters/<verb>`: each letter in a transaction of its own."""
+
+        async def handle(request: web.Request) -> web.Response:
+            asked = await decode_body(request, DEAD_LETTERS.change)
+            mesh = own_mesh(request[PRINCIPAL], asked.mesh)
+            async with self._opened(request, mesh) as (letters, unread):
+                if unread is not None and verb == "replay":
+                    raise unread
+                found, next_cursor = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES)
+                result = Result[Letter](
+                    dry_run=asked.dry_run,
+                    done=[],
+                    failed=[],
+                    next_cursor=next_cursor,
+                    unread=None if unread is None else unread.problem,
+                )
+                for stored in found:
+                    try:
+                        done = None if asked.dry_run else await _EFFECTS[verb](letters, stored, why=asked.reason)
+                    except PostroomError as error:
+                        result.failed.append(Failure(id=stored.id, problem=error.problem))
+                    else:
+                        result.done.append(_shown(stored, new_message_id=done))
+            return json_response(result)
+
+        return handle
+
+    @asynccontextmanager
+    async def _opened(
+        self, request: web.Request, mesh: str
+    ) -> AsyncIterator[tuple[LetterOperations, Unavailable | None]]:
+        """Lend the letters of a mesh, and say why those that are in streams alone cannot be read, if so."""
+        principal = request[PRINCIPAL]
+
+        async def log(connection: Connection, letter: str, why: str) -> None:
+            await keep_log(connection, request, mesh, letter, reason=why)
+
+        async with AsyncExitStack() as stack:
+            js: JetStreamContext | None = None
+            unread: Unavailable | None = None
+            if self._nats is None:
+                sentence = (
+                    "the broker knows no NATS (its setting nats.url): letters that are in streams alone are missing"
+                )
+                unread = Unavailable.of("nats_not_configured", sentence)
+            else:
+                try:
+                    nats = await connect(self._nats, name="postroom-broker", patience=PATIENCE, logged=False)
+                except PostroomError as error:
+                    unread = Unavailable.of("nats_unreachable", str(error))
+                else:
+                    stack.push_async_callback(nats.close)
+                    js = nats.jetstream()
+            connection = await stack.enter_async_context(self._database.read(principal.whose))
+            yield LetterOperations(connection, js, mesh, actor=principal.actor, log=log), unread
+
+
+_EFFECTS: Final = {"replay": LetterOperations.replay, "drop": LetterOperations.drop}
+
+
+def _page(
+    found: list[StoredLetter], next_cursor: str | None, unread: PostroomError | None, *, whole: bool = False
+) -> web.Response:
+    shown = [_shown(stored, whole=whole) for stored in found]
+    problem = None if unread is None else unread.problem
+    return json_response(LetterPage(letters=shown, next_cursor=next_cursor, unread=problem))
+
+
+def _shown(stored: StoredLetter, *, whole: bool = False, new_message_id: str | None = None) -> Letter:
+    letter = stored.letter
+    if letter is not None and not whole:
+        letter = letter.summary()
+    return Letter(id=stored.id, letter=letter, new_message_id=new_message_id)

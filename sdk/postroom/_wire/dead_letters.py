@@ -1,0 +1,159 @@
+"""Dead letters: what nobody could handle, kept whole with the reason, and what an operator asks a broker about them.
+
+The rules begin at docs/contract/delivery.md#delivery-44.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
+from postroom._wire.operations import MAX_IDS, Age
+from postroom.errors import Problem
+
+Act = Literal["replayed", "dropped"]
+
+_UNKNOWN: Final = datetime.fromtimestamp(0, UTC)
+
+
+class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """The body of a dead letter. The payload is text where it is UTF-8, else base64.
+
+    A letter of another program may have no more than the first four members.
+    """
+
+    message_id: str | None
+    original_subject: str
+    reason: str
+    attempts: int
+    last_error: str = ""
+    stream: str = ""
+    sequence: int = 0
+    consumer: str = ""
+    published_at: datetime = _UNKNOWN
+    died_at: datetime = _UNKNOWN
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
+    tenant: str | None = None
+    idempotency_key: str | None = None
+    payload: str | None = None
+    payload_base64: str | None = None
+    payload_omitted: bool = False  # NATS takes no letter so large: the record has payload and headers
+
+    @property
+    def has_payload(self) -> bool:
+        """Whether the original message is in the letter."""
+        return self.payload is not None or self.payload_base64 is not None
+
+    def data(self) -> bytes:
+        """Return the original payload, byte for byte."""
+        if self.payload_base64 is not None:
+            return base64.b64decode(self.payload_base64)
+        return (self.payload or "").encode()
+
+    def with_data(self, data: bytes) -> DeadLetter:
+        """Return the letter with this payload."""
+        try:
+            return msgspec.structs.replace(self, payload=data.decode(), payload_base64=None)
+        except UnicodeDecodeError:
+            return msgspec.structs.replace(self, payload=None, payload_base64=base64.b64encode(data).decode())
+
+    def without_data(self) -> DeadLetter:
+        """Return the letter without its payload."""
+        return msgspec.structs.replace(self, payload=None, payload_base64=None)
+
+    def summary(self) -> DeadLetter:
+        """Return the letter as a list shows it: with neither payload nor headers."""
+        return msgspec.structs.replace(self.without_data(), headers={})
+
+    def shortened(self) -> DeadLetter:
+        """Return what of the letter fits into any message."""
+        return msgspec.structs.replace(self.summary(), payload_omitted=True)
+
+
+class _Conditions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which letters are meant; what is not set matches everything."""
+
+    subject: str | None = None  # of the original message; `*` and `>` as in NATS
+    reason: str | None = None
+    consumer: str | None = None
+    older_than_seconds: Age | None = None
+
+
+class LetterFilter(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which letters a verb means: by `ids` (of letters, or message ids), else all that match the rest."""
+
+    ids: Annotated[frozenset[str], msgspec.Meta(max_length=MAX_IDS)] | None = None
+
+
+class LettersQuery(_Conditions, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query string of `GET /v1/dead_letters`; a member's token implies its mesh."""
+
+    mesh: str | None = None
+    cursor: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=CHANGES)] = CHANGES
+
+
+class Letter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """A letter under the id that verbs take; without a `letter`, another program's thing in the place of one.
+
+    `new_message_id` is that of its replay, where that is what the answer is about.
+    """
+
+    id: str
+    letter: DeadLetter | None = None
+    new_message_id: str | None = None
+
+
+class LetterPage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Letters, oldest first; in a list without their payload.
+
+    `unread` is why letters that are in streams alone are missing.
+    """
+
+    letters: list[Letter]
+    next_cursor: str | None = None
+    unread: Problem | None = None
+
+
+class LetterNote(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """What an operator did to a dead letter."""
+
+    act: Act
+    at: datetime
+    actor: str
+    why: str
+    message_id: str | None
+    original_subject: str
+    reason: str  # why the letter was dead
+    consumer: str
+    new_message_id: str | None = None
+
+
+class LetterLog(msgspec.Struct, kw_only=True):
+    """What operators did to the dead letters of a mesh, oldest first."""
+
+    notes: list[LetterNote]
+
+
+VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
+    {
+        "replay": Verb(
+            "Send messages again, each under a fresh id, to the consumer that could not handle them; their letters are "
+            "settled.",
+            "replayed",
+        ),
+        "drop": Verb(
+            "Settle dead letters that will not be handled; a record of each is kept, without its payload.", "dropped"
+        ),
+    }
+)
+
+DEAD_LETTERS: Final = Noun(
+    "/v1/dead_letters", LettersQuery, LetterPage, LetterLog, Change[LetterFilter], Result[Letter], VERBS
+)
