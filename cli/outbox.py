@@ -64,8 +64,9 @@ class Filters(NamedTuple):
             parse_destination(self.destination)  # a misspelt one would match nothing, and say nothing
         if self.status is not None and self.status not in STATUSES:
             raise typer.BadParameter(f"{self.status!r} is not a status: {', '.join(STATUSES)}", param_hint="--status")
-        members = self._asdict()
-        return msgspec.convert({**members, "older_than_seconds": members.pop("older_than")}, RowFilter)
+        members: dict[str, Any] = self._asdict()
+        members["older_than_seconds"] = members.pop("older_than")
+        return msgspec.convert(members, RowFilter)
 
     def query(self, cursor: str | None = None) -> ListQuery:
         """Return the question for a list that begins at `cursor`."""

@@ -12,12 +12,12 @@ from typing import Any
 import asyncpg
 import msgspec
 import pytest
-from broker.database import migrate
 from support.databases import migrated_database
 from support.jetstream import DURABLE, Context, Script
 from support.operated import operated_broker
 from support.terminal import Terminal
 
+from broker.database import migrate
 from embedded import EmbeddedNats, EmbeddedPostgres
 from postroom.delivery.consumer import DONE, Dead
 from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
