@@ -25,7 +25,7 @@ from cli.stack.programs import module_command
 from cli.stack.stack import Stack
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.processes import wait_for_any
-from postroom._wire.retry import STEADY, Backoff
+from postroom._wire.retry import Backoff
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import open_private
 
@@ -106,7 +106,7 @@ class _Watched:
 
     def __init__(self, program: EmbeddedServer, first_seconds: float) -> None:
         self.program = program
-        self._pauses = Backoff(first_seconds, _MOST_SECONDS, least=STEADY)
+        self._pauses = Backoff(first_seconds, _MOST_SECONDS, least=1.0)  # nothing else waits for what it starts
         self._ends = 0
         self._started = time.monotonic()
         self._due: float | None = None
@@ -118,7 +118,7 @@ class _Watched:
             self._ends = 1 if now - self._started > _STEADY_SECONDS else self._ends + 1
             wait = 0.0 if self._ends == 1 else self._pauses.seconds(self._ends - 1)
             self._due = now + wait
-            when = f" in {wait:.1f} s (end {self._ends} in a row; see {self.program.log_file})" if wait else ""
+            when = f" in {wait:g} s (end {self._ends} in a row; see {self.program.log_file})" if wait else ""
             say(f"{self.program.name} ended; it is started again{when}")
         return self._due
 
