@@ -134,12 +134,12 @@ def _stored(
     """Return an agent and where its store lies; without a config where both are given."""
     from cli.worker_process import ask_worker  # noqa: PLC0415
     from postroom.delivery.agents.runtime import database  # noqa: PLC0415
-    from postroom.worker.agent_config import load_config, state_directory  # noqa: PLC0415
+    from postroom.worker.config import load_agent_config, state_directory  # noqa: PLC0415
 
     if agent is not None and directory is not None:
         ask_worker("describe", "agent", "--", agent)
         return agent, database(directory)
-    loaded = load_config(config, tenant=tenant, workspace=workspace)
+    loaded = load_agent_config(config, tenant=tenant, workspace=workspace)
     named = loaded.name_agent(agent)
     name = ask_worker("describe", "agent", "--", named)["name"]
     return named, database(directory or state_directory(loaded, name))

@@ -8,12 +8,8 @@ from daemon.config import PREFIX as DAEMON_PREFIX
 from daemon.config import DaemonConfig
 from postroom.chassis.config import reference
 from postroom.delivery.settings import StreamSettings
-from postroom.worker.agent_config import PREFIX as AGENT_PREFIX
-from postroom.worker.agent_config import AgentConfig
+from postroom.worker.config import AGENT_PREFIX, CONSUMER_PREFIX, AgentConfig, ConsumerConfig, WorkerConfig
 from postroom.worker.config import PREFIX as WORKER_PREFIX
-from postroom.worker.config import WorkerConfig
-from postroom.worker.consumer_config import PREFIX as CONSUMER_PREFIX
-from postroom.worker.consumer_config import ConsumerConfig
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 
@@ -43,10 +39,14 @@ This page is written by `make docs` from the types that decode the files.
 {worker}
 ## A consumer
 
-`postroom consumer run` can derive most of it from `--context`, `--name` and `--handler`.
+`postroom consumer run` can derive most of it from `--context`, `--name` and `--handler`. A worker takes the same settings in a
+table of `[[consumers]]`, without those of the process (`nats`, `listen_host`, `listen_port`, `log_level`), and with the
+worker's `database_url` unless the table has its own.
 
 {consumer}
 ## An agent
+
+A worker takes the same settings in a table of `[[agents]]`, without those of the process.
 
 {agent}
 ## Streams

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from postroom.chassis.runtime import run as run_program
-from postroom.worker import consumer
-from postroom.worker.consumer_config import load_config
+from postroom.worker.config import load_consumer_config, worker_of
+from postroom.worker.consumer import open_consumer
 
 STEPS = ("claim", "call", "settle", "ack")
 LETTER_STEPS = ("keep", "ack")
@@ -42,7 +42,8 @@ def dying(step: str, count: int, when: str, work: Callable[..., Awaitable[Any]])
 
 
 async def main(file: Path, when: str, count: int) -> None:
-    async with consumer.open_services(load_config(file, {})) as services:
+    config = load_consumer_config(file, {})
+    async with open_consumer(config, worker_of(config)) as services:
         handler, inbox = services.handler, services.inbox
         inbox.claim = dying("claim", count, when, inbox.claim)  # type: ignore[method-assign]
         inbox.settle = dying("settle", count, when, inbox.settle)  # type: ignore[method-assign]

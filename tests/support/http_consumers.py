@@ -12,8 +12,8 @@ from nats.js.errors import NotFoundError
 
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.delivery.settings import NatsSettings
-from postroom.worker.consumer import Services, open_services
-from postroom.worker.consumer_config import ConsumerConfig
+from postroom.worker.config import ConsumerConfig, worker_of
+from postroom.worker.consumer import HttpConsumer, open_consumer
 from support.jetstream import DURABLE, Context, until
 
 
@@ -65,9 +65,9 @@ async def settled(context: Context, durable: str = DURABLE) -> None:
 
 
 @asynccontextmanager
-async def consuming(config: ConsumerConfig) -> AsyncIterator[Services]:
+async def consuming(config: ConsumerConfig) -> AsyncIterator[HttpConsumer]:
     """Run a consumer for the length of the block, then let it finish."""
-    async with open_services(config) as services:
+    async with open_consumer(config, worker_of(config)) as services:
         tasks = [asyncio.create_task(services.consumer.run()), asyncio.create_task(services.handler.leases.run())]
         try:
             yield services

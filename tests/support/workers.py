@@ -14,8 +14,10 @@ from embedded.processes import tethered
 
 
 @contextmanager
-def worker(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Run a worker, and yield it with its first log line that says that it publishes."""
+def worker(
+    *arguments: str, ready: str = "publishing", **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run a worker, and yield it with the log line that says that it is `ready`."""
     process = subprocess.Popen(
         tethered([sys.executable, "-m", "postroom.worker", "run", *arguments]),
         stderr=subprocess.PIPE,
@@ -25,7 +27,7 @@ def worker(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Pop
     assert process.stderr is not None
     try:
         started: dict[str, Any] = {}
-        while started.get("event") != "publishing":
+        while started.get("event") != ready:
             line = process.stderr.readline()
             assert line, "the worker ended"
             started = json.loads(line)

@@ -79,18 +79,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from postroom.worker.commands import main as run  # noqa: PLC0415
+    from postroom.worker.config import load_config  # noqa: PLC0415
+    from postroom.worker.process import run  # noqa: PLC0415
 
-    run(options.config, options.flow)
+    run(load_config(options.config, flows=options.flow))
 
 
 def _consume(options: argparse.Namespace) -> None:
-    from postroom.worker.consumer import main as consume  # noqa: PLC0415
-    from postroom.worker.consumer_config import PREFIX, direct_config, load_config  # noqa: PLC0415
+    from postroom.worker.config import CONSUMER_PREFIX, direct_config, load_consumer_config, worker_of  # noqa: PLC0415
+    from postroom.worker.process import run  # noqa: PLC0415
 
     direct = [options.context, options.durable, options.handler, options.stream, options.subject, options.secret_file]
-    if not any(direct) and (options.config is not None or any(variable.startswith(PREFIX) for variable in os.environ)):
-        return consume(load_config(options.config))
+    has_variables = any(variable.startswith(CONSUMER_PREFIX) for variable in os.environ)
+    if not any(direct) and (options.config is not None or has_variables):
+        return run(worker_of(load_consumer_config(options.config)))
     if options.config is not None:
         raise Fatal(Exit.USAGE, "use --config alone: the file has all settings")
     if not all(direct[:3]):
@@ -103,16 +105,15 @@ def _consume(options: argparse.Namespace) -> None:
         subjects=options.subject,
         secret_file=options.secret_file,
     )
-    return consume(config)
+    return run(worker_of(config))
 
 
 def _handle(options: argparse.Namespace) -> None:
-    from postroom.delivery.agents.settings import load_agent  # noqa: PLC0415
-    from postroom.worker.agent import main as handle  # noqa: PLC0415
-    from postroom.worker.agent_config import load_config  # noqa: PLC0415
+    from postroom.worker.config import load_agent_config, worker_of  # noqa: PLC0415
+    from postroom.worker.process import run  # noqa: PLC0415
 
-    config = load_config(options.config, tenant=options.tenant, workspace=options.workspace)
-    handle(load_agent(config.name_agent(options.agent)), config)
+    config = load_agent_config(options.config, tenant=options.tenant, workspace=options.workspace)
+    run(worker_of(msgspec.structs.replace(config, agent_class=config.name_agent(options.agent))))
 
 
 def _describe(options: argparse.Namespace) -> None:

@@ -1,56 +1,80 @@
-"""An agent as a process: config → NATS → event store → consume → wait → finish what is in hand."""
+"""An agent: NATS, event store and consumers, as its section says."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 from nats.aio.client import Client
+from prometheus_client.core import Metric
 
 from postroom._wire.retry import Patience, retrying
 from postroom.agent import Agent, agent_name, fill_subjects
-from postroom.chassis import logs
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
-from postroom.chassis.runtime import run as run_program
 from postroom.delivery.agents.consumers import check_events, open_consumers
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
 from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError
-from postroom.worker.agent_config import AgentConfig, state_directory
-from postroom.worker.agent_metrics import expose
-from postroom.worker.page import serving_page
+from postroom.worker.config import AgentSection, state_directory
+from postroom.worker.metrics import of_agent
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services:
-    """What one agent process is made of."""
+class RunningAgent:
+    """An agent that runs, and what it is made of."""
 
-    config: AgentConfig
+    agent: str
+    config: AgentSection
     nats: Client
     runtime: AgentRuntime
     consumers: list[Consumer]
+
+    @property
+    def name(self) -> str:
+        """What it is called beside others in one process."""
+        return f"agent {self.config.tenant}.{self.config.workspace}.{self.agent}"
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What tells its metrics from those of others."""
+        return {"mesh": self.config.tenant, "workspace": self.config.workspace, "agent": self.agent}
 
     def reasons(self) -> list[str]:
         """Return what keeps it from handling messages now."""
         nats = [] if self.nats.is_connected else ["nats_unavailable"]
         return [*nats, *(consumer.trouble for consumer in self.consumers if consumer.trouble is not None)]
 
-    async def metrics(self) -> bytes:
-        """Return the metrics as text."""
-        return expose(self.runtime, [consumer.counters for consumer in self.consumers])
+    def concerns(self) -> list[str]:
+        """Return nothing: whatever is wrong keeps it from handling messages."""
+        return []
+
+    async def status(self) -> None:
+        """Say nothing: an agent knows of no backlog."""
+
+    def announce(self, page: str | None) -> None:
+        """Log that it begins."""
+        _log.info("ready", agent=self.agent, position=self.runtime.position, page=page)
+
+    def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return what runs until the stop, by name."""
+        consumers = {f"consumer {number}": run_alone(consumer) for number, consumer in enumerate(self.consumers, 1)}
+        return {"agent": self.runtime.run(), **consumers}
+
+    async def metrics(self) -> list[Metric]:
+        """Return its metrics."""
+        return of_agent(self.runtime, [consumer.counters for consumer in self.consumers])
 
     async def finish(self) -> None:
         """Take nothing more and finish what is in hand; what can't be published now waits in the store."""
-        notify("STOPPING=1")
         try:
             async with asyncio.timeout(self.config.stop_seconds):
                 await asyncio.gather(*(consumer.stop() for consumer in self.consumers))
@@ -58,36 +82,19 @@ class Services:
             _log.warning("stopped_with_messages_in_hand", seconds=self.config.stop_seconds)
 
 
-def main(agent: type[Agent[Any]], config: AgentConfig) -> None:
-    """Run the agent until a signal says stop; raises `Fatal`."""
-    logs.configure(config.log_level)
-    run_program(run(agent, config))
-
-
-async def run(agent: type[Agent[Any]], config: AgentConfig) -> None:
-    """Handle messages until SIGTERM or SIGINT.
+@asynccontextmanager
+async def open_agent(
+    agent: type[Agent[Any]], config: AgentSection, settings: NatsSettings
+) -> AsyncIterator[RunningAgent]:
+    """Build everything, and close it.
 
     Raises `Fatal`: 78 for a wrong agent, config or store, 69 where NATS can't be reached, 75 without a stream, 74
     where the disk failed under a commit.
     """
-    stop = asyncio.Event()
-    stop_on_signals(stop)
-    async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(open_services(agent, config))
-        page = serving_page(config.listen_host, config.listen_port, services.reasons, services.metrics)
-        url = await stack.enter_async_context(page)
-        _log.info("ready", agent=agent_name(agent), position=services.runtime.position, page=url)
-        notify("READY=1")
-        await run_until_stopped(_tasks(services), stop, services.finish)
-
-
-@asynccontextmanager
-async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIterator[Services]:
-    """Build everything, and close it; raises `Fatal`."""
     subjects = fill_subjects(agent, config.tenant, config.workspace)
     async with AsyncExitStack() as stack:
         try:
-            nats = await connect(config.nats, name=f"postroom-agent {agent_name(agent)}", patience=config.start_seconds)
+            nats = await connect(settings, name=f"postroom-agent {agent_name(agent)}", patience=config.start_seconds)
             stack.push_async_callback(nats.close)
             js = nats.jetstream()
             runtime = await AgentRuntime.open(
@@ -106,16 +113,7 @@ async def open_services(agent: type[Agent[Any]], config: AgentConfig) -> AsyncIt
             await retrying(lambda: check_events(js, agent, config.tenant, config.workspace), patience)
         except PostroomError as error:
             raise Fatal(_exit(error), str(error)) from error
-        yield Services(config=config, nats=nats, runtime=runtime, consumers=consumers)
-
-
-def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
-    tasks = {"agent": services.runtime.run()}
-    for number, consumer in enumerate(services.consumers, 1):
-        tasks[f"consumer {number}"] = run_alone(consumer)
-    if (seconds := watchdog_seconds()) is not None:
-        tasks["watchdog"] = answer_watchdog(seconds / 2)
-    return tasks
+        yield RunningAgent(agent=agent_name(agent), config=config, nats=nats, runtime=runtime, consumers=consumers)
 
 
 def _exit(error: PostroomError) -> Exit:

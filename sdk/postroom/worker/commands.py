@@ -5,26 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
-from pathlib import Path
 
-import msgspec
-
-from postroom.chassis import logs, runtime
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, acting
 from postroom.delivery.database import open_database
 from postroom.delivery.publishing import Backlog, Redriven, Source, redrive, sources_of
 from postroom.delivery.publishing.failing import Dropped, Failing, drop_failing, list_dropped, list_failing
-from postroom.worker.config import WorkerConfig, load_config
-from postroom.worker.main import run
-
-
-def main(config_file: Path | None, flows: Sequence[str] = ()) -> None:
-    """Load the config and run the worker, with `flows` beside the config's; raises `Fatal`."""
-    config = load_config(config_file)
-    config = msgspec.structs.replace(config, flows=[*config.flows, *flows])
-    logs.configure(config.log_level)
-    runtime.run(run(config))
+from postroom.worker.config import WorkerConfig
 
 
 async def ask_backlogs(config: WorkerConfig, context: str | None) -> dict[str, Backlog]:
@@ -69,7 +56,7 @@ def _named(name: str, sources: Sequence[Source]) -> Source:
 
 @asynccontextmanager
 async def _opened(config: WorkerConfig) -> AsyncIterator[tuple[Connection, Sequence[Source]]]:
-    pool = await open_database(config.database_url, name="postroom-worker", connections=1)
+    pool = await open_database(config.database, name="postroom-worker", connections=1)
     try:
         async with pool.acquire() as connection:
             yield connection, await sources_of(connection)

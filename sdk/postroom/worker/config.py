@@ -1,40 +1,207 @@
-"""The worker's config: one TOML file; `POSTROOM_WORKER_<KEY>` overrides a key (docs/contract/operate.md#operate-19).
+"""What a worker can be configured with: one TOML file; `POSTROOM_WORKER_<KEY>` overrides a key (docs/configuration.md).
 
-Without a file, `POSTROOM_DATABASE_URL` and `POSTROOM_NATS_URL`, which every verb reads, stand in for the worker's own.
+A consumer, or an agent, can have a process and a file of its own: a worker with that one section, whose keys
+`POSTROOM_CONSUMER_<KEY>` or `POSTROOM_AGENT_<KEY>` overrides.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
+from postroom.agent import Agent, agent_name
 from postroom.chassis.config import SECRET, load
 from postroom.chassis.exits import Exit, Fatal
+from postroom.delivery.agents.settings import AgentSettings
+from postroom.delivery.http.settings import HandlerSettings, InboxSettings, check_inbox, check_timeout
 from postroom.delivery.publishing import PublisherSettings, RecordSettings
-from postroom.delivery.settings import NatsSettings, StreamDefaults, StreamSettings
+from postroom.delivery.settings import (
+    BackoffSettings,
+    ConsumerSettings,
+    Name,
+    NatsSettings,
+    StreamDefaults,
+    StreamSettings,
+)
+from postroom.delivery.streams import default_streams
+from postroom.delivery.subjects import DEFAULT_WORKSPACE, stream_name
 from postroom.delivery.webhooks.settings import WebhookSettings, check_webhooks
-from postroom.worker.job_settings import JobSettings
-from postroom.worker.once import OnceSettings
+from postroom.errors import InvalidMessage
+from postroom.once.registry import KEEP_DAYS
 from postroom.worker.orphans import OrphanCheckSettings
 
 PREFIX: Final = "POSTROOM_WORKER_"
-_SHARED: Final = {"POSTROOM_DATABASE_URL": "DATABASE_URL", "POSTROOM_NATS_URL": "NATS_URL"}
+CONSUMER_PREFIX: Final = "POSTROOM_CONSUMER_"
+AGENT_PREFIX: Final = "POSTROOM_AGENT_"
+
+_NATS_URL: Final = "POSTROOM_NATS_URL"  # these are what `postroom up` writes, for every verb
+_DATABASE_URL: Final = "POSTROOM_DATABASE_URL"
+_WORKER_SHARED: Final = {_DATABASE_URL: "DATABASE_URL", _NATS_URL: "NATS_URL"}
+_AGENT_SHARED: Final = {_NATS_URL: "NATS_URL", "POSTROOM_MESH": "TENANT"}
+
+
+# What each process has once, whatever it runs.
+ListenHost = Annotated[str, Meta(description="address of /health, /ready and /metrics")]
+ListenPort = Annotated[
+    Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="port of these pages; 0: a free one; unset: none")
+]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")]
+
+
+class ConsumerSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A consumer with an HTTP handler; any number of them with the same `consumer.durable` share its work."""
+
+    context: Annotated[
+        str,
+        Meta(
+            pattern="^[a-z][a-z0-9_]{0,63}$", description="the mesh that consumes, and that the dead letters belong to"
+        ),
+    ]
+    database_url: Annotated[
+        str | None, SECRET, Meta(description="Postgres with the inbox, postgresql://…; unset: the worker's")
+    ] = None
+    connections: Annotated[int, Meta(ge=1, le=100, description="Postgres connections")] = 3
+    consumer: ConsumerSettings
+    handler: HandlerSettings
+    inbox: InboxSettings = msgspec.field(default_factory=InboxSettings)
+    streams: Annotated[
+        list[StreamSettings], Meta(description="streams that this process declares at its start, as `[[streams]]`")
+    ] = msgspec.field(default_factory=list)
+
+    @property
+    def stream(self) -> StreamSettings | None:
+        """How the consumer's stream is declared: here, or as the context's default where it has that name."""
+        known = [*self.streams, *default_streams(self.context)]
+        return next((stream for stream in known if stream.name == self.consumer.stream), None)
+
+
+class ConsumerConfig(ConsumerSection, kw_only=True, forbid_unknown_fields=True):
+    """The config of a process that runs one consumer."""
+
+    database_url: Annotated[str, SECRET, Meta(description="Postgres with the inbox, postgresql://…")]
+    nats: NatsSettings
+    listen_host: ListenHost = "127.0.0.1"
+    listen_port: ListenPort = None
+    log_level: LogLevel = "info"
+
+
+class AgentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An agent; those of one agent on one host share its store and its work."""
+
+    tenant: Annotated[str, Meta(pattern="^[a-z][a-z0-9_]{0,63}$", description="the mesh that the agent works in")]
+    workspace: Annotated[str, Meta(pattern="^[a-z][a-z0-9_-]{0,63}$", description="its workspace there")] = (
+        DEFAULT_WORKSPACE
+    )
+    agent_class: Annotated[
+        str | None, Meta(description="the agent, as in shop.agents:Pricing, if the command does not name one")
+    ] = None
+    state_directory: Annotated[
+        Path | None,
+        Meta(
+            description="directory of `events.db`; unset: `agents/<tenant>.<workspace>.<agent>` below `POSTROOM_STATE` "
+            "(which `postroom up` sets), otherwise below `$XDG_STATE_HOME/postroom`"
+        ),
+    ] = None
+    durable: Annotated[Name | None, Meta(description="the durable consumer; unset: {agent}_consumer")] = None
+    ack_wait_seconds: Annotated[
+        float,
+        Meta(
+            ge=0.1, description="time without an acknowledgement after which a message is delivered again, in seconds"
+        ),
+    ] = 30
+    max_deliver: Annotated[int, Meta(ge=1, description="attempts after which a message is dead-lettered")] = 5
+    max_ack_pending: Annotated[int, Meta(ge=1, description="most messages that this process has claimed")] = 1000
+    start_seconds: Annotated[
+        float, Meta(ge=0, le=600, description="longest wait for NATS and the streams at a start, in seconds")
+    ] = 20
+    stop_seconds: Annotated[
+        float, Meta(gt=0, le=600, description="longest wait for running messages at a stop, in seconds")
+    ] = 10
+    backoff: BackoffSettings = msgspec.field(default_factory=BackoffSettings)
+    agent: AgentSettings = msgspec.field(default_factory=AgentSettings)
+
+    def consumer(self, agent: type[Agent[Any]]) -> ConsumerSettings:
+        """Return the durable consumer of `agent`, on whichever stream keeps its subjects."""
+        return ConsumerSettings(
+            stream="any",
+            durable=self.durable or f"{agent_name(agent)}_consumer",
+            ack_wait_seconds=self.ack_wait_seconds,
+            max_deliver=self.max_deliver,
+            max_ack_pending=self.max_ack_pending,
+            backoff=self.backoff,
+        )
+
+
+class AgentConfig(AgentSection, kw_only=True, forbid_unknown_fields=True):
+    """The config of a process that runs one agent."""
+
+    nats: NatsSettings
+    listen_host: ListenHost = "127.0.0.1"
+    listen_port: ListenPort = None
+    log_level: LogLevel = "info"
+
+    def name_agent(self, given: str | None) -> str:
+        """Return which class is meant, `given` before the config's; raises `Fatal` (2) where neither says."""
+        name = given or self.agent_class
+        if name is None:
+            sentence = "which agent? Give MODULE:AGENT, as in shop.agents:Pricing, or agent_class in the config"
+            raise Fatal(Exit.USAGE, sentence)
+        return name
+
+
+class JobSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a worker runs the steps of its flows."""
+
+    steps_at_once: Annotated[int, Meta(ge=1, le=1000, description="most steps that run at once, in all flows")] = 16
+    lease_seconds: Annotated[
+        float,
+        Meta(
+            ge=0.5, le=3600, description="lease of a step, in seconds: how long a worker that died keeps others from it"
+        ),
+    ] = 30
+    keep_days: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="how long completed and cancelled jobs of this database are kept, also "
+            "those of other flows, in days",
+        ),
+    ] = 90
+    check_seconds: Annotated[
+        float,
+        Meta(gt=0, le=60, description="pause between two checks for new meshes and overdue answers, in seconds"),
+    ] = 1
+
+
+class OnceSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How long it is known what was done once."""
+
+    keep_days: Annotated[
+        float,
+        Meta(gt=0, description="how long finished keys of `postroom.once` are kept in this database, in days"),
+    ] = KEEP_DAYS
 
 
 class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The config of one worker; any number of them share a Postgres and a JetStream."""
 
-    database_url: Annotated[str, SECRET, Meta(description="Postgres 16 or newer, postgresql://…")]
-    nats: NatsSettings
-    listen_host: Annotated[str, Meta(description="address of /health, /ready and /metrics")] = "127.0.0.1"
-    listen_port: Annotated[
-        Annotated[int, Meta(ge=0, le=65535)] | None, Meta(description="port of these pages; 0: a free one; unset: none")
+    database_url: Annotated[
+        str | None,
+        SECRET,
+        Meta(
+            description="Postgres 16 or newer, postgresql://…; required, except for a worker that has only "
+            "consumers or agents and publishes nothing"
+        ),
     ] = None
+    nats: NatsSettings
+    listen_host: ListenHost = "127.0.0.1"
+    listen_port: ListenPort = None
+    log_level: LogLevel = "info"
     declare_streams: Annotated[
         bool,
         Meta(description="whether to create the default streams of each mesh where no other stream has their subjects"),
@@ -43,9 +210,6 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     streams: Annotated[list[StreamSettings], Meta(description="further streams to create and update")] = msgspec.field(
         default_factory=list
     )
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="lowest level that is logged")
-    ] = "info"
     events: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     deliveries: PublisherSettings = msgspec.field(default_factory=PublisherSettings)
     record: RecordSettings = msgspec.field(default_factory=RecordSettings)
@@ -56,11 +220,30 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     )
     orphan_check: OrphanCheckSettings = msgspec.field(default_factory=OrphanCheckSettings)
     jobs: JobSettings = msgspec.field(default_factory=JobSettings)
+    consumers: Annotated[
+        list[ConsumerSection], Meta(description="consumers that this worker runs too, as `[[consumers]]`")
+    ] = msgspec.field(default_factory=list)
+    agents: Annotated[list[AgentSection], Meta(description="agents that this worker runs too, as `[[agents]]`")] = (
+        msgspec.field(default_factory=list)
+    )
+
+    @property
+    def database(self) -> str:
+        """The database that it publishes from; raises `Fatal` (78) if there is none."""
+        if self.database_url is None:
+            raise Fatal(Exit.CONFIG, "database_url is not set: this worker publishes nothing")
+        return self.database_url
 
 
-def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> WorkerConfig:
-    """Read and check the config; raises `Fatal` (78) with the path of what is wrong."""
-    config = load(WorkerConfig, file, prefix=PREFIX, environ=environ, shared=_SHARED if file is None else None)
+def load_config(
+    file: Path | None, environ: Mapping[str, str] = os.environ, *, flows: Sequence[str] = ()
+) -> WorkerConfig:
+    """Read and check the config, with `flows` beside its own; raises `Fatal` (78) with the path of what is wrong."""
+    config = load(WorkerConfig, file, prefix=PREFIX, environ=environ, shared=_WORKER_SHARED if file is None else None)
+    config.flows += flows
+    if config.database_url is None and (config.flows or not (config.consumers or config.agents)):
+        variable = f"{PREFIX}DATABASE_URL"
+        raise Fatal(Exit.CONFIG, f"database_url is not set: give one with --config FILE, or set {variable}")
     if config.record.keep_days < config.record.horizon_days:
         raise Fatal(
             Exit.CONFIG,
@@ -81,4 +264,116 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> W
             f"record.horizon_days ({config.record.horizon_days:g}): messages that are "
             "published again would be posted again",
         )
+    for number, consumer in enumerate(config.consumers):
+        _check_consumer(consumer)
+        if consumer.database_url is None and config.database_url is None:
+            raise Fatal(Exit.CONFIG, f"consumers[{number}].database_url is not set, and neither is database_url")
+    for number, agent in enumerate(config.agents):
+        _check_agent(agent)
+        if agent.agent_class is None:
+            raise Fatal(Exit.CONFIG, f"agents[{number}].agent_class is not set: name it, as in shop.agents:Pricing")
+    durables = [consumer.consumer.durable for consumer in config.consumers]
+    if len(set(durables)) < len(durables):
+        raise Fatal(Exit.CONFIG, "consumers: two have the same consumer.durable; give one a worker of its own")
     return config
+
+
+def load_consumer_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> ConsumerConfig:
+    """Read and check the config of a consumer's process; raises `Fatal` (78) with the path of what is wrong."""
+    config = load(ConsumerConfig, file, prefix=CONSUMER_PREFIX, environ=environ)
+    _check_consumer(config)
+    return config
+
+
+def direct_config(
+    *,
+    context: str,
+    name: str,
+    handler: str,
+    stream: str | None = None,
+    subjects: Sequence[str] = (),
+    secret_file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ConsumerConfig:
+    """Make the config of the consumer `name` of a context's events, with the servers that the environment names.
+
+    Raises `Fatal` (78) with what is missing or wrong.
+    """
+    for variable in (_NATS_URL, _DATABASE_URL):
+        if not environ.get(variable):
+            raise Fatal(Exit.CONFIG, f"{variable} is not set: source the `env` file of `postroom up`, or use --config")
+    try:
+        stream = stream or stream_name(context, "events")
+    except InvalidMessage as error:
+        raise Fatal(Exit.CONFIG, str(error)) from error
+    given = {
+        "CONTEXT": context,
+        "DATABASE_URL": environ[_DATABASE_URL],
+        "NATS_URL": environ[_NATS_URL],
+        "CONSUMER_STREAM": stream,
+        "CONSUMER_DURABLE": name,
+        "CONSUMER_FILTER_SUBJECTS": ",".join(subjects),
+        "HANDLER_URL": handler,
+    }
+    if secret_file is not None:
+        given["HANDLER_SECRET_FILE"] = str(secret_file)
+    variables = {CONSUMER_PREFIX + key: value for key, value in given.items()}
+    return load_consumer_config(None, {**environ, **variables})
+
+
+def load_agent_config(
+    file: Path | None,
+    *,
+    tenant: str | None = None,
+    workspace: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> AgentConfig:
+    """Read and check the config of an agent's process; the arguments win. Raises `Fatal` (78)."""
+    passed = {"TENANT": tenant, "WORKSPACE": workspace}
+    given = {AGENT_PREFIX + key: value for key, value in passed.items() if value is not None}
+    config = load(AgentConfig, file, prefix=AGENT_PREFIX, environ={**environ, **given}, shared=_AGENT_SHARED)
+    _check_agent(config)
+    return config
+
+
+def worker_of(config: ConsumerConfig | AgentConfig) -> WorkerConfig:
+    """Return the worker that runs this and nothing else."""
+    return WorkerConfig(
+        nats=config.nats,
+        listen_host=config.listen_host,
+        listen_port=config.listen_port,
+        log_level=config.log_level,
+        consumers=[config] if isinstance(config, ConsumerConfig) else [],
+        agents=[config] if isinstance(config, AgentConfig) else [],
+    )
+
+
+def _check_consumer(config: ConsumerSection) -> None:
+    check_timeout(config.handler, config.consumer)
+    check_inbox(config.inbox)
+
+
+def _check_agent(config: AgentSection) -> None:
+    if config.agent.keep_days < config.agent.horizon_days:
+        raise Fatal(
+            Exit.CONFIG,
+            f"agent.keep_days ({config.agent.keep_days:g}) is shorter than agent.horizon_days "
+            f"({config.agent.horizon_days:g}): messages that may have to be published again must be kept",
+        )
+
+
+def state_directory(config: AgentSection, agent: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the store of the agent of that name lies; raises `Fatal` (78) where nothing says."""
+    return config.state_directory or _state_home(environ) / "agents" / f"{config.tenant}.{config.workspace}.{agent}"
+
+
+def _state_home(environ: Mapping[str, str]) -> Path:
+    if stack := environ.get("POSTROOM_STATE"):
+        return Path(stack)  # `postroom down --wipe` removes it with the rest
+    if state := environ.get("XDG_STATE_HOME"):
+        return Path(state) / "postroom"
+    if os.getuid() == 0:
+        return Path("/var/lib/postroom")
+    if home := environ.get("HOME"):
+        return Path(home) / ".local" / "state" / "postroom"
+    raise Fatal(Exit.CONFIG, "HOME is not set: set state_directory (POSTROOM_AGENT_STATE_DIRECTORY)")

@@ -1,74 +1,166 @@
-"""A consumer with an HTTP handler as a process: config → Postgres, NATS → consume → wait → finish what is in hand."""
+"""A consumer with an HTTP handler: connections, inbox, calls and sweep, as its section says."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
+import asyncpg
+import msgspec
 import structlog
+from nats.aio.client import Client
+from prometheus_client.core import Metric
 
-from postroom.chassis import logs
-from postroom.chassis.runtime import (
-    answer_watchdog,
-    managed,
-    notify,
-    run_until_stopped,
-    stop_on_signals,
-    watchdog_seconds,
-)
-from postroom.chassis.runtime import run as run_program
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
-from postroom.worker.consumer_config import ConsumerConfig
-from postroom.worker.consumer_services import Services, open_services
-from postroom.worker.page import serving_page
+from postroom.delivery.dead_letters import RecordedLetters
+from postroom.delivery.http.client import HandlerClient
+from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler
+from postroom.delivery.http.inbox_messages import Backlog, InboxMessages, get_inbox_backlog, open_inbox_pool
+from postroom.delivery.http.retention import InboxRetention
+from postroom.delivery.nats import connect
+from postroom.delivery.settings import NatsSettings, StreamSettings
+from postroom.delivery.streams import ensure_stream
+from postroom.errors import Conflict, PostroomError
+from postroom.worker.config import ConsumerSection, WorkerConfig
+from postroom.worker.metrics import of_consumer
 
 _log = structlog.get_logger(__name__)
 
-_STATUS_SECONDS: Final = 5.0
+_NATS_PATIENCE: Final = 20.0  # seconds; then the process ends, and whoever started it tries again
 
 
-def main(config: ConsumerConfig) -> None:
-    """Consume until a signal says stop; raises `Fatal`."""
-    logs.configure(config.log_level)
-    run_program(run(config))
+@dataclass(frozen=True, kw_only=True)
+class HttpConsumer:
+    """A consumer that runs, and what it is made of."""
 
+    config: ConsumerSection
+    pool: Pool
+    nats: Client
+    inbox: InboxMessages
+    handler: HttpHandler
+    consumer: Consumer
+    retention: InboxRetention
 
-async def run(config: ConsumerConfig) -> None:
-    """Consume until SIGTERM or SIGINT, then finish the calls under way.
+    @property
+    def name(self) -> str:
+        """What it is called beside others in one process."""
+        return f"consumer {self.config.consumer.durable}"
 
-    Raises `Fatal`: 78 for a wrong config or schema, 69 where Postgres or NATS can't be reached.
-    """
-    stop = asyncio.Event()
-    stop_on_signals(stop)
-    async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(open_services(config))
-        page = serving_page(config.listen_host, config.listen_port, services.reasons, services.metrics)
-        url = await stack.enter_async_context(page)
-        _log.info("consuming", consumer=config.consumer.durable, stream=config.consumer.stream, page=url)
-        notify("READY=1")
-        await run_until_stopped(_tasks(services), stop, services.finish)
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What tells its metrics from those of others."""
+        return {"consumer": self.config.consumer.durable}
 
+    def reasons(self) -> list[str]:
+        """Return what keeps it from consuming now."""
+        nats = [] if self.nats.is_connected else ["nats_unavailable"]
+        postgres = ["database_unavailable"] if self.inbox.waiting_for_postgres else []
+        troubles = (self.handler.reach.error, self.consumer.trouble)
+        return [*nats, *postgres, *(trouble for trouble in troubles if trouble is not None)]
 
-def _tasks(services: Services) -> dict[str, Coroutine[Any, Any, None]]:
-    tasks = {
-        "consumer": run_alone(services.consumer),
-        "leases": services.handler.leases.run(),
-        "retention": services.retention.run(),
-    }
-    if managed():
-        tasks["status"] = _tell_status(services)
-    if (seconds := watchdog_seconds()) is not None:
-        tasks["watchdog"] = answer_watchdog(seconds / 2)
-    return tasks
+    async def backlog(self) -> Backlog | None:
+        """Return the consumer's backlog; None where Postgres cannot be asked."""
+        try:
+            return await get_inbox_backlog(self.pool, self.config.context, self.config.consumer.durable)
+        except (*UNREACHABLE, asyncpg.PostgresError):
+            return None
 
+    def concerns(self) -> list[str]:
+        """Return nothing: whatever is wrong keeps it from consuming."""
+        return []
 
-async def _tell_status(services: Services) -> None:
-    while True:
-        backlog = await services.backlog()
+    async def metrics(self) -> list[Metric]:
+        """Return its metrics."""
+        consumer = self.consumer
+        return of_consumer(consumer.counters, self.handler, consumer.in_hand, await self.backlog())
+
+    async def status(self) -> str:
+        """Say what waits, and whether calls pause."""
+        backlog = await self.backlog()
         waiting = "an unknown number of" if backlog is None else backlog.messages
-        under_way = services.handler.counters.calls_under_way
-        paused = "" if services.handler.reach.error is None else f"; paused: {services.handler.reach.error}"
-        notify(f"STATUS={waiting} messages waiting, {under_way} being handled{paused}", patience=0)
-        await asyncio.sleep(_STATUS_SECONDS)
+        running = self.handler.counters.calls_under_way
+        paused = "" if self.handler.reach.error is None else f"; paused: {self.handler.reach.error}"
+        return f"{waiting} messages waiting, {running} being handled{paused}"
+
+    def announce(self, page: str | None) -> None:
+        """Log that it begins."""
+        _log.info("consuming", consumer=self.config.consumer.durable, stream=self.config.consumer.stream, page=page)
+
+    def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return what runs until the stop, by name."""
+        return {
+            "consumer": run_alone(self.consumer),
+            "leases": self.handler.leases.run(),
+            "retention": self.retention.run(),
+        }
+
+    async def finish(self) -> None:
+        """Take nothing more, begin no further call, and wait for those under way."""
+        self.handler.stop()
+        await self.consumer.stop()
+
+
+@asynccontextmanager
+async def open_consumer(config: ConsumerSection, worker: WorkerConfig) -> AsyncIterator[HttpConsumer]:
+    """Build everything, and close it; raises `Fatal`."""
+    settings = config.consumer
+    name = f"postroom-consumer {settings.durable}"
+    async with AsyncExitStack() as stack:
+        client = HandlerClient(config.handler)
+        stack.push_async_callback(client.close)
+        pool = await open_inbox_pool(config.database_url or worker.database, name=name, connections=config.connections)
+        stack.push_async_callback(pool.close)
+        nats = await _connected(worker.nats, config.streams, name)
+        stack.push_async_callback(nats.close)
+        inbox = InboxMessages(pool, settings.durable, lease_seconds=settings.ack_wait_seconds * LEASE_SHARE)
+        handler = HttpHandler(
+            inbox,
+            client,
+            attempts=Attempts(settings.max_deliver, settings.backoff.schedule),
+            calls_at_once=config.handler.calls_at_once,
+        )
+        js = nats.jetstream()
+        # The calls are limited, not the batches: one slow call holds up nothing but its own place.
+        unlimited = msgspec.structs.replace(settings, batches_at_once=settings.max_ack_pending)
+        consumer = Consumer(js, unlimited, handler, RecordedLetters(pool, config.context), stream=config.stream)
+        await _declare(consumer)
+        retention = InboxRetention(pool, js, stream=settings.stream, durable=settings.durable, settings=config.inbox)
+        yield HttpConsumer(
+            config=config,
+            pool=pool,
+            nats=nats,
+            inbox=inbox,
+            handler=handler,
+            consumer=consumer,
+            retention=retention,
+        )
+
+
+async def _declare(consumer: Consumer) -> None:
+    """Bring the consumer to its settings, or say why that may not be."""
+    try:
+        await consumer.declare()
+    except Conflict as error:
+        raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
+    except PostroomError as error:  # nobody has declared the stream yet, or NATS is not ready: `run` tries again
+        _log.warning("consumer_waits", consumer=consumer.durable, detail=str(error))
+
+
+async def _connected(settings: NatsSettings, streams: Sequence[StreamSettings], name: str) -> Client:
+    """Connect to NATS and declare the streams."""
+    try:
+        nats = await connect(settings, name=name, patience=_NATS_PATIENCE)
+    except PostroomError as error:
+        raise Fatal(Exit.UNAVAILABLE, str(error)) from error
+    try:
+        for stream in streams:
+            await ensure_stream(nats.jetstream(), stream)
+    except PostroomError as error:
+        await nats.close()
+        raise Fatal(Exit.TRY_AGAIN if error.retryable else Exit.CONFIG, str(error)) from error
+    return nats

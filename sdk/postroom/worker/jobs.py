@@ -26,8 +26,8 @@ from postroom.delivery.subjects import event_subject
 from postroom.errors import InvalidMessage
 from postroom.flow import Flow
 from postroom.ledger.engine import Asker, Engine, Place, TryLater, find_places
+from postroom.worker.config import JobSettings
 from postroom.worker.job_messages import SPAWNED, Answering, Due, Meaning, Spawned, answer_of, read
-from postroom.worker.job_settings import JobSettings
 
 _log = structlog.get_logger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Final
 import asyncpg
 import structlog
 
+from postroom._wire.retry import Patience, retrying
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.delivery.publishing import DELIVERIES, LETTERS, Record, WorkQueues
@@ -27,11 +28,13 @@ from postroom.delivery.streams import (
     ensure_stream,
 )
 from postroom.errors import Conflict, PostroomError, Unavailable
-from postroom.worker.config import WorkerConfig
-from postroom.worker.once import OnceRetention
+from postroom.once.postgres import PostgresStore
+from postroom.once.registry import Registry
+from postroom.worker.config import OnceSettings, WorkerConfig
 
 _log = structlog.get_logger(__name__)
 
+_FIRST_SECONDS: Final = 20.0  # that a worker waits at its start for the streams of its consumers and agents
 _CALL_SECONDS: Final = 5.0  # that JetStream may take to answer
 
 
@@ -63,6 +66,13 @@ class Upkeep:
                 _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._config.record.check_seconds)
+
+    async def declare_first(self) -> None:
+        """Declare the streams before what reads them begins; with NATS or Postgres away nothing is declared yet."""
+        try:
+            await retrying(self._round, Patience(_FIRST_SECONDS))
+        except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as error:
+            _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
 
     async def stop(self) -> None:
         """Finish the round; a cancellation in its midst could get lost in the client of NATS."""
@@ -157,3 +167,22 @@ class Upkeep:
         except (Conflict, Unavailable) as error:  # the stream stays as it is, and the others go on
             _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
             return []
+
+
+class OnceRetention:
+    """Forgets old keys of the idempotency registry in the worker's database, of every tenant, topic and group.
+
+    Handlers create it (`postroom.once`), where they do; no other program of ours looks after it.
+    """
+
+    def __init__(self, pool: Pool, settings: OnceSettings) -> None:
+        self._store = PostgresStore(pool)
+        self._registry = Registry(self._store)
+        self._settings = settings
+
+    async def forget(self) -> None:
+        """Forget what ended longer ago than it is kept; nothing where there is no registry. Raises `PostroomError`."""
+        if not await self._store.is_there():
+            return
+        if forgotten := await self._registry.forget_old(self._settings.keep_days):
+            _log.info("keys_forgotten", keys=forgotten)

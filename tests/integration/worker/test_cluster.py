@@ -24,7 +24,7 @@ from broker.database import migrate
 from embedded.processes import tethered
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
-from postroom.worker.consumer_config import ConsumerConfig
+from postroom.worker.config import ConsumerConfig
 
 ADVICE = ("declare one", "declare it", "lower max_bytes", "adapt the config", "no room", "would lose")
 

@@ -28,7 +28,7 @@ from postroom.flow import Context as FlowContext
 from postroom.flow import Flow
 from postroom.ledger.database import migrate, open_jobs_pool
 from postroom.ledger.primitives import Start, start_job
-from postroom.worker.job_settings import JobSettings
+from postroom.worker.config import JobSettings
 from postroom.worker.jobs import Jobs
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -6,7 +6,8 @@ import pytest
 
 from postroom.chassis.exits import Fatal
 from postroom.delivery.settings import NatsSettings
-from postroom.worker.agent_config import AgentConfig, load_config, state_directory
+from postroom.worker.config import AgentConfig, state_directory
+from postroom.worker.config import load_agent_config as load_config
 
 NATS = NatsSettings(url="nats://127.0.0.1:4222")
 PLAIN = AgentConfig(tenant="demo", nats=NATS)

@@ -45,3 +45,37 @@ def test_what_may_be_published_again_must_be_remembered_by_webhooks() -> None:
     with pytest.raises(Fatal, match=r"webhooks\.inbox\.horizon_days \(7\) is shorter than record\.horizon_days \(8\)"):
         load_config(None, {**ENVIRON, **longer})
     assert load_config(None, {**ENVIRON, **longer, "POSTROOM_WORKER_WEBHOOKS_INBOX_HORIZON_DAYS": "8"})
+
+
+CONSUMER = '[[consumers]]\ncontext = "demo"\nconsumer.stream = "S"\nconsumer.durable = "c"\nhandler.url = "http://h/"\n'
+AGENT = '[[agents]]\ntenant = "demo"\n'
+DATABASE = 'database_url = "postgresql://here"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", r"database_url is not set"),
+        (f'flows = ["a:b"]\n{CONSUMER}', r"database_url is not set"),
+        (CONSUMER, r"consumers\[0\]\.database_url is not set, and neither is database_url"),
+        (AGENT, r"agents\[0\]\.agent_class is not set"),
+        (DATABASE + CONSUMER + CONSUMER, "two have the same consumer.durable"),
+        (DATABASE + CONSUMER + "handler.timeout_seconds = 60\n", r"consumer\.ack_wait_seconds"),
+        (f'{AGENT}agent_class = "a:B"\nagent.keep_days = 1\n', r"agent\.keep_days \(1\) is shorter"),
+        (f'{AGENT}agent_class = "a:B"\nlisten_port = 1\n', "unknown field `listen_port`"),
+    ],
+)
+def test_a_section_that_cannot_run_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "worker.toml"
+    nats = "[nats]\nurl = 'nats://here'\n"
+    head, bracket, sections = text.partition("[[")
+    file.write_text(head + nats + bracket + sections)
+    with pytest.raises(Fatal, match=sentence) as refused:
+        load_config(file, {})
+    assert refused.value.exit_code == Exit.CONFIG
+
+
+def test_a_worker_with_only_consumers_or_agents_needs_no_database(tmp_path: Path) -> None:
+    file = tmp_path / "worker.toml"
+    file.write_text(f'[nats]\nurl = "nats://here"\n{AGENT}agent_class = "a:B"\n')
+    assert load_config(file, {}).database_url is None

@@ -8,7 +8,9 @@ import pytest
 
 from postroom.chassis.config import MASK, effective, settings
 from postroom.chassis.exits import Exit, Fatal
-from postroom.worker.consumer_config import PREFIX, ConsumerConfig, direct_config, load_config
+from postroom.worker.config import CONSUMER_PREFIX as PREFIX
+from postroom.worker.config import ConsumerConfig, direct_config
+from postroom.worker.config import load_consumer_config as load_config
 
 EXAMPLE = Path(__file__).parents[3] / "systemd/examples/consumer.toml"
 SERVERS = {"POSTROOM_NATS_URL": "nats://u:hidden@host", "POSTROOM_DATABASE_URL": "postgresql://u:hidden@host/x"}

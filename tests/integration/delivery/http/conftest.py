@@ -16,9 +16,9 @@ from support.jetstream import Context
 from embedded import EmbeddedPostgres
 from postroom.delivery.database import migrate
 from postroom.delivery.http.settings import HandlerSettings
-from postroom.worker.consumer import Services
+from postroom.worker.consumer import HttpConsumer
 
-Start = Callable[..., AbstractAsyncContextManager[Services]]
+Start = Callable[..., AbstractAsyncContextManager[HttpConsumer]]
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +50,7 @@ async def handler() -> AsyncIterator[CountingHandler]:
 def start(context: Context, nats_url: str, inbox_database: str, handler: CountingHandler) -> Start:
     """How to start a consumer of the context's events that calls `handler`."""
 
-    def start_one(settings: dict[str, Any] | None = None, **consumer: Any) -> AbstractAsyncContextManager[Services]:
+    def start_one(settings: dict[str, Any] | None = None, **consumer: Any) -> AbstractAsyncContextManager[HttpConsumer]:
         made = HandlerSettings(**{"url": handler.url, **(settings or {})})
         return consuming(config_of(context, nats_url, inbox_database, made, **consumer))
 

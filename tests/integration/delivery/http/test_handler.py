@@ -16,13 +16,14 @@ from support.jetstream import QUICK, Context, until
 from support.waiting import until as until_noticed
 
 from postroom._wire.retry import Backoff
+from postroom.chassis.routes import exposition
 from postroom.delivery import pull
 from postroom.delivery.http import handler as http_handler
 from postroom.delivery.settings import BackoffSettings
 from postroom.signatures import verify
-from postroom.worker.consumer import Services
+from postroom.worker.consumer import HttpConsumer
 
-Start = Callable[..., AbstractAsyncContextManager[Services]]
+Start = Callable[..., AbstractAsyncContextManager[HttpConsumer]]
 OTHERS = [f"other-{number}" for number in range(5)]
 
 
@@ -136,7 +137,7 @@ async def test_a_handler_that_cannot_be_reached_is_waited_for_and_that_is_no_att
         assert services.handler.room in {0, 1}
         (reason,) = services.reasons()
         assert reason.startswith("handler_unreachable: no connection")
-        assert b"postroom_consumer_handler_reachable 0.0" in await services.metrics()
+        assert b"postroom_consumer_handler_reachable 0.0" in exposition(await services.metrics())
         app = web.Application()
         app.router.add_post("/handle", handler.handle)
         runner = web.AppRunner(app, access_log=None)
@@ -145,7 +146,7 @@ async def test_a_handler_that_cannot_be_reached_is_waited_for_and_that_is_no_att
         await handler.saw(3)
         await settled(context)
         assert services.reasons() == []
-        assert b"postroom_consumer_handler_reachable 1.0" in await services.metrics()
+        assert b"postroom_consumer_handler_reachable 1.0" in exposition(await services.metrics())
         await runner.cleanup()
 
     assert await context.letters() == []
@@ -394,5 +395,5 @@ async def test_a_stopped_consumer_gives_back_what_it_has_not_begun(
     assert handler.effects == {"m-1": 1, "m-2": 1, "m-3": 1}
 
 
-async def _in_hand(services: Services, messages: int) -> bool:
+async def _in_hand(services: HttpConsumer, messages: int) -> bool:
     return services.consumer.in_hand == messages

@@ -20,7 +20,7 @@ from embedded import EmbeddedPostgres
 from embedded.processes import tethered
 from postroom.delivery.database import migrate
 from postroom.delivery.http.settings import HandlerSettings
-from postroom.worker.consumer import Services
+from postroom.worker.consumer import HttpConsumer
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_a_postgres_that_is_away_is_waited_for_and_no_message_is_blamed(
     assert await context.letters() == []
 
 
-async def _waits(services: Services) -> bool:
+async def _waits(services: HttpConsumer) -> bool:
     return services.inbox.waiting_for_postgres
 
 

@@ -10,9 +10,9 @@ from support.handlers import Call, CountingHandler
 from support.http_consumers import Inbox, settled
 from support.jetstream import DURABLE, Context, until
 
-from postroom.worker.consumer import Services
+from postroom.worker.consumer import HttpConsumer
 
-Start = Callable[..., AbstractAsyncContextManager[Services]]
+Start = Callable[..., AbstractAsyncContextManager[HttpConsumer]]
 BODY = b'{"message":{"to":"topic:orders","meta":{"retry_policy":{"max_attempts":3,"backoff_ms":1}}}}'
 
 

@@ -1,19 +1,23 @@
-"""What a worker is made of: publishers, upkeep and webhooks, on pools of their own, as its config says."""
+"""What a worker does for a database: publishers, upkeep, webhooks and jobs, on pools of their own.
+
+NATS may be away all the while, from the start on: what cannot be published waits in Postgres.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import asyncpg
+import structlog
+from prometheus_client.core import Metric
 
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.chassis.runtime import notify
 from postroom.delivery.database import open_database
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
@@ -25,9 +29,11 @@ from postroom.ledger.loading import load_flow
 from postroom.ledger.retention import JobRetention
 from postroom.worker.config import WorkerConfig
 from postroom.worker.jobs import Jobs
-from postroom.worker.metrics import expose
+from postroom.worker.metrics import of_publication
 from postroom.worker.orphans import OrphanCheck
 from postroom.worker.upkeep import Upkeep
+
+_log = structlog.get_logger(__name__)
 
 _CONNECTIONS: Final = 8  # one for each publisher, two for the upkeep, one for what is old, and some for who asks
 _WEBHOOK_CONNECTIONS: Final = 3
@@ -35,8 +41,8 @@ _LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services:
-    """What one worker is made of."""
+class Publication:
+    """A database that is published from, with its webhooks and jobs."""
 
     pool: Pool
     record: Record
@@ -46,6 +52,8 @@ class Services:
     jobs: Jobs | None  # None: it has no flows
     job_retention: JobRetention
     orphan_check: OrphanCheck | None  # None: it has no meshes, or is not to check
+    name: ClassVar[str] = "publishing"
+    labels: ClassVar[Mapping[str, str]] = {}
 
     def reasons(self) -> list[str]:
         """Return what keeps it from publishing now."""
@@ -66,9 +74,9 @@ class Services:
         except (*UNREACHABLE, asyncpg.PostgresError):
             return {}
 
-    async def metrics(self) -> bytes:
-        """Return the metrics as text."""
-        return expose(
+    async def metrics(self) -> list[Metric]:
+        """Return its metrics."""
+        return of_publication(
             self.publishers,
             self.record,
             await self.backlogs(),
@@ -77,18 +85,39 @@ class Services:
             orphan_check=self.orphan_check,
         )
 
+    async def status(self) -> str:
+        """Say what waits."""
+        waiting = [f"{backlog.count} {source} wait" for source, backlog in (await self.backlogs()).items()]
+        return ", ".join(waiting) or "Postgres does not answer"
+
+    def announce(self, page: str | None) -> None:
+        """Log that it begins."""
+        _log.info("publishing", sources=[publisher.source.name for publisher in self.publishers], page=page)
+
+    def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return what runs until the stop, by name."""
+        tasks = {f"publisher of {publisher.source.name}": publisher.run() for publisher in self.publishers}
+        tasks["upkeep"] = self.upkeep.run()
+        tasks["job retention"] = self.job_retention.run()
+        if self.orphan_check is not None:
+            tasks["orphan check"] = self.orphan_check.run()
+        if self.webhooks is not None:
+            tasks["webhooks"] = self.webhooks.run()
+        if self.jobs is not None:
+            tasks["jobs"] = self.jobs.run()
+        return tasks
+
     async def finish(self) -> None:
         """Begin nothing more, and wait for what is in hand."""
-        notify("STOPPING=1")
         handling = [service.stop() for service in (self.webhooks, self.jobs) if service is not None]
         await asyncio.gather(self.upkeep.stop(), *handling, *(publisher.stop() for publisher in self.publishers))
 
 
 @asynccontextmanager
-async def open_services(config: WorkerConfig) -> AsyncIterator[Services]:
+async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
     """Build everything, and close it; raises `Fatal`."""
     async with AsyncExitStack() as stack:
-        pool = await open_database(config.database_url, name="postroom-worker", connections=_CONNECTIONS)
+        pool = await open_database(config.database, name="postroom-worker", connections=_CONNECTIONS)
         stack.push_async_callback(pool.close)
         sources = await sources_of(pool)
         record = Record(pool, sources, config.record)
@@ -108,7 +137,7 @@ async def open_services(config: WorkerConfig) -> AsyncIterator[Services]:
         ]
         webhooks = await stack.enter_async_context(_open_webhooks(config)) if DELIVERIES in sources else None
         jobs = await stack.enter_async_context(_open_jobs(config)) if config.flows else None
-        yield Services(
+        yield Publication(
             pool=pool,
             record=record,
             upkeep=upkeep,
@@ -124,12 +153,12 @@ def _orphan_check(pool: Pool, config: WorkerConfig) -> OrphanCheck | None:
     if not config.orphan_check.enabled:
         return None
     events_kept = timedelta(days=config.record.keep_days)
-    return OrphanCheck(pool, config.database_url, config.orphan_check, events_kept=events_kept)
+    return OrphanCheck(pool, config.database, config.orphan_check, events_kept=events_kept)
 
 
 @asynccontextmanager
 async def _open_webhooks(config: WorkerConfig) -> AsyncIterator[Webhooks]:
-    pool = await open_inbox_pool(config.database_url, name="postroom-worker webhooks", connections=_WEBHOOK_CONNECTIONS)
+    pool = await open_inbox_pool(config.database, name="postroom-worker webhooks", connections=_WEBHOOK_CONNECTIONS)
     try:
         yield Webhooks(pool, config.nats, config.webhooks, Guard(networks_of(config.webhooks)))
     finally:
@@ -141,7 +170,7 @@ async def _open_jobs(config: WorkerConfig) -> AsyncIterator[Jobs]:
     """Import the flows first: one that is wrong ends the worker before it begins anything."""
     flows = [load_flow(name) for name in config.flows]
     connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
-    pool = await open_jobs_pool(config.database_url, name="postroom-worker jobs", connections=connections)
+    pool = await open_jobs_pool(config.database, name="postroom-worker jobs", connections=connections)
     try:
         yield Jobs(pool, config.nats, flows, config.jobs)
     finally:

@@ -1,0 +1,173 @@
+"""A worker as a process: its parts, each built as its config says, one page, one stop.
+
+A part is a database that is published from, a consumer, or an agent. The first loop of any of them that ends too early
+ends the process. Any number of workers may run the same: what one has claimed, the others leave alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, Final, Protocol
+
+from aiohttp import web
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from postroom.chassis import logs, runtime
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.routes import exposition, json_response
+from postroom.chassis.runtime import (
+    answer_watchdog,
+    managed,
+    notify,
+    run_until_stopped,
+    stop_on_signals,
+    watchdog_seconds,
+)
+from postroom.delivery.agents.settings import load_agent
+from postroom.worker.agent import open_agent
+from postroom.worker.config import WorkerConfig
+from postroom.worker.consumer import open_consumer
+from postroom.worker.metrics import labelled, merged
+from postroom.worker.publication import open_publication
+
+_STATUS_SECONDS: Final = 5.0
+
+
+class Part(Protocol):
+    """What a worker runs, one or several."""
+
+    @property
+    def name(self) -> str:
+        """What it is called beside others in one process."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What tells its metrics from those of others."""
+
+    def reasons(self) -> list[str]:
+        """Return what keeps it from working now."""
+
+    def concerns(self) -> list[str]:
+        """Return what somebody should look at although it works."""
+
+    async def metrics(self) -> list[Metric]:
+        """Return its metrics."""
+
+    async def status(self) -> str | None:
+        """Say how far it is, for the service manager."""
+
+    def announce(self, page: str | None) -> None:
+        """Log that it begins."""
+
+    def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return what runs until the stop, by name."""
+
+    async def finish(self) -> None:
+        """Begin nothing more, and wait for what is in hand."""
+
+
+def run(config: WorkerConfig) -> None:
+    """Work until SIGTERM or SIGINT, then finish what is in hand.
+
+    Raises `Fatal`: 78 for a wrong config, schema, stream or class, 69 where a server can't be reached or the port is
+    taken, 75 where a stream is missing.
+    """
+    logs.configure(config.log_level)
+    runtime.run(_run(config))
+
+
+async def _run(config: WorkerConfig) -> None:
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+    async with AsyncExitStack() as stack:
+        parts = await stack.enter_async_context(open_parts(config))
+        url = await stack.enter_async_context(serving_page(config.listen_host, config.listen_port, parts))
+        for part in parts:
+            part.announce(url)
+        notify("READY=1")
+        tasks = {_said(parts, part, name): task for part in parts for name, task in part.tasks().items()}
+        if managed():
+            tasks["status"] = _tell_status(parts)
+        if (seconds := watchdog_seconds()) is not None:
+            tasks["watchdog"] = answer_watchdog(seconds / 2)
+
+        async def finish() -> None:
+            notify("STOPPING=1")
+            await asyncio.gather(*(part.finish() for part in parts))
+
+        await run_until_stopped(tasks, stop, finish)
+
+
+@asynccontextmanager
+async def open_parts(config: WorkerConfig) -> AsyncIterator[Sequence[Part]]:
+    """Build every part, and close it; raises `Fatal`."""
+    agents = [(load_agent(section.agent_class or ""), section) for section in config.agents]
+    parts: list[Part] = []
+    async with AsyncExitStack() as stack:
+        if config.database_url is not None:
+            publication = await stack.enter_async_context(open_publication(config))
+            parts.append(publication)
+            if config.consumers or agents:
+                await publication.upkeep.declare_first()
+        opened: list[AbstractAsyncContextManager[Part]] = [open_consumer(each, config) for each in config.consumers]
+        opened += [open_agent(agent, section, config.nats) for agent, section in agents]
+        parts += [await stack.enter_async_context(each) for each in opened]
+        yield parts
+
+
+@asynccontextmanager
+async def serving_page(host: str, port: int | None, parts: Sequence[Part]) -> AsyncIterator[str | None]:
+    """Serve `/health`, `/ready` and `/metrics`, and yield their URL; None, and no page, where `port` is None.
+
+    What a part lacks is in both, and `/ready` answers 503 then; its concerns are in `/health` too, and keep it from
+    nothing. Raises `Fatal` (69) where the port is taken.
+    """
+    if port is None:
+        yield None
+        return
+
+    async def health(request: web.Request) -> web.Response:
+        found, status = [_said(parts, part, reason) for part in parts for reason in part.reasons()], 200
+        if request.path == "/health":
+            found += [_said(parts, part, concern) for part in parts for concern in part.concerns()]
+        elif found:
+            status = 503
+        return json_response({"status": "degraded" if found else "ok", "reasons": found}, status)
+
+    async def scrape(_request: web.Request) -> web.Response:
+        families: list[Metric] = []
+        for part in parts:
+            families += labelled(await part.metrics(), part.labels if len(parts) > 1 else {})
+        return web.Response(body=exposition(merged(families)), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    app.router.add_get("/ready", health)
+    app.router.add_get("/metrics", scrape)
+    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        bound, number = runner.addresses[0][:2]
+        yield f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
+    finally:
+        await runner.cleanup()
+
+
+async def _tell_status(parts: Sequence[Part]) -> None:
+    while True:
+        said = [_said(parts, part, status) for part in parts if (status := await part.status()) is not None]
+        if said:
+            notify(f"STATUS={'; '.join(said)}", patience=0)
+        await asyncio.sleep(_STATUS_SECONDS)
+
+
+def _said(parts: Sequence[Part], part: Part, text: str) -> str:
+    """Say of which part a text is, where there are several."""
+    return f"{part.name}: {text}" if len(parts) > 1 else text
