@@ -39,9 +39,9 @@ This page is written by `make docs` from the types that decode the files.
 {worker}
 ## A consumer
 
-`postroom consumer run` can derive most of it from `--context`, `--name` and `--handler`. A worker takes the same settings in a
-table of `[[consumers]]`, without those of the process (`nats`, `listen_host`, `listen_port`, `log_level`), and with the
-worker's `database_url` unless the table has its own.
+`postroom consumer run` can derive most of it from `--context`, `--name` and `--handler`. A worker takes the same
+settings in a table of `[[consumers]]`, without those of the process (`nats`, `listen_host`, `listen_port`,
+`log_level`), and with the worker's `database_url` unless the table has its own.
 
 {consumer}
 ## An agent
