@@ -41,7 +41,12 @@ async def connection(short_directory: Path) -> AsyncIterator[Client]:
 
 @contextmanager
 def running(*arguments: str, log: Path, **environ: str) -> Iterator[None]:
-    environment = {"PATH": os.environ["PATH"], "HOME": str(log.parent), "PYTHONPATH": str(EXAMPLES), **environ}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "POSTROOM_STATE": str(log.parent),
+        "PYTHONPATH": str(EXAMPLES),
+        **environ,
+    }
     command = tethered([sys.executable, "-m", "cli", *arguments])
     with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=environment, cwd=EXAMPLES) as process:
         try:
