@@ -16,6 +16,7 @@ import asyncpg
 import nats
 import pytest
 from nats.js.errors import NotFoundError
+from support.operated import operated_broker
 from support.terminal import Terminal
 from support.waiting import until_so
 from support.workers import worker
@@ -23,6 +24,7 @@ from support.workers import worker
 from broker.database import migrate
 from embedded import EmbeddedNats
 from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
+from postroom.delivery.settings import NatsSettings
 
 DONE, WAITING = "cmd.demo.default.done.run", "cmd.demo.default.waiting.run"
 EMIT = "SELECT count(postroom.emit_command('demo', $1, '{}', 'queue', 'a' || n % 20)) FROM generate_series(1, $2) AS n"
@@ -71,7 +73,7 @@ def server(short_directory: Path) -> Any:
 
 @pytest.mark.parametrize("scale", [1, pytest.param(10, marks=pytest.mark.soak)])
 async def test_a_lost_store_brings_letters_and_what_waited_back_and_nothing_that_was_done(
-    database_url: str, server: EmbeddedNats, scale: int
+    database_url: str, server: EmbeddedNats, short_directory: Path, scale: int
 ) -> None:
     letters, waiting, done, further = 10 * scale, 50 * scale, 500 * scale, 1000 * scale
     await migrate(database_url)
@@ -105,8 +107,9 @@ async def test_a_lost_store_brings_letters_and_what_waited_back_and_nothing_that
             await client.close()
     assert Counter(clerk.given.values()) == {1: done + further}
     assert Counter(late.given.values()) == {1: waiting}
-    user = Terminal(POSTROOM_MESH="demo", **settings)
-    listed = await asyncio.to_thread(user.run, "dlq", "list", "--json")
+    with operated_broker(short_directory, database_url, NatsSettings(url=server.url)) as reach:
+        user = Terminal(POSTROOM_MESH="demo", **reach)
+        listed = await asyncio.to_thread(user.run, "dlq", "list", "--json")
     assert len(listed.json) == letters
 
 

@@ -75,7 +75,7 @@ async def test_the_same_death_has_one_letter_however_often_it_is_buried(office: 
 @pytest.mark.usefixtures("stream")
 async def test_a_letter_that_postgres_does_not_take_is_not_taken_for_kept(office: Any) -> None:
     """Then its message is not acknowledged, and comes again."""
-    await office.pool.execute("ALTER TABLE postroom._wire.dead_letters RENAME TO elsewhere")
+    await office.pool.execute("ALTER TABLE postroom.dead_letters RENAME TO elsewhere")
     with pytest.raises(Unavailable, match="Postgres did not accept it"):
         await office.bury("a")
     await office.pool.execute("ALTER TABLE postroom.elsewhere RENAME TO dead_letters")
@@ -125,7 +125,7 @@ async def test_a_letter_that_no_stream_takes_holds_up_no_other_and_stays_in_the_
     office: Any, stream: str
 ) -> None:
     await office.bury("a")
-    await office.pool.execute("UPDATE postroom._wire.dead_letters SET subject = 'nowhere.dlq.x.v1'")
+    await office.pool.execute("UPDATE postroom.dead_letters SET subject = 'nowhere.dlq.x.v1'")
     await office.bury("b")
     await publish(office)
     assert list(await streamed(office, stream)) == ["dead:billing:b"]
