@@ -109,7 +109,14 @@ async def test_state_hash_gives_the_runtimes_hash_and_finds_an_altered_store(
 async def handled(context: Context, directory: Path) -> str:
     """Let an agent with a store of its own handle three orders; return its state hash."""
     runtime = await AgentRuntime.open(
-        Counting, context.js, directory, tenant=context.name, workspace="default", settings=SETTINGS, attempts=ATTEMPTS
+        Counting,
+        context.js,
+        context.nats,
+        directory,
+        tenant=context.name,
+        workspace="default",
+        settings=SETTINGS,
+        attempts=ATTEMPTS,
     )
     orders = [
         Delivery(

@@ -88,6 +88,7 @@ async def running_agent(
     runtime = await AgentRuntime.open(
         agent,
         context.js,
+        context.nats,
         directory,
         tenant=context.name,
         workspace=workspace,

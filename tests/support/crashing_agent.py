@@ -22,6 +22,8 @@ from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consumer import Consumer, Delivery, Outcome, Settle
 from postroom.delivery.nats import connect
+from postroom.delivery.nats_client import NatsClient
+from postroom.delivery.publishing.link import _Batch
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from support.agents import ATTEMPTS, Counting, settled
 from support.jetstream import QUICK, Context
@@ -81,27 +83,33 @@ class Handler:
         await self._runtime.handle(batch, self._crash.wrap("ack", acked))
 
 
-def crash_publishes(js: Any, crash: Crash) -> None:
+def crash_publishes(crash: Crash) -> None:
     """Crash before a message leaves, or once JetStream has acknowledged it."""
-    publish = js.publish_async
+    send, answer = NatsClient.publish, _Batch.answer
 
-    async def publish_async(*arguments: Any, **named: Any) -> Any:
-        crash.now("before", "publish")
-        future = await publish(*arguments, **named)
-        future.add_done_callback(lambda _: crash.now("after", "publish"))
-        return future
+    async def publish(client: NatsClient, subject: str, *arguments: Any, **named: Any) -> None:
+        if not subject.startswith("$"):
+            crash.now("before", "publish")
+        await send(client, subject, *arguments, **named)
 
-    js.publish_async = publish_async
+    def acknowledged(batch: _Batch, *arguments: Any) -> None:
+        answer(batch, *arguments)
+        crash.now("after", "publish")
+
+    NatsClient.publish = publish  # type: ignore[method-assign,assignment]
+    _Batch.answer = acknowledged  # type: ignore[method-assign]
 
 
 async def run(order: dict[str, Any]) -> None:
-    nats = await connect(NatsSettings(url=order["url"]), name="crashing agent", patience=20)
+    settings = NatsSettings(url=order["url"])
+    nats = await connect(settings, name="crashing agent", patience=20)
     js = nats.jetstream()
     crash = Crash(order["point"], order["call"])
-    crash_publishes(js, crash)
+    crash_publishes(crash)
     runtime = await AgentRuntime.open(
         Deadly,
         js,
+        settings,
         Path(order["directory"]),
         tenant=order["context"],
         workspace="default",

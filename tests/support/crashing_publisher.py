@@ -17,8 +17,10 @@ from random import Random
 from typing import Any
 
 from postroom.delivery.database import open_database
-from postroom.delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
+from postroom.delivery.nats_client import NatsClient
+from postroom.delivery.publishing import Publisher, PublisherSettings, Record, RecordSettings, sources_of
 from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.postgres import PostgresClaim
 from postroom.delivery.publishing.streams import Streams
 from postroom.delivery.settings import NatsSettings
 
@@ -26,7 +28,7 @@ EMIT = (
     "SELECT count(postroom.emit($1, 'order', 'order-' || n % 3, 'order_placed', '{}')) FROM generate_series(1, 20) AS n"
 )
 SETTINGS = PublisherSettings(batch=8, ack_seconds=5, first_seconds=0.01, most_seconds=0.05)
-CLASSES = {kind.__name__: kind for kind in (Link, Publisher, Record, Source, Streams)}
+CLASSES = {kind.__name__: kind for kind in (Link, NatsClient, PostgresClaim, Publisher, Record, Streams)}
 
 
 def die_at(call: str, when: str, nth: int) -> None:
@@ -50,10 +52,11 @@ def die_at(call: str, when: str, nth: int) -> None:
 async def publish(database_url: str, nats_url: str, context: str) -> None:
     pool = await open_database(database_url, name="crashing-publisher", connections=3)
     await pool.execute(EMIT, context)
-    record = Record(pool, (EVENTS,), RecordSettings())
+    events, *_ = await sources_of(pool)
+    record = Record([events], RecordSettings())
     nats = NatsSettings(url=nats_url)
-    publisher = Publisher(pool, EVENTS, SETTINGS, nats, horizon=record.horizon, opened=record.compare, rng=Random(1))
-    while (await EVENTS.backlog(pool)).count:
+    publisher = Publisher(events, SETTINGS, nats, name="crashing", opened=record.compare, rng=Random(1))
+    while (await events.backlog()).count:
         if not await publisher.step():
             await asyncio.sleep(0.002)
     await publisher.stop()

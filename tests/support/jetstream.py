@@ -21,7 +21,7 @@ from postroom.delivery.consumer import DONE, Consumer, Delivery, Outcome, Settle
 from postroom.delivery.dead_letters import DeadLetter, DeadLetters, StreamLetters
 from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.publishing.source import identifying
-from postroom.delivery.settings import BackoffSettings, ConsumerSettings
+from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.streams import default_streams, ensure_stream
 
 DURABLE = "sea__from_us"
@@ -82,6 +82,12 @@ class Context:
         self.subject = f"{self.name}.event.order_placed.v1"
         self.streams = default_streams(self.name, max_bytes=None)
         self.record: str | None = None  # the URL of the database that its dead letters are kept in
+
+    @property
+    def nats(self) -> NatsSettings:
+        """How to connect to the same server."""
+        assert self.connection.connected_url is not None
+        return NatsSettings(url=self.connection.connected_url.geturl())
 
     async def declare(self) -> None:
         for stream in self.streams:

@@ -100,6 +100,7 @@ async def open_agent(
             runtime = await AgentRuntime.open(
                 agent,
                 js,
+                settings,
                 state_directory(config, agent_name(agent)),
                 tenant=config.tenant,
                 workspace=config.workspace,

@@ -7,47 +7,60 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import Connection, acting
+from postroom.chassis.postgres import acting
 from postroom.delivery.database import open_database
-from postroom.delivery.publishing import Backlog, Redriven, Source, redrive, sources_of
-from postroom.delivery.publishing.failing import Dropped, Failing, drop_failing, list_dropped, list_failing
+from postroom.delivery.publishing import Backlog, PostgresSource, sources_of
+from postroom.delivery.publishing.operations import (
+    Dropped,
+    Failing,
+    Redriven,
+    drop_failing,
+    list_dropped,
+    list_failing,
+    redrive,
+)
 from postroom.worker.config import WorkerConfig
 
 
 async def ask_backlogs(config: WorkerConfig, context: str | None) -> dict[str, Backlog]:
-    """Ask every source for its backlog, of one context or all."""
-    async with _opened(config) as (connection, sources):
-        return {source.name: await source.backlog(connection, context) for source in sources}
+    """Ask for the backlog of every source, for one context or all."""
+    async with _opened(config) as sources:
+        return {source.name: await source.backlog(context) for source in sources}
 
 
 async def redrive_since(
     config: WorkerConfig, since: datetime, *, stream: str | None, confirmed: bool, dry_run: bool
 ) -> list[Redriven]:
     """Have what was published from `since` on published again, or count it."""
-    async with _opened(config) as (connection, sources):
-        found = redrive(connection, sources, since=since, stream=stream, confirmed=confirmed, dry_run=dry_run)
-        return [each async for each in found]
+    async with _opened(config) as sources:
+        actor = await _actor(sources)
+        return await redrive(sources, actor=actor, since=since, stream=stream, confirmed=confirmed, dry_run=dry_run)
 
 
 async def ask_failing(config: WorkerConfig, source: str, context: str | None) -> list[Failing]:
     """Return what fails in a source, of one context or of all."""
-    async with _opened(config) as (connection, sources):
-        return await list_failing(connection, _named(source, sources), context)
+    async with _opened(config) as sources:
+        return await list_failing(_named(source, sources), context)
 
 
 async def drop_chosen(config: WorkerConfig, source: str, ids: Sequence[str], *, reason: str) -> None:
     """Take failing messages out of a source for good; raises `NotFound`."""
-    async with _opened(config) as (connection, sources):
-        await drop_failing(connection, _named(source, sources), ids, actor=acting(connection), reason=reason)
+    async with _opened(config) as sources:
+        await drop_failing(_named(source, sources), ids, actor=await _actor(sources), reason=reason)
 
 
 async def ask_dropped(config: WorkerConfig, source: str) -> list[Dropped]:
     """Return what was dropped, by whom and why."""
-    async with _opened(config) as (connection, sources):
-        return await list_dropped(connection, _named(source, sources))
+    async with _opened(config) as sources:
+        return await list_dropped(_named(source, sources))
 
 
-def _named(name: str, sources: Sequence[Source]) -> Source:
+async def _actor(sources: Sequence[PostgresSource]) -> str:
+    async with sources[0].pool.acquire() as connection:
+        return acting(connection)
+
+
+def _named(name: str, sources: Sequence[PostgresSource]) -> PostgresSource:
     for source in sources:
         if source.name == name:
             return source
@@ -55,10 +68,9 @@ def _named(name: str, sources: Sequence[Source]) -> Source:
 
 
 @asynccontextmanager
-async def _opened(config: WorkerConfig) -> AsyncIterator[tuple[Connection, Sequence[Source]]]:
+async def _opened(config: WorkerConfig) -> AsyncIterator[list[PostgresSource]]:
     pool = await open_database(config.database, name="postroom-worker", connections=1)
     try:
-        async with pool.acquire() as connection:
-            yield connection, await sources_of(connection)
+        yield await sources_of(pool)
     finally:
         await pool.close()

@@ -21,7 +21,7 @@ from postroom.chassis.postgres import UNREACHABLE, Pool
 from postroom.delivery.database import open_database
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
-from postroom.delivery.publishing import DELIVERIES, EVENTS, LETTERS, Backlog, Publisher, Record, sources_of
+from postroom.delivery.publishing import DELIVERIES, Backlog, PostgresSource, Publisher, Record, sources_of
 from postroom.delivery.webhooks.settings import networks_of
 from postroom.delivery.webhooks.webhooks import Webhooks
 from postroom.ledger.database import open_jobs_pool
@@ -45,6 +45,7 @@ class Publication:
     """A database that is published from, with its webhooks and jobs."""
 
     pool: Pool
+    sources: list[PostgresSource]
     record: Record
     upkeep: Upkeep
     publishers: list[Publisher]
@@ -70,7 +71,7 @@ class Publication:
     async def backlogs(self) -> dict[str, Backlog]:
         """Ask every source for its backlog; none where Postgres cannot be asked."""
         try:
-            return {one.source.name: await one.source.backlog(self.pool) for one in self.publishers}
+            return {source.name: await source.backlog() for source in self.sources}
         except (*UNREACHABLE, asyncpg.PostgresError):
             return {}
 
@@ -119,33 +120,33 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
     async with AsyncExitStack() as stack:
         pool = await open_database(config.database, name="postroom-worker", connections=_CONNECTIONS)
         stack.push_async_callback(pool.close)
-        sources = await sources_of(pool)
-        record = Record(pool, sources, config.record)
-        upkeep = Upkeep(pool, record, config, has_broker=DELIVERIES in sources)
-        settings = {EVENTS.name: config.events, DELIVERIES.name: config.deliveries, LETTERS.name: config.events}
+        sources = await sources_of(pool, config.record)
+        has_broker = any(source.table is DELIVERIES for source in sources)
+        record = Record(sources, config.record)
+        upkeep = Upkeep(pool, sources, record, config)
         publishers = [
             Publisher(
-                pool,
                 source,
-                settings[source.name],
+                config.deliveries if source.table is DELIVERIES else config.events,
                 config.nats,
-                horizon=record.horizon,
+                name=f"postroom-worker {source.name}",
                 opened=upkeep.look_after,
                 rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
             )
             for source in sources
         ]
-        webhooks = await stack.enter_async_context(_open_webhooks(config)) if DELIVERIES in sources else None
+        webhooks = await stack.enter_async_context(_open_webhooks(config)) if has_broker else None
         jobs = await stack.enter_async_context(_open_jobs(config)) if config.flows else None
         yield Publication(
             pool=pool,
+            sources=sources,
             record=record,
             upkeep=upkeep,
             publishers=publishers,
             webhooks=webhooks,
             jobs=jobs,
             job_retention=JobRetention(pool, config.jobs.keep_days),
-            orphan_check=_orphan_check(pool, config) if DELIVERIES in sources else None,
+            orphan_check=_orphan_check(pool, config) if has_broker else None,
         )
 
 

@@ -16,9 +16,9 @@ import structlog
 from postroom._wire.retry import Patience, retrying
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.delivery.publishing import DELIVERIES, LETTERS, Record, WorkQueues
-from postroom.delivery.publishing.audit import Audit
-from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing import DELIVERIES, LETTERS, PostgresSource, Record, WorkQueues
+from postroom.delivery.publishing.link import Audit, Link
+from postroom.delivery.publishing.postgres import declare_subjects
 from postroom.delivery.settings import StreamSettings
 from postroom.delivery.streams import (
     Reconciled,
@@ -39,20 +39,20 @@ _CALL_SECONDS: Final = 5.0  # that JetStream may take to answer
 
 
 class Upkeep:
-    """Declares streams and compares them with the record; `has_broker`: whether this database has meshes."""
+    """Declares streams and compares them with the record."""
 
-    def __init__(self, pool: Pool, record: Record, config: WorkerConfig, *, has_broker: bool) -> None:
+    def __init__(self, pool: Pool, sources: Sequence[PostgresSource], record: Record, config: WorkerConfig) -> None:
         self._pool = pool
         self._record = record
         self._config = config
-        self._has_broker = has_broker
+        self._has_broker = any(source.table is DELIVERIES for source in sources)
         self._one_at_a_time = asyncio.Lock()
         self._working = asyncio.Lock()
         self._stopping = False
         self._wake = asyncio.Event()
         self._link: Link | None = None
         self._audit = Audit(self._wake.set)
-        self._work_queues = WorkQueues(pool, record)
+        self._work_queues = WorkQueues(pool, sources, record)
         self._once = OnceRetention(pool, config.once)
 
     async def run(self) -> None:
@@ -101,6 +101,7 @@ class Upkeep:
             link = await self._connected()
             await self._look(link)
         await self._work_queues.check(link, self._audit)
+        await self._work_queues.prune()
         await self._record.prune()
         await self._once.forget()
 
@@ -122,7 +123,7 @@ class Upkeep:
             found for stream in self._config.streams if (found := await self._declare_one(link, stream)) is not None
         ]
         declared = [subjects for stream in self._config.streams for subjects in stream.subjects]
-        await self._record.declare_subjects(declared)
+        await declare_subjects(self._pool, declared)
         if self._config.declare_streams:
             defaults = self._config.stream_defaults
             await link.streams.refresh(link.js)

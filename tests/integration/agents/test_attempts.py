@@ -155,7 +155,14 @@ async def test_an_attempt_that_a_stop_ended_is_not_counted(context: Context, tmp
     began = asyncio.Event()
     await context.publish(["order-1"], order(0))
     runtime = await AgentRuntime.open(
-        Waiting, context.js, tmp_path, tenant=context.name, workspace="default", settings=SETTINGS, attempts=ATTEMPTS
+        Waiting,
+        context.js,
+        context.nats,
+        tmp_path,
+        tenant=context.name,
+        workspace="default",
+        settings=SETTINGS,
+        attempts=ATTEMPTS,
     )
     task = asyncio.create_task(runtime.run())
     delivery = Delivery(context.subject, order(0), {}, "order-1", context.events, 1, 1, published_at=datetime.now(UTC))

@@ -16,6 +16,7 @@ from support.agents import emitted, settled
 from support.jetstream import Context, until
 
 from embedded.processes import tethered
+from postroom.chassis.ownership import this_user
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 AGENT = "counting_agent:Counter"
@@ -163,6 +164,10 @@ async def test_what_an_agent_published_is_published_again_by_hand(command_line: 
 
         await until(again, "they are there a second time, under a fresh id")
     assert sorted(await answers(context)) == sorted([*first, *(f"{message_id}/1" for message_id in first)])
+    with closing(sqlite3.connect(command_line.database)) as db:
+        (logged,) = db.execute("SELECT actor, verb, subject FROM operator_log")
+    assert logged[:2] == (this_user(), "republish")
+    assert logged[2].startswith("2 messages published since ")
 
 
 async def test_a_store_that_is_not_there_cannot_be_published_again(command_line: CommandLine):

@@ -15,10 +15,12 @@ from support.jetstream import Context, until
 
 from embedded import EmbeddedNats
 from postroom.agent import Command, Envelope
-from postroom.delivery.agents.publishing import Message, Publisher
+from postroom.delivery.agents.outgoing import AgentPublisher
 from postroom.delivery.agents.replay import verify
 from postroom.delivery.agents.store import Mark, Owner, Store
 from postroom.delivery.nats import connect
+from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.source import Outgoing
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import ensure_stream
 
@@ -39,7 +41,7 @@ async def all_there(context: Context, directory: Path, epoch: str) -> None:
 
 async def compared(running: Running, times: int = 3) -> None:
     """Return when the record has compared so many times more."""
-    record = running.runtime.record
+    record = running.runtime.publisher.record
     before = record.comparisons
 
     async def done() -> bool:
@@ -233,7 +235,7 @@ async def test_of_two_messages_with_one_number_of_a_stream_both_are_published_ag
     async with running_agent(context, tmp_path):
         await settled(context)
     store = await Store.open(tmp_path / "events.db", Owner("counting", context.name, "default"))
-    assert await store.requeue_since(0) == 2
+    assert await store.requeue_since(0, now=1, actor="olga") == 2
     first, second = [message.position for message in await store.lost(0, 10)]
     assert await store.mark_published([Mark(first, 1, 1, context.events, 1, 7)]) == 0
     assert await store.mark_published([Mark(second, 1, 1, context.events, 1, 7)]) == 2
@@ -266,14 +268,14 @@ async def test_what_was_published_long_ago_is_forgotten_and_its_message_still_kn
 async def test_an_agent_stops_though_its_comparison_swallows_the_cancellation(context: Context, tmp_path: Path):
     begun = asyncio.Event()
 
-    async def compare() -> int:
+    async def compare(_link: Link) -> int:
         begun.set()
         with suppress(asyncio.CancelledError):
             await asyncio.get_running_loop().create_future()
         return 0
 
     async with asyncio.timeout(20), running_agent(context, tmp_path, settings=RECORD) as running:
-        running.runtime.record.compare = compare  # type: ignore[method-assign]
+        running.runtime.publisher.record.compare = compare  # type: ignore[method-assign]
         await begun.wait()
 
 
@@ -282,14 +284,14 @@ async def test_an_agent_stops_though_its_publishing_swallows_the_cancellation(
 ):
     begun = asyncio.Event()
 
-    async def publish(_: Publisher, messages: Sequence[Message]) -> Sequence[Message]:
+    async def publish(_: AgentPublisher, messages: Sequence[Outgoing]) -> Sequence[Outgoing]:
         if messages and not begun.is_set():
             begun.set()
             with suppress(asyncio.CancelledError):
                 await asyncio.get_running_loop().create_future()
         return messages
 
-    monkeypatch.setattr(Publisher, "publish", publish)
+    monkeypatch.setattr(AgentPublisher, "_publish", publish)
     await place_orders(context, ORDERS[:1])
     async with asyncio.timeout(20), running_agent(context, tmp_path):
         await begun.wait()

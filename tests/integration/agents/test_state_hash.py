@@ -43,7 +43,14 @@ def deliveries(context: Context, count: int) -> list[Delivery]:
 async def run(context: Context, directory: Path, batches: Sequence[Sequence[Delivery]]) -> tuple[str, Any]:
     """Give an agent with a store of its own these batches, all at once; return its state hash and its state."""
     runtime = await AgentRuntime.open(
-        Counting, context.js, directory, tenant=context.name, workspace="default", settings=SETTINGS, attempts=ATTEMPTS
+        Counting,
+        context.js,
+        context.nats,
+        directory,
+        tenant=context.name,
+        workspace="default",
+        settings=SETTINGS,
+        attempts=ATTEMPTS,
     )
     settled = Settled()
     handling = [asyncio.create_task(runtime.handle(batch, settled)) for batch in batches]

@@ -19,8 +19,8 @@ from postroom.delivery.consumer import Consumer
 from postroom.delivery.database import migrate
 from postroom.delivery.dead_letters.operations import LetterOperations
 from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
-from postroom.delivery.publishing.audit import SUBJECT, Audit
-from postroom.delivery.publishing.displaced import message_id_at
+from postroom.delivery.publishing.link import ADVISORIES, Audit
+from postroom.delivery.publishing.record import message_id_at
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -138,9 +138,9 @@ async def test_an_advisory_that_cannot_be_read_is_skipped(context: Context, nats
     heard = asyncio.Event()
     audit = Audit(heard.set)
     async with byte_writer(nats_url) as raw:
-        await context.connection.subscribe(SUBJECT, cb=audit.hear)
+        await context.connection.subscribe(ADVISORIES, cb=audit.hear)
         await context.connection.flush()
-        await raw.publish(SUBJECT, [*odd_messages(), *random_messages(200, seed=6)])
+        await raw.publish(ADVISORIES, [*odd_messages(), *random_messages(200, seed=6)])
         await context.js.purge_stream(context.events)
         async with asyncio.timeout(10):
             await heard.wait()

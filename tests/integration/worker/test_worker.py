@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,9 @@ from broker.store import AcceptStore, Candidate, MessageIds
 from embedded import EmbeddedNats
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.message import MAX_BODY_BYTES, prepare
-from postroom.delivery.publishing import DELIVERIES, Record, RecordSettings
+from postroom.delivery.publishing import DELIVERIES, PostgresSource, PublisherSettings, Record, RecordSettings
 from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.postgres import PostgresClaim
 from postroom.delivery.publishing.source import Outgoing, Place
 from postroom.delivery.settings import NatsSettings
 
@@ -215,20 +216,19 @@ async def test_what_a_worker_declares_a_stream_for_may_be_emitted_without_a_mesh
 async def test_of_two_deliveries_with_one_number_of_a_stream_both_are_published_again(accepting: Accepting) -> None:
     """One was lost in a power cut: which, nobody knows. Of a stream that was made anew only the older one is lost."""
     await accepting.send({"to": "dm:alice", "body": "1"}, {"to": "dm:bob", "body": "2"})
-    members = [aggregate for aggregate, _ in await claim_recipients(accepting)]
     created = datetime(2026, 1, 1, tzinfo=UTC)
+    first, second = await claim_deliveries(accepting)
     async with accepting.pool.acquire() as connection:
-        first, second = await DELIVERIES.claim(connection, members, most=10, most_bytes=1000)
+        claim = PostgresClaim(deliveries(accepting), connection, (first, second), more=False)
 
-        async def mark(message: Outgoing, created_at: datetime) -> list[str]:
-            place = Place("DEMO_INBOX", created_at, 1, duplicate=False)
-            return await DELIVERIES.mark_published(connection, [(message, place)], timedelta(days=7))
+        async def mark(message: Outgoing, created_at: datetime) -> bool:
+            return await claim.settle([(message, Place("DEMO_INBOX", created_at, 1, duplicate=False))], [], [])
 
-        assert await mark(first, created) == []
-        assert await mark(second, created) == [second.key]
+        assert not await mark(first, created)
+        assert await mark(second, created)
         states = await connection.fetch("SELECT published_at, epoch FROM mesh.delivery_queue")
         assert [tuple(state) for state in states] == [(None, 1), (None, 1)]
-        assert await mark(first, created) == await mark(second, created + timedelta(days=1)) == []
+        assert await mark(first, created) is await mark(second, created + timedelta(days=1)) is False
         lost = await connection.fetchval("SELECT recipient_id FROM mesh.delivery_queue WHERE published_at IS NULL")
         assert lost == first.aggregate
 
@@ -237,13 +237,13 @@ async def test_a_delivery_that_was_settled_stays_so_though_a_new_stream_gives_it
     accepting: Accepting,
 ) -> None:
     await accepting.send(*({"to": f"dm:{member}", "body": "hello"} for member in ("alice", "bob")))
-    members = [aggregate for aggregate, _ in await claim_recipients(accepting)]
     before = datetime(2026, 1, 1, tzinfo=UTC)
+    first, second = await claim_deliveries(accepting)
     async with accepting.pool.acquire() as connection:
-        first, second = await DELIVERIES.claim(connection, members, most=10, most_bytes=1000)
+        claim = PostgresClaim(deliveries(accepting), connection, (first, second), more=False)
         for message, created in ((first, before), (second, before + timedelta(days=1))):
             place = Place("DEMO_INBOX", created, 1, duplicate=False)
-            await DELIVERIES.mark_published(connection, [(message, place)], timedelta(days=7))
+            await claim.settle([(message, place)], [], [])
             await connection.execute(
                 "INSERT INTO postroom.work_queue_floors (stream, stream_created_at, filter, pattern, floor) "
                 "VALUES ('DEMO_INBOX', $1, 'demo.inbox.*', '^demo[.]inbox[.]alice$', 1) ON CONFLICT DO NOTHING", before,
@@ -258,7 +258,7 @@ async def test_a_delivery_whose_number_is_another_messages_is_published_again(
     await accepting.send({"to": "dm:alice", "body": "1"}, {"to": "dm:bob", "body": "2"})
     with worker(**urls(accepting, own_nats)):
         await asyncio.wait_for(accepting.published(), 30)
-    record = Record(accepting.pool, (DELIVERIES,), RecordSettings())
+    record = Record([deliveries(accepting)], RecordSettings())
     link = await Link.open(NatsSettings(url=own_nats.url), name="test", ack_seconds=5)
     assert await record.compare(link) == 0
     await link.js.publish("demo.inbox.bob", b"another's")
@@ -267,9 +267,13 @@ async def test_a_delivery_whose_number_is_another_messages_is_published_again(
     await link.close()
 
 
-async def claim_recipients(accepting: Accepting) -> list[tuple[int, bool]]:
-    async with accepting.pool.acquire() as connection:
-        return await DELIVERIES.claim_aggregates(connection, DELIVERIES.lowest, 10)
+def deliveries(accepting: Accepting) -> PostgresSource:
+    return PostgresSource(accepting.pool, DELIVERIES, RecordSettings())
+
+
+async def claim_deliveries(accepting: Accepting) -> Sequence[Outgoing]:
+    async with deliveries(accepting).claim(PublisherSettings()) as claim:
+        return claim.messages
 
 
 async def test_a_refused_delivery_is_listed_and_dropped_and_what_waits_behind_it_goes(

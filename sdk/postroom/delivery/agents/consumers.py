@@ -39,7 +39,7 @@ async def open_consumers(
     consumers: list[Consumer] = []
     for stream, wanted in (await _by_stream(js, subjects)).items():
         own = msgspec.structs.replace(settings, stream=stream, filter_subjects=wanted)
-        consumers.append(Consumer(js, own, runtime, runtime.letters, rng=rng))
+        consumers.append(Consumer(js, own, runtime, runtime.publisher, rng=rng))
         await consumers[-1].declare()
     return consumers
 

@@ -8,11 +8,12 @@ from datetime import datetime
 
 from postroom.delivery.agents.decisions import Decision
 from postroom.delivery.agents.envelopes import after, to_microseconds
-from postroom.delivery.agents.publishing import Message, message_of
+from postroom.delivery.agents.outgoing import emitted
 from postroom.delivery.agents.records import Role, encode_record, next_hash
 from postroom.delivery.agents.replay import Memory
 from postroom.delivery.agents.store import Attempt, Changes, Event, Key, Tried
 from postroom.delivery.consumer import DONE, MAX_DELIVER, Attempts, Dead, Delivery, Outcome, Settle
+from postroom.delivery.publishing.source import Outgoing
 
 UNTRIED = Tried(0, "")
 REFUSED = Dead("refused", "the message is of another tenant or workspace than the agent")
@@ -46,7 +47,7 @@ class Group:
     def __init__(self, memory: Memory, versions: Mapping[str, int], tried: Mapping[str, Tried]) -> None:
         self.memory = memory
         self.events: list[Event] = []
-        self.outgoing: list[Message] = []
+        self.outgoing: list[Outgoing] = []
         self.roles: list[Role] = []  # what became of each message that was added
         self.settled: list[tuple[Job, Outcome]] = []  # what needs nothing of the store
         self.stored: list[tuple[Job, int, Outcome]] = []  # with the position of its event
@@ -92,7 +93,7 @@ class Group:
             event = Event(position + 1, record, next_hash(state_hash, record))
             self.events.append(event)
             if position >= cause:
-                self.outgoing.append(message_of(event.position, cause, draft))
+                self.outgoing.append(emitted(event.position, cause, draft))
             clock = max(clock, to_microseconds(draft.envelope.ts))
             self.memory = Memory(event.position, event.state_hash, clock, decision.state)
         self.stored.append((job, cause, outcome_of(decision.role)))

@@ -96,16 +96,21 @@ SELECT position, published_at FROM outgoing
 WHERE stream = :stream AND stream_created_at = :created_at AND stream_sequence < :number AND published_at <= :until;
 
 -- name: newest_at
--- What is noted at this number of this stream, or at the next one before it.
+-- What has the highest of these numbers of this stream, from the first to the last, but for some.
 SELECT coalesce(event.idempotency_key, letter.letter_id), outgoing.epoch, outgoing.stream_sequence
 FROM outgoing LEFT JOIN event ON event.position = outgoing.position
 LEFT JOIN letter ON letter.position = outgoing.position
-WHERE outgoing.stream = ? AND outgoing.stream_created_at = ? AND outgoing.stream_sequence <= ?
+WHERE outgoing.stream = ? AND outgoing.stream_created_at = ? AND outgoing.stream_sequence BETWEEN ? AND ?
+  AND outgoing.stream_sequence NOT IN (SELECT value FROM json_each(?))
 ORDER BY outgoing.stream_sequence DESC LIMIT 1;
 
 -- name: find_since
 -- The messages that were published from a time on, wherever they are noted.
 SELECT position FROM outgoing WHERE published_at >= ? AND position > 0;
+
+-- name: log_operation
+-- Keep that somebody did something to something.
+INSERT INTO operator_log (at, actor, verb, subject) VALUES (?, ?, ?, ?);
 
 -- name: requeue
 -- These messages are lost: they are unpublished again, under the next epoch.

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
@@ -18,6 +19,7 @@ import msgspec
 from postroom._wire.failures import tell
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import this_user
 from postroom.chassis.sqlite import in_snapshot, open_reader
 from postroom.chassis.store import Connection
 from postroom.delivery.agents.envelopes import to_microseconds
@@ -153,8 +155,8 @@ def _owned(db: sqlite3.Connection, database: Path, read: Callable[[Owner, sqlite
 async def republish(database: Path, since: datetime, *, dry_run: bool = False) -> int:
     """Have everything published again that was published from `since` on; return how many messages that are.
 
-    Whoever runs the agent does the publishing: at its next comparison with the streams, or when it starts. Raises
-    `Fatal`: 3 where there is no store, 78 where it cannot be used.
+    Who did it is in the store's operator log. Whoever runs the agent does the publishing: at its next comparison with
+    the streams, or when it starts. Raises `Fatal`: 3 where there is no store, 78 where it cannot be used.
     """
     owner = await owner_of(database)
     moment = to_microseconds(since) // _PER_MILLISECOND
@@ -163,7 +165,9 @@ async def republish(database: Path, since: datetime, *, dry_run: bool = False) -
         async with turns.turn():
             store = await Store.open(database, owner)
             try:
-                return len(await store.published_since(moment)) if dry_run else await store.requeue_since(moment)
+                if dry_run:
+                    return len(await store.published_since(moment))
+                return await store.requeue_since(moment, now=time.time_ns() // 1_000_000, actor=this_user())
             finally:
                 await store.close()
     finally:

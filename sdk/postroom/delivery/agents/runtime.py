@@ -30,20 +30,21 @@ from postroom.delivery.agents.counters import AgentCounters
 from postroom.delivery.agents.decisions import Deciding, Decision, Emitter
 from postroom.delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
 from postroom.delivery.agents.group import Group, Job, dead
-from postroom.delivery.agents.letters import AgentLetters
-from postroom.delivery.agents.publishing import HEADER_BYTES, Message, Publisher
-from postroom.delivery.agents.record import Record
+from postroom.delivery.agents.outgoing import AgentPublisher, stored
 from postroom.delivery.agents.replay import Differs, empty, rebuild
 from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, durably, read_events
 from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
 from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
 from postroom.delivery.nats_client import connection_of
+from postroom.delivery.publishing.source import Outgoing
+from postroom.delivery.settings import NatsSettings
 
 _log = structlog.get_logger(__name__)
 
 _FINISHING: Final = 8  # groups that may be on their way out at once
 _ERROR_CHARACTERS: Final = 500
+_HEADER_BYTES: Final = 16 * 1024  # of a message that its headers may take
 
 
 class AgentRuntime:
@@ -60,6 +61,7 @@ class AgentRuntime:
         turns: Turns,
         settings: AgentSettings,
         *,
+        nats: NatsSettings,
         underway: Underway,
         attempts: Attempts,
         clock: Callable[[], int],
@@ -74,11 +76,18 @@ class AgentRuntime:
         self._settings = settings
         self._attempts = attempts
         self._clock = clock
-        self._publisher = Publisher(js, store, turns, settings, counters=self.counters, clock=clock)
-        self.record = Record(self._publisher, store, turns, settings, counters=self.counters, clock=clock)
-        self.letters = AgentLetters(self._publisher, store, turns, agent.tenant)
+        self.publisher = AgentPublisher(
+            store,
+            turns,
+            nats,
+            settings,
+            agent=self._owner.agent,
+            context=agent.tenant,
+            counters=self.counters,
+            clock=clock,
+        )
         self._memory = empty(agent)
-        emitter = Emitter(type(agent), self._owner, connection_of(js).max_payload - HEADER_BYTES)
+        emitter = Emitter(type(agent), self._owner, connection_of(js).max_payload - _HEADER_BYTES)
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
         self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time
@@ -90,6 +99,7 @@ class AgentRuntime:
         cls,
         agent_class: type[Agent[Any]],
         js: JetStreamContext,
+        nats: NatsSettings,
         directory: Path,
         *,
         tenant: str,
@@ -114,7 +124,9 @@ class AgentRuntime:
                 owner = Owner(agent_name(agent_class), tenant, workspace)
                 store = await Store.open(database(directory), owner)
                 undo.push_async_callback(store.close)
-                runtime = cls(agent, js, store, turns, settings, underway=underway, attempts=attempts, clock=clock)
+                runtime = cls(
+                    agent, js, store, turns, settings, nats=nats, underway=underway, attempts=attempts, clock=clock
+                )
                 try:
                     runtime._memory = await store.run(lambda db: rebuild(agent, empty(agent), read_events(db)))
                 except Differs as difference:
@@ -124,6 +136,7 @@ class AgentRuntime:
 
     async def close(self) -> None:
         """Close the store; call it once `run` has ended."""
+        await self.publisher.close()
         async with self._turns.turn():
             await self._store.close()
         self._turns.close()
@@ -165,20 +178,14 @@ class AgentRuntime:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._recover())
-                tasks.create_task(self.record.run())
+                tasks.create_task(self.publisher.recover())
+                tasks.create_task(self.publisher.run())
                 while True:
                     await self._wake.wait()
                     await self._room.acquire()
                     tasks.create_task(self._finish(await self._take_turn()))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-
-    async def _recover(self) -> None:
-        async with self._turns.turn():
-            messages = self._publisher.read(await self._store.unpublished())
-        async for _ in self._publisher.rounds(messages):
-            pass
 
     async def _take_turn(self) -> Group:
         """Handle a group of messages and commit it."""
@@ -298,7 +305,7 @@ class AgentRuntime:
     async def _finish(self, group: Group) -> None:
         """Publish what the group caused, mark it, and settle its messages, each as soon as it can be."""
         waiting, first = group.stored, True
-        async for missing in self._publisher.rounds(group.outgoing):
+        async for missing in self.publisher.rounds(group.outgoing):
             ready = [stored for stored in waiting if stored[1] not in missing]
             waiting = [stored for stored in waiting if stored[1] in missing]
             await self._settle([*group.settled, *((job, outcome) for job, _, outcome in ready)])
@@ -311,10 +318,10 @@ class AgentRuntime:
         for job, outcome in settled:
             await job.finish(outcome)
 
-    async def _unpublished_of(self, positions: Sequence[int]) -> list[Message]:
+    async def _unpublished_of(self, positions: Sequence[int]) -> list[Outgoing]:
         if not positions:
             return []
-        return self._publisher.read(await self._store.unpublished_of(positions))
+        return [stored(row) for row in await self._store.unpublished_of(positions)]
 
     def _key(self, delivery: Delivery) -> Key:
         scope = scope_of(delivery, self._own)

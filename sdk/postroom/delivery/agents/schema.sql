@@ -136,5 +136,20 @@ CREATE TRIGGER attempt_counts_on BEFORE UPDATE ON attempt
 WHEN NEW.message_id <> OLD.message_id OR NEW.attempts <= OLD.attempts
 BEGIN SELECT RAISE(ABORT, 'attempts only grow'); END;
 
+-- What operators changed, by whom as the operating system says it; a row is written in the transaction of its change.
+CREATE TABLE operator_log (
+    seq     INTEGER PRIMARY KEY,
+    at      INTEGER NOT NULL,                            -- ms since the epoch
+    actor   TEXT    NOT NULL,
+    verb    TEXT    NOT NULL,
+    subject TEXT    NOT NULL
+);
+
+CREATE TRIGGER operator_log_append_only_update BEFORE UPDATE ON operator_log
+BEGIN SELECT RAISE(ABORT, 'the operator log takes additions only'); END;
+
+CREATE TRIGGER operator_log_append_only_delete BEFORE DELETE ON operator_log
+BEGIN SELECT RAISE(ABORT, 'the operator log takes additions only'); END;
+
 PRAGMA application_id = 1347633477;  -- "PSAE"
 PRAGMA user_version = 1;

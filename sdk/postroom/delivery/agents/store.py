@@ -21,6 +21,7 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import Schema, exit_after, is_full
 from postroom.delivery.agents.records import Role
+from postroom.delivery.publishing.source import Noted
 
 _log = structlog.get_logger(__name__)
 
@@ -61,7 +62,7 @@ class Event(NamedTuple):
     state_hash: bytes
 
 
-class Outgoing(NamedTuple):
+class Stored(NamedTuple):
     """A stored message, or a dead letter, that is not marked published."""
 
     position: int
@@ -81,15 +82,7 @@ class Mark(NamedTuple):
     sequence: int
 
 
-class Noted(NamedTuple):
-    """What has a place in a stream."""
-
-    message_id: str
-    epoch: int
-    sequence: int
-
-
-class Search(NamedTuple):
+class Losses(NamedTuple):
     """A look for what a stream has lost; times of messages are ms since the epoch."""
 
     loss: Literal["of_another_stream", "behind_the_end", "before_the_beginning"]
@@ -183,11 +176,11 @@ class Store:
         size = sum(len(event.record) + _EVENT_BYTES for event in changes.events)
         await self._file.write(partial(_append, changes), size)
 
-    async def unpublished_of(self, causes: Sequence[int]) -> list[Outgoing]:
+    async def unpublished_of(self, causes: Sequence[int]) -> list[Stored]:
         """Return what the messages at these positions caused and is not marked published."""
         return await self._file.run(lambda db: _outgoing(db, "unpublished_of", (_encode(causes).decode(),)))
 
-    async def unpublished(self) -> list[Outgoing]:
+    async def unpublished(self) -> list[Stored]:
         """Return everything that is not marked published, oldest first."""
         return await self._file.run(lambda db: _outgoing(db, "unpublished", ()))
 
@@ -199,22 +192,24 @@ class Store:
         work = partial(_mark_published, [mark._asdict() for mark in marks])
         return await self._file.write(work, _EVENT_BYTES * len(marks))
 
-    async def keep_letter(self, letter_id: str, subject: str, record: bytes) -> Outgoing | None:
+    async def keep_letter(self, letter_id: str, subject: str, record: bytes) -> Stored | None:
         """Commit a dead letter, unless it is known; return it where it is not marked published."""
         work = partial(_keep_letter, (letter_id, subject, record))
         return await self._file.write(work, len(record) + _EVENT_BYTES)
 
-    async def requeue_lost(self, search: Search) -> int:
+    async def requeue_lost(self, search: Losses) -> int:
         """Make unpublished what a stream has lost; return how many messages that are."""
         found = await self._file.run(partial(_find_lost, search))
         if not any(found):
             return 0
         return await self._file.write(partial(_requeue, *found), _EVENT_BYTES * sum(map(len, found)))
 
-    async def newest_at(self, stream: str, created_at: int, sequence: int) -> Noted | None:
-        """Return what has this place in a stream, or the next one before it; `created_at` as in `Mark`."""
-        place = stream, created_at, sequence
-        row = await self._file.run(lambda db: db.execute(_QUERIES["newest_at"], place).fetchone())
+    async def newest_at(
+        self, stream: str, created_at: int, first: int, last: int, missing: Sequence[int]
+    ) -> Noted | None:
+        """Return what has the highest place of a stream in a range, but for `missing`; `created_at` as in `Mark`."""
+        values = stream, created_at, first, last, _encode(missing).decode()
+        row = await self._file.run(lambda db: db.execute(_QUERIES["newest_at"], values).fetchone())
         return row and Noted(*row)
 
     async def has_place(self, stream: str, created_at: int) -> bool:
@@ -228,10 +223,18 @@ class Store:
         size = _EVENT_BYTES * len(numbers)
         await self._file.write(lambda db: db.execute(_QUERIES["forget_places"], values).rowcount, size)
 
-    async def requeue_since(self, since: int) -> int:
-        """Make unpublished whatever was published from a time on (ms since the epoch); return how much that is."""
+    async def requeue(self, positions: Sequence[int]) -> int:
+        """Make these messages unpublished; return how many of them were published."""
+        return await self._file.write(partial(_requeue, positions, []), _EVENT_BYTES * len(positions))
+
+    async def requeue_since(self, since: int, *, now: int, actor: str) -> int:
+        """Make unpublished whatever was published from a time on, and log who did it; return how much that is.
+
+        Times are ms since the epoch.
+        """
         found = await self.published_since(since)
-        return await self._file.write(partial(_requeue, found, []), _EVENT_BYTES * len(found))
+        entry = now, actor, "republish", f"{len(found)} messages published since {since}"
+        return await self._file.write(partial(_requeue_by_hand, found, entry), _EVENT_BYTES * len(found))
 
     async def published_since(self, since: int) -> list[int]:
         """Return the positions of what was published from a time on (ms since the epoch)."""
@@ -244,7 +247,7 @@ class Store:
         """
         return await self._file.write(partial(_prune, before, most), _EVENT_BYTES * most)
 
-    async def lost(self, after: int, most: int) -> list[Outgoing]:
+    async def lost(self, after: int, most: int) -> list[Stored]:
         """Return what was lost and is not published again yet, after a position, oldest first."""
         return await self._file.run(lambda db: _outgoing(db, "lost", (after, most)))
 
@@ -315,10 +318,10 @@ def _mark_published(marks: Sequence[dict[str, Any]], db: sqlite3.Connection) -> 
     return db.executemany(_QUERIES["requeue_displaced"], marks).rowcount
 
 
-def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Outgoing | None:
+def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Stored | None:
     db.execute(_QUERIES["keep_letter"], letter)
     row = db.execute(_QUERIES["find_letter"], letter[:1]).fetchone()
-    return row and Outgoing(*row)
+    return row and Stored(*row)
 
 
 def _prune(before: int, most: int, db: sqlite3.Connection) -> int:
@@ -326,7 +329,7 @@ def _prune(before: int, most: int, db: sqlite3.Connection) -> int:
     return db.execute(_QUERIES["prune"], {"before": before, "most": most}).rowcount
 
 
-def _find_lost(search: Search, db: sqlite3.Connection) -> tuple[list[int], list[int]]:
+def _find_lost(search: Losses, db: sqlite3.Connection) -> tuple[list[int], list[int]]:
     """Return the positions of what is lost, and of what is gone by age."""
     lost: list[int] = []
     old: list[int] = []
@@ -340,8 +343,13 @@ def _requeue(lost: Sequence[int], old: Sequence[int], db: sqlite3.Connection) ->
     return db.execute(_QUERIES["requeue"], (_encode(lost).decode(),)).rowcount
 
 
-def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, ...]) -> list[Outgoing]:
-    return [Outgoing(*row) for row in db.execute(_QUERIES[query], parameters)]
+def _requeue_by_hand(found: Sequence[int], entry: tuple[int, str, str, str], db: sqlite3.Connection) -> int:
+    db.execute(_QUERIES["log_operation"], entry)
+    return _requeue(found, [], db)
+
+
+def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, ...]) -> list[Stored]:
+    return [Stored(*row) for row in db.execute(_QUERIES[query], parameters)]
 
 
 def _damaged(path: Path, fault: str) -> None:

@@ -1,9 +1,10 @@
-"""Publishing: what broker, `postroom.emit` and consumers wrote into Postgres goes into JetStream, once and in order."""
+"""Publishing: what a database holds goes into JetStream, once and in order, and again where a stream loses it."""
 
+from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Backlog, PostgresSource, sources_of
 from postroom.delivery.publishing.publisher import Publisher, PublisherCounters
-from postroom.delivery.publishing.record import Record, Redriven, redrive
+from postroom.delivery.publishing.record import Record
 from postroom.delivery.publishing.settings import PublisherSettings, RecordSettings
-from postroom.delivery.publishing.source import DELIVERIES, EVENTS, LETTERS, Backlog, Source, sources_of
+from postroom.delivery.publishing.source import Source
 from postroom.delivery.publishing.work_queues import WorkQueues
 
 __all__ = [
@@ -11,14 +12,13 @@ __all__ = [
     "EVENTS",
     "LETTERS",
     "Backlog",
+    "PostgresSource",
     "Publisher",
     "PublisherCounters",
     "PublisherSettings",
     "Record",
     "RecordSettings",
-    "Redriven",
     "Source",
     "WorkQueues",
-    "redrive",
     "sources_of",
 ]

@@ -1,32 +1,43 @@
-"""A publisher's connection to JetStream: publishes a batch pipelined and says of each message what became of it.
+"""A connection to JetStream: publishes batches pipelined and says of each message what became of it.
 
 The connection does not come back by itself. One connection stores messages in the order in which they were sent, so
 that after a break exactly a beginning of the batch is in the stream; a client that reconnects would send what it still
 had in its buffer behind a part that was lost on the way.
+
+JetStream also tells of the calls that others make to it: it notes each on a subject of its own, for whoever listens
+(`Audit`). It tells it once, to those that are connected: what happened while nobody listened has to be assumed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Final, Self
 
 import msgspec
+import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from postroom.delivery.errors import from_nats
 from postroom.delivery.nats import connect
-from postroom.delivery.publishing.audit import SUBJECT, Audit
 from postroom.delivery.publishing.source import Outgoing, Place
 from postroom.delivery.publishing.streams import StreamPicture, Streams
 from postroom.delivery.settings import NatsSettings
 
+_log = structlog.get_logger(__name__)
+
 _LOOK_SECONDS: Final = 0.1  # between two looks at whether the connection still stands
 _HEADER_LINE: Final = b"NATS/1.0\r\n"
 _LINE_EXTRA: Final = 4  # bytes: a colon, a space, CR and LF
+
+ADVISORIES: Final = "$JS.EVENT.ADVISORY.API"
+
+# What takes messages out of a stream by hand, or may: the words of the call before the stream's name.
+_TAKING: Final = (("STREAM", "PURGE"), ("STREAM", "MSG", "DELETE"), ("STREAM", "UPDATE"), ("STREAM", "RESTORE"))
 
 Result = Place | str  # where it is, or why it is nowhere
 
@@ -45,6 +56,59 @@ class _Ack(msgspec.Struct):
 _decode_ack: Final = msgspec.json.Decoder(_Ack).decode
 
 
+class _Call(msgspec.Struct):
+    subject: str = ""
+
+
+_decode_call: Final = msgspec.json.Decoder(_Call).decode
+
+
+class Audit:
+    """Which streams somebody took messages out of, as heard on one connection; `noticed` is called at each."""
+
+    def __init__(self, noticed: Callable[[], None]) -> None:
+        self.hears = False  # whether anything was heard at all: calls of one's own are told of too
+        self.before: set[tuple[str, datetime]] = set()  # the streams that were there before, by name and creation
+        self._noticed = noticed
+        self._streams: set[str] = set()
+
+    async def hear(self, message: Msg) -> None:
+        """Take in one note."""
+        self.hears = True
+        try:
+            call = _decode_call(message.data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            _log.warning("advisory_unreadable", subject=message.subject)  # no server wrote that
+            return
+        words = call.subject.partition(".API.")[2].split(".")
+        if tuple(words[:-1]) in _TAKING:
+            self._streams.add(words[-1])
+            self._noticed()
+
+    def take(self, stream: str) -> bool:
+        """Tell whether messages were taken out of `stream` since this was last asked."""
+        heard = stream in self._streams
+        self._streams.discard(stream)
+        return heard
+
+
+class _Batch:
+    """Messages that are sent together, and the answers to them."""
+
+    def __init__(self, first: int, messages: int) -> None:
+        self.first = first  # its number
+        self.answers: list[_Ack | None] = [None] * messages
+        self.complete = asyncio.Event()
+        self._missing = messages
+
+    def answer(self, index: int, ack: _Ack) -> None:
+        if self.answers[index] is None:
+            self._missing -= 1
+        self.answers[index] = ack
+        if not self._missing:
+            self.complete.set()
+
+
 class Link:
     """One connection, and the server's streams as seen through it."""
 
@@ -54,10 +118,8 @@ class Link:
         self._client = client
         self._ack_seconds = ack_seconds
         self._inbox = client.new_inbox()
-        self._first = 0  # the number of the first message of the batch
-        self._answers: list[_Ack | None] = []
-        self._missing = 0
-        self._complete = asyncio.Event()
+        self._sent = 0  # messages: the number of the next
+        self._batches: list[_Batch] = []
 
     @classmethod
     async def open(cls, settings: NatsSettings, *, name: str, ack_seconds: float) -> Self:
@@ -84,7 +146,7 @@ class Link:
     async def listen(self, audit: Audit) -> None:
         """Have `audit` told of what is done to the streams from now on; raises `PostroomError`."""
         try:
-            await self._client.subscribe(SUBJECT, cb=audit.hear)
+            await self._client.subscribe(ADVISORIES, cb=audit.hear)
             await self._client.flush()
             await self.streams.refresh(self.js)
         except Exception as error:
@@ -108,54 +170,60 @@ class Link:
 
     async def publish(self, messages: Sequence[Outgoing]) -> list[Result]:
         """Send `messages`, none of which has a `refusal`, in order, and return what became of each."""
+        if not messages:
+            return []
         streams = [self.streams.of(message.subject) for message in messages]
-        self._first += len(self._answers)  # a late answer to the batch before is nobody's
-        self._answers = [None] * len(messages)
-        self._missing = len(messages)
-        self._complete.clear()
-        for index, message in enumerate(messages):
-            if not await self._send(message, index):
-                break
-        await self._wait()
-        return [_result(answer, stream) for answer, stream in zip(self._answers, streams, strict=True)]
-
-    async def _send(self, message: Outgoing, index: int) -> bool:
-        reply = f"{self._inbox}.{self._first + index}"
+        batch = _Batch(self._sent, len(messages))
+        self._sent += len(messages)
+        self._batches.append(batch)
         try:
-            await self._client.publish(message.subject, message.body, reply=reply, headers=message.headers)
-        except Exception as error:  # noqa: BLE001 - whatever it was, this message and those after it are not sent
-            self._answer(index, _failure(from_nats(error, "publishing").problem.detail))
-            await self._client.close()
-            return False
-        return True
+            for index, message in enumerate(messages):
+                reply = f"{self._inbox}.{batch.first + index}"
+                try:
+                    await self._client.publish(message.subject, message.body, reply=reply, headers=message.headers)
+                except Exception as error:  # noqa: BLE001 - whatever it was, this message and those after it are not sent
+                    batch.answer(index, _failure(from_nats(error, "publishing").problem.detail))
+                    await self._client.close()
+                    break
+            await self._wait(batch)
+        finally:
+            self._batches.remove(batch)  # a late answer is nobody's
+        if any(map(_made_anew, batch.answers, streams)):
+            await self.streams.refresh(self.js)
+            streams = [self.streams.of(message.subject) for message in messages]
+        return [_result(answer, stream) for answer, stream in zip(batch.answers, streams, strict=True)]
 
-    async def _wait(self) -> None:
+    async def _wait(self, batch: _Batch) -> None:
         """Wait for every answer, for as long as the connection stands and the server may take."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._ack_seconds
         while not self.broken and (left := deadline - clock()) > 0:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._complete.wait(), min(left, _LOOK_SECONDS))
+                await asyncio.wait_for(batch.complete.wait(), min(left, _LOOK_SECONDS))
                 return
 
     async def _acknowledged(self, reply: Msg) -> None:
-        index = int(reply.subject.rpartition(".")[2]) - self._first
-        if index < 0:
-            return
-        # Without data it is the server's word for it that nobody answers on that subject.
-        missing = _failure("no stream answers: it was deleted, or JetStream is unreachable")
-        self._answer(index, _decode_ack(reply.data) if reply.data else missing)
-
-    def _answer(self, index: int, ack: _Ack) -> None:
-        if self._answers[index] is None:
-            self._missing -= 1
-        self._answers[index] = ack
-        if not self._missing:
-            self._complete.set()
+        number = int(reply.subject.rpartition(".")[2])
+        for batch in self._batches:
+            if batch.first <= number < batch.first + len(batch.answers):
+                # Without data it is the server's word for it that nobody answers on that subject.
+                missing = _failure("no stream answers: it was deleted, or JetStream is unreachable")
+                batch.answer(number - batch.first, _decode_ack(reply.data) if reply.data else missing)
 
 
 def _failure(description: str) -> _Ack:
     return _Ack(error=_ApiError(description))
+
+
+def _made_anew(answer: _Ack | None, stream: StreamPicture | None) -> bool:
+    """Tell whether the picture is of an older stream: a new message has a higher number than all before it."""
+    return (
+        answer is not None
+        and answer.error is None
+        and not answer.duplicate
+        and stream is not None
+        and answer.seq <= stream.last_sequence
+    )
 
 
 def _result(answer: _Ack | None, stream: StreamPicture | None) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated
 
 import msgspec
@@ -42,3 +43,8 @@ class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         float, Meta(gt=0, description="age up to which a message that a stream lost is published again, in days")
     ] = 7
     keep_days: Annotated[float, Meta(gt=0, description="how long published events are kept, in days")] = 30
+
+    @property
+    def horizon(self) -> timedelta:
+        """How old what was lost may be."""
+        return timedelta(days=self.horizon_days)

@@ -20,22 +20,19 @@ When the floors may rise, so that no purge raises them:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import structlog
 
-from postroom.chassis.postgres import Connection, Pool
-from postroom.chassis.sql import load_queries
-from postroom.delivery.publishing.audit import SUBJECT, Audit
-from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.queue_state import Floors, read_floors, read_holes
+from postroom.chassis.postgres import Pool
+from postroom.delivery.publishing.link import ADVISORIES, Audit, Link
+from postroom.delivery.publishing.postgres import QUERIES, PostgresSource, all_marked, now
 from postroom.delivery.publishing.record import Record
-from postroom.delivery.publishing.requeuing import all_marked, requeue_all
-from postroom.delivery.publishing.streams import StreamPicture, subject_pattern
+from postroom.delivery.publishing.streams import Floors, StreamPicture, read_floors, read_holes, subject_pattern
 
 _log = structlog.get_logger(__name__)
 
-_QUERIES: Final = load_queries(__package__, "record.sql")
 _TOLD_SECONDS: Final = 1.0  # after a purge it was told of: many times what a server needs
 
 
@@ -47,8 +44,9 @@ class _Seen(NamedTuple):
 class WorkQueues:
     """Watches the work queues of a server, on one connection at a time."""
 
-    def __init__(self, pool: Pool, record: Record) -> None:
+    def __init__(self, pool: Pool, sources: Sequence[PostgresSource], record: Record) -> None:
         self._pool = pool
+        self._sources = sources
         self._record = record
         self._link: Link | None = None
         self._seen: dict[str, _Seen] = {}  # the streams that were searched on this connection
@@ -59,27 +57,27 @@ class WorkQueues:
             self._link = link
             self._seen.clear()
         elif not audit.hears:
-            _log.warning("purges_not_heard", subject=SUBJECT, detail="let the worker's NATS user subscribe to it")
+            _log.warning("purges_not_heard", subject=ADVISORIES, detail="let the worker's NATS user subscribe to it")
         work_queues = [picture for picture in link.streams.pictures if picture.work_queue]
         return sum([await self._check(link, audit, stream) for stream in work_queues])
 
     async def _check(self, link: Link, audit: Audit, stream: StreamPicture) -> int:
-        floors = await read_floors(link, stream.name)
+        floors = await read_floors(link.js, stream.name)
         taken = audit.take(stream.name)
         before = self._seen.pop(stream.name, None)  # what fails from here on is begun anew with a search
-        now = asyncio.get_running_loop().time()
+        at = asyncio.get_running_loop().time()
         if before is not None and before.floors.created_at != floors.created_at:
             before = None
         if before is None and audit.hears and (stream.name, floors.created_at) not in audit.before:
-            before = _Seen(floors, now)  # it was made while somebody listened: nothing was purged
+            before = _Seen(floors, at)  # it was made while somebody listened: nothing was purged
         if taken or before is None:
             found, complete = await self._search(link, stream, floors)
             if complete:
-                self._seen[stream.name] = _Seen(floors, now)
+                self._seen[stream.name] = _Seen(floors, at)
             return found
-        if now - before.at >= _TOLD_SECONDS:
-            await _raise(self._pool, stream.name, before.floors)
-            before = _Seen(floors, now)
+        if at - before.at >= _TOLD_SECONDS:
+            await self._raise(stream.name, before.floors)
+            before = _Seen(floors, at)
         self._seen[stream.name] = before
         return 0
 
@@ -88,29 +86,32 @@ class WorkQueues:
 
         Return how many messages that were, and whether it was all: a publisher may have some under way.
         """
-        async with self._pool.acquire() as connection:
-            complete = await all_marked(connection)
-            holes = await read_holes(link.js, stream.name)
-            since = await connection.fetchval(_QUERIES["now"]) - stream.reach(self._record.horizon)
-            bounds = (stream.name, holes.created_at, holes.first_sequence, list(holes.numbers), since)
-            found = 0
-            for source in self._record.sources if stream.keeps_all else ():
-                taken_out = await requeue_all(connection, source, source.queries["find_taken_out"], bounds)
-                self._record.requeued[source.name] += taken_out
-                found += taken_out
-            if complete:
-                await _raise(connection, stream.name, floors)
+        complete = await all_marked(self._pool)
+        holes = await read_holes(link.js, stream.name)
+        since = await now(self._pool) - stream.reach(self._record.horizon)
+        found = 0
+        for source in self._sources if stream.keeps_all else ():
+            taken_out = await source.requeue_taken_out(stream.name, holes, since)
+            self._record.requeued[source.name] += taken_out
+            found += taken_out
+        if complete:
+            await self._raise(stream.name, floors)
         if found:
             _log.warning("work_queue_taken_out", stream=stream.name, requeued=found)
         return found, complete
 
+    async def _raise(self, stream: str, floors: Floors) -> None:
+        filters = floors.by_filter
+        patterns = [f"^({subject_pattern([subjects]).pattern})$" for subjects in filters]
+        values = (list(filters), patterns, list(filters.values()))
+        await self._pool.execute(QUERIES["raise_floors"], stream, floors.created_at, *values)
+        if floors.gone:
+            gone = ",".join(f"[{start},{end})" for start, end in floors.gone)
+            place = stream, floors.created_at, floors.first_sequence
+            await self._pool.execute(QUERIES["note_holes"], *place, f"{{{gone}}}")
 
-async def _raise(database: Connection | Pool, stream: str, floors: Floors) -> None:
-    filters = floors.by_filter
-    patterns = [f"^({subject_pattern([subjects]).pattern})$" for subjects in filters]
-    values = (list(filters), patterns, list(filters.values()))
-    await database.execute(_QUERIES["raise_floors"], stream, floors.created_at, *values)
-    if floors.gone:
-        gone = ",".join(f"[{start},{end})" for start, end in floors.gone)
-        place = stream, floors.created_at, floors.first_sequence
-        await database.execute(_QUERIES["note_holes"], *place, f"{{{gone}}}")
+    async def prune(self) -> None:
+        """Forget what is known of streams that were last seen before the horizon."""
+        before = await now(self._pool) - self._record.horizon
+        await self._pool.execute(QUERIES["forget_floors"], before)
+        await self._pool.execute(QUERIES["forget_holes"])

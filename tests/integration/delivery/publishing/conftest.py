@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,8 +18,9 @@ from nats.js import JetStreamContext
 from postroom.chassis.postgres import Pool
 from postroom.delivery.database import migrate, open_database
 from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
-from postroom.delivery.publishing import EVENTS, Publisher, PublisherSettings, Record, RecordSettings, Source
+from postroom.delivery.publishing import EVENTS, PostgresSource, Publisher, PublisherSettings, Record, RecordSettings
 from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.postgres import Table
 from postroom.delivery.settings import NatsSettings
 
 _contexts = count(1)
@@ -53,8 +54,11 @@ class Office:
         )
         await self.pool.fetchval(query, self.context, events, aggregates)
 
-    def record(self, sources: Sequence[Source] = (EVENTS,)) -> Record:
-        return Record(self.pool, sources, RecordSettings())
+    def source(self, table: Table = EVENTS) -> PostgresSource:
+        return PostgresSource(self.pool, table, RecordSettings())
+
+    def record(self, *tables: Table) -> Record:
+        return Record([self.source(table) for table in tables or (EVENTS,)], RecordSettings())
 
     async def compare(self, record: Record) -> int:
         """Compare the streams with the record, as a worker does now and then."""
@@ -70,15 +74,15 @@ class Office:
         *,
         record: Record | None = None,
         url: str | None = None,
-        source: Source = EVENTS,
+        table: Table = EVENTS,
+        source: PostgresSource | None = None,
     ) -> Publisher:
-        record = record or self.record((source,))
+        record = record or self.record(table)
         return Publisher(
-            self.pool,
-            source,
+            source or self.source(table),
             settings,
             NatsSettings(url=url or self.nats_url, connect_seconds=1),
-            horizon=record.horizon,
+            name="test",
             opened=record.compare,
             rng=Random(1),
         )

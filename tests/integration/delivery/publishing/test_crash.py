@@ -14,11 +14,8 @@ from support import crashing_publisher
 from embedded.processes import tethered
 
 ONCE = ["Streams.refresh", "Record.compare"]
-BATCHES = [
-    "Source.claim_aggregates", "Source.claim", "Link.publish", "Source.mark_published", "Source.mark_failed",
-    "Publisher.step",
-]  # fmt: skip
-MESSAGES = ["Link._send", "Link._acknowledged"]  # 20 of each at least
+BATCHES = ["Publisher.connected", "Publisher.publish", "Link.publish", "PostgresClaim.settle", "Publisher.step"]
+MESSAGES = ["NatsClient.publish", "Link._acknowledged"]  # 20 of each at least
 POINTS = [
     *product(ONCE, ("before", "after"), (1,)),
     *product(BATCHES, ("before", "after"), (1, 2, 3)),

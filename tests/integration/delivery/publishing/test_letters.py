@@ -22,7 +22,7 @@ async def stream(office: Any) -> str:
 
 
 async def publish(office: Any) -> None:
-    publisher = office.publisher(source=LETTERS)
+    publisher = office.publisher(table=LETTERS)
     while await publisher.step():
         pass
     await publisher.stop()
@@ -86,7 +86,7 @@ async def test_a_letter_that_postgres_does_not_take_is_not_taken_for_kept(office
 async def test_letters_that_a_stream_lost_are_published_again_but_for_those_that_are_settled(
     office: Any, stream: str
 ) -> None:
-    record = office.record((EVENTS, LETTERS))
+    record = office.record(EVENTS, LETTERS)
     await office.bury(*"abcde")
     await publish(office)
     await settle(office, "a")
@@ -130,7 +130,7 @@ async def test_a_letter_that_no_stream_takes_holds_up_no_other_and_stays_in_the_
     await publish(office)
     assert list(await streamed(office, stream)) == ["dead:billing:b"]
     assert len(await unsettled(office)) == 2
-    assert (await LETTERS.backlog(office.pool, office.context)).failing == 1
+    assert (await office.source(LETTERS).backlog(office.context)).failing == 1
 
 
 async def test_a_letter_that_was_settled_before_it_was_published_never_is(office: Any, stream: str) -> None:

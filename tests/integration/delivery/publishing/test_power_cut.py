@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 from asyncpg import UniqueViolationError
 
 from embedded import EmbeddedNats
-from postroom.chassis.postgres import Connection
-from postroom.delivery.publishing import EVENTS, Source
+from postroom.delivery.publishing import EVENTS, PostgresSource, PublisherSettings, RecordSettings
+from postroom.delivery.publishing.postgres import PostgresClaim
 
 SAME_PLACE = (
     "UPDATE postroom.outbox_events SET published_at = now(), stream = 'S', stream_created_at = 'epoch', "
@@ -23,19 +24,26 @@ SAME_PLACE = (
 )
 
 
-class Stopping(Source):
+class Stopping(PostgresSource):
     """Events whose worker stops when JetStream has acknowledged them, until it is told to go on."""
 
-    async def mark_published(self, connection: Connection, *values: Any) -> Any:
-        self.acknowledged.set()
-        await self.goes_on.wait()
-        return await super().mark_published(connection, *values)
+    def __init__(self, pool: Any) -> None:
+        super().__init__(pool, EVENTS, RecordSettings())
+        self.acknowledged = asyncio.Event()
+        self.goes_on = asyncio.Event()
 
-    @classmethod
-    def make(cls) -> Stopping:
-        source = cls(**vars(EVENTS))
-        vars(source).update(acknowledged=asyncio.Event(), goes_on=asyncio.Event())
-        return source
+    @asynccontextmanager
+    async def claim(self, limits: PublisherSettings) -> AsyncIterator[PostgresClaim]:
+        async with super().claim(limits) as claim:
+            settle = claim.settle
+
+            async def settle_later(*values: Any) -> bool:
+                self.acknowledged.set()
+                await self.goes_on.wait()
+                return await settle(*values)
+
+            claim.settle = settle_later  # type: ignore[method-assign]
+            yield claim
 
 
 class ForgetfulNats(EmbeddedNats):
@@ -139,7 +147,7 @@ async def test_what_was_lost_before_its_mark_is_published_again_though_another_h
     await exposed.add_stream()
     server.remember()
     lost = await exposed.emit("a")
-    slow, quick = exposed.publisher(source=Stopping.make()), exposed.publisher()
+    slow, quick = exposed.publisher(source=Stopping(exposed.pool)), exposed.publisher()
     step = asyncio.create_task(slow.step())
     await slow.source.acknowledged.wait()
     server.lose_power()

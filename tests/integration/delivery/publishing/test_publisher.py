@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 from embedded import EmbeddedNats
-from postroom.delivery.publishing import EVENTS, PublisherSettings
+from postroom.delivery.publishing import PublisherSettings
 
 SMALL = PublisherSettings(batch=7, aggregates=3, ack_seconds=2, first_seconds=0.01, most_seconds=0.05)
 
@@ -76,8 +76,8 @@ async def test_an_aggregate_that_one_publisher_holds_is_left_alone_by_another(of
     await office.add_stream()
     await office.emit_many(4, aggregates=2)
     first, second = office.publisher(), office.publisher()
-    async with office.pool.acquire() as connection, connection.transaction():
-        assert await EVENTS.claim_aggregates(connection, "", 1) == [("order-0", True)]
+    async with office.source().claim(PublisherSettings(aggregates=1)) as claim:
+        assert {message.aggregate for message in claim.messages} == {"order-0"}
         await drain(second)
         assert {json.loads(message.data)["n"] % 2 for message in await office.messages()} == {1}
     await drain(first)
@@ -117,9 +117,9 @@ async def test_an_event_above_the_servers_limit_is_kept_with_the_reason_and_hold
 
     assert await office.ids() == [small]
     assert "raise its max_payload" in (await failure(office, large))["publish_error"]
-    backlog = await EVENTS.backlog(office.pool, office.context)
+    backlog = await office.source().backlog(office.context)
     assert (backlog.count, backlog.failing, backlog.oldest_at is not None) == (1, 1, True)
-    assert (await EVENTS.backlog(office.pool, "another")).count == 0
+    assert (await office.source().backlog("another")).count == 0
 
 
 async def test_what_waits_while_nats_is_away_is_published_when_it_is_back(

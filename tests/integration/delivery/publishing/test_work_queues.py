@@ -15,10 +15,10 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from embedded import EmbeddedNats
-from postroom.delivery.publishing import EVENTS, WorkQueues, redrive
+from postroom.delivery.publishing import PublisherSettings, WorkQueues
 from postroom.delivery.publishing import work_queues as module
-from postroom.delivery.publishing.audit import Audit
-from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.link import Audit, Link
+from postroom.delivery.publishing.operations import redrive
 from postroom.delivery.settings import NatsSettings
 
 SECONDS = 60
@@ -31,7 +31,7 @@ class Watching:
         self.office = office
         self.url = url
         self.record = office.record()
-        self.queues = WorkQueues(office.pool, self.record)
+        self.queues = WorkQueues(office.pool, [office.source()], self.record)
         self.told = asyncio.Event()
         self.audit = Audit(self.told.set)
         self.link: Link | None = None
@@ -253,9 +253,8 @@ async def test_what_is_published_but_not_marked_when_the_purge_comes_is_waited_f
     async with watching(office) as watch:
         await rounds(watch)
         await queue.put(1)
-        async with office.pool.acquire() as connection, connection.transaction():
-            ((aggregate, _),) = await EVENTS.claim_aggregates(connection, "", 1)
-            (message,) = await EVENTS.claim(connection, [aggregate], most=1, most_bytes=1000)
+        async with office.source().claim(PublisherSettings()) as claim:
+            (message,) = claim.messages
             link = watch.link
             assert link is not None
             (place,) = await link.publish([message])
@@ -264,7 +263,7 @@ async def test_what_is_published_but_not_marked_when_the_purge_comes_is_waited_f
             looking = asyncio.create_task(watch.round())
             while not await office.pool.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"):  # noqa: ASYNC110 - nor has Postgres
                 await asyncio.sleep(0.005)
-            await EVENTS.mark_published(connection, [(message, place)], watch.record.horizon)
+            await claim.settle([(message, place)], [], [])
         assert await looking == 1
 
 
@@ -339,9 +338,10 @@ async def test_of_what_was_purged_nothing_counts_as_done(office: Any, queue: Wor
 
 async def redriven(office: Any, *, confirmed: bool) -> int:
     since = datetime(2000, 1, 1, tzinfo=UTC)
-    async with office.pool.acquire() as connection:
-        found = redrive(connection, (EVENTS,), since=since, confirmed=confirmed, dry_run=True)
-        return sum([one.messages async for one in found])
+    return sum(
+        one.messages
+        for one in await redrive([office.source()], actor="olga", since=since, confirmed=confirmed, dry_run=True)
+    )
 
 
 async def test_what_a_queue_swallows_as_known_and_an_inbox_has_as_handled_is_not_published_again(

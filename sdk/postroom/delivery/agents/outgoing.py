@@ -1,0 +1,279 @@
+"""What one agent sends: the SQLite form of a source, and publishing what was stored a moment ago.
+
+What the agent emitted, what the runtime reported and the agent's dead letters are rows of one kind in its event store.
+They go out as soon as they are committed (`publish`); what no process has in hand any more waits for the next claim.
+
+A work queue is taken by its word: what it no longer has was handled, and stays so when the queue is lost as a whole. So
+what was purged from one is not published again by a comparison; `postroom agent republish` does that by hand.
+
+Where a message went is known for `keep_days`, which is not below the horizon, so that all that could be published again
+by a comparison can be; republishing by hand reaches as far back. Its event stays in the store for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+import structlog
+
+from postroom.agent import EPOCH
+from postroom.delivery.agents.counters import AgentCounters
+from postroom.delivery.agents.decisions import Draft
+from postroom.delivery.agents.envelopes import headers_of, to_microseconds
+from postroom.delivery.agents.records import decode_record, payload_of
+from postroom.delivery.agents.settings import AgentSettings
+from postroom.delivery.agents.store import Losses, Mark, Store, Stored, durably
+from postroom.delivery.agents.turns import Turns
+from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
+from postroom.delivery.nats import end_if_cancelled
+from postroom.delivery.publishing import Publisher, PublisherSettings, Record, RecordSettings
+from postroom.delivery.publishing.link import Link
+from postroom.delivery.publishing.source import Failed, Noted, Outgoing, Place, Search, identifying
+from postroom.delivery.publishing.streams import MOST_HOLES, read_holes
+from postroom.delivery.settings import NatsSettings
+from postroom.delivery.subjects import dead_letter_subject
+from postroom.errors import PostroomError
+
+_log = structlog.get_logger(__name__)
+
+_PAGE: Final = 1000  # rows that are forgotten in one turn
+_BEFORE_ALL: Final = -(2**63)  # no position is lower; those of dead letters are negative
+_MILLISECOND: Final = timedelta(milliseconds=1)
+
+
+class Key(NamedTuple):
+    """What the store knows a message by."""
+
+    position: int
+    epoch: int  # how often a stream has lost it
+    cause: int  # the position of the message that caused it
+
+
+def emitted(position: int, cause: int, draft: Draft) -> Outgoing:
+    """Return the message of an event that was just stored."""
+    key = Key(position, 0, cause)
+    return Outgoing(key, position, 1, 0, draft.subject, draft.payload, headers_of(draft.envelope))
+
+
+def stored(row: Stored) -> Outgoing:
+    """Return the same message, or a dead letter, read back from the store; what was lost has a fresh message id."""
+    position, epoch, text, subject = row
+    if subject is not None:
+        letter = msgspec.json.decode(text, type=DeadLetter)
+        headers = {**identifying(letter_id(letter), epoch), EVENT_TYPE_HEADER: EVENT_TYPE}
+        shorter = msgspec.json.encode(letter.shortened())
+        return Outgoing(Key(position, epoch, position), position, 1, 0, subject, text, headers, shorter)
+    record = decode_record(text)
+    key = Key(position, epoch, record.cause or 0)
+    return Outgoing(key, position, 1, 0, record.subject, payload_of(text), headers_of(record.envelope, epoch))
+
+
+class StoreClaim:
+    """Messages of the store that are on their way; nobody else is kept from them, for their ids are the same."""
+
+    more = False
+
+    def __init__(self, source: StoreSource, messages: Sequence[Outgoing]) -> None:
+        self.messages = messages
+        self._source = source
+
+    async def settle(
+        self, placed: Sequence[tuple[Outgoing, Place]], gone: Sequence[Outgoing], failed: Sequence[Failed]
+    ) -> bool:
+        """Mark what JetStream has; whatever it has not is tried again by whoever waits for it."""
+        del failed
+        return bool(placed) and await self._source.mark(placed, gone)
+
+
+class StoreSource:
+    """The rows of one event store, as publisher and record see them."""
+
+    name = "messages"
+
+    def __init__(
+        self, store: Store, turns: Turns, settings: RecordSettings, counters: AgentCounters, clock: Callable[[], int]
+    ) -> None:
+        """`clock` gives ms since the epoch."""
+        self._store = store
+        self._turns = turns
+        self._keep = timedelta(days=settings.keep_days)
+        self._counters = counters
+        self._clock = clock
+        self._after = _BEFORE_ALL
+        self._work_queues: frozenset[str] = frozenset()
+
+    @asynccontextmanager
+    async def claim(self, limits: PublisherSettings) -> AsyncIterator[StoreClaim]:
+        """Take a page of what was lost in hand, and of letters that never were published; an empty one is the end."""
+        async with self._turns.turn():
+            page = await self._store.lost(self._after, limits.batch)
+        self._after = page[-1].position if page else _BEFORE_ALL
+        yield StoreClaim(self, [stored(row) for row in page])
+
+    async def mark(self, placed: Sequence[tuple[Outgoing, Place]], gone: Sequence[Outgoing]) -> bool:
+        """Note where messages are; what is gone from anything but a work queue is unpublished again.
+
+        Return whether any of them shared a number with another.
+        """
+        now = self._clock()
+        marks = [
+            Mark(key.position, key.epoch, now, place.stream, to_microseconds(place.created_at), place.sequence)
+            for (key, *_), place in placed
+        ]
+        streams = {message.key: place.stream for message, place in placed}
+        lost = [message.key.position for message in gone if streams[message.key] not in self._work_queues]
+        async with self._turns.turn():
+            shared = await durably(partial(self._store.mark_published, marks))
+            self._counters.lost += shared + (await durably(partial(self._store.requeue, lost)) if lost else 0)
+        self._counters.published += len(marks)
+        return bool(shared)
+
+    async def now(self) -> datetime:
+        """Return the time."""
+        return EPOCH + self._clock() * _MILLISECOND
+
+    async def all_marked(self) -> bool:
+        """Return False: what other processes have on its way is not known."""
+        return False
+
+    async def requeue_lost(self, search: Search) -> int:
+        """Make unpublished what a stream has lost; what is gone by age loses its place, to be looked at once."""
+        since, until = ((moment - EPOCH) // _MILLISECOND for moment in (search.since, search.until))
+        place = search.stream, to_microseconds(search.created_at)
+        async with self._turns.turn():
+            lost = await durably(
+                partial(self._store.requeue_lost, Losses(search.loss, *place, search.bound, since, until))
+            )
+        self._counters.lost += lost
+        return lost
+
+    async def newest_at(
+        self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
+    ) -> Noted | None:
+        """Return what has the highest place of a stream in a range."""
+        return await self._store.newest_at(stream, to_microseconds(created_at), first, last, missing)
+
+    async def note_handled(self, link: Link) -> None:
+        """Forget where what is no longer in a work queue was: it was handled, and is not lost with the queue."""
+        queues = [stream for stream in link.streams.pictures if stream.work_queue]
+        self._work_queues = frozenset(stream.name for stream in queues)
+        now = self._clock()
+        for stream in queues:
+            place = stream.name, to_microseconds(stream.created_at)
+            handled = Losses("before_the_beginning", *place, stream.first_sequence, now, now)
+            async with self._turns.turn():
+                await durably(partial(self._store.requeue_lost, handled))
+            if 0 < stream.holes <= MOST_HOLES and await self._store.has_place(*place):
+                holes = await read_holes(link.js, stream.name)
+                if holes.created_at == stream.created_at:
+                    async with self._turns.turn():
+                        await durably(partial(self._store.forget_places, *place, sorted(holes.numbers)))
+
+    async def prune(self) -> None:
+        """Forget what was published so long ago that nothing asks about it; a page a turn, others have turns too."""
+        before = self._clock() - self._keep // _MILLISECOND
+        pruned = _PAGE
+        while pruned == _PAGE:
+            async with self._turns.turn():
+                pruned = await durably(partial(self._store.prune, before, _PAGE))
+
+
+class AgentPublisher:
+    """Publishes for one agent, keeps its record, and its dead letters; `run` it as a task."""
+
+    def __init__(
+        self,
+        store: Store,
+        turns: Turns,
+        nats: NatsSettings,
+        settings: AgentSettings,
+        *,
+        agent: str,
+        context: str,
+        counters: AgentCounters,
+        clock: Callable[[], int],
+    ) -> None:
+        """`clock` gives ms since the epoch."""
+        kept = RecordSettings(horizon_days=settings.horizon_days, keep_days=settings.keep_days)
+        self._source = StoreSource(store, turns, kept, counters, clock)
+        self.record = Record([self._source], kept)
+        self.publisher = Publisher(
+            self._source,
+            PublisherSettings(ack_seconds=settings.publish_seconds),
+            nats,
+            name=f"postroom-agent {agent} publisher",
+            opened=self._compare,
+            rng=random.Random(),  # noqa: S311 - it spreads retries, it hides nothing
+        )
+        self._store = store
+        self._turns = turns
+        self._settings = settings
+        self._context = context
+
+    async def recover(self) -> None:
+        """Publish what an earlier process left unpublished."""
+        async with self._turns.turn():
+            left = [stored(row) for row in await self._store.unpublished()]
+        async for _ in self.rounds(left):
+            pass
+
+    async def run(self) -> None:
+        """Compare the streams with the store and publish what they lost, again and again, until cancelled."""
+        while True:
+            try:
+                link = await self.publisher.connected()
+                end_if_cancelled()
+                await self._compare(link)
+                while await self.publisher.step():
+                    pass
+            except PostroomError as error:
+                _log.warning("agent_streams_unknown", detail=str(error))
+            await self.record.prune()
+            end_if_cancelled()
+            await asyncio.sleep(self._settings.check_seconds)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self.publisher.stop()
+
+    async def rounds(self, messages: Sequence[Outgoing]) -> AsyncIterator[set[int]]:
+        """Publish until JetStream has everything; after each round yield the causes of what it has not."""
+        while True:
+            messages = await self._publish(messages)
+            yield {message.key.cause for message in messages}
+            if not messages:
+                return
+            end_if_cancelled()
+            await asyncio.sleep(self._settings.retry_seconds)
+
+    async def keep(self, letter: DeadLetter) -> None:
+        """Commit a dead letter and publish it; where JetStream does not take it now, a later claim has it."""
+        subject = dead_letter_subject(self._context, letter.original_subject)
+        record = msgspec.json.encode(letter)
+        async with self._turns.turn():
+            kept = await durably(partial(self._store.keep_letter, letter_id(letter), subject, record))
+        if kept is not None:
+            await self._publish([stored(kept)])
+
+    async def _publish(self, messages: Sequence[Outgoing]) -> Sequence[Outgoing]:
+        """Publish all at once, and mark what JetStream acknowledged in time; return what it did not."""
+        if not messages:
+            return messages
+        try:
+            placed, _ = await self.publisher.publish(StoreClaim(self._source, messages))
+        except PostroomError as error:
+            _log.warning("agent_publish_failed", messages=len(messages), detail=str(error))
+            return messages
+        there = {message.key for message, _ in placed}
+        return [message for message in messages if message.key not in there]
+
+    async def _compare(self, link: Link) -> None:
+        await self.record.compare(link)
+        await self._source.note_handled(link)

@@ -1,0 +1,250 @@
+"""The Postgres form of a source: events, deliveries and dead letters are rows of the same kind.
+
+What is asked of every table is written once (rows.sql), in words that each table's own file says; what a row looks like
+as a message is a function each. A claim is one transaction: killed before its end, its rows are unpublished still.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import asyncpg
+import msgspec
+
+from postroom.chassis.postgres import Connection, Pool
+from postroom.chassis.sql import Queries, load_queries, read_sql
+from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, RECORDED, DeadLetter
+from postroom.delivery.history import history_message
+from postroom.delivery.publishing.settings import PublisherSettings, RecordSettings
+from postroom.delivery.publishing.source import Failed, Noted, Outgoing, Place, Search, identifying
+from postroom.delivery.publishing.streams import Holes, subject_pattern
+
+QUERIES: Final = load_queries(__package__, "record.sql")
+_STEP: Final = 5000  # rows of one statement
+_SET: Final = re.compile(r"^\\set ([a-z]+) (.+)\n", re.MULTILINE)
+_WORD: Final = re.compile(r"(?<![:\w]):([a-z]+)\b")
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Backlog(msgspec.Struct, frozen=True):
+    """How much waits to be published, since when, how much failed before (docs/contract/delivery.md#delivery-20)."""
+
+    count: int
+    oldest_at: datetime | None
+    failing: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: its queries, what sorts before each of its aggregates, and how a row becomes a message."""
+
+    name: str
+    queries: dict[str, str]
+    lowest: str | int
+    outgoing: Callable[[asyncpg.Record], Outgoing]
+
+
+def _queries(file: str) -> dict[str, str]:
+    """Load what is asked of every table in the words of one, and what is asked of that one alone."""
+    texts = read_sql(__package__, "rows.sql"), read_sql(__package__, file)
+    words = {name: value for text in texts for name, value in _SET.findall(text)}
+
+    def say(text: str) -> str:
+        return _WORD.sub(lambda word: say(words[word[1]]), text)
+
+    return {name: say(query) for text in texts for name, query in Queries(text).items()}
+
+
+def _event(row: asyncpg.Record) -> Outgoing:
+    headers = {
+        **identifying(row["id"], row["epoch"]),
+        "Postroom-Event-Type": row["event_type"],
+        "X-Event-Version": str(row["event_version"]),
+        "X-Occurred-At": row["occurred_at"].isoformat(),
+    }
+    for name, column in (
+        ("X-Correlation-Id", "correlation_id"),
+        ("X-Causation-Id", "causation_id"),
+        ("traceparent", "traceparent"),
+    ):
+        if row[column] is not None:
+            headers[name] = str(row[column])
+    return _outgoing(row, row["id"], row["body"].encode(), headers)
+
+
+def _delivery(row: asyncpg.Record) -> Outgoing:
+    headers = {**identifying(row["id"], row["epoch"]), "X-Occurred-At": row["accepted_at"].isoformat()}
+    if row["traceparent"] is not None:
+        headers["traceparent"] = row["traceparent"]
+    key = f"{row['broker_message_id']}.{row['recipient_id']}"
+    return _outgoing(row, key, _encode(history_message(row)), headers)
+
+
+def _letter(row: asyncpg.Record) -> Outgoing:
+    letter = msgspec.json.decode(row["letter"], type=DeadLetter)
+    headers = {**identifying(row["letter_id"], row["epoch"]), EVENT_TYPE_HEADER: EVENT_TYPE, RECORDED: "postgres"}
+    outgoing = _outgoing(row, str(row["aggregate"]), _encode(letter.with_data(row["payload"])), headers)
+    return outgoing._replace(shorter=_encode(letter.shortened()))
+
+
+def _outgoing(row: asyncpg.Record, key: str, body: bytes, headers: dict[str, str]) -> Outgoing:
+    return Outgoing(key, row["aggregate"], row["place"], row["publish_attempts"], row["subject"], body, headers)
+
+
+EVENTS: Final = Table("events", _queries("events.sql"), "", _event)
+DELIVERIES: Final = Table("deliveries", _queries("deliveries.sql"), 0, _delivery)
+LETTERS: Final = Table("letters", _queries("letters.sql"), 0, _letter)
+
+
+class PostgresClaim:
+    """Rows of some aggregates, in the transaction that holds them."""
+
+    def __init__(
+        self, source: PostgresSource, connection: Connection, messages: Sequence[Outgoing], *, more: bool
+    ) -> None:
+        self.messages = messages
+        self.more = more
+        self._source = source
+        self._connection = connection
+
+    async def settle(
+        self, placed: Sequence[tuple[Outgoing, Place]], gone: Sequence[Outgoing], failed: Sequence[Failed]
+    ) -> bool:
+        """Note what became of each; see `Claim`."""
+        unsure = []
+        if placed:
+            streams, created, sequences, _ = zip(*(place for _, place in placed), strict=True)
+            places = list(streams), list(created), list(sequences)
+            unsure = await self._fetch(
+                "mark_published", [_key(one) for one, _ in placed], *places, self._source.horizon
+            )
+        if gone:
+            unsettled = await self._fetch("find_unsettled", [_key(one) for one in gone])
+            await self._fetch("requeue", [row[0] for row in unsettled])
+        if failed:
+            messages, errors, seconds = zip(*failed, strict=True)
+            await self._fetch("mark_failed", [_key(one) for one in messages], list(errors), list(seconds))
+        return bool(unsure)
+
+    async def _fetch(self, query: str, *values: Any) -> list[asyncpg.Record]:
+        return await self._connection.fetch(self._source.table.queries[query], *values)
+
+
+def _key(message: Outgoing) -> str:
+    return str(message.key)
+
+
+class PostgresSource:
+    """One table of a database, as publisher and record see it."""
+
+    def __init__(self, pool: Pool, table: Table, settings: RecordSettings) -> None:
+        self.name = table.name
+        self.pool = pool
+        self.table = table
+        self.horizon = settings.horizon
+        self._keep = timedelta(days=settings.keep_days)
+        self._after = table.lowest
+
+    @asynccontextmanager
+    async def claim(self, limits: PublisherSettings) -> AsyncIterator[PostgresClaim]:
+        """Take the oldest messages of some aggregates in hand that no other publisher has.
+
+        The claims go round and round, so that no aggregate is left out.
+        """
+        queries = self.table.queries
+        async with self.pool.acquire() as connection, connection.transaction():
+            found = await connection.fetch(queries["claim_aggregates"], self._after, limits.aggregates)
+            more = len(found) == limits.aggregates
+            self._after = found[-1]["aggregate"] if more else self.table.lowest
+            mine = [row["aggregate"] for row in found if row["claimed"]]
+            # A second statement reads the rows: its snapshot is later than the locks.
+            rows = await connection.fetch(queries["claim"], mine, limits.batch, limits.batch_bytes) if mine else []
+            yield PostgresClaim(self, connection, [self.table.outgoing(row) for row in rows], more=more)
+
+    async def backlog(self, context: str | None = None) -> Backlog:
+        """Ask for the backlog of one context, or of all."""
+        row = await self.pool.fetchrow(self.table.queries["backlog"], context)
+        assert row is not None  # noqa: S101 - aggregates without groups always have a row
+        return Backlog(**row)
+
+    async def now(self) -> datetime:
+        """Return the time of the database."""
+        return await now(self.pool)
+
+    async def all_marked(self) -> bool:
+        """Wait, but not long, for the publishers that have published already."""
+        return await all_marked(self.pool)
+
+    async def requeue_lost(self, search: Search) -> int:
+        """Make unpublished what a stream has lost."""
+        bound = search.created_at if search.loss == "of_another_stream" else search.bound
+        async with self.pool.acquire() as connection:
+            return await self.requeue(
+                connection, f"find_{search.loss}", search.stream, bound, search.since, search.until
+            )
+
+    async def requeue_taken_out(self, stream: str, holes: Holes, since: datetime) -> int:
+        """Make unpublished what is above the floors of a work queue and no longer in it; return how many messages."""
+        bounds = stream, holes.created_at, holes.first_sequence, list(holes.numbers), since
+        async with self.pool.acquire() as connection:
+            return await self.requeue(connection, "find_taken_out", *bounds)
+
+    async def requeue(self, connection: Connection, find: str, *bounds: Any) -> int:
+        """Requeue what a query finds, step by step: what is requeued, or published again since, is not found again."""
+        requeued = 0
+        while keys := [row[0] for row in await connection.fetch(self.table.queries[find], *bounds, _STEP)]:
+            await connection.execute(self.table.queries["requeue"], keys)
+            requeued += len(keys)
+        return requeued
+
+    async def newest_at(
+        self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
+    ) -> Noted | None:
+        """Return what has the highest place of a stream in a range."""
+        query = self.table.queries["newest_at"]
+        row = await self.pool.fetchrow(query, stream, created_at, first, last, list(missing))
+        return None if row is None else Noted(*row)
+
+    async def prune(self) -> None:
+        """Delete the events whose time is over; letters stay until they are settled, deliveries go with messages."""
+        query = self.table.queries.get("prune")
+        if query is not None:
+            before = await self.now() - self._keep
+            while await self.pool.execute(query, before, _STEP) == f"DELETE {_STEP}":
+                pass
+
+
+async def sources_of(pool: Pool, settings: RecordSettings | None = None) -> list[PostgresSource]:
+    """Return what there is to publish in a database: deliveries only where it is a broker's."""
+    has_broker = await pool.fetchval(DELIVERIES.queries["has_broker"])
+    tables = (EVENTS, DELIVERIES, LETTERS) if has_broker else (EVENTS, LETTERS)
+    return [PostgresSource(pool, table, settings or RecordSettings()) for table in tables]
+
+
+async def now(database: Pool | Connection) -> datetime:
+    """Return the time of the database, by which it notes when something was published."""
+    moment: datetime = await database.fetchval(QUERIES["now"])
+    return moment
+
+
+async def all_marked(pool: Pool) -> bool:
+    """Wait until what has been published by now is marked so; False where a publisher takes too long over that."""
+    try:
+        async with pool.acquire() as connection, connection.transaction():
+            await connection.execute(QUERIES["wait_briefly"])
+            await connection.execute(QUERIES["await_marks"])
+    except asyncpg.LockNotAvailableError:
+        return False
+    return True
+
+
+async def declare_subjects(pool: Pool, subjects: Sequence[str]) -> None:
+    """Note that a stream is declared for these: `postroom.emit` takes them though no mesh has their name."""
+    patterns = [f"^({subject_pattern([one]).pattern})$" for one in subjects]
+    if subjects:
+        await pool.execute(QUERIES["declare_subjects"], list(subjects), patterns)

@@ -1,0 +1,147 @@
+-- What publisher, record and operators ask of any table that is published, in the words of that table's own file:
+--
+--     :table      the table; each query calls a row of it `item`
+--     :key        what a row is known by here, a text; `:is` says whether the row is the one that is `wanted.key`
+--     :identity   the message's id without its epoch
+--     :subject    where it goes
+--     :aggregate  the column whose rows are published one after the other, and `:place`, that of their order
+--     :lock       the advisory lock of one aggregate
+--     :owner      what an operator calls the aggregate, `:since` when the row was written, `:ours` whether it is of the
+--                 context $1
+--     :confirmed  whether consumers are known to have handled it
+--     :ended      whether it is over with the row itself: it is neither published nor lost
+
+\set settled (:ended OR postroom.is_settled(item.stream, item.stream_created_at, item.stream_sequence, :subject) OR :confirmed)
+\set nowhere published_at = NULL, stream = NULL, stream_created_at = NULL, stream_sequence = NULL
+
+-- name: claim_aggregates
+-- The first $2 aggregates after $1 whose oldest unpublished row is due, and of each whether it is this transaction's now:
+-- the advisory lock is let go with the transaction, after what it wrote can be seen. One index probe an aggregate, however
+-- long its backlog. The other lock, which all publishers share, is what `await_marks` (record.sql) waits for.
+WITH RECURSIVE head AS (
+  (
+    SELECT item.:aggregate AS aggregate, item.next_attempt_at FROM :table AS item
+    WHERE item.published_at IS NULL AND NOT :ended AND item.:aggregate > $1
+    ORDER BY item.:aggregate, item.:place LIMIT 1
+  )
+  UNION ALL
+  SELECT following.* FROM head, LATERAL (
+    SELECT item.:aggregate AS aggregate, item.next_attempt_at FROM :table AS item
+    WHERE item.published_at IS NULL AND NOT :ended AND item.:aggregate > head.aggregate
+    ORDER BY item.:aggregate, item.:place LIMIT 1
+  ) AS following
+), due AS MATERIALIZED (
+  SELECT aggregate FROM head WHERE next_attempt_at <= now() LIMIT $2
+)
+SELECT aggregate, pg_try_advisory_xact_lock(:lock) AS claimed,
+  (SELECT pg_advisory_xact_lock_shared(1, 0)) AS publishing
+FROM due;
+
+-- name: mark_published
+-- Notes where the server put the rows $1: streams $2, their creations $3 and the numbers in them $4. What was noted under
+-- one of these numbers before is lost, since the stream gave its number away: it is published again, unless it is settled,
+-- or older than $5. But where that was the same stream, by its creation, either may be the lost one: a worker may be stopped
+-- between the server's word and this. So the new one is not noted, and published again too. Returns those.
+WITH placed AS MATERIALIZED (
+  SELECT * FROM unnest($1::text[], $2::text[], $3::timestamptz[], $4::bigint[]) AS ack (key, stream, created_at, sequence)
+), holder AS MATERIALIZED (
+  SELECT :key AS key, placed.key AS placed_key, item.stream_created_at = placed.created_at AS same_stream,
+    item.published_at > now() - $5::interval AND NOT :settled AS lost
+  FROM placed JOIN :table AS item
+    ON item.stream = placed.stream AND item.stream_sequence = placed.sequence
+      AND item.published_at IS NOT NULL AND :key <> placed.key
+), requeued AS (
+  UPDATE :table AS item SET :nowhere, epoch = item.epoch + 1, next_attempt_at = now()
+  FROM (SELECT key FROM holder WHERE lost UNION SELECT placed_key FROM holder WHERE same_stream) AS wanted
+  WHERE :is
+), marked AS (
+  UPDATE :table AS item
+  SET published_at = clock_timestamp(), publish_attempts = publish_attempts + 1, publish_error = NULL,
+    stream = wanted.stream, stream_created_at = wanted.created_at, stream_sequence = wanted.sequence
+  FROM placed AS wanted
+  WHERE :is AND NOT EXISTS (SELECT FROM holder WHERE same_stream AND holder.placed_key = wanted.key)
+)
+SELECT placed_key FROM holder WHERE same_stream;
+
+-- name: mark_failed
+-- Counts an attempt of the rows $1: why it failed ($2), and in how many seconds the next one may be made ($3).
+UPDATE :table AS item
+SET publish_attempts = publish_attempts + 1, publish_error = wanted.error,
+  next_attempt_at = clock_timestamp() + wanted.seconds * interval '1 second'
+FROM unnest($1::text[], $2::text[], $3::float8[]) AS wanted (key, error, seconds)
+WHERE :is;
+
+-- name: backlog
+-- What waits to be published in a context (null: in all), how long it does, and how much of it failed before.
+SELECT count(*) AS count, min(:since) AS oldest_at, count(*) FILTER (WHERE publish_attempts > 0) AS failing
+FROM :table AS item
+WHERE published_at IS NULL AND NOT :ended AND ($1::text IS NULL OR :ours);
+
+-- name: find_behind_the_end
+-- Rows with a number beyond $2, the last that the stream $1 gave out: a server lost its newest. Published between $3 and
+-- $4, and not settled; at most $5.
+SELECT :key FROM :table AS item
+WHERE stream = $1 AND stream_sequence > $2 AND published_at > $3 AND published_at <= $4 AND NOT :settled
+LIMIT $5;
+
+-- name: find_before_the_beginning
+-- Rows with a number before $2, the first that the stream $1 still holds: it was purged. The rest as above.
+SELECT :key FROM :table AS item
+WHERE stream = $1 AND stream_sequence < $2 AND published_at > $3 AND published_at <= $4 AND NOT :settled
+LIMIT $5;
+
+-- name: find_of_another_stream
+-- Rows that went into a stream $1 that was created at another time than $2, which is gone. The rest as above.
+SELECT :key FROM :table AS item
+WHERE stream = $1 AND stream_created_at <> $2 AND published_at > $3 AND published_at <= $4 AND NOT :settled
+LIMIT $5;
+
+-- name: newest_at
+-- The row with the highest number from $3 to $4 of the stream $1, created at $2, but for the numbers $5.
+SELECT :identity AS id, epoch, stream_sequence FROM :table AS item
+WHERE stream = $1 AND stream_created_at = $2 AND stream_sequence BETWEEN $3 AND $4
+  AND stream_sequence <> ALL ($5::bigint[]) AND published_at IS NOT NULL
+ORDER BY stream_sequence DESC LIMIT 1;
+
+-- name: find_taken_out
+-- Rows of the work queue $1, created at $2, that are no longer in it: with a number before $3, its first, or one of $4.
+-- Published after $5, and not settled; at most $6. The first condition is the floor of all subjects, for the index.
+SELECT :key FROM :table AS item
+WHERE stream = $1 AND stream_created_at = $2
+  AND stream_sequence > coalesce((
+    SELECT floor FROM postroom.work_queue_floors AS known
+    WHERE known.stream = $1 AND known.stream_created_at = $2 AND known.filter = '>'
+  ), 0)
+  AND (stream_sequence < $3 OR stream_sequence = ANY ($4::bigint[]))
+  AND published_at > $5 AND NOT :settled
+LIMIT $6;
+
+-- name: find_since
+-- Rows published between $1 and $2 into the stream $3 (null: any), settled ones too if $4; at most $5.
+SELECT :key FROM :table AS item
+WHERE published_at > $1 AND published_at <= $2 AND ($3::text IS NULL OR stream = $3)
+  AND NOT :ended AND ($4 OR NOT :settled)
+LIMIT $5;
+
+-- name: find_unsettled
+-- Those of the rows $1 that are published, and not settled.
+SELECT wanted.key FROM unnest($1::text[]) AS wanted (key) JOIN :table AS item ON :is
+WHERE item.published_at IS NOT NULL AND NOT :settled;
+
+-- name: requeue
+-- Makes the published rows $1 unpublished again, under the next epoch.
+UPDATE :table AS item SET :nowhere, epoch = item.epoch + 1, next_attempt_at = now()
+FROM unnest($1::text[]) AS wanted (key)
+WHERE :is AND item.published_at IS NOT NULL;
+
+-- name: list_failing
+-- The rows that JetStream has refused, oldest first: of the context $1 (null: all), at most $2. `behind` counts what waits
+-- in the same aggregate for it.
+SELECT :key AS id, :subject AS subject, :owner AS aggregate, publish_attempts AS attempts, publish_error AS error,
+  :since AS occurred_at, next_attempt_at, (
+    SELECT count(*) FROM :table AS other
+    WHERE other.published_at IS NULL AND other.:aggregate = item.:aggregate AND other.:place > item.:place
+  ) AS behind
+FROM :table AS item
+WHERE published_at IS NULL AND publish_error IS NOT NULL AND NOT :ended AND ($1::text IS NULL OR :ours)
+ORDER BY :since, item.:place, item.:aggregate LIMIT $2;
