@@ -23,7 +23,6 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -34,7 +33,7 @@ import msgspec
 from postroom._wire.retry import read_retry_after
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
-from postroom.delivery.consumer import MAX_DELIVER
+from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Outcome
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.signatures import MIN_SECRET_BYTES, SIGNATURE, sign
@@ -71,36 +70,13 @@ class Answer(NamedTuple):
         return f"{self.code}: {self.detail}" if self.detail else self.code
 
 
-class State(StrEnum):
-    """What an attempt makes of its message, in the words of the `settle` query."""
-
-    PROCESSED = "processed"
-    DEAD = "dead"
-    FAILED = "failed"
-    UNREACHED = "unreached"  # waiting as before: nobody was there to handle it
-    EXHAUSTED = "exhausted"  # dead without this attempt: those before it were all that there are
-
-
-class Judgement(NamedTuple):
-    """The state that an attempt leaves its message in, and why."""
-
-    state: State
-    reason: str | None = None  # of a death
-    error: str | None = None
-    after: float | None = None  # seconds until the next attempt, where the handler asked for it
-
-
-def judge(answer: Answer, *, last: bool) -> Judgement:
-    """Turn an answer into what becomes of the message; `last` says that a further attempt would be one too many."""
+def judge(answer: Answer, delivery: Delivery, attempt: int, attempts: Attempts) -> Outcome:
+    """Turn the answer to attempt number `attempt` into what becomes of the message; somebody was reached."""
     if answer.status is not None and (answer.status in _SUCCESS or answer.status == _ALREADY_PROCESSED):
-        return Judgement(State.PROCESSED)
+        return DONE
     if answer.status == _UNPROCESSABLE:
-        return Judgement(State.DEAD, POISON, answer.error)
-    if not answer.reached:
-        return Judgement(State.UNREACHED, error=answer.error)
-    if last:
-        return Judgement(State.DEAD, MAX_DELIVER, answer.error)
-    return Judgement(State.FAILED, error=answer.error, after=answer.retry_after)
+        return Dead(POISON, answer.error, attempt)
+    return attempts.failed(delivery, attempt, answer.error, answer.retry_after)
 
 
 class _Problem(msgspec.Struct):

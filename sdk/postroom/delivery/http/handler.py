@@ -35,9 +35,9 @@ import structlog
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.logs import clean
 from postroom.chassis.postgres import REFUSED
-from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Later, Outcome, Settle
-from postroom.delivery.http.client import HandlerClient, Judgement, State, judge
-from postroom.delivery.http.inbox_messages import Claim, Died, Held, InboxMessages, LeaseLost, Leases, Processed
+from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Done, Later, Outcome, Settle
+from postroom.delivery.http.client import HandlerClient, judge
+from postroom.delivery.http.inbox_messages import Claim, Held, InboxMessages, LeaseLost, Leases
 from postroom.delivery.http.requests import Incoming, Malformed, body, headers, read
 from postroom.delivery.message import Delivery
 
@@ -192,11 +192,11 @@ class HttpHandler:
             match await self._inbox.claim(incoming):
                 case Claim() as claim:
                     return await self._attempt(incoming, claim, turn)
-                case Processed():
+                case Done():
                     self.counters.duplicates += 1
                     return DONE
-                case Died(reason, error, attempts):
-                    return Dead(reason, error, attempts)
+                case Dead() as dead:
+                    return dead
                 case Held(seconds):
                     self.counters.held += 1
                     return Later("another attempt is running", seconds)
@@ -205,39 +205,28 @@ class HttpHandler:
         """Call the handler, end the turn, and write down what came of it, unless the lease ran out."""
         try:
             async with self.leases.holding(claim):
-                judgement = await self._judgement(incoming, claim)
+                outcome, counts = await self._called(incoming, claim)
                 await turn.aclose()  # what is written meanwhile holds up no call
-                if await self._inbox.settle(claim, judgement):
-                    return self._outcome_of(incoming.delivery, judgement, claim.attempt)
+                if await self._inbox.settle(claim, outcome, counts=counts):
+                    return outcome
         except LeaseLost:
             pass
         self.counters.leases_lost += 1
         _log.warning("lease_lost", message_id=claim.message_id, attempt=claim.attempt)
         return _LEASE_RAN_OUT
 
-    async def _judgement(self, incoming: Incoming, claim: Claim) -> Judgement:
-        """Call the handler, unless all attempts are used up: the last one ended without a word then."""
-        most = incoming.delivery.most_attempts(self._attempts.most)
-        if claim.attempt > most:
-            return Judgement(State.EXHAUSTED, MAX_DELIVER, claim.last_error or ACK_TIMEOUT)
+    async def _called(self, incoming: Incoming, claim: Claim) -> tuple[Outcome, bool]:
+        """Call the handler; return what came of it, and whether that was an attempt.
+
+        There is no call where all attempts are used up: the last one ended without a word then.
+        """
+        delivery = incoming.delivery
+        if claim.attempt > delivery.most_attempts(self._attempts.most):
+            return Dead(MAX_DELIVER, claim.last_error or ACK_TIMEOUT, claim.attempt - 1), False
         with self.counters.call():
             answer = await self._client.call(body(incoming), headers(incoming, claim.attempt, claim.last_error))
         self.counters.answers[answer.code or f"http_{answer.status}"] += 1
         if not answer.reached:
-            return judge(answer, last=False)._replace(after=self.reach.missed(answer.error))
+            return Later(answer.error, self.reach.missed(answer.error)), False
         self.reach.reached()
-        return judge(answer, last=claim.attempt == most)
-
-    def _outcome_of(self, delivery: Delivery, judgement: Judgement, attempt: int) -> Outcome:
-        error = judgement.error or ""
-        match judgement.state:
-            case State.PROCESSED:
-                return DONE
-            case State.DEAD:
-                return Dead(judgement.reason or "", error, attempt)
-            case State.EXHAUSTED:
-                return Dead(judgement.reason or "", error, attempt - 1)
-            case State.UNREACHED:
-                return Later(error, judgement.after or 0)
-            case State.FAILED:
-                return self._attempts.failed(delivery, attempt, error, judgement.after)
+        return judge(answer, delivery, claim.attempt, self._attempts), True

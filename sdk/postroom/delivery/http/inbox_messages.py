@@ -27,8 +27,8 @@ import structlog
 from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, check_version, open_pool
 from postroom.chassis.sql import load_queries
+from postroom.delivery.consumer import DONE, Dead, Done, Outcome
 from postroom.delivery.database import ROOM
-from postroom.delivery.http.client import Judgement
 from postroom.delivery.http.requests import Incoming
 
 _log = structlog.get_logger(__name__)
@@ -59,25 +59,13 @@ class Claim(NamedTuple):
     until: float
 
 
-class Processed(NamedTuple):
-    """The message was processed: nothing is left to do but to acknowledge it."""
-
-
-class Died(NamedTuple):
-    """The message was given up; its dead letter may or may not have been published."""
-
-    reason: str
-    error: str
-    attempts: int
-
-
 class Held(NamedTuple):
     """Somebody attempts the message now; the lease has this many `seconds` left."""
 
     seconds: float
 
 
-State: TypeAlias = Claim | Processed | Died | Held
+State: TypeAlias = Claim | Done | Dead | Held  # what died may have its letter, or not
 
 
 class Backlog(NamedTuple):
@@ -135,9 +123,9 @@ class InboxMessages:
         """
         return await self._claims(incoming)
 
-    async def settle(self, claim: Claim, judgement: Judgement) -> bool:
-        """End an attempt; False where its lease had run out, so that it has settled nothing."""
-        return await self._settlements((claim, judgement))
+    async def settle(self, claim: Claim, outcome: Outcome, *, counts: bool = True) -> bool:
+        """End an attempt, or take back what was none; False where its lease had run out: it has settled nothing."""
+        return await self._settlements((claim, outcome, counts))
 
     async def renew(self, claims: Sequence[Claim]) -> dict[Claim, float]:
         """Prolong leases; return until when (the loop's clock) those that still held. Raises what Postgres raises."""
@@ -179,15 +167,16 @@ class InboxMessages:
         rows, _ = await self._fetch(QUERIES["look_up"], self._consumer, contexts, ids)
         return {(row[0], row[1]): _state(*row[2:]) for row in rows}
 
-    async def _settle(self, ended: Sequence[tuple[Claim, Judgement]]) -> list[bool]:
-        judgements = [judgement for _, judgement in ended]
+    async def _settle(self, ended: Sequence[tuple[Claim, Outcome, bool]]) -> list[bool]:
+        claims, outcomes, counts = zip(*ended, strict=True)
         rows, _ = await self._fetch(
             QUERIES["settle"],
             self._consumer,
-            *_keys([claim for claim, _ in ended]),
-            [judgement.state for judgement in judgements],
-            [judgement.reason for judgement in judgements],
-            [judgement.error for judgement in judgements],
+            *_keys(claims),
+            [isinstance(outcome, Done) for outcome in outcomes],
+            [outcome.reason if isinstance(outcome, Dead) else None for outcome in outcomes],
+            [None if isinstance(outcome, Done) else outcome.error for outcome in outcomes],
+            counts,
         )
         settled = {row[0] for row in rows}
         return [position in settled for position in range(1, len(ended) + 1)]
@@ -230,9 +219,9 @@ def _state(
     lease: float | None,
 ) -> State:
     if processed:
-        return Processed()
+        return DONE
     if dead_reason is not None:
-        return Died(dead_reason, last_error or "", attempts)
+        return Dead(dead_reason, last_error or "", attempts)
     return Held(max(0.0, lease or 0.0))
 
 

@@ -34,19 +34,18 @@ JOIN postroom.inbox_messages AS known USING (source_context, message_id)
 WHERE known.consumer = $1;
 
 -- name: settle
--- Ends attempts whose lease still holds: processed, dead, failed (waiting again), or exhausted (dead, and not counted,
--- since it was one too many to be made), or unreached (waiting again, and not counted, since nobody was there to handle
--- it). Returns the position of each.
+-- Ends attempts whose lease still holds: done, dead where there is a reason, else waiting again. What does not count was no
+-- attempt: nobody was there to handle the message, or it was one too many to be made. Returns the position of each.
 UPDATE postroom.inbox_messages AS known SET
-  processed_at = CASE WHEN verdict.state = 'processed' THEN greatest(clock_timestamp(), known.received_at) END,
-  dead_at = CASE WHEN verdict.state IN ('dead', 'exhausted') THEN clock_timestamp() END,
-  dead_reason = CASE WHEN verdict.state IN ('dead', 'exhausted') THEN verdict.reason END,
-  attempts = known.attempts - CASE WHEN verdict.state IN ('exhausted', 'unreached') THEN 1 ELSE 0 END,
+  processed_at = CASE WHEN verdict.done THEN greatest(clock_timestamp(), known.received_at) END,
+  dead_at = CASE WHEN verdict.reason IS NOT NULL THEN clock_timestamp() END,
+  dead_reason = verdict.reason,
+  attempts = known.attempts - CASE WHEN verdict.counts THEN 0 ELSE 1 END,
   last_error = coalesce(verdict.error, known.last_error),
   owner = NULL,
   leased_until = NULL
-FROM unnest($2::text[], $3::text[], $4::uuid[], $5::text[], $6::text[], $7::text[]) WITH ORDINALITY
-  AS verdict (source_context, message_id, owner, state, reason, error, position)
+FROM unnest($2::text[], $3::text[], $4::uuid[], $5::boolean[], $6::text[], $7::text[], $8::boolean[]) WITH ORDINALITY
+  AS verdict (source_context, message_id, owner, done, reason, error, counts, position)
 WHERE known.consumer = $1
   AND known.source_context = verdict.source_context
   AND known.message_id = verdict.message_id

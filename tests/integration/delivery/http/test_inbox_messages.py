@@ -14,15 +14,13 @@ from support.http_consumers import Inbox
 from support.jetstream import QUICK, Context
 
 from postroom.chassis.postgres import REFUSED
-from postroom.delivery.consumer import Attempts, Dead, Outcome
-from postroom.delivery.http.client import HandlerClient, Judgement, State
+from postroom.delivery.consumer import DONE, Attempts, Dead, Done, Later, Outcome
+from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import HttpHandler
 from postroom.delivery.http.inbox_messages import (
     Claim,
-    Died,
     Held,
     InboxMessages,
-    Processed,
     get_inbox_backlog,
     open_inbox_pool,
 )
@@ -30,7 +28,8 @@ from postroom.delivery.http.requests import Incoming, read
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.delivery.message import Delivery
 
-PROCESSED = Judgement(State.PROCESSED)
+POISON = Dead("poison", "http_422: no", 1)
+BUSY = Later("http_503: busy", 1)
 RAN_OUT = "UPDATE postroom.inbox_messages SET leased_until = now() - interval '1 second' WHERE source_context = $1"
 
 
@@ -84,14 +83,14 @@ async def test_a_lease_that_ran_out_settles_nothing_and_the_next_attempt_does(
 ) -> None:
     stale = await claimed(mine, message)
     await inbox.execute(RAN_OUT, context.name)
-    assert await mine.settle(stale, PROCESSED) is False
+    assert await mine.settle(stale, DONE) is False
 
     stolen = await claimed(theirs, message)
     assert (stolen.attempt, stolen.last_error) == (2, "ack_timeout")
-    assert await mine.settle(stale, Judgement(State.DEAD, "poison", "too late")) is False
+    assert await mine.settle(stale, POISON) is False
     assert await mine.renew([stale]) == {}
-    assert await theirs.settle(stolen, PROCESSED) is True
-    assert await mine.claim(message) == Processed()
+    assert await theirs.settle(stolen, DONE) is True
+    assert await mine.claim(message) == DONE
 
 
 async def test_a_lease_that_is_renewed_goes_on(mine: InboxMessages, message: Incoming, inbox: Inbox) -> None:
@@ -106,40 +105,40 @@ async def test_attempts_and_the_last_error_survive_the_process(
     mine: InboxMessages, theirs: InboxMessages, message: Incoming
 ) -> None:
     first = await claimed(mine, message)
-    await mine.settle(first, Judgement(State.FAILED, error="http_503: busy"))
+    await mine.settle(first, BUSY)
     second = await claimed(theirs, message)
 
     assert (second.attempt, second.last_error) == (2, "http_503: busy")
 
 
 async def test_what_is_dead_stays_dead(mine: InboxMessages, message: Incoming) -> None:
-    await mine.settle(await claimed(mine, message), Judgement(State.DEAD, "poison", "http_422: no"))
+    await mine.settle(await claimed(mine, message), POISON)
 
-    assert await mine.claim(message) == Died("poison", "http_422: no", attempts=1)
+    assert await mine.claim(message) == POISON
 
 
 async def test_an_attempt_too_many_is_not_counted(mine: InboxMessages, message: Incoming) -> None:
-    await mine.settle(await claimed(mine, message), Judgement(State.FAILED, error="http_503: busy"))
-    await mine.settle(await claimed(mine, message), Judgement(State.EXHAUSTED, "max_deliver", "http_503: busy"))
+    await mine.settle(await claimed(mine, message), BUSY)
+    await mine.settle(await claimed(mine, message), Dead("max_deliver", BUSY.error, 1), counts=False)
 
-    assert await mine.claim(message) == Died("max_deliver", "http_503: busy", attempts=1)
+    assert await mine.claim(message) == Dead("max_deliver", BUSY.error, attempts=1)
 
 
 async def test_many_are_claimed_by_few_statements_each_with_its_own_state(
     mine: InboxMessages, context: Context
 ) -> None:
     done = incoming(context, "done")
-    await mine.settle(await claimed(mine, done), PROCESSED)
+    await mine.settle(await claimed(mine, done), DONE)
     statement = await mine._claim([incoming(context, "b"), done, incoming(context, "a"), incoming(context, "b")])
 
-    assert [type(state) for state in statement] == [Claim, Processed, Claim, Held]
+    assert [type(state) for state in statement] == [Claim, Done, Claim, Held]
 
 
 async def test_the_backlog_counts_what_is_neither_processed_nor_dead(
     mine: InboxMessages, pool: asyncpg.Pool[asyncpg.Record], context: Context
 ) -> None:
     assert await get_inbox_backlog(pool, context.name) == (0, None)
-    for number, state in enumerate([PROCESSED, Judgement(State.DEAD, "poison", "no"), Judgement(State.FAILED)]):
+    for number, state in enumerate([DONE, POISON, BUSY]):
         await mine.settle(await claimed(mine, incoming(context, f"m-{number}")), state)
     await claimed(mine, incoming(context, "leased"))
 
@@ -181,7 +180,7 @@ async def test_a_second_row_of_one_message_is_refused(inbox: Inbox, context: Con
 
 
 async def test_what_is_processed_cannot_be_changed(mine: InboxMessages, message: Incoming, inbox: Inbox) -> None:
-    await mine.settle(await claimed(mine, message), PROCESSED)
+    await mine.settle(await claimed(mine, message), DONE)
     with pytest.raises(asyncpg.IntegrityConstraintViolationError, match="m-1 is processed or dead"):
         await inbox.execute("UPDATE postroom.inbox_messages SET attempts = 9 WHERE message_id = 'm-1'")
 
