@@ -15,7 +15,7 @@ from broker_client.channel import RequestFailed
 from broker_client.features import max_age_hours
 from broker_client.link import BrokerLink
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
-from ipc.tokens import LocalToken
+from ipc.tcp_guard import LocalToken
 from postroom._wire.accept import Features
 from postroom.chassis.exits import Fatal, Finding
 from postroom.chassis.listener import refuse_path

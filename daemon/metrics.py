@@ -14,8 +14,8 @@ from broker_client.answers import LATENCY_BOUNDS as POST_BOUNDS
 from broker_client.answers import RelayCounters
 from broker_client.relay import Relay
 from daemon.receiver import Receiver
-from ipc.counters import LATENCY_BOUNDS as ACCEPT_BOUNDS
-from ipc.counters import Counters
+from ipc.limits import LATENCY_BOUNDS as ACCEPT_BOUNDS
+from ipc.limits import Counters
 from outbox import Outbox
 from outbox.model import Missing, OutboxCounts
 from postroom.chassis.routes import exposition

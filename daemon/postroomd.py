@@ -25,14 +25,12 @@ from broker_client.relay import Relay
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
-from ipc.counters import Counters
-from ipc.destinations import DestinationRule
-from ipc.peers import Policy
+from ipc.limits import Counters
+from ipc.peers import DestinationRule, Policy
 from ipc.routes import routes
 from ipc.server import Server
 from ipc.services import NoInbox, Services
-from ipc.tcp_guard import TcpGuard
-from ipc.tokens import LocalToken, rotate
+from ipc.tcp_guard import LocalToken, TcpGuard, rotate
 from outbox import Outbox
 from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
 from outbox.recover import recover as recover_directory

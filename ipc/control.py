@@ -1,4 +1,9 @@
-"""The control plane: is the daemon well, can it accept, what does it count, which version and which routes it has."""
+"""The control plane: is the daemon well, can it accept, what does it count, which version and which routes it has.
+
+`/v1/relay/pause` and `/v1/relay/resume` hold the relay back, whole or for one destination, and release it: the controls
+are in the outbox, so that they outlive the process, and the relay is notified. `/v1/topics…` are the mesh's topics,
+passed on to the broker as the member that the daemon acts as.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,12 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from ipc.answers import Answer, json_answer
-from ipc.request import Request
+from ipc.answers import JSON, Answer, json_answer
+from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
-from outbox.model import Missing, to_datetime
+from outbox.model import to_datetime
+from postroom._wire.message import parse_destination
+from postroom._wire.operations import PauseRequest, ResumeRequest
 from postroom._wire.sends import Health, Ready, Version
 from postroom.errors import TryAgain
 
@@ -61,7 +68,13 @@ class Control:
             why = relay.reason or f"the relay is {relay.state}"
             reasons.append(f"a message that is due has waited for {counts.due_ms // 1000} s: {why}")
         if missing.rows:
-            reasons.append(_missing(missing))
+            gone = f" ({missing.without_payload} of them without their payload, which was deleted)" * bool(
+                missing.without_payload
+            )
+            reasons.append(
+                f"{missing.rows} messages that the broker had accepted are no longer in its database{gone}: "
+                "send them again with `postroom outbox resend --missing`"
+            )
         if counts.wal_bytes > WAL_WARNING_BYTES:
             reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
         if counts.waiting_bytes > FULL_WARNING * self._services.outbox_max_bytes:
@@ -83,11 +96,55 @@ class Control:
         )
 
 
-def _missing(missing: Missing) -> str:
-    gone = f" ({missing.without_payload} of them without their payload, which was deleted)" * bool(
-        missing.without_payload
-    )
-    return (
-        f"{missing.rows} messages that the broker had accepted are no longer in its database{gone}: "
-        "send them again with `postroom outbox resend --missing`"
-    )
+class RelayDesk:
+    """The handlers of the relay; the route table lets only operators in."""
+
+    def __init__(self, services: Services) -> None:
+        self._outbox = services.outbox
+        self._relay = services.relay
+        self._read = BodyReader(services.limits, services.budget).read
+
+    async def pause(self, request: Request) -> web.StreamResponse:
+        """Stop relaying until a resume; answers what the relay does now."""
+        check_media(request, JSON)
+        asked = decode_body(await self._read(request), PauseRequest)
+        return await self._set(request, asked.destination, asked.reason, paused=True, rate_per_second=None)
+
+    async def resume(self, request: Request) -> web.StreamResponse:
+        """Relay again, at a rate where one is given; answers what the relay does now."""
+        check_media(request, JSON)
+        asked = decode_body(await self._read(request), ResumeRequest)
+        return await self._set(
+            request, asked.destination, asked.reason, paused=False, rate_per_second=asked.rate_per_second
+        )
+
+    async def _set(
+        self, request: Request, destination: str | None, reason: str, *, paused: bool, rate_per_second: float | None
+    ) -> web.StreamResponse:
+        if destination is not None:
+            parse_destination(destination)
+        await self._outbox.set_relay_control(
+            destination, paused=paused, rate_per_second=rate_per_second, caller=request.caller, reason=reason
+        )
+        await self._relay.controls_changed()
+        return json_answer(self._relay.status())
+
+
+class Topics:
+    """The handlers of topics."""
+
+    def __init__(self, services: Services) -> None:
+        self._desk = services.topics
+
+    async def list(self, _request: Request) -> web.StreamResponse:
+        """List the topics of the mesh."""
+        return json_answer(await self._desk.topics())
+
+    async def subscribe(self, request: Request) -> web.StreamResponse:
+        """Subscribe this member to a topic."""
+        return json_answer(await self._desk.subscribe(request.params["topic"]), 201)
+
+    async def unsubscribe(self, request: Request) -> web.StreamResponse:
+        """End this member's subscription to a topic."""
+        await self._desk.unsubscribe(request.params["topic"])
+        return Answer(204, b"")

@@ -68,21 +68,16 @@ class InboxDesk:
             response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"})
             await response.prepare(request)
             await response.write(b"retry: %d\nid: %d\n\n" % (_RETRY_MS, after))
-            await self._follow(request, response, inbox, after, MessageFilter(query.sender, query.destination))
+            end = request.connection.until_end()
+            while not end.done():
+                arrival = inbox.arrival()  # taken first: what is filed from here on sets it
+                async with self._lanes.of(request.caller.uid):
+                    messages, after = await self._read(inbox, after, MessageFilter(query.sender, query.destination))
+                if messages:
+                    await self._write(request, response, messages)
+                elif not await self._arrives(arrival, end):
+                    await response.write(b": still here\nid: %d\n\n" % after)
         return response
-
-    async def _follow(
-        self, request: Request, response: web.StreamResponse, inbox: Inbox, after: int, wanted: MessageFilter
-    ) -> None:
-        end = request.connection.until_end()
-        while not end.done():
-            arrival = inbox.arrival()  # taken first: what is filed from here on sets it
-            async with self._lanes.of(request.caller.uid):
-                messages, after = await self._read(inbox, after, wanted)
-            if messages:
-                await self._write(request, response, messages)
-            elif not await self._arrives(arrival, end):
-                await response.write(b": still here\nid: %d\n\n" % after)
 
     async def _read(self, inbox: Inbox, after: int, wanted: MessageFilter) -> tuple[Sequence[StoredMessage], int]:
         try:
@@ -101,7 +96,9 @@ class InboxDesk:
             ) from error
         try:
             await request.take_turn(size)
-            await response.write(_events(messages))
+            await response.write(
+                b"".join(b"id: %d\nevent: message\ndata: %s\n\n" % (each.position, each.encoded()) for each in messages)
+            )
         finally:
             self._services.budget.give_back(size, request.caller.uid)
 
@@ -132,10 +129,6 @@ class InboxDesk:
 
 def _size(messages: Sequence[StoredMessage]) -> int:
     return sum(len(each.message) for each in messages)
-
-
-def _events(messages: Sequence[StoredMessage]) -> bytes:
-    return b"".join(b"id: %d\nevent: message\ndata: %s\n\n" % (each.position, each.encoded()) for each in messages)
 
 
 def _ms(moment: datetime | None) -> int | None:

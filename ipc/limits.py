@@ -1,8 +1,13 @@
-"""How much a caller may ask for, and how slow it may be (docs/contract/send.md#send-27)."""
+"""How much a caller may ask for, and how slow it may be (docs/contract/send.md#send-27).
+
+`Counters` is what the socket counts: plain integers, bumped in the hot path, read when the metrics are scraped.
+"""
 
 from __future__ import annotations
 
 import resource
+from bisect import bisect_left
+from collections import Counter
 from typing import Annotated, Final
 
 import msgspec
@@ -15,6 +20,7 @@ MIB: Final = 1024 * 1024
 Bytes = Annotated[int, msgspec.Meta(ge=1024)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
+LATENCY_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
 
 
 class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -59,3 +65,32 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=Tr
         if soft == resource.RLIM_INFINITY:
             return self.connections
         return max(1, min(self.connections, soft - _FDS_KEPT_FREE))
+
+
+class Latency:
+    """A histogram of seconds: how many observations fell below each bound, and their sum."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(LATENCY_BOUNDS) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(LATENCY_BOUNDS, seconds)] += 1
+        self.total += seconds
+
+
+class Counters:
+    """Everything that the socket counts since the process began."""
+
+    def __init__(self) -> None:
+        self.sends: Counter[str] = Counter()  # by outcome: queued, inflight, done, or the problem's code
+        self.accept = Latency()  # of POST /v1/send, from the parsed head to the answer
+        self.batches = 0
+        self.answers: Counter[int] = Counter()  # every request but sends, by status
+        self.dropped: Counter[str] = Counter()  # connections ended by a deadline or a cap, by reason
+        self.connections = 0  # open now
+        self.in_flight = 0  # requests being answered now, those of the live stream apart
+        self.event_readers = 0  # of the live stream, now

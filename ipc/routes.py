@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ipc.control import EXPOSITION, Control
+from ipc.control import EXPOSITION, Control, RelayDesk, Topics
 from ipc.inbox import EVENT_STREAM, InboxDesk
 from ipc.outbox import OutboxDesk
-from ipc.relay import RelayDesk
 from ipc.sends import Sends
 from ipc.services import Services
-from ipc.topics import Topics
 from postroom._wire.administration import Subscription, TopicList
 from postroom._wire.message import SendRequest
 from postroom._wire.operations import (

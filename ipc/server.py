@@ -24,11 +24,9 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from ipc.answers import Answer, problem_answer, problem_of
 from ipc.connection import Connection, Crowd
-from ipc.counters import Counters
-from ipc.dispatch import MethodNotAllowed, Table
-from ipc.limits import Limits
+from ipc.limits import Counters, Limits
 from ipc.peers import Policy, peer_of
-from ipc.request import Request
+from ipc.request import MethodNotAllowed, Request, Table
 from ipc.shares import REQUEST, REST, Budget, Turns
 from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query
 from postroom.chassis.listener import TimedServer

@@ -8,10 +8,8 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from inbox import Inbox, InboxSettings
-from ipc.counters import Counters
-from ipc.destinations import DestinationRule
-from ipc.limits import Limits
-from ipc.peers import Policy
+from ipc.limits import Counters, Limits
+from ipc.peers import DestinationRule, Policy
 from ipc.shares import Budget
 from outbox import Outbox
 from postroom._wire.sends import RelayStatus

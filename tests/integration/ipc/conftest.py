@@ -18,15 +18,12 @@ import pytest
 from support.wire import Reply, encode, parse
 
 from inbox import Inbox
-from ipc.counters import Counters
-from ipc.destinations import DestinationRule
-from ipc.limits import Limits
-from ipc.peers import Policy, peer_of
+from ipc.limits import Counters, Limits
+from ipc.peers import DestinationRule, Policy, peer_of
 from ipc.routes import routes
 from ipc.server import Server
 from ipc.services import Services
-from ipc.tcp_guard import TcpGuard
-from ipc.tokens import LocalToken
+from ipc.tcp_guard import LocalToken, TcpGuard
 from outbox import Outbox, OutboxSettings
 from outbox.model import Caller
 from postroom._wire.administration import Subscription, TopicList

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.wire import Reply, encode, parse
 
-from ipc.tokens import rotate
+from ipc.tcp_guard import rotate
 
 
 @pytest.fixture

@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.batch import Splitter
-from ipc.counters import LATENCY_BOUNDS, Latency
-from ipc.destinations import DestinationRule
-from ipc.peers import Policy, peer_of
+from ipc.limits import LATENCY_BOUNDS, Latency
+from ipc.peers import DestinationRule, Policy, peer_of
 from ipc.request import _is_media
 from ipc.sends import idempotency_key
 from ipc.shares import Budget
-from ipc.tokens import GRACE_SECONDS, LocalToken, rotate
+from ipc.tcp_guard import GRACE_SECONDS, LocalToken, rotate
 from outbox.model import Caller
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import user_name
