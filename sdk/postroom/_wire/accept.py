@@ -31,14 +31,8 @@ class RawAcceptItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     message: msgspec.Raw
 
 
-class AcceptRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/accept`; each of `messages` is an `AcceptItem`, decoded one by one by the broker."""
-
-    messages: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
-
-
 class AcceptBatch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The same body, decoded: for documents, and for clients that build one in memory."""
+    """The body of `POST /v1/accept`, for documents and clients; the broker decodes its messages one by one."""
 
     messages: Annotated[list[AcceptItem], msgspec.Meta(min_length=1, max_length=MAX_BATCH)]
 
