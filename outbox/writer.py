@@ -171,8 +171,9 @@ class Transactor(store.Transactor):
             raise
         self._latest = here.now
         self._dated = here.dated
-        self._added += here.space.waiting - self.space.waiting
-        self.space = here.space
+        space = here.space
+        self._added += space.waiting - self.space.waiting
+        self.space = space
         self.logged += here.logged_bytes
         self._watch_size()
         return outcomes
