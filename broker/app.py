@@ -21,6 +21,7 @@ from broker.limiter import Limiter
 from broker.metrics import CONTENT_TYPE, Metrics
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
+from broker.unpublished import Unpublished
 from broker.webhooks import Webhooks
 from postroom._wire import administration as api
 from postroom._wire.accept import (
@@ -34,8 +35,10 @@ from postroom._wire.accept import (
 )
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.nouns import Noun
+from postroom._wire.unpublished import UNPUBLISHED
 from postroom.chassis.routes import Handler, Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
+from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
 
 _READY_SECONDS: Final = 2.0
 _READ: Final = (400, 401, 403, 404, 503)
@@ -133,6 +136,12 @@ def routes(services: Services) -> list[Route]:
         Route(method="GET", path="/v1/messages/{broker_message_id}", handler=history.get_message, access="reader",
               summary="Read one message", answers={200: api.HistoryMessage}, problems=_READ),
         *_operating(DEAD_LETTERS, dead_letters, "dead letters"),
+        Route(method="GET", path=f"{DEAD_LETTERS.path}/{{mesh}}/{{id}}", handler=dead_letters.inspect,
+              access=DEAD_LETTERS.access, summary="Show a whole dead letter, by its id or that of its message",
+              answers={200: DEAD_LETTERS.page}, problems=_READ),
+        *_operating(UNPUBLISHED["events"], Unpublished(services.database, EVENTS), "events that JetStream refuses"),
+        *_operating(UNPUBLISHED["deliveries"], Unpublished(services.database, DELIVERIES),
+                    "deliveries that JetStream refuses"),
         Route(method="GET", path="/health", handler=control.health, access="anyone",
               summary="Whether the process works, and what is wrong", answers={200: api.BrokerHealth}, problems=()),
         Route(method="GET", path="/ready", handler=control.ready, access="anyone",
@@ -148,22 +157,19 @@ class _Operated(Protocol):
     """The handlers of a noun."""
 
     async def list(self, request: web.Request) -> web.Response: ...
-    async def inspect(self, request: web.Request) -> web.Response: ...
     async def log(self, request: web.Request) -> web.Response: ...
     def change(self, verb: str) -> Handler: ...
 
 
 def _operating(noun: Noun[Any, Any, Any, Any, Any], handlers: _Operated, things: str) -> list[Route]:
-    """Return the routes by which an admin of a mesh operates on a noun, as its table of verbs says."""
+    """Return the routes by which operators see and change a noun, as its table of verbs says."""
     path, page = noun.path, {200: noun.page}
     return [
-        Route(method="GET", path=path, handler=handlers.list, access="mesh_admin",
+        Route(method="GET", path=path, handler=handlers.list, access=noun.access,
               summary=f"List {things}", query=noun.query, answers=page, problems=_READ),
-        Route(method="GET", path=f"{path}/log", handler=handlers.log, access="mesh_admin",
+        Route(method="GET", path=f"{path}/log", handler=handlers.log, access=noun.access,
               summary=f"What operators did to {things}", query=api.MeshQuery, answers={200: noun.log}, problems=_READ),
-        Route(method="GET", path=f"{path}/{{mesh}}/{{id}}", handler=handlers.inspect, access="mesh_admin",
-              summary=f"Look at one of the {things}, whole", answers=page, problems=_READ),
-        *(Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access="mesh_admin",
+        *(Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access=noun.access,
                 summary=verb.effect, body=noun.change, answers={200: noun.result}, problems=(*_WRITE, 502))
           for name, verb in noun.verbs.items()),
     ]  # fmt: skip

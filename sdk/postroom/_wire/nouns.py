@@ -70,7 +70,7 @@ class Result(msgspec.Struct, Generic[T], kw_only=True, omit_defaults=True):
 
 
 class Noun(NamedTuple, Generic[Q, P, L, F, T]):
-    """A kind of things that operators see and change: its path, its types and its verbs."""
+    """A kind of things that operators see and change: its path, its types, its verbs, and who may use them."""
 
     path: str
     query: type[Q]
@@ -79,3 +79,4 @@ class Noun(NamedTuple, Generic[Q, P, L, F, T]):
     change: type[Change[F]]
     result: type[Result[T]]
     verbs: Mapping[str, Verb]
+    access: str = "mesh_admin"

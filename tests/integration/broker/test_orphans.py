@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from postroom.delivery.database import open_database
-from postroom.delivery.publishing import DELIVERIES, EVENTS, PostgresSource, RecordSettings
+from postroom.delivery.publishing import DELIVERIES, EVENTS
 from postroom.delivery.publishing.operations import drop_failing, list_dropped, list_failing
 from postroom.delivery.publishing.postgres import Table
 from postroom.worker.orphans import find_orphans
@@ -81,17 +80,15 @@ async def test_damage_of_every_kind_is_found(
 
 @pytest.mark.parametrize("table", [EVENTS, DELIVERIES])
 async def test_what_an_operator_dropped_is_not_missed(
-    broker: Any, message: Message, postgres: Any, broker_database: str, table: Table
+    broker: Any, message: Message, postgres: Any, table: Table
 ) -> None:
     await broker.member("alice").send(message("id-1"), message("id-2"))
     for name in ("postroom.outbox_events", "mesh.delivery_queue"):
         await postgres.execute(f"UPDATE {name} SET publish_attempts = 1, publish_error = 'too large'")  # noqa: S608
-    pool = await open_database(broker_database, name="test", connections=1)
-    source = PostgresSource(pool, table, RecordSettings())
-    failing = await list_failing(source)
-    await drop_failing(source, [failing[0].id], actor="olga", reason="a test")
-    assert [one.id for one in await list_dropped(source)] == [failing[0].id]
-    await pool.close()
+    failing = await list_failing(postgres, table)
+    async with postgres.transaction():
+        await drop_failing(postgres, table, [failing[0].id], actor="olga", reason="a test")
+    assert [one.id for one in await list_dropped(postgres, table)] == [failing[0].id]
     assert await find_orphans(postgres, events_kept=KEPT) == []
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pwd
+from collections.abc import Iterator
+from pathlib import Path
 
 import asyncpg
 import pytest
+from support.operated import operated_broker
 from support.terminal import Terminal
 
-from postroom.delivery.database import migrate
+from broker.database import migrate
 
 
 @pytest.fixture
@@ -20,6 +21,7 @@ def poison(database_url: str) -> str:
     async def emit() -> str:
         await migrate(database_url)
         connection = await asyncpg.connect(database_url)
+        await connection.execute("INSERT INTO mesh.mesh (slug) VALUES ('demo')")
         one, _ = [
             await connection.fetchval("SELECT postroom.emit('demo', 'order', 'a', 'placed', '{\"pin\": 1234}')::text")
             for _ in range(2)
@@ -35,8 +37,11 @@ def poison(database_url: str) -> str:
 
 
 @pytest.fixture
-def user(database_url: str) -> Terminal:
-    return Terminal(POSTROOM_DATABASE_URL=database_url, POSTROOM_NATS_URL="nats://127.0.0.1:1")
+def user(database_url: str, poison: str, short_directory: Path) -> Iterator[Terminal]:
+    """The administrator of a broker on that database."""
+    assert poison
+    with operated_broker(short_directory, database_url) as reach:
+        yield Terminal(**reach)
 
 
 def test_a_failing_event_is_listed_without_its_payload_and_dropped_with_a_reason(user: Terminal, poison: str) -> None:
@@ -50,24 +55,29 @@ def test_a_failing_event_is_listed_without_its_payload_and_dropped_with_a_reason
     assert (noted["id"], noted["reason"]) == (poison, "a test")
 
 
-def test_who_dropped_an_event_is_who_ran_the_command_in_the_role_that_postgres_let_in(
+def test_who_dropped_an_event_is_who_the_token_says_and_its_line_in_the_log_commits_with_it(
     user: Terminal, poison: str, database_url: str
 ) -> None:
     user.environment.update(LOGNAME="ceo", USER="ceo", LNAME="ceo", USERNAME="ceo")
     assert user.run("worker", "events", "drop", poison, "--reason", "a test", "--yes").code == 0
     (noted,) = user.run("worker", "events", "log", "--json").json
-    assert noted["dropped_by"] == f"{pwd.getpwuid(os.getuid()).pw_name} as {_role(database_url)}"
+    assert noted["dropped_by"] == "administrator"
+    (line,) = asyncio.run(fetch(database_url, "SELECT actor, verb, subject, reason FROM mesh.operator_log"))
+    assert tuple(line) == ("administrator", "POST /v1/unpublished/events/drop", poison, "a test")
 
 
-def _role(database_url: str) -> str:
-    async def ask() -> str:
-        connection = await asyncpg.connect(database_url)
-        try:
-            return str(await connection.fetchval("SELECT session_user"))
-        finally:
-            await connection.close()
+async def fetch(database_url: str, query: str) -> list[asyncpg.Record]:
+    connection = await asyncpg.connect(database_url)
+    try:
+        return await connection.fetch(query)
+    finally:
+        await connection.close()
 
-    return asyncio.run(ask())
+
+def test_a_database_instead_of_a_broker_is_told_what_to_set(poison: str, database_url: str) -> None:
+    assert poison
+    done = Terminal(POSTROOM_DATABASE_URL=database_url).run("worker", "events", "list")
+    assert (done.code, "POSTROOM_BROKER_URL" in done.sentence()) == (2, True)
 
 
 def test_an_event_that_does_not_fail_is_not_found(user: Terminal, poison: str) -> None:

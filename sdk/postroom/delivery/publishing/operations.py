@@ -4,7 +4,8 @@ What no stream takes, or is too large, holds up its aggregate (of deliveries: it
 cause, and then goes by itself. What can never go is dropped: an event leaves the outbox and is kept whole, a delivery
 is noted, and its message stays in the history; who dropped it, and why, stands beside it.
 
-What is changed leaves a row in `postroom.operator_log`, in the same transaction.
+What is published again leaves a row in `postroom.operator_log`, in the same transaction; the broker, which has rows
+dropped, keeps its own.
 """
 
 from __future__ import annotations
@@ -16,37 +17,14 @@ from typing import Final
 
 import msgspec
 
+from postroom._wire.unpublished import Dropped, Failing
+from postroom.chassis.postgres import Connection
 from postroom.delivery.errors import not_failing
-from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, QUERIES, PostgresSource, now
+from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, QUERIES, PostgresSource, Table, now
 
 LIMIT: Final = 1000  # that are listed
 _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _ID: Final = {EVENTS.name: re.compile(_UUID), DELIVERIES.name: re.compile(_UUID + r"\.[0-9]{1,9}")}
-
-
-class Failing(msgspec.Struct, frozen=True):
-    """An event or a delivery whose last attempt failed; `behind` others of its aggregate wait for it."""
-
-    id: str
-    subject: str
-    aggregate: str
-    attempts: int
-    error: str
-    occurred_at: datetime
-    next_attempt_at: datetime
-    behind: int
-
-
-class Dropped(msgspec.Struct, frozen=True):
-    """An event or a delivery that an operator took out for good."""
-
-    id: str
-    subject: str
-    aggregate: str
-    error: str
-    dropped_at: datetime
-    dropped_by: str
-    reason: str
 
 
 class Redriven(msgspec.Struct, frozen=True):
@@ -56,29 +34,25 @@ class Redriven(msgspec.Struct, frozen=True):
     messages: int
 
 
-async def list_failing(source: PostgresSource, context: str | None = None) -> list[Failing]:
-    """Return the oldest of a source that are refused, of one context or of all."""
-    return [Failing(**row) for row in await source.pool.fetch(source.table.queries["list_failing"], context, LIMIT)]
+async def list_failing(connection: Connection, table: Table, context: str | None = None) -> list[Failing]:
+    """Return the oldest of a table that are refused, of one context or of all."""
+    return [Failing(**row) for row in await connection.fetch(table.queries["list_failing"], context, LIMIT)]
 
 
-async def drop_failing(source: PostgresSource, ids: Sequence[str], *, actor: str, reason: str) -> None:
-    """Drop them; raises `NotFound`, and drops none, where one is not refused."""
+async def drop_failing(connection: Connection, table: Table, ids: Sequence[str], *, actor: str, reason: str) -> None:
+    """Drop them in the caller's transaction; raises `NotFound`, and is to drop none, where one is not refused."""
     for text in ids:
-        if _ID[source.name].fullmatch(text) is None:
-            raise not_failing(source.name, text)
-    async with source.pool.acquire() as connection, connection.transaction():
-        rows = await connection.fetch(source.table.queries["drop"], ids, actor, reason)
-        dropped = {row["id"] for row in rows}
-        for text in ids:
-            if text not in dropped:
-                raise not_failing(source.name, text)
-        subject = f"{source.name} {', '.join(ids)}"
-        await connection.execute(QUERIES["log_operation"], actor, "drop", subject, reason)
+        if _ID[table.name].fullmatch(text) is None:
+            raise not_failing(table.name, text)
+    dropped = {row["id"] for row in await connection.fetch(table.queries["drop"], ids, actor, reason)}
+    for text in ids:
+        if text not in dropped:
+            raise not_failing(table.name, text)
 
 
-async def list_dropped(source: PostgresSource) -> list[Dropped]:
+async def list_dropped(connection: Connection, table: Table) -> list[Dropped]:
     """Return what was dropped last, oldest first."""
-    return [Dropped(**row) for row in await source.pool.fetch(source.table.queries["list_dropped"], LIMIT)]
+    return [Dropped(**row) for row in await connection.fetch(table.queries["list_dropped"], LIMIT)]
 
 
 async def redrive(
