@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from postroom.delivery.agents.counters import AgentCounters
+from postroom.delivery.agents.outgoing import AgentCounters
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.handler import CALL_BOUNDS, HandlerCounters, HttpHandler, Reach

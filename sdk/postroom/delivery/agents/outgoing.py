@@ -16,6 +16,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Final, NamedTuple
@@ -24,7 +25,6 @@ import msgspec
 import structlog
 
 from postroom.agent import EPOCH
-from postroom.delivery.agents.counters import AgentCounters
 from postroom.delivery.agents.decisions import Draft
 from postroom.delivery.agents.envelopes import headers_of, to_microseconds
 from postroom.delivery.agents.records import decode_record, payload_of
@@ -46,6 +46,20 @@ _log = structlog.get_logger(__name__)
 _PAGE: Final = 1000  # rows that are forgotten in one turn
 _BEFORE_ALL: Final = -(2**63)  # no position is lower; those of dead letters are negative
 _MILLISECOND: Final = timedelta(milliseconds=1)
+
+
+@dataclass(slots=True)
+class AgentCounters:
+    """For metrics; each counts messages."""
+
+    handled: int = 0
+    found: int = 0  # delivered again after they were stored
+    conflicts: int = 0
+    refused: int = 0
+    failed: int = 0  # `receive` or `apply` raised, or the message could not be read
+    emitted: int = 0
+    published: int = 0
+    lost: int = 0  # by JetStream: they are published again
 
 
 class Key(NamedTuple):

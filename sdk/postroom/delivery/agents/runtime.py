@@ -26,11 +26,10 @@ from nats.js import JetStreamContext
 from postroom._wire.failures import tell
 from postroom.agent import Agent, agent_name, check_agent
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.agents.counters import AgentCounters
 from postroom.delivery.agents.decisions import Deciding, Decision, Emitter
 from postroom.delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
 from postroom.delivery.agents.group import Group, Job, dead
-from postroom.delivery.agents.outgoing import AgentPublisher, stored
+from postroom.delivery.agents.outgoing import AgentCounters, AgentPublisher, stored
 from postroom.delivery.agents.replay import Differs, empty, rebuild
 from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, durably, read_events

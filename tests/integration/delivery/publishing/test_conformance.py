@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from postroom.agent import Envelope
-from postroom.delivery.agents.counters import AgentCounters
-from postroom.delivery.agents.outgoing import StoreClaim, StoreSource, stored
+from postroom.delivery.agents.outgoing import AgentCounters, StoreClaim, StoreSource, stored
 from postroom.delivery.agents.records import NO_HASH, encode_record, next_hash
 from postroom.delivery.agents.records import Record as Event
 from postroom.delivery.agents.store import Changes, Owner, Store
