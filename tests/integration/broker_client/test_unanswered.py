@@ -43,7 +43,7 @@ async def test_what_the_broker_has_is_done_and_the_verb_says_so(station: Any, sc
     assert (row.status, row.unanswered_at is None) == ("pending", False)
 
     with pytest.raises(Conflict, match="the row is done now") as refusal:
-        await getattr(here.outbox, verb)("a", **WHY)
+        await here.outbox.act(verb, "a", **WHY)
     assert refusal.value.code == "already_accepted"
     (row,) = await rows_of(here)
     assert (row.status, row.duplicate, row.unanswered_at) == ("done", True, None)
@@ -56,7 +56,7 @@ async def test_what_the_broker_has_not_is_retired(station: Any, scripted_broker:
     here = await station(scripted_broker.url)
     losing(scripted_broker, accepting=False)
     await posted_unanswered(here, scripted_broker, "a")
-    await getattr(here.outbox, verb)("a", **WHY)
+    await here.outbox.act(verb, "a", **WHY)
     assert (await here.outbox.find("a")).status == "aborted"
 
 
@@ -70,11 +70,11 @@ async def test_while_the_broker_cannot_be_asked_only_force_retires_and_the_log_k
     await here.outbox.act("hold", "b", **WHY)  # other verbs ask nobody
     here.link._channel.base = "http://127.0.0.1:1"  # where nobody listens
     with pytest.raises(Conflict, match=r"cannot connect to .*or force it") as refusal:
-        await getattr(here.outbox, verb)("a", **WHY)
+        await here.outbox.act(verb, "a", **WHY)
     assert refusal.value.code == "outcome_unknown"
     assert (await here.outbox.find("a")).status == "pending"
 
-    await getattr(here.outbox, verb)("a", force=True, **WHY)
+    await here.outbox.act(verb, "a", force=True, **WHY)
     (line,) = (await here.outbox.inspect("a")).log
     assert (line.verb, "forced: the broker may have accepted it" in line.detail) == (verb, True)
 
