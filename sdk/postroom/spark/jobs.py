@@ -102,7 +102,7 @@ async def answer(
         guid,
         owner,
         result,
-        *[child.id for child in children],
+        [child.id for child in children],
         [child.name for child in children],
         [child.request for child in children],
     )
