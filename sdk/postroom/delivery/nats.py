@@ -55,6 +55,9 @@ async def connect(
             )
     except Fatal:
         raise
+    except asyncio.CancelledError:
+        await client.close()
+        raise
     except Exception as error:
         await client.close()
         raise from_nats(events.last or error, "connecting to NATS") from error

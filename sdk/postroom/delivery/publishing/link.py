@@ -129,6 +129,9 @@ class Link:
         try:
             await client.subscribe(f"{link._inbox}.*", cb=link._acknowledged)
             await link.streams.refresh(link.js)
+        except asyncio.CancelledError:
+            await client.close()
+            raise
         except Exception as error:
             await client.close()
             raise from_nats(error, "connecting to JetStream") from error
