@@ -61,7 +61,7 @@ def record() -> None:
 
 def fence() -> None:
     """Commit a step's effect although its lease is another's, and let no lost lease end a handler."""
-    from postroom.ledger import leg1, leg2
+    from postroom.ledger import legs
     from postroom.ledger.errors import Fault
     from postroom.ledger.step import StepTransaction
 
@@ -79,7 +79,7 @@ def fence() -> None:
         return await work
 
     StepTransaction.conclude = commit_all_the_same  # type: ignore[method-assign]
-    leg1.under_lease = leg2.under_lease = only  # type: ignore[assignment]
+    legs.under_lease = only  # type: ignore[assignment]
 
 
 def shares() -> None:
