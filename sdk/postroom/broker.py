@@ -46,7 +46,8 @@ from postroom._wire.administration import (
 )
 from postroom._wire.arguments import check_seconds
 from postroom._wire.nouns import Change, F, L, Noun, P, Q, Result, T
-from postroom._wire.retry import Peer, retrying
+from postroom._wire.peer import Peer
+from postroom._wire.retry import retrying
 from postroom._wire.transport import Calls, Transport
 
 __all__ = ["BrokerClient"]

@@ -39,7 +39,8 @@ from postroom._wire.operations import (
     Verb,
     WaitQuery,
 )
-from postroom._wire.retry import Patience, Peer, retrying
+from postroom._wire.peer import Peer
+from postroom._wire.retry import Patience, retrying
 from postroom._wire.sends import (
     SETTLED,
     BatchResult,

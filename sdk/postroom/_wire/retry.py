@@ -4,108 +4,28 @@
 the relay, the publisher, a consumer's schedule and a message's own policy, a connection that is opened anew.
 
 What is tried again carries the id it was first tried with, so a try whose answer was lost can't become two messages.
-`Peer` says what a failure to talk means: one sentence that names the peer and says what to do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import random
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from http import HTTPStatus
-from typing import Final, NamedTuple, NoReturn, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-import aiohttp
-import msgspec
+from postroom.errors import PostroomError
 
-from postroom.errors import PROBLEM_JSON, NotPermitted, PostroomError, Problem, Unavailable, error_for
-
-MAX_REASON: Final = 300  # characters of a foreign error that a sentence quotes
-NEVER_ARRIVED: Final = frozenset({"daemon_absent", "broker_absent"})
+NEVER_ARRIVED: Final = frozenset({"daemon_absent", "broker_absent"})  # codes that prove that a request reached nobody
 T = TypeVar("T")
 
 RETRY_AFTER_LEAST: Final = 1.0  # second
 RETRY_AFTER_MOST: Final = 15 * 60.0  # seconds
 STEADY: Final = 0.8  # of a pause that somebody set for one thing: the rest is enough to part what failed together
 _LARGEST_POWER: Final = 40  # beyond it, growing is past every limit and only costs precision
-
-
-"""The codes that prove that a request reached nobody."""
-
-_decode_problem: Final = msgspec.json.Decoder(Problem).decode
-
-
-class Peer(NamedTuple):
-    """Who is expected at `address`: the "daemon" or the "broker" (`role`), and the `remedy` where it is absent."""
-
-    role: str
-    address: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"the {self.role} at {self.address}"
-
-    def failure(self, error: Exception) -> PostroomError:
-        """Say what an error of the connection means."""
-        cause = getattr(error, "os_error", error)
-        if (reason := _why_absent(cause, error)) is not None:
-            return self.absent(reason)
-        match cause:
-            case PermissionError():
-                detail = f"{self} refuses the connection: {cause.strerror}"
-                return NotPermitted.of("socket_not_permitted", detail)
-            case TimeoutError():
-                detail = f"{self} did not answer in time: it hangs or is overloaded"
-                return _unavailable("no_answer", detail)
-            case aiohttp.ClientResponseError() | aiohttp.InvalidURL():
-                return self.foreign(str(cause) or type(cause).__name__)
-        return self.lost()
-
-    def lost(self) -> Unavailable:
-        """Build the error for a connection that broke before the answer was complete."""
-        detail = f"the connection to {self} broke; it is not known whether the request took effect"
-        return _unavailable("connection_lost", detail)
-
-    def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
-        """Raise the problem that the peer answered with, or what an answer that is no problem means."""
-        if media != PROBLEM_JSON:
-            retryable = status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            raise self.foreign(f"it answered {status} as {media}, not as a problem", retryable=retryable)
-        try:
-            problem = _decode_problem(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise self.foreign(f"it answered {status} with a problem that can't be read: {error}") from error
-        if problem.status != status:
-            raise self.foreign(f"it answered {status} with a problem of status {problem.status}")
-        raise error_for(problem)
-
-    def absent(self, reason: str) -> Unavailable:
-        """Build the error for a peer that is not there."""
-        return _unavailable(f"{self.role}_absent", f"no {self.role} at {self.address} ({reason}): {self.remedy}")
-
-    def foreign(self, reason: str, *, retryable: bool = False) -> Unavailable:
-        """Build the error for an answer that isn't ours: another program, or another version of this one."""
-        detail = f"{self} is not part of Postroom, or has another version: {reason[:MAX_REASON]}"
-        return Unavailable.of("not_understood", detail, retryable=retryable)
-
-
-def _why_absent(cause: Exception, error: Exception) -> str | None:
-    if isinstance(cause, (FileNotFoundError, ConnectionRefusedError)):
-        return "nothing listens there"
-    if isinstance(cause, OSError) and cause.errno in {errno.ENOTSOCK, errno.ENOTDIR, errno.EPROTOTYPE}:
-        return "that is not a socket"
-    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(cause, (PermissionError, TimeoutError)):
-        return str(cause)
-    return None
-
-
-def _unavailable(code: str, detail: str) -> Unavailable:
-    return Unavailable.of(code, detail, retryable=True)
 
 
 class Backoff(NamedTuple):

@@ -22,7 +22,8 @@ import msgspec
 from aiohttp.typedefs import Query
 from yarl import URL
 
-from postroom._wire.retry import Patience, Peer, retrying, retrying_unless_arrived
+from postroom._wire.peer import Peer
+from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
 from postroom.errors import Unavailable
 
 SYSTEM_DIRECTORY: Final = Path("/run/postroom")

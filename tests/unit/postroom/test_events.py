@@ -9,7 +9,8 @@ import msgspec
 from support.inboxes import message
 
 from postroom._wire.events import Following
-from postroom._wire.retry import Patience, Peer
+from postroom._wire.peer import Peer
+from postroom._wire.retry import Patience
 from postroom._wire.sends import EventsQuery, InboxMessage
 from postroom._wire.transport import Transport
 
