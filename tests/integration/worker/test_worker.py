@@ -19,6 +19,7 @@ import asyncpg
 import msgspec
 import nats
 import pytest
+from support.operated import operated_broker
 from support.waiting import until_so
 from support.workers import worker
 
@@ -277,29 +278,29 @@ async def claim_deliveries(accepting: Accepting) -> Sequence[Outgoing]:
 
 
 async def test_a_refused_delivery_is_listed_and_dropped_and_what_waits_behind_it_goes(
-    accepting: Accepting, own_nats: EmbeddedNats
+    accepting: Accepting, own_nats: EmbeddedNats, short_directory: Path
 ) -> None:
     refused, behind = await accepting.send({"to": "dm:bob", "body": "a secret"}, {"to": "dm:bob", "body": "behind"})
     await accepting.pool.execute(
         "UPDATE mesh.delivery_queue SET publish_attempts = 3, publish_error = 'too large', "
         "next_attempt_at = 'infinity' WHERE broker_message_id = $1::uuid", refused,
     )  # fmt: skip
-    settings = urls(accepting, own_nats)
-    listed = await cli("worker", "deliveries", "list", "--mesh", "demo", "--json", **settings)
-    (row,) = map(json.loads, listed.splitlines())
-    assert (row["id"].partition(".")[0], row["subject"], row["behind"]) == (refused, "demo.inbox.bob", 1)
-    assert "secret" not in listed
+    with operated_broker(short_directory, accepting.url) as settings:
+        listed = await cli("worker", "deliveries", "list", "--mesh", "demo", "--json", **settings)
+        (row,) = map(json.loads, listed.splitlines())
+        assert (row["id"].partition(".")[0], row["subject"], row["behind"]) == (refused, "demo.inbox.bob", 1)
+        assert "secret" not in listed
 
-    said = await cli("worker", "deliveries", "drop", row["id"], "--reason", "a test", "--yes", **settings)
-    assert said == f"{row['id']} dropped\n"
-    (noted,) = map(json.loads, (await cli("worker", "deliveries", "log", "--json", **settings)).splitlines())
-    assert (noted["id"], noted["aggregate"], noted["error"], noted["reason"]) == (
-        row["id"],
-        "bob",
-        "too large",
-        "a test",
-    )
-    with worker(**settings):
+        said = await cli("worker", "deliveries", "drop", row["id"], "--reason", "a test", "--yes", **settings)
+        assert said == f"{row['id']} dropped\n"
+        (noted,) = map(json.loads, (await cli("worker", "deliveries", "log", "--json", **settings)).splitlines())
+        assert (noted["id"], noted["aggregate"], noted["error"], noted["reason"]) == (
+            row["id"],
+            "bob",
+            "too large",
+            "a test",
+        )
+    with worker(**urls(accepting, own_nats)):
         await asyncio.wait_for(accepting.published(), 30)
     assert [json.loads(one.data)["broker_message_id"] for one in await read(own_nats, "DEMO_INBOX")] == [behind]
 
