@@ -31,6 +31,7 @@ _SENDERS: Final = 8
 _SPOILT: Final = "spoilt_thing"  # the events that the handler refuses
 _FAULTS: Final = ("deleted", "purged EVENTS", "purged INBOX", "purged DLQ", "cut off", "restored from a copy")
 _UNREAD: Final = 20  # messages
+_FEW_AT_ONCE: Final[dict[str, object]] = {"CONSUMER_MAX_ACK_PENDING": 5}  # more would reach a stopped reader's socket
 _CUT_SECONDS: Final = 3.0
 _SPOILT_A_FAULT: Final = 10
 _CONTROL_PATIENCE: Final = 20.0  # seconds, far more than anything takes that is not lost
@@ -93,19 +94,20 @@ async def _is_there(file: Path) -> bool:
 @goal("F9", "NATS store deleted, purged, cut off, restored from a copy", without="the record", alone=True)
 async def lost_streams(run: Run) -> None:
     """Lose what NATS had, again and again: all has its effect, and nothing settled comes again."""
-    async with _chain(run) as (chain, handler):
+    async with _chain(run, _FEW_AT_ONCE) as (chain, handler):
         if run.without:
             chain.programs["worker"].become("faults.without", run.without, "postroom.worker", "run")
             chain.restart("worker")
         database = await asyncpg.connect(chain.room.database_url)
         senders = Senders(chain.room.socket, run.size.load)
-        kinds = [_FAULTS[number % len(_FAULTS)] for number in range(run.size.trials)]
+        last, *kinds = [_FAULTS[number % len(_FAULTS)] for number in range(run.size.trials)]
         run.chance.shuffle(kinds)
+        kinds.append(last)  # a store that is lost last: nothing is published after it that takes the lost numbers
         async with asyncio.TaskGroup() as group:
             for _ in range(_SENDERS):
                 group.create_task(senders.write())
             for number, kind in enumerate(kinds, 1):
-                await senders.reached(run.size.load * number // (len(kinds) + 1))
+                await senders.reached(run.size.load * number // len(kinds) - _UNREAD)
                 chain.revive()
                 await _lose(run, chain, senders, kind, database)
                 run.struck[kind] += 1
