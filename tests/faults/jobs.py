@@ -27,7 +27,7 @@ _STANDSTILL: Final = (1.3, 2.0)  # leases
 _STEPS: Final = 40  # of a job
 _AT_ONCE: Final = 3  # jobs
 _REST_SECONDS: Final = 120.0
-_SETTINGS: Final = {"FLOWS": "zombie_flow:flow", "JOBS_LEASE_SECONDS": _LEASE, "JOBS_CHECK_SECONDS": 0.05}
+_SETTINGS: Final = {"FLOWS": "support.zombie_flow:flow", "JOBS_LEASE_SECONDS": _LEASE, "JOBS_CHECK_SECONDS": 0.05}
 
 _TAKEN_OVER: Final = "SELECT coalesce(sum(attempts - 1), 0)::bigint FROM ledger.guid WHERE attempts > 1"
 _RUNNING: Final = "SELECT count(*) FROM ledger.job WHERE state <> 'completed'"
