@@ -1,12 +1,10 @@
-"""The SQL files are what the migrations leave, and their rules hold whoever writes."""
+"""The rules of the ledgers' tables hold whoever writes."""
 
 from __future__ import annotations
 
 import asyncpg
 import pytest
-from support.catalog import catalog, rebuild
 
-from postroom.chassis.sql import read_sql
 from postroom.ledger.database import migrate
 
 JOB = "INSERT INTO ledger.job (id, context, flow) VALUES ('00000000-0000-0000-0000-000000000001', 'sea', 'export')"
@@ -16,16 +14,6 @@ ROOT = (
 )
 READY = "UPDATE ledger.activity SET ledger = 1100000000001, answers_taken = 1"
 GUID = "INSERT INTO ledger.guid (activity_id, guid, job_id, ledger) SELECT id, 'm-1', job_id, 1 FROM ledger.activity"
-
-
-async def test_the_schema_file_and_the_migrations_make_the_same_database(database_url: str) -> None:
-    await migrate(database_url)
-    by_migrations = await catalog(database_url, "postroom", "ledger")
-    ours = [read_sql("postroom.ledger", file) for file in ("schema.sql", "primitives.sql")]
-    await rebuild(database_url, read_sql("postroom.delivery", "schema.sql"), *ours)
-
-    assert len(by_migrations) > 60
-    assert await catalog(database_url, "postroom", "ledger") == by_migrations
 
 
 async def test_what_breaks_a_rule_of_the_ledgers_is_refused(database_url: str) -> None:

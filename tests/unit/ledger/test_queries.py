@@ -10,7 +10,7 @@ from postroom import ledger
 from postroom._wire.sql import load_queries
 
 ROOM = Path(ledger.__file__).parent
-FILES = sorted(file.name for file in ROOM.glob("*.sql") if file.name not in {"schema.sql", "primitives.sql"})
+FILES = sorted(file.name for file in ROOM.glob("*.sql"))
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -45,4 +45,4 @@ def test_every_word_is_listed() -> None:
 
 def test_the_states_of_a_job_are_those_of_its_table() -> None:
     listed = ", ".join(f"'{state}'" for state in JOB_STATES)
-    assert f"CHECK (state IN ({listed}))" in read_sql("postroom.ledger", "schema.sql")
+    assert f"CHECK (state IN ({listed}))" in read_sql("postroom.ledger", "migrations/0001_jobs.sql")

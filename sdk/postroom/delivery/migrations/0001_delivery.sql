@@ -1,5 +1,3 @@
--- The schema of delivering as all migrations together leave it; a test proves that they do.
-
 -- The event outbox (docs/contract/delivery.md#delivery-11) and `postroom.emit`, by which any service in this
 -- database writes to it.
 --
