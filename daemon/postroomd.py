@@ -76,8 +76,15 @@ class Postroomd:
         state = state_directory(config)
         async with AsyncExitStack() as undo:
             link = await undo.enter_async_context(BrokerLink(config.broker))
-            opening = Outbox.open(state, config.outbox, accept_lost_ids=accept_lost_ids, look_up=link.accepted)
-            outbox = await undo.enter_async_context(await opening)
+            outbox = await undo.enter_async_context(
+                await Outbox.open(
+                    state,
+                    config.outbox,
+                    accept_lost_ids=accept_lost_ids,
+                    earliest=_installed(config),
+                    look_up=link.accepted,
+                )
+            )
             relay = Relay(outbox, link, config.relay, state_directory=state, mesh=config.mesh)
             receiver = _receiver(config, state, relay)
             counters = Counters()
@@ -148,6 +155,14 @@ class Postroomd:
             await self.outbox.close()
         finally:
             await self.link.close()
+
+
+def _installed(config: DaemonConfig) -> int:
+    """Return a time that has passed, in ms, also where the clock is behind: this program and its token were written."""
+    written = [Path(__file__).stat().st_mtime]
+    with suppress(OSError):
+        written.append(config.broker.token_file.stat().st_mtime)
+    return round(max(written) * 1000)
 
 
 def _receiver(config: DaemonConfig, state: Path, relay: Relay) -> Receiver | None:

@@ -108,19 +108,23 @@ class Outbox:
         *,
         accept_lost_ids: bool = False,
         clock: Callable[[], int] = now_ms,
+        earliest: int = 0,
         new_id: Callable[[], str] = new_id,
         look_up: LookUp | None = None,
     ) -> Self:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
-        `clock` gives ms since the epoch; `look_up` asks the broker for rows that it did not answer for. Raises `Fatal`:
-        69 where another process owns the directory, 78 for a file that is damaged or was set aside (it names
-        `postroom outbox recover`), that was recovered with rows missing, unless `accept_lost_ids` is given once, or
-        that is newer than the program, 75 or 74 while the disk is full or fails.
+        `clock` gives ms since the epoch, and no row is dated before `earliest` by one that nobody has confirmed;
+        `look_up` asks the broker for rows that it did not answer for. Raises `Fatal`: 69 where another process owns
+        the directory, 78 for a file that is damaged or was set aside (it names `postroom outbox recover`), that was
+        recovered with rows missing, unless `accept_lost_ids` is given once, or that is newer than the program, 75 or 74
+        while the disk is full or fails.
         """
         settings = settings or OutboxSettings()
         walked = WalkedPast()
-        transactor = Transactor(clock=clock, new_id=new_id, max_bytes=settings.max_bytes, walked=walked)
+        transactor = Transactor(
+            clock=clock, earliest=earliest, new_id=new_id, max_bytes=settings.max_bytes, walked=walked
+        )
 
         def prepare(db: sqlite3.Connection) -> None:
             recoveries, missing = db.execute(_RECOVERED["unaccepted"]).fetchone()

@@ -125,7 +125,7 @@ class Transactor(store.Transactor):
     """Runs groups of the outbox's operations, each in a `Transaction`, and makes room between them."""
 
     def __init__(
-        self, *, clock: Callable[[], int], new_id: Callable[[], str], max_bytes: int, walked: WalkedPast
+        self, *, clock: Callable[[], int], earliest: int, new_id: Callable[[], str], max_bytes: int, walked: WalkedPast
     ) -> None:
         super().__init__()
         self._clock = clock
@@ -134,7 +134,7 @@ class Transactor(store.Transactor):
         self._walked = walked
         self._latest = sys.maxsize  # the last time that was seen; before a start the clock may have been anywhere
         self._clock_is_confirmed = False
-        self._dated = 0  # when the last row was enqueued
+        self._dated = earliest  # when the last row was enqueued
         self._salt = b""
         self._last_id = ""  # of a row
         self._short = False
@@ -147,7 +147,7 @@ class Transactor(store.Transactor):
         """Read what it needs to know of the file; comes before everything else."""
         self._salt = read_salt(db)
         self._last_id = last_id(db)
-        self._dated = last_dated(db)
+        self._dated = max(self._dated, last_dated(db))
         self.space = read_space(db)
 
     def confirm_clock(self) -> None:

@@ -236,7 +236,13 @@ async def station(
     stations: list[Station] = []
 
     async def start(
-        url: str, *, speed: float = 1000, link: dict[str, Any] | None = None, name: str = "state", **settings: Any
+        url: str,
+        *,
+        speed: float = 1000,
+        link: dict[str, Any] | None = None,
+        name: str = "state",
+        earliest: int = 0,
+        **settings: Any,
     ) -> Station:
         clock = FastClock(speed)
         scripted_broker.date = clock.now_ms
@@ -244,7 +250,7 @@ async def station(
         directory.mkdir(exist_ok=True)
         broker_settings = BrokerClientSettings(**{"url": url, "token_file": token_file, **(link or {})})
         broker = BrokerLink(broker_settings, clock=clock.now_ms)
-        outbox = await Outbox.open(directory, clock=clock.now_ms, look_up=broker.accepted)
+        outbox = await Outbox.open(directory, clock=clock.now_ms, earliest=earliest, look_up=broker.accepted)
         relay = Relay(
             outbox,
             broker,

@@ -121,6 +121,18 @@ async def test_a_start_with_a_clock_years_behind_dates_rows_no_earlier_than_the_
     assert {row.status for row in await again.settled("before", "wrong")} == {"done"}
 
 
+async def test_a_first_start_with_a_clock_years_behind_dates_rows_no_earlier_than_the_program(
+    scripted_broker, station, answers
+):
+    here = await station(scripted_broker.url, earliest=1_795_219_200_000)
+    here.clock.jump(-YEARS)
+    await here.send("first", "second")
+    here.clock.jump(YEARS)
+    await sent(scripted_broker, answers)
+    here.run()
+    assert {row.status for row in await here.settled("first", "second")} == {"done"}
+
+
 @pytest.mark.parametrize(
     ("date", "agrees"),
     [

@@ -8,7 +8,9 @@ import resource
 import signal
 import socket
 import stat
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,15 @@ def test_what_was_acknowledged_outlives_a_kill(daemon: Any) -> None:
     for number in range(20):
         assert daemon.ask("GET", f"/v1/sends/k{number}")[0] == 200
     assert daemon.ask("GET", "/v1/health")[1]["rows"]["pending"] == 20
+
+
+def test_a_clock_behind_what_was_installed_dates_no_row_before_that(daemon: Any) -> None:
+    token = daemon.directory / "token"
+    later = int(time.time()) + 3600
+    os.utime(token, (later, later))
+    daemon.start().ready()
+    assert daemon.send("a") == 202
+    assert daemon.ask("GET", "/v1/sends/a")[1]["enqueued_at"] >= f"{datetime.fromtimestamp(later, UTC):%FT%T}"
 
 
 def test_a_stale_socket_is_replaced(daemon: Any) -> None:
