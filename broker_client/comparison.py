@@ -72,9 +72,8 @@ class Comparison:
             while (progress := await self._outbox.comparison()) is not None and not progress.ended:
                 try:
                     rows, up_to = await self._outbox.stretch(progress)
-                    lost = await self._link.lost(rows) if rows else []
-                    found = set(rows).difference(lost)
-                    await self._outbox.note_compared(progress, up_to, found=sorted(found), lost=lost)
+                    found, lost = await self._link.compared(rows) if rows else ([], [])
+                    await self._outbox.note_compared(progress, up_to, found=found, lost=lost)
                 except PostroomError as error:  # the broker cannot be asked, or the disk is full
                     _log.warning("comparison_waits", code=error.code, reason=str(error))
                     await asyncio.sleep(_RETRY_SECONDS)

@@ -92,13 +92,14 @@ class BrokerLink:
         """Ask which rows the broker accepted: what it has of each, in the order of `rows`; raises `RequestFailed`."""
         return [_found(answer) for answer in await self._look_up(rows)]
 
-    async def lost(self, rows: Sequence[DoneRow]) -> list[DoneRow]:
-        """Ask which rows the broker knows nothing of; raises `RequestFailed`.
+    async def compared(self, rows: Sequence[DoneRow]) -> tuple[list[tuple[DoneRow, Accepted | None]], list[DoneRow]]:
+        """Ask which rows the broker has, with what it has of each, and which it has not; raises `RequestFailed`.
 
         An id that somebody else has there is not lost: this daemon may have had another member's token before.
         """
-        answers = await self._look_up(rows)
-        return [row for row, answer in zip(rows, answers, strict=True) if answer.status == HTTPStatus.NOT_FOUND]
+        answers = list(zip(rows, await self._look_up(rows), strict=True))
+        found = [(row, _found(answer)) for row, answer in answers if answer.status != HTTPStatus.NOT_FOUND]
+        return found, [row for row, answer in answers if answer.status == HTTPStatus.NOT_FOUND]
 
     async def _look_up(self, rows: Sequence[Unanswered | DoneRow]) -> list[AcceptAnswer]:
         messages = [

@@ -6,21 +6,24 @@ Each batch is written down in one transaction, so that what is missing is what t
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
-from outbox.model import Comparison, DoneRow, Missing
+from outbox.model import Caller, Comparison, DoneRow, Missing
 from outbox.operating import Order, log
 from outbox.relaying import WalkedPast
 from outbox.settled import text_of
 from outbox.transaction import Transaction
+from postroom.chassis.ownership import user_name
 from postroom.chassis.sql import load_queries
 
 _QUERIES: Final = load_queries("outbox", "sql/missing.sql")
 _SCAN: Final = 500  # rows that one look-up asks for at most
+_SENT_AGAIN: Final = "the broker's database came back older, and has this message from another daemon"
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -42,7 +45,7 @@ class Note(NamedTuple):
 
     incarnation: str
     after: int
-    found: Sequence[int]
+    found: Sequence[tuple[int, str | None, int | None]]  # with the ids that it has there, where they are the caller's
     lost: Sequence[int]
 
     @property
@@ -54,7 +57,12 @@ class Note(NamedTuple):
         """Write it, unless another comparison has begun."""
         values = {"incarnation": self.incarnation, "after": self.after}
         if transaction.execute(_QUERIES["compared"], values):
-            transaction.execute(_QUERIES["found"], {"seqs": _encode(self.found).decode()})
+            transaction.execute(_QUERIES["found"], {"seqs": _encode([seq for seq, _, _ in self.found]).decode()})
+            ids = {"found": _encode([each for each in self.found if each[1]]).decode()}
+            order = Order(Caller(os.getuid(), os.getgid(), user_name(os.getuid())), _SENT_AGAIN)
+            for row_id, *was in transaction.db.execute(_QUERIES["other_ids"], ids).fetchall():
+                log(transaction, "compare", order, row_id, _was(*was))
+            transaction.execute(_QUERIES["take_ids"], ids)
             transaction.execute(_QUERIES["lost"], {"seqs": _encode(self.lost).decode()})
 
 
@@ -103,12 +111,15 @@ class Resend(NamedTuple):
         self.walked.forget()
         for row in found:
             if row.id is not None:
-                was = f"was {row.broker_message_id}, history_id {row.history_id}"
-                log(transaction, "resend", self.order, row.id, was)
+                log(transaction, "resend", self.order, row.id, _was(row.broker_message_id, row.history_id))
             elif row.gone_id is not None:
                 log(transaction, "resend", self.order, text_of(row.gone_id), "not sent: its payload was pruned")
         last = found[-1].seq if len(found) == self.limit else None
         return Resent(list(kept.values()), gone, last)
+
+
+def _was(broker_message_id: str | None, history_id: int | None) -> str:
+    return f"was {broker_message_id}, history_id {history_id}"
 
 
 def read_comparison(db: sqlite3.Connection) -> Comparison | None:

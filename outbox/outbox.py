@@ -18,6 +18,7 @@ from outbox.bulk import Bulk
 from outbox.errors import ANSWERS, already_accepted, cut_short, damaged, ids_lost, write_failed
 from outbox.missing import Begin, Note, Resend, Resent
 from outbox.model import (
+    Accepted,
     AcceptedRow,
     Caller,
     ClaimedRow,
@@ -405,11 +406,19 @@ class Outbox:
         return await self._reader.stretch(comparison)
 
     async def note_compared(
-        self, comparison: Comparison, up_to: int, *, found: Sequence[DoneRow], lost: Sequence[DoneRow]
+        self,
+        comparison: Comparison,
+        up_to: int,
+        *,
+        found: Sequence[tuple[DoneRow, Accepted | None]],
+        lost: Sequence[DoneRow],
     ) -> None:
-        """Write down which rows of a stretch the database has and has not; the comparison goes on after `up_to`."""
-        seqs = [row.seq for row in found], [row.seq for row in lost]
-        await self._store.submit(Note(comparison.incarnation, up_to, *seqs))
+        """Write down which rows of a stretch the database has and has not; the comparison goes on after `up_to`.
+
+        A row that has other ids there than here was sent again by somebody else, and takes those.
+        """
+        there = [(row.seq, *(accepted or (None, None))) for row, accepted in found]
+        await self._store.submit(Note(comparison.incarnation, up_to, there, [row.seq for row in lost]))
 
     async def missing(self) -> Missing:
         """Count the done rows that the broker's database lost."""

@@ -37,6 +37,18 @@ UPDATE comparison SET after = :after WHERE incarnation = :incarnation AND after 
 -- The database has these rows, or they are missing no more.
 DELETE FROM outbox_missing WHERE seq IN (SELECT value FROM json_each(:seqs));
 
+-- name: other_ids
+-- Of the rows that the database has, those that have other ids there than here, and what they have here.
+SELECT outbox.id, broker_message_id, history_id
+FROM json_each(:found) AS found JOIN outbox ON seq = found.value ->> 0
+WHERE status = 'done' AND broker_message_id <> found.value ->> 1;
+
+-- name: take_ids
+-- Give these rows the ids that the database has for them.
+UPDATE outbox SET broker_message_id = found.value ->> 1, history_id = found.value ->> 2
+FROM json_each(:found) AS found
+WHERE seq = found.value ->> 0 AND status = 'done' AND broker_message_id <> found.value ->> 1;
+
 -- name: lost
 -- The database does not have these rows, as far as they are still done.
 INSERT INTO outbox_missing (seq)

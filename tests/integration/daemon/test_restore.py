@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import asyncpg
+import msgspec
 import pytest
 from aiohttp import web
 from support.restores import back_up, forget, restore
@@ -19,12 +20,13 @@ from broker.commands import begin_incarnation
 from broker.config import BrokerConfig
 from broker.database import migrate
 from broker.main import open_services
-from broker_client import BrokerClientSettings, RelaySettings, features
+from broker_client import BrokerClientSettings, BrokerLink, RelaySettings, features
 from daemon.config import DaemonConfig, SocketSettings
 from daemon.postroomd import Postroomd
 from embedded import EmbeddedPostgres
 from postroom import AsyncClient, BrokerClient, Gone, SendRequest
 from postroom._wire.administration import HistoryQuery
+from postroom._wire.message import prepare
 from postroom._wire.sends import Health
 from postroom.chassis.exits import Exit
 
@@ -193,6 +195,29 @@ async def test_a_database_that_was_put_back_in_silence_is_found_out(drill: Drill
         for each in "abc":
             assert (await daemon.wait(each, 60)).history_id > 2**50
         assert (await compared(daemon, 0)).status == "ok"
+
+
+async def test_what_another_daemon_sent_again_is_not_missing_and_has_the_ids_that_the_broker_gave_it(
+    drill: Drill, daemon: AsyncClient
+) -> None:
+    await drill.lose(lambda: send_all(daemon, "a", "b"))
+    before = (await daemon.inspect("a")).row
+    port, drill.port = drill.port, 0  # where this daemon does not look
+    async with drill.serving(), BrokerLink(BrokerClientSettings(url=drill.url, token_file=drill.token_file)) as other:
+        same = {"to": "topic:orders", "body": "hello from a", "client_message_id": "a"}
+        (answer,) = await other.accept([prepare(msgspec.json.encode(same))])  # type: ignore[list-item]
+    drill.port = port
+    assert answer.broker_message_id != before.broker_message_id
+    async with drill.serving():
+        await compared(daemon, 1)
+        found = await daemon.inspect("a")
+        ids = (found.row.broker_message_id, found.row.history_id)
+        assert (found.row.status, *ids) == ("done", answer.broker_message_id, answer.history_id)
+        was = f"was {before.broker_message_id}, history_id {before.history_id}"
+        assert [(line.verb, line.detail) for line in found.log] == [("compare", was)]
+        async with drill.client() as reader:
+            assert (await reader.message(ids[0])).client_message_id == "a"
+        assert [line.verb for line in (await daemon.inspect("b")).log] == []
 
 
 async def test_what_has_no_payload_any_more_is_reported_and_noted(drill: Drill, daemon: AsyncClient) -> None:
