@@ -482,6 +482,7 @@ def test_nothing_new_takes_as_long_at_300_000_rows_as_at_10_000(
     fill(history, 290_000)
     stream()
     many = statistics.median(stream() for _ in range(5))
+    print(f"seconds with nothing new at 10,000 and 300,000 rows: {few:.2f}, {many:.2f}")  # noqa: T201
     assert many < 1.3 * few
 
 

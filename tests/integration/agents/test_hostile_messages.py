@@ -38,6 +38,7 @@ async def test_whatever_arrives_is_stored_or_buried(context: Context, nats_url: 
         counters = running.consumers[0].counters
         assert running.consumers[0].trouble is None
     stored = {event.envelope.id for event in kept(tmp_path) if event.role in {"handled", "conflict", "refused"}}
+    print(f"{counters.done} done, {counters.dead_lettered} buried, {len(stored)} stored")  # noqa: T201
     assert set(GOOD) <= stored
     last = max(letter.sequence for letter in await context.letters())
     letters = Counter(letter.sequence for letter in await context.letters())

@@ -86,6 +86,7 @@ async def test_what_is_sent_is_handled_once_while_leaders_are_killed(
                 await until_so(lambda: _handled(handler.effects, sent), seconds=120)
             said = log.read_text()
     await connection.close()
+    print(f"{len(sent)} sent, {handler.effects.total()} handled, {kills} leaders killed")  # noqa: T201
     assert set(handler.effects) == sent
     assert set(handler.effects.values()) == {1}
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]

@@ -105,6 +105,7 @@ async def test_a_lost_store_brings_letters_and_what_waited_back_and_nothing_that
             client = await nats.connect(server.url)
             assert (await client.jetstream().stream_info("DEMO_DLQ")).state.messages == letters
             await client.close()
+    print(f"{letters} letters, {len(clerk.given)} done and {len(late.given)} waiting handled")  # noqa: T201
     assert Counter(clerk.given.values()) == {1: done + further}
     assert Counter(late.given.values()) == {1: waiting}
     with operated_broker(short_directory, database_url, NatsSettings(url=server.url)) as reach:

@@ -3,6 +3,7 @@
 import importlib
 import re
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
@@ -111,3 +112,17 @@ def test_every_make_target_says_what_it_does():
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert phony
     assert [name for name in phony[1].split() if not re.search(rf"^{name}:.*## \S", makefile, re.MULTILINE)] == []
+
+
+def test_what_a_suite_starts_can_be_interrupted_though_the_suite_runs_in_the_background():
+    """As under `nohup make test &`: what a shell starts in the background ignores Ctrl-C, and so do its children."""
+    begin = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    inner = f"{__file__}::test_the_children_of_this_suite_can_be_interrupted"
+    suite = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", inner]
+    done = subprocess.run([sys.executable, "-c", begin, *suite], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_children_of_this_suite_can_be_interrupted():
+    child = [sys.executable, "-c", "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"]
+    assert subprocess.run(child, check=False).returncode == 0

@@ -39,6 +39,7 @@ async def test_whatever_arrives_is_posted_or_buried(
         counters = services.consumer.counters
         assert services.reasons() == []
     last = (await context.js.stream_info(context.events)).state.last_seq
+    print(f"{last} messages: {counters.done} done, {counters.dead_lettered} buried")  # noqa: T201
     assert counters.done + counters.dead_lettered == last
     letters = await context.letters()  # two that have the same id are one message, and have one letter
     twice = max(5, counters.dead_lettered // 100)
