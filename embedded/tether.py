@@ -10,8 +10,6 @@ It is a program and not a `preexec_fn`, which may deadlock in a parent that has 
 modules are imported while they can still be read, and the kernel forgets the signal when the uid changes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from embedded.addresses import socket_directory
+from embedded.server import socket_directory
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import private_directory
 

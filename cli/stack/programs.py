@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
-from embedded.addresses import is_free
+from embedded.nats import is_free
 from embedded.processes import tethered
 from postroom import AsyncClient, PostroomError
 from postroom.broker import BrokerClient

@@ -15,8 +15,8 @@ import nats
 from nats.errors import Error
 from nats.js import JetStreamContext
 
+from embedded.nats import nats_server
 from embedded.processes import tethered
-from embedded.programs import nats_server
 from support.waiting import until_so
 
 SERVERS = 3

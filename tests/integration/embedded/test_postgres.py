@@ -12,9 +12,8 @@ import asyncpg
 import pytest
 
 from embedded import EmbeddedError, EmbeddedPostgres, postgres
-from embedded.postgres import unprivileged_account
+from embedded.postgres import postgres_home, unprivileged_account
 from embedded.processes import ProcessIdentity
-from embedded.programs import postgres_home
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root has to give up privileges")
 

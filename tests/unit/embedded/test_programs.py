@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from embedded.programs import redis_server
+from embedded.redis import redis_server
 
 
 @pytest.mark.parametrize("name", ["redis-server", "valkey-server"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embedded import EmbeddedError
-from embedded.addresses import MAX_ADDRESS_BYTES, socket_directory
+from embedded.server import MAX_ADDRESS_BYTES, socket_directory
 
 
 @pytest.fixture(autouse=True)
