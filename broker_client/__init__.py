@@ -2,6 +2,7 @@
 
 from broker_client.answers import LATENCY_BOUNDS, RelayCounters
 from broker_client.channel import Failure, RequestFailed
+from broker_client.features import max_age_hours
 from broker_client.link import BrokerLink
 from broker_client.relay import Relay
 from broker_client.settings import BrokerClientSettings, RelaySettings
@@ -15,4 +16,5 @@ __all__ = [
     "RelayCounters",
     "RelaySettings",
     "RequestFailed",
+    "max_age_hours",
 ]

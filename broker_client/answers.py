@@ -14,8 +14,6 @@ pauses. A broker that is busy is left alone for as long as it asks, and gets bat
 any other failure is an outage, with backoff and one small batch as a probe. `REACTIONS` says what comes on top.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -26,7 +24,7 @@ from typing import Final, NamedTuple
 
 from broker_client.channel import Failure, RequestFailed
 from broker_client.settings import RelaySettings
-from outbox.model import ClaimedRow, Settlement, Verdict
+from outbox import ClaimedRow, Settlement, Verdict
 from postroom._wire.accept import AcceptAnswer
 from postroom._wire.retry import RETRY_AFTER_LEAST, Backoff, clamp_retry_after
 from postroom.chassis.logs import clean

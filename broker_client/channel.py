@@ -5,13 +5,11 @@ or broken off raises `RequestFailed`. Neither the token nor a message's payload 
 The token is in a file that is read again when it changes.
 """
 
-from __future__ import annotations
-
 import ssl
 import stat
 from enum import StrEnum
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -51,7 +49,7 @@ class RequestFailed(Unavailable):
     retry_after: float | None
 
     @classmethod
-    def because(cls, failure: Failure, detail: str, retry_after: float | None = None) -> RequestFailed:
+    def because(cls, failure: Failure, detail: str, retry_after: float | None = None) -> Self:
         """Build the error for `failure`; `detail` is one sentence without a token or a body."""
         error = cls.of(failure.value, detail, retryable=True, retry_after=retry_after)
         error.failure = failure
@@ -129,7 +127,12 @@ class Channel:
         self.base = settings.url.rstrip("/")
         self.token = TokenFile(settings.token_file)
         self._settings = settings
-        self._ssl = _ssl_context(settings)
+        self._ssl: ssl.SSLContext | bool = True
+        if settings.ca_file is not None:
+            try:
+                self._ssl = ssl.create_default_context(cafile=settings.ca_file)
+            except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
+                raise Fatal(Exit.CONFIG, f"broker.ca_file: cannot use {settings.ca_file}: {error}") from error
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -187,12 +190,3 @@ class Channel:
                 response.close()
                 raise RequestFailed.because(Failure.GARBAGE, f"{self.base} sent more than {limit} bytes")
         return bytes(content)
-
-
-def _ssl_context(settings: BrokerClientSettings) -> ssl.SSLContext | bool:
-    if settings.ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=settings.ca_file)
-    except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
-        raise Fatal(Exit.CONFIG, f"broker.ca_file: cannot use {settings.ca_file}: {error}") from error

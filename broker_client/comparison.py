@@ -5,8 +5,6 @@ are looked up, batch by batch, beside the relay. What is not there is missing un
 where the mesh's numbers have gone back, since an older database was put in place and nobody said so.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Final

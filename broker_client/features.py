@@ -4,8 +4,6 @@ A row may only be posted again while the broker still keeps its dedupe row. So t
 clocks and sweeps, bounds every row's age. A broker that cannot promise a window stops the daemon with exit code 78.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -4,9 +4,6 @@ An answer that is not JSON, or is about other ids, raises `RequestFailed` like a
 (docs/contract/send.md#send-65).
 """
 
-from __future__ import annotations
-
-import time
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Final, NamedTuple, Self, TypeVar
@@ -16,7 +13,7 @@ import msgspec
 
 from broker_client.channel import Channel, Failure, Reply, RequestFailed
 from broker_client.settings import BrokerClientSettings
-from outbox.model import Accepted, ClaimedRow, DoneRow, Unanswered
+from outbox import Accepted, ClaimedRow, DoneRow, Unanswered
 from postroom._wire.accept import (
     OVERLOADED,
     AcceptAnswer,
@@ -27,7 +24,7 @@ from postroom._wire.accept import (
     SentMessage,
 )
 from postroom._wire.administration import Subscribe, Subscription, TopicList
-from postroom._wire.ids import is_client_message_id
+from postroom._wire.ids import is_client_message_id, now_ms
 from postroom._wire.message import parse_destination
 from postroom._wire.retry import read_date, read_retry_after
 from postroom.chassis.config import MASK
@@ -45,11 +42,6 @@ _encode: Final = msgspec.json.Encoder().encode
 _decode_answers: Final = msgspec.json.Decoder(AcceptResponse).decode
 _decode_features: Final = msgspec.json.Decoder(Features).decode
 _decode_problem: Final = msgspec.json.Decoder(Problem).decode
-
-
-def now_ms() -> int:
-    """Return the time in ms since the epoch."""
-    return time.time_ns() // 1_000_000
 
 
 class BrokerLink:

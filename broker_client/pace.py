@@ -1,25 +1,27 @@
-"""The pauses and rates that operators set, for everything or for one destination (docs/contract/send.md#send-90).
+"""How fast the relay may go: what operators set (docs/contract/send.md#send-90), and what the broker takes.
 
-And the search for the one message that makes every batch with it fail, by halving (docs/contract/send.md#send-64): a
-batch that fails as a whole makes its rows suspects: each may only be posted again in a batch of half that size. What
-is answered is cleared. So a batch shrinks around its cause until that message is alone. Only memory: after a restart
-the search begins anew.
+`Controls` are the pauses and rates that operators set, for everything or for one destination. `Availability` is what
+the relay knows of the broker: answering, busy and with how much, or away and when to try it again.
 """
 
-from __future__ import annotations
-
 import math
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Final
 
-from outbox.model import ClaimedRow, RelayControl
+import structlog
+
+from broker_client.answers import REACTIONS, pause_seconds
+from broker_client.channel import Failure, RequestFailed
+from broker_client.settings import RelaySettings
+from outbox import ClaimedRow, RelayControl
+
+_log = structlog.get_logger(__name__)
 
 PORTION_SECONDS: Final = 0.1  # of a rate over everything: posts are this far apart
 DESTINATION_PORTION_SECONDS: Final = 1.0  # of one destination, whose rows have to be looked for among the others
-_ANY_SIZE: Final = sys.maxsize
-MOST_SUSPECTS: Final = 10_000  # rows remembered; the oldest are forgotten, which only makes the search longer
+OUTAGE_MS: Final = 30_000
 
 
 class Rate:
@@ -91,7 +93,12 @@ class Controls:
     def admit(self, rows: Sequence[ClaimedRow], now_ms: int) -> tuple[list[ClaimedRow], list[ClaimedRow]]:
         """Split claimed rows into those within their destination's rate and those beyond; uses up what it admits."""
         left = {to: rate.allowance(now_ms) for to, rate in self._rates.items()}
-        admitted, beyond = _split(rows, left) if left else (list(rows), [])
+        admitted: list[ClaimedRow] = []
+        beyond: list[ClaimedRow] = []
+        for row in rows:
+            if row.destination in left:
+                left[row.destination] -= 1
+            (beyond if left.get(row.destination, 0) < 0 else admitted).append(row)
         for to, count in Counter(row.destination for row in admitted).items():
             if to in self._rates:
                 self._rates[to].take(count)
@@ -100,75 +107,107 @@ class Controls:
         return admitted, beyond
 
 
-def _split(rows: Sequence[ClaimedRow], left: Mapping[str, int]) -> tuple[list[ClaimedRow], list[ClaimedRow]]:
-    remaining = dict(left)
-    admitted: list[ClaimedRow] = []
-    beyond: list[ClaimedRow] = []
-    for row in rows:
-        if row.destination in remaining:
-            remaining[row.destination] -= 1
-        (beyond if remaining.get(row.destination, 0) < 0 else admitted).append(row)
-    return admitted, beyond
+class Availability:
+    """Whether the broker answers; the relay asks before each post and tells after it. Times in ms since the epoch.
 
+    `pauses` counts the pauses: of the posts that were under way together, only the first failure counts. `slots` is
+    how many posts may be under way: half as many once the broker was too busy, one more with each round it answered.
+    """
 
-class Suspicion(NamedTuple):
-    """What is held against a row: see `Suspects.failed`."""
+    def __init__(self, settings: RelaySettings, rng: Random) -> None:
+        self._settings = settings
+        self._rng = rng
+        self.failures = 0  # in a row
+        self.pauses = 0
+        self.resume_at = 0
+        self.slots = settings.posts_at_once
+        self._answered_since = 0  # posts since the last pause or added slot
+        self._paused_at = 0
+        self._unreached_since: int | None = None
+        self.reason: str | None = None
+        self.degraded = False
+        self.features_due = True  # ask for them before the next post
+        self.answered = 0  # posts, ever
+        self.answered_at: int | None = None
 
-    largest: int  # the batch it may be posted in
-    answered: int  # posts that had been answered when it last failed
-    proven: bool = False  # it failed alone while the broker answered others
+    @property
+    def probing(self) -> bool:
+        """Whether one small batch has to find out how the broker is."""
+        return self.failures > 0
 
+    def pause_left(self, now_ms: int) -> float:
+        """Return how many seconds of the pause are left; none where the clock was set back since it began."""
+        return max(0, self.resume_at - now_ms) / 1000 if now_ms >= self._paused_at else 0.0
 
-class Suspects:
-    """The rows that were in a batch that failed as a whole, and not answered since."""
+    def is_outage(self, now_ms: int) -> bool:
+        """Tell whether the broker has been tried and not reached for so long that an operator should know."""
+        if self._unreached_since is not None:
+            self._unreached_since = min(self._unreached_since, now_ms)  # the clock may have been set back
+        return self._unreached_since is not None and now_ms - self._unreached_since >= OUTAGE_MS
 
-    def __init__(self) -> None:
-        self._rows: dict[str, Suspicion] = {}
+    def failed(self, error: RequestFailed, pauses: int, now_ms: int) -> None:
+        """Pause after a whole request failed, unless another post since the same pause has said so already."""
+        if pauses != self.pauses:
+            return
+        self.pauses += 1
+        self._answered_since = 0
+        if REACTIONS[error.failure].busy:
+            self.failures = 0
+            self._unreached_since = None
+            self.slots = max(1, self.slots // 2)
+        else:
+            self.failures += 1
+            self._unreached_since = self._unreached_since or now_ms
+        self._pause(error, pause_seconds(error, self.failures, self._rng, self._settings), now_ms)
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def rest(self, retry_after: float, now_ms: int) -> None:
+        """Pause while the broker answers but its limiter lets nothing through; that is no failure."""
+        self.pauses += 1
+        sentence = "the broker's rate limit is used up"
+        self._pause(RequestFailed.because(Failure.NOT_NOW, sentence, retry_after), retry_after, now_ms)
 
-    def failed(self, batch: Sequence[ClaimedRow], answered: int) -> bool:
-        """Suspect each row of `batch`, which failed when `answered` posts had been answered, ever.
+    def succeeded(self, pauses: int, now_ms: int) -> None:
+        """Note that a post was answered: an outage is over; a pause that a busy broker asked for is kept."""
+        self.answered += 1
+        self.answered_at = now_ms
+        self._unreached_since = None
+        if pauses == self.pauses:
+            self._answered_since += 1
+            if self._answered_since >= self.slots:
+                self._answered_since = 0
+                self.slots = min(self.slots + 1, self._settings.posts_at_once)
+        elif not self.probing:
+            return
+        if self.probing:
+            _log.info("relay_resumed", failures=self.failures)
+        self.failures = 0
+        self.resume_at = 0
+        self.reason = None
+        self.degraded = False
 
-        Returns whether the batch is to blame, not the broker: every row of it has failed before, and the broker has
-        answered other posts since. A single message that is to blame stays so until it is answered.
-        """
-        to_blame = all(self._is_to_blame(row, answered) for row in batch)
-        suspicion = Suspicion(max(1, len(batch) // 2), answered, proven=to_blame and len(batch) == 1)
-        for row in batch:
-            self._rows.pop(row.row_id, None)
-            self._rows[row.row_id] = suspicion
-        for row_id in list(self._rows)[: max(0, len(self._rows) - MOST_SUSPECTS)]:
-            del self._rows[row_id]
-        return to_blame
+    def reachable(self) -> None:
+        """Note that the broker showed features that will do; whether it accepts, the next batch finds out."""
+        self.features_due = False
+        self._unreached_since = None
+        self.reason = None
+        self.degraded = False
 
-    def clear(self, batch: Iterable[ClaimedRow]) -> None:
-        """Forget the rows of a batch that was answered."""
-        if self._rows:
-            for row in batch:
-                self._rows.pop(row.row_id, None)
+    def try_now(self) -> None:
+        """End the pause; the next post is still a probe."""
+        self.resume_at = 0
 
-    def divide(self, rows: Sequence[ClaimedRow]) -> list[list[ClaimedRow]]:
-        """Split claimed rows into batches that no suspect is too large for.
-
-        Those beyond suspicion come first, and among suspects those that failed longest ago: what goes first is most
-        likely to get through.
-        """
-        if not self._rows:
-            return [list(rows)] if rows else []
-        order = {row_id: number for number, row_id in enumerate(self._rows)}
-        groups: dict[int, list[ClaimedRow]] = {}
-        for row in sorted(rows, key=lambda row: order.get(row.row_id, -1)):
-            suspicion = self._rows.get(row.row_id)
-            groups.setdefault(suspicion.largest if suspicion else _ANY_SIZE, []).append(row)
-        return [batch for size in sorted(groups, reverse=True) for batch in _chunks(groups[size], size)]
-
-    def _is_to_blame(self, row: ClaimedRow, answered: int) -> bool:
-        suspicion = self._rows.get(row.row_id)
-        return suspicion is not None and (suspicion.proven or suspicion.answered < answered)
-
-
-def _chunks(rows: list[ClaimedRow], size: int) -> Iterator[list[ClaimedRow]]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
+    def _pause(self, error: RequestFailed, seconds: float, now_ms: int) -> None:
+        reaction = REACTIONS[error.failure]
+        self._paused_at = now_ms
+        self.resume_at = now_ms + round(seconds * 1000)
+        self.reason = error.problem.detail
+        self.degraded = reaction.degraded
+        self.features_due = self.features_due or reaction.recheck
+        _log.warning(
+            "relay_waiting",
+            code=error.code,
+            reason=self.reason,
+            failures=self.failures,
+            seconds=round(seconds, 3),
+            degraded=self.degraded,
+        )

@@ -1,10 +1,12 @@
-"""One post: a batch goes to the broker, its answers become settlements, and they are stored in one transaction."""
+"""One post: a batch goes to the broker, its answers become settlements, and they are stored in one transaction.
 
-from __future__ import annotations
+And the search for the one message that makes every post with it fail.
+"""
 
-from collections.abc import Awaitable, Callable, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -18,13 +20,11 @@ from broker_client.answers import (
     returned,
     settlement_for,
 )
-from broker_client.availability import Availability
 from broker_client.channel import Failure, RequestFailed
 from broker_client.link import BrokerLink
-from broker_client.pace import Suspects
+from broker_client.pace import Availability
 from broker_client.settings import RelaySettings
-from outbox import Outbox
-from outbox.model import ClaimedRow, Settlement, Verdict
+from outbox import ClaimedRow, Outbox, Settlement, Verdict
 from postroom._wire.accept import AcceptAnswer
 from postroom._wire.retry import clamp_retry_after
 from postroom.chassis.logs import clean
@@ -35,6 +35,74 @@ _log = structlog.get_logger(__name__)
 SUSPECTS_LATER: Final = 4  # by this part of a pause, so that the next probe takes other rows where there are any
 OUTBOX_STOPPED: Final = frozenset({"outcome_unknown", "stopping"})  # codes of an outbox that takes nothing any more
 STORAGE_SECONDS: Final = 1.0  # between two tries to store a settlement, when the disk is full
+MOST_SUSPECTS: Final = 10_000  # rows remembered; the oldest are forgotten, which only makes the search longer
+_ANY_SIZE: Final = sys.maxsize
+
+
+class Suspicion(NamedTuple):
+    """What is held against a row: see `Suspects.failed`."""
+
+    largest: int  # the batch it may be posted in
+    answered: int  # posts that had been answered when it last failed
+    proven: bool = False  # it failed alone while the broker answered others
+
+
+class Suspects:
+    """The rows that were in a batch that failed as a whole, and not answered since (docs/contract/send.md#send-64).
+
+    It is the search for the one message that makes every batch with it fail, by halving: each suspect may only be
+    posted again in a batch of half the size. What is answered is cleared. So a batch shrinks around its cause until
+    that message is alone. Only memory: after a restart the search begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Suspicion] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def failed(self, batch: Sequence[ClaimedRow], answered: int) -> bool:
+        """Suspect each row of `batch`, which failed when `answered` posts had been answered, ever.
+
+        Returns whether the batch is to blame, not the broker: every row of it has failed before, and the broker has
+        answered other posts since. A single message that is to blame stays so until it is answered.
+        """
+        to_blame = all(
+            (held := self._rows.get(row.row_id)) is not None and (held.proven or held.answered < answered)
+            for row in batch
+        )
+        suspicion = Suspicion(max(1, len(batch) // 2), answered, proven=to_blame and len(batch) == 1)
+        for row in batch:
+            self._rows.pop(row.row_id, None)
+            self._rows[row.row_id] = suspicion
+        for row_id in list(self._rows)[: max(0, len(self._rows) - MOST_SUSPECTS)]:
+            del self._rows[row_id]
+        return to_blame
+
+    def clear(self, batch: Iterable[ClaimedRow]) -> None:
+        """Forget the rows of a batch that was answered."""
+        if self._rows:
+            for row in batch:
+                self._rows.pop(row.row_id, None)
+
+    def divide(self, rows: Sequence[ClaimedRow]) -> list[list[ClaimedRow]]:
+        """Split claimed rows into batches that no suspect is too large for.
+
+        Those beyond suspicion come first, and among suspects those that failed longest ago: what goes first is most
+        likely to get through.
+        """
+        if not self._rows:
+            return [list(rows)] if rows else []
+        order = {row_id: number for number, row_id in enumerate(self._rows)}
+        groups: dict[int, list[ClaimedRow]] = {}
+        for row in sorted(rows, key=lambda row: order.get(row.row_id, -1)):
+            suspicion = self._rows.get(row.row_id)
+            groups.setdefault(suspicion.largest if suspicion else _ANY_SIZE, []).append(row)
+        return [
+            group[start : start + size]
+            for size, group in sorted(groups.items(), reverse=True)
+            for start in range(0, len(group), size)
+        ]
 
 
 class Posting:
@@ -125,14 +193,11 @@ class Posting:
             return [Outcome.FAILED], [backed_off(batch[0], reason, self._waits, answered=answered)]
         if not to_blame:
             self._availability.failed(error, pauses, now)
-        wait = 0 if to_blame or busy else self._wait_for_pause(now, suspicious=suspicious)
+        wait = 0 if to_blame or busy else max(0, self._availability.resume_at - now)  # ms, until the pause is over
+        if suspicious:
+            wait += wait // SUSPECTS_LATER
         settlements = [returned(row, reason, wait_ms=wait, answered=answered) for row in batch]
         return [Outcome.RETURNED] * len(batch), settlements
-
-    def _wait_for_pause(self, now: int, *, suspicious: bool) -> int:
-        """Return the ms until a batch that failed is due: after the pause, suspects a little later than the probe."""
-        pause = max(0, self._availability.resume_at - now)
-        return pause + (pause // SUSPECTS_LATER if suspicious else 0)
 
 
 def _look_behind_the_broker(answers: Sequence[AcceptAnswer]) -> None:

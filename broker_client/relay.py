@@ -7,8 +7,6 @@ dedupe row makes that harmless. What a crash leaves `inflight`, the outbox takes
 One loop decides; up to `posts_at_once` tasks post and settle, so that claims, posts and settlements overlap.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import deque
@@ -20,17 +18,16 @@ from typing import Any, Final, Literal
 import structlog
 
 from broker_client.answers import Outcome, RelayCounters, expired, not_dated, returned
-from broker_client.availability import Availability
 from broker_client.channel import RequestFailed
 from broker_client.comparison import Comparison
 from broker_client.features import HOUR, FeatureCheck
-from broker_client.link import BrokerLink, now_ms
-from broker_client.pace import Controls
+from broker_client.link import BrokerLink
+from broker_client.pace import Availability, Controls
 from broker_client.posts import STORAGE_SECONDS, Posting
 from broker_client.settings import RelaySettings
-from outbox import Outbox
-from outbox.model import ClaimedRow, to_datetime
+from outbox import ClaimedRow, Outbox, to_datetime
 from postroom._wire.accept import Features
+from postroom._wire.ids import now_ms
 from postroom._wire.sends import RelayStatus
 from postroom.errors import PostroomError
 
@@ -121,13 +118,36 @@ class Relay:
             for task in list(self._posts):
                 task.cancel()
             await posts
-        await self._give_back_the_rest()
+        rows = self._take_ready()
+        try:
+            if self._claim is not None:
+                rows += await self._claim
+                self._claim = None
+            settlements = [returned(row) for row in rows]
+            settlements += [returned(row, answered=False) for row in self._broken_off]
+            if settlements:
+                await self._outbox.settle(settlements)
+        except PostroomError as error:
+            _log.warning(
+                "rows_left_inflight",
+                rows=len(rows) + len(self._broken_off),
+                code=error.code,
+                advice="the next start takes them back",
+            )
 
     def status(self) -> RelayStatus:
         """Say what the relay does now, and why."""
         availability, controls = self._availability, self._controls
+        if self._stopping.is_set():
+            state: State = "stopped"
+        elif controls.paused:
+            state = "paused"
+        elif availability.reason is not None:
+            state = "waiting"
+        else:
+            state = "relaying" if self._check.passed else "starting"
         return RelayStatus(
-            state=self._state(),
+            state=state,
             degraded=availability.degraded or availability.is_outage(self._clock()),
             reason=availability.reason,
             paused_destinations=list(controls.paused_destinations),
@@ -160,15 +180,6 @@ class Relay:
         """End a pause at once; the next post is still one small batch."""
         self._availability.try_now()
         self._wake.set()
-
-    def _state(self) -> State:
-        if self._stopping.is_set():
-            return "stopped"
-        if self._controls.paused:
-            return "paused"
-        if self._availability.reason is not None:
-            return "waiting"
-        return "relaying" if self._check.passed else "starting"
 
     async def _act(self) -> None:
         if self._controls_stale:
@@ -210,8 +221,15 @@ class Relay:
         """Claim the next batch; False where nothing is due."""
         now = self._clock()
         self._ready_pauses = self._availability.pauses
+        if self._availability.probing:
+            limit = PROBE_MESSAGES
+        else:
+            limit = self._settings.batch_messages
+            if self._check.features is not None:
+                limit = max(1, min(limit, self._check.features.max_batch))
+            limit = self._controls.allowance(limit, now)
         claim = self._outbox.claim(
-            limit=self._claim_limit(now), max_bytes=self._settings.batch_bytes, excluded=self._controls.excluded(now)
+            limit=limit, max_bytes=self._settings.batch_bytes, excluded=self._controls.excluded(now)
         )
         self._claim = asyncio.ensure_future(claim)
         try:
@@ -222,14 +240,6 @@ class Relay:
         self._claim = None  # where `run` was cancelled it stays, and `stop` gives its rows back
         self._admit(rows)
         return bool(rows)
-
-    def _claim_limit(self, now: int) -> int:
-        if self._availability.probing:
-            return PROBE_MESSAGES
-        most = self._settings.batch_messages
-        if self._check.features is not None:
-            most = max(1, min(most, self._check.features.max_batch))
-        return self._controls.allowance(most, now)
 
     def _admit(self, rows: Batch) -> None:
         """Make batches of what may be posted; the rest is too old, beyond a destination's rate, or not for a probe."""
@@ -328,24 +338,6 @@ class Relay:
             waits.append(self._outbox.wait_for_work(seconds))
         await _first_of(*waits)
         self._wake.clear()
-
-    async def _give_back_the_rest(self) -> None:
-        rows = self._take_ready()
-        try:
-            if self._claim is not None:
-                rows += await self._claim
-                self._claim = None
-            settlements = [returned(row) for row in rows]
-            settlements += [returned(row, answered=False) for row in self._broken_off]
-            if settlements:
-                await self._outbox.settle(settlements)
-        except PostroomError as error:
-            _log.warning(
-                "rows_left_inflight",
-                rows=len(rows) + len(self._broken_off),
-                code=error.code,
-                advice="the next start takes them back",
-            )
 
 
 async def _first_of(*waits: Awaitable[Any]) -> None:

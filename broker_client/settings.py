@@ -1,7 +1,5 @@
 """What the daemon's config says about the broker and the relay (its tables `[broker]` and `[relay]`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Final
 

@@ -3,20 +3,14 @@
 Nothing is changed: no directory is made, no lock taken, no row read.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import stat
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
-from broker_client.channel import RequestFailed
-from broker_client.features import max_age_hours
-from broker_client.link import BrokerLink
+from broker_client import BrokerLink, RequestFailed, max_age_hours
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from ipc.tcp_guard import LocalToken
-from postroom._wire.accept import Features
 from postroom.chassis.exits import Fatal, Finding
 from postroom.chassis.listener import refuse_path
 from postroom.delivery.nats import connect
@@ -28,8 +22,7 @@ async def check(config: DaemonConfig) -> AsyncIterator[Finding]:
     """Yield what is found about each thing that the daemon needs, the broker and NATS last."""
     for finding in (*_state(config), *_socket(config), *_secrets(config)):
         yield finding
-    async for finding in _broker(config):
-        yield finding
+    yield await _broker(config)
     if config.nats is not None:
         yield await _nats(config.nats)
 
@@ -53,12 +46,14 @@ def _socket(config: DaemonConfig) -> Iterator[Finding]:
     try:
         refuse_path(path)
     except Fatal as fatal:
-        if _answers(path):
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.connect(str(path))
             yield Finding("socket", "ok", f"a daemon answers on {path}")
-        else:
+        except OSError:
             yield Finding("socket", "failed", str(fatal))
-        return
-    yield Finding("socket", "ok", f"{path} is free: no daemon runs")
+    else:
+        yield Finding("socket", "ok", f"{path} is free: no daemon runs")
 
 
 def _secrets(config: DaemonConfig) -> Iterator[Finding]:
@@ -82,16 +77,20 @@ def _secrets(config: DaemonConfig) -> Iterator[Finding]:
             yield Finding("tcp.token_file", "failed", str(fatal))
 
 
-async def _broker(config: DaemonConfig) -> AsyncIterator[Finding]:
+async def _broker(config: DaemonConfig) -> Finding:
     try:
         async with BrokerLink(config.broker) as link:
             features = await link.features()
-        yield _compatible(config, features)
+        if features.mesh != config.mesh:
+            detail = f"the token is for {features.member} in mesh {features.mesh}, not in {config.mesh}"
+            return Finding("broker", "failed", detail, "set mesh and broker.token_file so that they match")
+        hours = max_age_hours(features, config.relay.max_age_hours)
     except Fatal as fatal:
-        yield Finding("broker", "failed", str(fatal))
+        return Finding("broker", "failed", str(fatal))
     except RequestFailed as error:
         remedy = "start it, or set broker.url and broker.token_file; until then the daemon accepts and stores messages"
-        yield Finding("broker", "failed", str(error), remedy)
+        return Finding("broker", "failed", str(error), remedy)
+    return Finding("broker", "ok", f"{config.broker.url} as {features.member}; rows become dead after {hours} h")
 
 
 async def _nats(settings: NatsSettings) -> Finding:
@@ -102,20 +101,3 @@ async def _nats(settings: NatsSettings) -> Finding:
         return Finding("nats", "failed", str(error), remedy)
     await connection.close()
     return Finding("nats", "ok", "it answers")
-
-
-def _compatible(config: DaemonConfig, features: Features) -> Finding:
-    if features.mesh != config.mesh:
-        detail = f"the token is for {features.member} in mesh {features.mesh}, not in {config.mesh}"
-        return Finding("broker", "failed", detail, "set mesh and broker.token_file so that they match")
-    hours = max_age_hours(features, config.relay.max_age_hours)
-    return Finding("broker", "ok", f"{config.broker.url} as {features.member}; rows become dead after {hours} h")
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True

@@ -3,8 +3,6 @@
 Paths default to the XDG directories of the user; `/run/postroom` and `/var/lib/postroom` for root.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +11,10 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta, field
 
-from broker_client.settings import BrokerClientSettings, RelaySettings
+from broker_client import BrokerClientSettings, RelaySettings
 from inbox import InboxSettings
 from ipc.limits import Limits
-from outbox.settings import OutboxSettings
+from outbox import OutboxSettings
 from postroom._wire.administration import SLUG_PATTERN
 from postroom.chassis.config import load
 from postroom.chassis.exits import Exit, Fatal
@@ -90,32 +88,32 @@ def load_config(file: Path | None, environ: Mapping[str, str] = os.environ) -> D
 
 def socket_path(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where the socket lies; raises `Fatal` (78) where neither the config nor the environment says."""
-    return config.socket.path or _runtime_directory(environ) / f"{config.mesh}.sock"
+    if config.socket.path is not None:
+        return config.socket.path
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        directory = Path(runtime) / "postroom"
+    elif os.getuid() == 0:
+        directory = Path("/run/postroom")
+    else:
+        raise Fatal(Exit.CONFIG, "XDG_RUNTIME_DIR is not set: set socket.path (POSTROOM_DAEMON_SOCKET_PATH)")
+    return directory / f"{config.mesh}.sock"
 
 
 def state_directory(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where the outbox lies; raises `Fatal` (78) where neither the config nor the environment says."""
-    return config.state_directory or _state_home(environ) / config.mesh
+    if config.state_directory is not None:
+        return config.state_directory
+    if state := environ.get("XDG_STATE_HOME"):
+        home = Path(state) / "postroom"
+    elif os.getuid() == 0:
+        home = Path("/var/lib/postroom")
+    elif user_home := environ.get("HOME"):
+        home = Path(user_home) / ".local" / "state" / "postroom"
+    else:
+        raise Fatal(Exit.CONFIG, "HOME is not set: set state_directory (POSTROOM_DAEMON_STATE_DIRECTORY)")
+    return home / config.mesh
 
 
 def token_file(config: DaemonConfig, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where the local token of the TCP port lies; raises `Fatal` (78) like `state_directory`."""
     return config.tcp.token_file or state_directory(config, environ) / "local.token"
-
-
-def _runtime_directory(environ: Mapping[str, str]) -> Path:
-    if runtime := environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "postroom"
-    if os.getuid() == 0:
-        return Path("/run/postroom")
-    raise Fatal(Exit.CONFIG, "XDG_RUNTIME_DIR is not set: set socket.path (POSTROOM_DAEMON_SOCKET_PATH)")
-
-
-def _state_home(environ: Mapping[str, str]) -> Path:
-    if state := environ.get("XDG_STATE_HOME"):
-        return Path(state) / "postroom"
-    if os.getuid() == 0:
-        return Path("/var/lib/postroom")
-    if home := environ.get("HOME"):
-        return Path(home) / ".local" / "state" / "postroom"
-    raise Fatal(Exit.CONFIG, "HOME is not set: set state_directory (POSTROOM_DAEMON_STATE_DIRECTORY)")

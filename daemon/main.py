@@ -4,8 +4,6 @@ Exit codes: 0 stopped, 69 already running, 74 the disk failed under a commit, 78
 used, 1 anything else. The first task that dies ends the process.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
@@ -17,10 +15,9 @@ from typing import Final
 import structlog
 
 from daemon.config import DaemonConfig, load_config
-from daemon.postroomd import Postroomd, ready, stopping
-from postroom.chassis import runtime
+from daemon.postroomd import Postroomd
+from postroom.chassis import logs, runtime
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.logs import configure
 
 UMASK: Final = 0o077
 
@@ -43,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(config: DaemonConfig, *, accept_lost_ids: bool = False) -> int:
     """Run the daemon until it is told to stop; returns its exit code, having said on standard error what went wrong."""
     os.umask(UMASK)
-    configure(config.log_level)
+    logs.configure(config.log_level)
     try:
         runtime.run(serve(config, accept_lost_ids=accept_lost_ids))
     except Fatal as fatal:
@@ -58,11 +55,11 @@ async def serve(config: DaemonConfig, *, accept_lost_ids: bool = False) -> None:
     daemon = await Postroomd.open(config, accept_lost_ids=accept_lost_ids)
 
     async def wind_down() -> None:
-        stopping()
+        runtime.notify("STOPPING=1\nSTATUS=finishing running requests")
         await daemon.wind_down()
 
     try:
-        ready()
+        runtime.notify("READY=1")  # sends are accepted
         _log.info("ready", mesh=config.mesh)
         await runtime.run_until_stopped(daemon.tasks(), stop, wind_down)
     finally:

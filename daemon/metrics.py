@@ -1,23 +1,19 @@
 """The daemon's metrics (docs/contract/operate.md#operate-31): plain integers kept elsewhere, sorted when scraped."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from broker_client.answers import LATENCY_BOUNDS as POST_BOUNDS
-from broker_client.answers import RelayCounters
-from broker_client.relay import Relay
+from broker_client import LATENCY_BOUNDS as POST_BOUNDS
+from broker_client import Relay
 from daemon.receiver import Receiver
 from ipc.limits import LATENCY_BOUNDS as ACCEPT_BOUNDS
 from ipc.limits import Counters
 from outbox import Outbox
-from outbox.model import Missing, OutboxCounts
 from postroom.chassis.routes import exposition
 
 PREFIX: Final = "postroom_daemon_"
@@ -26,70 +22,46 @@ _process = ProcessCollector(registry=None)
 
 async def expose(counters: Counters, outbox: Outbox, relay: Relay, receiver: Receiver | None = None) -> bytes:
     """Return every metric in Prometheus' text format."""
-    counts = await outbox.counts()
-    return exposition(
-        [
-            *_socket(counters),
-            *_outbox(outbox, counts, await outbox.missing()),
-            *_relay(relay.counters),
-            *_inbox(counters, receiver),
-            *_process.collect(),
-        ]
-    )
-
-
-def _socket(counters: Counters) -> Iterator[Metric]:
-    yield _counter("sends", "Sends by outcome: queued, inflight, done, or the code of the refusal", counters.sends)
-    yield _histogram(
-        "accept_seconds",
-        "POST /v1/send, from its head to its answer",
-        ACCEPT_BOUNDS,
-        counters.accept.counts,
-        counters.accept.total,
-    )
-    yield CounterMetricFamily(f"{PREFIX}batches", "Requests to the batch route", counters.batches)
-    yield _counter("refusals", "Requests that were answered with a problem", counters.answers, "status")
-    yield _counter("connections_dropped", "Connections ended by a deadline or a cap", counters.dropped, "reason")
-    yield _gauge("connections", "Open connections", counters.connections)
-    yield _gauge("requests_in_flight", "Requests being answered", counters.in_flight)
-
-
-def _outbox(outbox: Outbox, counts: OutboxCounts, missing: Missing) -> Iterator[Metric]:
+    counts, missing = await outbox.counts(), await outbox.missing()
+    oldest = counts.oldest_pending_at
+    age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
+    commits, operations = outbox.progress
     rows = GaugeMetricFamily(f"{PREFIX}outbox_rows", "Rows of the outbox by status", labels=["status"])
     for status, count in counts.rows.items():
         rows.add_metric([status], count)
-    yield rows
-    oldest = counts.oldest_pending_at
-    age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
-    yield _gauge("outbox_oldest_pending_seconds", "Age of the oldest pending row", age)
-    yield _gauge("outbox_payload_bytes", "Payloads kept", counts.payload_bytes)
-    yield _gauge("outbox_waiting_bytes", "Bytes of the file that waiting rows take", counts.waiting_bytes)
-    yield _gauge("outbox_used_bytes", "Bytes of the outbox file that are in use", counts.used_bytes)
-    yield _gauge("outbox_file_bytes", "Size of the outbox file", counts.file_bytes)
-    yield _gauge("outbox_wal_bytes", "Size of the write-ahead log", counts.wal_bytes)
-    yield _gauge("outbox_missing", "Done rows that the broker's database lost", missing.rows)
-    commits, operations = outbox.progress
-    yield CounterMetricFamily(f"{PREFIX}outbox_commits", "Transactions committed", commits)
-    yield CounterMetricFamily(f"{PREFIX}outbox_committed_operations", "Operations in them", operations)
-
-
-def _relay(counters: RelayCounters) -> Iterator[Metric]:
-    yield _counter("relay_attempts", "Messages posted to the broker, by outcome", counters.attempts)
-    yield _counter("relay_posts", "Posts to the broker, by result", counters.batches, "result")
-    yield _histogram(
-        "relay_post_seconds", "Posts to the broker", POST_BOUNDS, counters.latency, counters.latency_seconds
-    )
-
-
-def _inbox(counters: Counters, receiver: Receiver | None) -> Iterator[Metric]:
-    if receiver is None:
-        return
-    filing = receiver.counters
-    outcomes = {"filed": filing.filed, "known": filing.known, "refused": filing.refused}
-    yield _counter("inbox_messages", "Messages that arrived, by outcome", outcomes)
-    yield _gauge("inbox_readers", "Readers of the live stream", counters.event_readers)
-    if receiver.inbox is not None:
-        yield _gauge("inbox_file_bytes", "Size of the inbox file", receiver.inbox.used_bytes)
+    accepts, posts = counters.accept, relay.counters
+    metrics = [
+        _counter("sends", "Sends by outcome: queued, inflight, done, or the code of the refusal", counters.sends),
+        _histogram(
+            "accept_seconds", "POST /v1/send, from its head to its answer", ACCEPT_BOUNDS, accepts.counts, accepts.total
+        ),
+        CounterMetricFamily(f"{PREFIX}batches", "Requests to the batch route", counters.batches),
+        _counter("refusals", "Requests that were answered with a problem", counters.answers, "status"),
+        _counter("connections_dropped", "Connections ended by a deadline or a cap", counters.dropped, "reason"),
+        _gauge("connections", "Open connections", counters.connections),
+        _gauge("requests_in_flight", "Requests being answered", counters.in_flight),
+        rows,
+        _gauge("outbox_oldest_pending_seconds", "Age of the oldest pending row", age),
+        _gauge("outbox_payload_bytes", "Payloads kept", counts.payload_bytes),
+        _gauge("outbox_waiting_bytes", "Bytes of the file that waiting rows take", counts.waiting_bytes),
+        _gauge("outbox_used_bytes", "Bytes of the outbox file that are in use", counts.used_bytes),
+        _gauge("outbox_file_bytes", "Size of the outbox file", counts.file_bytes),
+        _gauge("outbox_wal_bytes", "Size of the write-ahead log", counts.wal_bytes),
+        _gauge("outbox_missing", "Done rows that the broker's database lost", missing.rows),
+        CounterMetricFamily(f"{PREFIX}outbox_commits", "Transactions committed", commits),
+        CounterMetricFamily(f"{PREFIX}outbox_committed_operations", "Operations in them", operations),
+        _counter("relay_attempts", "Messages posted to the broker, by outcome", posts.attempts),
+        _counter("relay_posts", "Posts to the broker, by result", posts.batches, "result"),
+        _histogram("relay_post_seconds", "Posts to the broker", POST_BOUNDS, posts.latency, posts.latency_seconds),
+    ]
+    if receiver is not None:
+        filing = receiver.counters
+        outcomes = {"filed": filing.filed, "known": filing.known, "refused": filing.refused}
+        metrics.append(_counter("inbox_messages", "Messages that arrived, by outcome", outcomes))
+        metrics.append(_gauge("inbox_readers", "Readers of the live stream", counters.event_readers))
+        if receiver.inbox is not None:
+            metrics.append(_gauge("inbox_file_bytes", "Size of the inbox file", receiver.inbox.used_bytes))
+    return exposition([*metrics, *_process.collect()])
 
 
 def _counter(

@@ -8,8 +8,6 @@ the event loop, and only after a transaction of the outbox's writer has committe
 is stuck, starves it, and systemd starts the daemon anew.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
@@ -20,8 +18,7 @@ from typing import Any, Final, Self
 
 import structlog
 
-from broker_client.link import BrokerLink
-from broker_client.relay import Relay
+from broker_client import BrokerLink, Relay
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
@@ -34,8 +31,7 @@ from ipc.tcp_guard import LocalToken, TcpGuard, rotate
 from outbox import Outbox
 from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
 from outbox.recover import recover as recover_directory
-from postroom.chassis.listener import loopback_listener, refuse_path, remove, unix_listener
-from postroom.chassis.runtime import listen_sockets, notify, watchdog_seconds
+from postroom.chassis import listener, runtime
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -69,9 +65,9 @@ class Postroomd:
 
         `accept_lost_ids` is for an outbox that a recovery could not save whole.
         """
-        inherited = listen_sockets()
+        inherited = runtime.listen_sockets()
         if not inherited:
-            refuse_path(socket_path(config))
+            listener.refuse_path(socket_path(config))
         guard = None if config.tcp.port is None else TcpGuard(LocalToken(token_file(config)))
         state = state_directory(config)
         async with AsyncExitStack() as undo:
@@ -86,7 +82,16 @@ class Postroomd:
                 )
             )
             relay = Relay(outbox, link, config.relay, state_directory=state, mesh=config.mesh)
-            receiver = _receiver(config, state, relay)
+            receiver = None
+            if config.nats is not None:
+                receiver = Receiver(
+                    config.nats,
+                    config.broker,
+                    config.inbox,
+                    mesh=config.mesh,
+                    state_directory=state,
+                    features=lambda: relay.features,
+                )
             counters = Counters()
             services = Services(
                 outbox=outbox,
@@ -116,10 +121,10 @@ class Postroomd:
             sockets = list(inherited)
             if not inherited:
                 path = socket_path(daemon.config)
-                sockets.append(unix_listener(path, daemon.config.socket.group))
+                sockets.append(listener.unix_listener(path, daemon.config.socket.group))
                 daemon._own.append((path, path.lstat().st_ino))
             if daemon.config.tcp.port is not None:
-                sockets.append(loopback_listener(daemon.config.tcp.port))
+                sockets.append(listener.loopback_listener(daemon.config.tcp.port))
             await daemon.server.start(sockets)
             for sock in sockets:
                 _log.info("listening", address=str(sock.getsockname()), inherited=sock in inherited)
@@ -150,7 +155,7 @@ class Postroomd:
     async def close(self) -> None:
         """Close what is left: the outbox last but for the link. Safe after any failure."""
         for path, inode in self._own:
-            remove(path, inode)
+            listener.remove(path, inode)
         try:
             await self.outbox.close()
         finally:
@@ -163,19 +168,6 @@ def _installed(config: DaemonConfig) -> int:
     with suppress(OSError):
         written.append(config.broker.token_file.stat().st_mtime)
     return round(max(written) * 1000)
-
-
-def _receiver(config: DaemonConfig, state: Path, relay: Relay) -> Receiver | None:
-    if config.nats is None:
-        return None
-    return Receiver(
-        config.nats,
-        config.broker,
-        config.inbox,
-        mesh=config.mesh,
-        state_directory=state,
-        features=lambda: relay.features,
-    )
 
 
 def rotate_token(config: DaemonConfig) -> Path:
@@ -193,25 +185,15 @@ def recover(config: DaemonConfig) -> Recovery:
     return recover_directory(state_directory(config))
 
 
-def ready() -> None:
-    """Tell systemd that sends are accepted."""
-    notify("READY=1")
-
-
-def stopping() -> None:
-    """Tell systemd that the daemon is about to end."""
-    notify("STOPPING=1\nSTATUS=finishing running requests")
-
-
 async def answer_watchdog(outbox: Outbox) -> None:
     """Feed the watchdog, each time after a commit, at half its interval; for ever, even where nobody watches."""
-    interval = watchdog_seconds()
+    interval = runtime.watchdog_seconds()
     if interval is None:
         await asyncio.Event().wait()
     while interval is not None:
         with suppress(PostroomError):  # the outbox has failed: its own task ends the process
             await outbox.settle(())  # nothing to settle, but a transaction of the writer all the same
-            notify("WATCHDOG=1", patience=0)
+            runtime.notify("WATCHDOG=1", patience=0)
         await asyncio.sleep(interval / 2)
 
 
@@ -222,5 +204,5 @@ async def keep_status(outbox: Outbox, relay: Relay) -> None:
         state = relay.status()
         backlog = counts.rows["pending"] + counts.rows["inflight"]
         reason = f" ({state.reason})" if state.reason else ""
-        notify(f"STATUS={backlog} waiting, {counts.rows['dead']} dead; {state.state}{reason}", patience=0)
+        runtime.notify(f"STATUS={backlog} waiting, {counts.rows['dead']} dead; {state.state}{reason}", patience=0)
         await asyncio.sleep(STATUS_SECONDS)

@@ -5,8 +5,6 @@ damaged one aside; then the durable consumer is a new one too, since its name ho
 this file, and in no other. So each daemon of a member has a consumer of its own, and gets its own copy of everything.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -18,11 +16,11 @@ import msgspec
 import structlog
 from nats.aio.client import Client
 
-from broker_client.settings import BrokerClientSettings
-from inbox import Broken, Inbox, InboxSettings, now_ms
-from inbox.errors import unavailable
+from broker_client import BrokerClientSettings
+from inbox import Broken, Inbox, InboxSettings, unavailable
 from postroom._wire.accept import Features
 from postroom._wire.administration import HistoryMessage, HistoryQuery
+from postroom._wire.ids import now_ms
 from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
 from postroom.delivery.consumer import DONE, Consumer, Dead, Delivery, Settle
@@ -61,7 +59,7 @@ class Receiver:
         mesh: str,
         state_directory: Path,
         features: Callable[[], Features | None],
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         """`features` says for whom the broker says that the token speaks, None while that is not known."""
         self._nats = nats
@@ -240,7 +238,12 @@ class Filing:
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
         """File the messages of `batch` and settle them; what makes no sense is buried."""
-        messages = {each.sequence: message for each in batch if (message := self._message(each)) is not None}
+        messages = {}
+        for delivery in batch:
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                message = _decode(delivery.data)
+                if message.mesh == self._mesh and message.history_id > 0:
+                    messages[delivery.sequence] = message
         try:
             filed = await self._file(list(messages.values()))
         except (ArithmeticError, ValueError, RecursionError):  # a number, a text or a depth that no file holds
@@ -254,13 +257,6 @@ class Filing:
                 await settle(delivery, Dead("malformed", sentence))
             elif filed:
                 await settle(delivery, DONE)
-
-    def _message(self, delivery: Delivery) -> HistoryMessage | None:
-        try:
-            message = _decode(delivery.data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-        return message if message.mesh == self._mesh and message.history_id > 0 else None
 
     async def _file(self, messages: Sequence[HistoryMessage]) -> bool:
         """Return whether the messages are on disk; waits while that cannot be."""

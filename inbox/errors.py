@@ -1,7 +1,5 @@
 """What goes wrong in the inbox, each as a sentence, and SQLite's errors mapped in one place."""
 
-from __future__ import annotations
-
 import sqlite3
 from functools import partial
 from pathlib import Path

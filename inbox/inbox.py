@@ -1,21 +1,22 @@
-"""The inbox as the rooms above use it: one object that owns the file, and answers questions about what is in it."""
+"""The inbox as the rooms above use it: one object that owns the file, and answers questions about what is in it.
 
-from __future__ import annotations
+It takes in a `HistoryMessage` and gives out a `StoredMessage`; what an operator may configure is `InboxSettings`.
+"""
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, Self, TypeVar
 
+import msgspec
 import structlog
 
 from inbox.errors import ANSWERS, invalid_cursor, invalid_event_id
-from inbox.model import MessageFilter, Page, StoredMessage, row_of
 from postroom._wire.administration import HistoryMessage
-from postroom._wire.ids import new_id
+from postroom._wire.ids import new_id, now_ms
 from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import Schema, in_snapshot
 from postroom.chassis.store import OwnedFile, Store, set_aside
@@ -31,14 +32,54 @@ _PAGE_BYTES: Final = 8 * 1024 * 1024  # of messages, after which a page ends
 _ROW_BYTES: Final = 1024  # about what a message adds to the log beside itself
 _PRUNED_AT_ONCE: Final = 1000  # messages
 _DIGITS: Final = 18  # fewer than a 64-bit integer may have
-_EVERYTHING: Final = MessageFilter()
+_encode: Final = msgspec.json.Encoder().encode
 
 _log = structlog.get_logger(__name__)
 
 
-def now_ms() -> int:
-    """Return the time in ms since the epoch."""
-    return time.time_ns() // 1_000_000
+class InboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How long received messages are kept, and how the live stream behaves."""
+
+    retention_days: Annotated[
+        float, msgspec.Meta(gt=0, le=3650, description="Age at which a received message is deleted, in days.")
+    ] = 30
+    readers: Annotated[
+        int, msgspec.Meta(ge=1, le=10_000, description="Readers of the live stream at once; one more is refused (429).")
+    ] = 256
+    heartbeat_seconds: Annotated[
+        float,
+        msgspec.Meta(gt=0, le=300, description="Silence after which the live stream sends a comment, in seconds."),
+    ] = 15
+
+
+class MessageFilter(NamedTuple):
+    """Which messages a reader wants; what is set must hold."""
+
+    sender: str | None = None
+    destination: str | None = None
+
+
+class StoredMessage(NamedTuple):
+    """A row of the inbox."""
+
+    position: int
+    received_at: int  # ms since the epoch
+    message: bytes  # an encoded `HistoryMessage`
+
+    def encoded(self) -> bytes:
+        """Return the JSON of the `InboxMessage`, on one line: the message as it lies here, with two fields more."""
+        moment = datetime.fromtimestamp(self.received_at / 1000, UTC).isoformat(timespec="milliseconds")
+        return b'{"position":%d,"received_at":"%s",%s' % (self.position, moment.encode(), self.message[1:])
+
+
+class Page(NamedTuple):
+    """Some messages in order, and the position after which the next page begins: None where these are the last."""
+
+    messages: list[StoredMessage]
+    next_after: int | None
+
+
+_EVERYTHING: Final = MessageFilter()
 
 
 class Inbox:
@@ -96,7 +137,19 @@ class Inbox:
     async def file(self, messages: Sequence[HistoryMessage]) -> int:
         """Write those that are not here, nor were until retention took them; returns how many, once on disk."""
         now = self._clock()
-        rows = [row_of(message, now) for message in messages]
+        rows: list[dict[str, Any]] = [
+            {
+                "mesh": message.mesh,
+                "sender": message.sender,
+                "client_message_id": message.client_message_id,
+                "broker_message_id": message.broker_message_id,
+                "history_id": message.history_id,
+                "destination": message.to,
+                "received_at": now,
+                "message": _encode(message),
+            }
+            for message in messages
+        ]
         size = sum(len(row["message"]) + _ROW_BYTES for row in rows)
         new = await self._store.write(lambda db: db.executemany(_WRITE["file"], rows).rowcount, size)
         if new:

@@ -18,6 +18,11 @@ _CROCKFORD: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # base 32 without the le
 _CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
 
 
+def now_ms() -> int:
+    """Return the time in ms since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
 class _Mint:
     """Mints ULIDs that grow strictly within a process: fresh randomness each millisecond, plus one within it.
 
@@ -38,7 +43,7 @@ class _Mint:
         self._tail = 0  # the lower 50 bits
 
     def __call__(self) -> str:
-        now = time.time_ns() // 1_000_000
+        now = now_ms()
         with self._lock:
             if now > self._millisecond:
                 self._millisecond = now

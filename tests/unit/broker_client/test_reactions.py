@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from broker_client.answers import REACTIONS, Reaction, pause_seconds
-from broker_client.availability import Availability
 from broker_client.channel import Failure, RequestFailed
 from broker_client.link import failure_of
+from broker_client.pace import Availability
 from broker_client.settings import RelaySettings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker_client.pace import MOST_SUSPECTS, Suspects
+from broker_client.posts import MOST_SUSPECTS, Suspects
 from outbox.model import ClaimedRow
 
 
