@@ -19,7 +19,7 @@ from bench.report import Measured, Ratio, judge, show
 from broker.authentication import Member, digest
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database
-from broker.incoming import Item, check, event, read_items
+from broker.incoming import Item, check, event, read_item, split
 from broker.store import AcceptStore, Candidate, MessageIds
 from postroom._wire.accept import AcceptResponse, RawAcceptItem
 from postroom._wire.message import MAX_BODY_BYTES, prepare
@@ -114,7 +114,8 @@ def _values(store: AcceptStore, sender: Member, candidates: list[Candidate], min
 
 
 def _candidates(body: bytes) -> list[Candidate]:
-    items = [item for item in read_items(body, BATCH) if isinstance(item, Item)]
+    read = (read_item(position, raw) for position, raw in enumerate(split(body, BATCH)))
+    items = [item for item in read if isinstance(item, Item)]
     return [Candidate(item, check(item, MAX_BODY_BYTES)) for item in items]
 
 

@@ -64,10 +64,9 @@ class Accepting:
         token revoked meanwhile, 503 where nothing is known about any of its messages.
         """
         with self._metrics.accept_seconds.time(), self._noted(sender):
-            messages = split(body, self._config.max_batch)
-            self._metrics.batch_messages.observe(len(messages))
-            batch = _Batch(len(messages), self._metrics)
-            await self._slices.each(sender.whose, enumerate(messages), batch.read)
+            batch = _Batch(self._metrics)
+            await self._slices.each(sender.whose, split(body, self._config.max_batch), batch.read)
+            self._metrics.batch_messages.observe(len(batch.answers))
             for _ in range(MAX_ROUNDS):
                 await self._round(sender, batch, wanted)
                 if not batch.waiting:
@@ -153,8 +152,8 @@ class Accepting:
 class _Batch:
     """The messages of one request on their way to an answer each."""
 
-    def __init__(self, messages: int, metrics: Metrics) -> None:
-        self.answers: list[AcceptAnswer | None] = [None] * messages
+    def __init__(self, metrics: Metrics) -> None:
+        self.answers: list[AcceptAnswer | None] = []
         self.waiting: list[Item] = []
         self._metrics = metrics
         self._checked: dict[int, Checked] = {}
@@ -162,9 +161,10 @@ class _Batch:
         self._refused: dict[tuple[str, bytes], Problem] = {}
         self._fines: dict[str, None] = {}  # ids that cost a unit of the limiter, although they were refused before it
 
-    def read(self, message: tuple[int, msgspec.Raw]) -> None:
-        """Read the id of one message; one that has none is answered 400."""
-        item = read_item(*message)
+    def read(self, message: msgspec.Raw) -> None:
+        """Read the id of the next message; one that has none is answered 400."""
+        self.answers.append(None)
+        item = read_item(len(self.answers) - 1, message)
         if isinstance(item, Item):
             self.waiting.append(item)
         else:

@@ -2,22 +2,31 @@
 
 Reading takes three steps, because B0 comes before anything that can fail: `split` finds where each message of a batch
 begins and ends, `read_item` takes only its id and fingerprint, and `check` decodes it once its id is known to be new.
+Each of them does one message after the other, so that others get their turn between two of them.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import takewhile
-from typing import Annotated, Any, Final, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, NamedTuple, NoReturn
 from uuid import UUID
 
 import msgspec
 
-from postroom._wire.accept import MAX_BATCH, RawAcceptItem
+from postroom._wire.accept import RawAcceptItem
 from postroom._wire.administration import MemberName
 from postroom._wire.fingerprint import prefix
 from postroom._wire.ids import MAX_ID_LENGTH, is_client_message_id
-from postroom._wire.message import MAX_MENTIONS, DestinationKind, Envelope, Priority, check_envelope, refuse
+from postroom._wire.message import (
+    MAX_MENTIONS,
+    DestinationKind,
+    Envelope,
+    Priority,
+    check_envelope,
+    refuse,
+    refuse_too_many_values,
+)
 from postroom.errors import InvalidMessage, Problem
 
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
@@ -25,16 +34,12 @@ _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f
 _Mentions: Final = Annotated[list[MemberName], msgspec.Meta(max_length=MAX_MENTIONS)]
 _MAX_EVENT_VERSION: Final = 999_999_999  # what a subject has room for
 
-# A list of the messages would be built whole, millions of them, before anybody could count it. This has `MAX_BATCH`
-# places, which are filled one after the other: what does not fit ends it.
-_Places: Final = msgspec.defstruct(
-    "_Places",
-    [(f"message_{place}", msgspec.Raw, msgspec.UNSET) for place in range(MAX_BATCH)],
-    array_like=True,
-    forbid_unknown_fields=True,
-)
-_Request: Final[Any] = msgspec.defstruct("_Request", [("messages", _Places)], forbid_unknown_fields=True)
-_decode_request: Final = msgspec.json.Decoder(_Request).decode
+_FIRST: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"messages"[ \t\r\n]*:[ \t\r\n]*\[')
+_LAST: Final = re.compile(rb"\][ \t\r\n]*\}[ \t\r\n]*")
+_WINDOW: Final = 256 * 1024  # bytes of a message that may be passed over at once
+_TRAILING: Final = re.compile(r"JSON is malformed: trailing characters \(byte (\d+)\)")
+
+_pass_over: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_item: Final = msgspec.json.Decoder(RawAcceptItem).decode
 _decode_message: Final = msgspec.json.Decoder(Envelope).decode
 _encode: Final = msgspec.json.Encoder().encode
@@ -51,7 +56,10 @@ class Item(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The values of a message's rows; `event` is the payload of its event-outbox row, None for a dm."""
+    """The values of a message's rows, and the message as it is announced, None for a dm: text, not what was decoded.
+
+    A batch may hold millions of values, which would have to be kept until it is written, and freed in one go then.
+    """
 
     destination_kind: DestinationKind
     destination_ref: str
@@ -62,7 +70,7 @@ class Checked(NamedTuple):
     body: bytes
     body_is_text: bool
     mentions: list[str]
-    envelope: Envelope
+    announced: msgspec.Raw | None
     event_version: int
     correlation_id: UUID | None
     causation_id: UUID | None
@@ -76,23 +84,47 @@ class Malformed(NamedTuple):
     problem: Problem
 
 
-def split(body: bytes, max_batch: int) -> list[msgspec.Raw]:
-    """Split a batch into its messages; raises `InvalidMessage` where the batch itself is wrong."""
+def split(body: bytes, max_batch: int) -> Iterator[msgspec.Raw]:
+    """Yield the messages of a batch, each found when it is asked for: a large batch of small values takes long.
+
+    Raises `InvalidMessage` where the batch itself is wrong, which may be after its first messages.
+    """
+    if (opening := _FIRST.match(body)) is None:
+        _refuse_batch(max_batch, 'it is not {"messages": […]}')
+    rest, start, count = memoryview(body), opening.end(), 0
+    while True:
+        try:
+            end = start + _length(rest[start:])
+        except _MALFORMED as error:
+            _refuse_batch(max_batch, f"message {count}: {error}")
+        if (count := count + 1) > max_batch:
+            refuse("batch_too_large", f"more than {max_batch} messages, the limit", "messages")
+        yield msgspec.Raw(rest[start:end])
+        if body[end : end + 1] != b",":
+            break
+        start = end + 1
+    if _LAST.fullmatch(body, end) is None:
+        _refuse_batch(max_batch, f"it does not end after message {count - 1}")
+
+
+def _length(rest: memoryview) -> int:
+    """Return how many bytes the value takes that `rest` begins with, with the white space behind it."""
+    if len(rest) > _WINDOW:
+        try:
+            return _length(rest[:_WINDOW])
+        except _MALFORMED:  # it is longer, which one of too many values might be by far
+            refuse_too_many_values(bytes(rest[:_WINDOW]))
     try:
-        places = msgspec.structs.astuple(_decode_request(body).messages)
-    except _MALFORMED as error:
-        refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: {error}")
-    messages = list(takewhile(lambda message: message is not msgspec.UNSET, places))
-    if not messages:
-        refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: it is empty")
-    if len(messages) > max_batch:
-        refuse("batch_too_large", f"{len(messages)} messages, the limit is {max_batch}", "messages")
-    return messages
+        _pass_over(rest)
+    except msgspec.DecodeError as error:
+        if (trailing := _TRAILING.fullmatch(str(error))) is None:
+            raise
+        return int(trailing[1]) - 1
+    return len(rest)
 
 
-def read_items(body: bytes, max_batch: int) -> list[Item | Malformed]:
-    """Read the ids and fingerprints of a whole batch; raises `InvalidMessage` where the batch itself is wrong."""
-    return [read_item(position, raw) for position, raw in enumerate(split(body, max_batch))]
+def _refuse_batch(max_batch: int, reason: str) -> NoReturn:
+    refuse("invalid_batch", f"the body is not a batch of 1 to {max_batch} messages: {reason}")
 
 
 def read_item(position: int, raw: msgspec.Raw) -> Item | Malformed:
@@ -116,6 +148,7 @@ def _malformed(position: int, client_message_id: str, code: str, detail: str) ->
 
 def check(item: Item, max_inline_bytes: int) -> Checked:
     """Decode a message, check each field, and hold its fingerprint against the one sent; raises `InvalidMessage`."""
+    refuse_too_many_values(bytes(item.message))
     try:
         envelope = _decode_message(item.message)
     except _MALFORMED as error:
@@ -142,7 +175,7 @@ def check(item: Item, max_inline_bytes: int) -> Checked:
         checked.body,
         envelope.body_base64 is None,
         _mentions(meta),
-        envelope,
+        None if checked.destination.kind == "dm" else msgspec.Raw(_encode(envelope)),
         _event_version(checked.destination.kind, meta),
         _uuid(meta.get("correlation_id")),
         _uuid(meta.get("causation_id")),
@@ -182,12 +215,12 @@ class AcceptedEvent(msgspec.Struct, kw_only=True):
     client_message_id: str
     mesh: str
     sender: str
-    message: Envelope
+    message: msgspec.Raw  # an `Envelope`
 
 
 def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sender: str) -> str | None:
     """Return the event's payload: a topic message becomes an event, a queue message a command, a dm neither."""
-    if checked.destination_kind == "dm":
+    if checked.announced is None:
         return None
     return _encode(
         AcceptedEvent(
@@ -195,6 +228,6 @@ def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sende
             client_message_id=item.client_message_id,
             mesh=mesh,
             sender=sender,
-            message=checked.envelope,
+            message=checked.announced,
         )
     ).decode()

@@ -26,7 +26,7 @@ from support.workers import worker
 from broker.authentication import Member
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database, migrate
-from broker.incoming import Item, check, read_items
+from broker.incoming import Item, check, read_item, split
 from broker.store import AcceptStore, Candidate, MessageIds
 from embedded import EmbeddedNats
 from postroom._wire.administration import HistoryMessage
@@ -84,7 +84,8 @@ def _candidate(message: dict[str, Any], traceparent: str | None) -> Candidate:
         "request_fingerprint": prepared.fingerprint.hex(),
         "message": msgspec.Raw(prepared.payload),
     }
-    (item,) = read_items(msgspec.json.encode({"messages": [body]}), 1)
+    (raw,) = split(msgspec.json.encode({"messages": [body]}), 1)
+    item = read_item(0, raw)
     assert isinstance(item, Item)
     return Candidate(item, check(item, MAX_BODY_BYTES))
 

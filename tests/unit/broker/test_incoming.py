@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.incoming import Checked, Item, Malformed, check, event, read_items
+from broker.incoming import Checked, Item, Malformed, check, event, read_item, split
 from postroom._wire.message import Envelope, check_envelope
 from postroom.errors import InvalidMessage
 
 LIMIT = 1000  # bytes of a body
+LONG = {"a": ["]", '",'], "b": "x" * 300_000}  # longer than what is passed over at once
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -45,9 +47,55 @@ def item_of(message: Any, fingerprint: bytes = bytes(32)) -> Item:
 @given(st.binary() | json_values.map(encode) | st.lists(json_values).map(lambda items: encode({"messages": items})))
 def test_any_body_is_a_batch_or_refused(body: bytes) -> None:
     with suppress(InvalidMessage):
-        items = read_items(body, 1000)
-        assert [item.position for item in items] == list(range(len(items)))
+        items = [read_item(position, raw) for position, raw in enumerate(split(body, 1000))]
         assert all(isinstance(item, (Item, Malformed)) for item in items)
+
+
+@given(
+    st.lists(json_values | st.sampled_from([LONG, {"a": [{}, []], "b": '"]}, {'}]), min_size=1, max_size=4),
+    st.sampled_from([None, 1]),
+    st.sampled_from([b"", b" \r\n\t"]),
+)
+def test_a_batch_is_split_into_its_messages(messages: list[Any], indent: int | None, space: bytes) -> None:
+    messages = json.loads(encode(messages))  # which has no infinity
+    body = space + json.dumps({"messages": messages}, indent=indent).encode() + space
+
+    assert [json.loads(bytes(raw)) for raw in split(body, 4)] == messages
+
+
+def test_what_only_begins_as_a_batch_is_refused() -> None:
+    body = encode({"messages": [{"a": ["b", 1.5]}, {"c": LONG["a"][:2]}, {}]})
+    wrong = [body[:end] for end in range(len(body))]
+    wrong += [body + b"}", body[:-1] + b',"a":1}', body.replace(b"},{", b"}{"), body.replace(b"]}", b",]}"), b"\xff"]
+
+    for each in wrong:
+        with pytest.raises(InvalidMessage) as refused:
+            list(split(each, 3))
+        assert refused.value.code == "invalid_batch", each
+
+
+def test_messages_beyond_the_limit_are_refused() -> None:
+    with pytest.raises(InvalidMessage) as refused:
+        list(split(encode({"messages": [{}] * 4}), 3))
+    assert refused.value.code == "batch_too_large"
+
+
+def test_a_message_is_found_before_the_next_one_is_looked_at() -> None:
+    messages = split(b'{"messages":[{"a":1},' + b"[" * 100_000, 3)
+
+    assert bytes(next(messages)) == b'{"a":1}'
+
+
+@pytest.mark.parametrize(("value", "code"), [(b"1,", "meta_too_large"), (b"[", "too_deep")])
+def test_a_message_of_too_many_values_is_refused_before_all_of_it_is_read(value: bytes, code: str) -> None:
+    many = b'{"to":"topic:orders","meta":{"a":[' + value * 400_000
+
+    with pytest.raises(InvalidMessage) as refused:
+        next(split(b'{"messages":[' + many, 3))
+    assert refused.value.code == code
+    with pytest.raises(InvalidMessage) as refused:
+        check(Item(0, "id-1", bytes(32), msgspec.Raw(many)), LIMIT)
+    assert refused.value.code == code
 
 
 @given(fields)
