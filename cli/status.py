@@ -96,8 +96,14 @@ async def _health(stack: Stack) -> dict[str, Any]:
 
 
 async def _unpublished(stack: Stack) -> dict[str, Any]:
-    """Ask the worker for what waits to be published."""
-    return {"backlog": {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}}
+    """Ask the worker for what waits to be published, and Postgres for the consumers that pause, wherever they run."""
+    from postroom.chassis.postgres import connected  # noqa: PLC0415
+    from postroom.delivery.http.inbox_messages import find_unreachable  # noqa: PLC0415
+
+    row = {"backlog": {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}}
+    async with connected(stack.postgres.url) as record:
+        paused = [f"{consumer} pauses: {error}" for consumer, error in (await find_unreachable(record)).items()]
+    return row | ({"problem": "; ".join(paused)} if paused else {})
 
 
 async def _jobs(stack: Stack) -> dict[str, Any]:

@@ -9,7 +9,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import asyncpg
@@ -33,6 +35,18 @@ VARIABLES = {
     "POSTROOM_NATS_URL",
     "POSTROOM_STATE",
 }
+
+
+class AcceptsAll(BaseHTTPRequestHandler):
+    """A handler of messages."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Keep silent."""
 
 
 def run(*arguments: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -147,6 +161,33 @@ def test_status_tells_what_fails_from_what_is_silent(stack: Stack) -> None:
         asyncio.run(execute(stack, "ALTER SCHEMA elsewhere RENAME TO ledger"))
     assert done.returncode == 69
     assert any(line.startswith("postgres  failing") and "ledger.job" in line for line in done.stdout.splitlines())
+
+
+def test_status_names_a_consumer_that_pauses_until_its_handler_is_there(stack: Stack) -> None:
+    environ = environment(stack.layout)
+    handler = HTTPServer(("127.0.0.1", 0), AcceptsAll, bind_and_activate=False)
+    handler.server_bind()  # nobody listens yet
+    address = f"http://127.0.0.1:{handler.server_port}/"
+    words = ["consumer", "run", "--context", "demo", "--name", "billing", "--handler", address]
+
+    def problem() -> str:
+        done = run("status", "--json", environ=environ)
+        assert done.returncode == 0, done.stderr
+        rows = {row["process"]: row for row in map(json.loads, done.stdout.splitlines())}
+        return str(rows["worker"].get("problem", ""))
+
+    with subprocess.Popen(tethered([sys.executable, "-m", "cli", *words]), env={**os.environ, **environ}) as consumer:
+        try:
+            run("send", "topic:orders", "to be billed", environ=environ)
+            assert wait_until(lambda: problem().startswith("billing pauses: handler_unreachable"), SECONDS)
+            assert address in problem()
+            handler.server_activate()
+            threading.Thread(target=handler.serve_forever, daemon=True).start()
+            assert wait_until(lambda: not problem(), SECONDS)
+            handler.shutdown()
+        finally:
+            consumer.terminate()
+            handler.server_close()
 
 
 def test_status_for_people_is_a_table(stack: Stack) -> None:

@@ -40,6 +40,7 @@ from postroom.signatures import MIN_SECRET_BYTES, SIGNATURE, sign
 
 UNREACHABLE: Final = "handler_unreachable"  # the code of a call that found nobody
 UNTRUSTED: Final = "handler_untrusted"  # and of one whose connection could not be encrypted as it should be
+NOBODY_THERE: Final = (UNREACHABLE, UNTRUSTED)
 POISON: Final = "poison"  # the reason of a message that its handler refused with 422
 
 _ALREADY_PROCESSED: Final = 409
@@ -62,7 +63,7 @@ class Answer(NamedTuple):
     @property
     def reached(self) -> bool:
         """Whether there was anybody who could have handled the message."""
-        return self.code not in (UNREACHABLE, UNTRUSTED)
+        return self.code not in NOBODY_THERE
 
     @property
     def error(self) -> str:

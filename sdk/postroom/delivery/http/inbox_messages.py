@@ -29,6 +29,7 @@ from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, ch
 from postroom.chassis.sql import load_queries
 from postroom.delivery.consumer import DONE, Dead, Done, Outcome
 from postroom.delivery.database import ROOM
+from postroom.delivery.http.client import NOBODY_THERE
 from postroom.delivery.http.requests import Incoming
 
 _log = structlog.get_logger(__name__)
@@ -94,6 +95,15 @@ async def get_inbox_backlog(connection: Connection | Pool, context: str, consume
     """Count what came from `context`, for one consumer or for all."""
     row = await connection.fetchrow(QUERIES["backlog"], context, consumer)
     return Backlog(*row) if row is not None else Backlog(0, None)
+
+
+async def find_unreachable(connection: Connection | Pool) -> dict[str, str]:
+    """Return why the handlers of consumers cannot be reached, by consumer, webhooks among them, wherever they run.
+
+    Calls of such a handler pause (docs/contract/delivery.md#delivery-37).
+    """
+    rows = await connection.fetch(QUERIES["unreachable"], NOBODY_THERE)
+    return {row["consumer"]: row["error"] for row in rows}
 
 
 class InboxMessages:

@@ -70,6 +70,15 @@ SELECT count(*), min(received_at)
 FROM postroom.inbox_messages
 WHERE processed_at IS NULL AND dead_at IS NULL AND source_context = $1 AND (consumer = $2 OR $2::text IS NULL);
 
+-- name: unreachable
+-- Which consumers have messages that nobody was there to handle when they were tried last, and an error of each; $1: the
+-- codes that such an error begins with.
+SELECT consumer, max(last_error) AS error
+FROM postroom.inbox_messages
+WHERE processed_at IS NULL AND dead_at IS NULL AND split_part(last_error, ':', 1) = ANY ($1::text[])
+GROUP BY consumer
+ORDER BY consumer;
+
 -- name: sweep
 -- Deletes up to $4 rows of the consumer $1 that ended longer than $2 ago, and before $3, the age of the oldest message
 -- that the stream still holds (null: none); returns how many.
