@@ -151,7 +151,7 @@ class Reaction(NamedTuple):
     `degraded`: health says so, with the reason: an operator has to act. `suspicious`: the batch itself may be the
     cause, so it is halved. `recheck`: another broker may come back, so its features are asked for again. `busy`: the
     broker works, and asks for less at once. `untaken`: the broker took nothing of the request, since it did not arrive
-    or was refused whole.
+    or was refused whole, if it was the broker that refused it.
     """
 
     degraded: bool = False

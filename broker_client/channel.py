@@ -41,19 +41,24 @@ class Failure(StrEnum):
 class RequestFailed(Unavailable):
     """A request to the broker came to nothing; whether it took effect there is not known.
 
-    `failure` is what happened, `retry_after` the seconds that the broker asked for, already clamped.
+    `failure` is what happened, `retry_after` the seconds that the broker asked for, already clamped. `by_proxy` is for
+    an answer without a code of the broker's: whoever gave it may have passed the request on before.
     Passed on to a caller of the socket it is a 502, 503 or 504.
     """
 
     failure: Failure
     retry_after: float | None
+    by_proxy: bool
 
     @classmethod
-    def because(cls, failure: Failure, detail: str, retry_after: float | None = None) -> Self:
+    def because(
+        cls, failure: Failure, detail: str, retry_after: float | None = None, *, by_proxy: bool = False
+    ) -> Self:
         """Build the error for `failure`; `detail` is one sentence without a token or a body."""
         error = cls.of(failure.value, detail, retryable=True, retry_after=retry_after)
         error.failure = failure
         error.retry_after = retry_after
+        error.by_proxy = by_proxy
         return error
 
 

@@ -150,7 +150,8 @@ class BrokerLink:
         words = f" {clean(f'{problem.code}: {problem.detail}')}" if problem.code else ""
         sentence = f"{self._channel.base} answered {reply.status}{self._without_token(words)}"
         retry_after = read_retry_after(reply.retry_after, self._clock())
-        raise RequestFailed.because(failure_of(reply.status, problem.code), sentence, retry_after)
+        failure = failure_of(reply.status, problem.code)
+        raise RequestFailed.because(failure, sentence, retry_after, by_proxy=not problem.code)
 
     def _without_token(self, text: str) -> str:
         return text.replace(self._channel.token.read(), MASK)

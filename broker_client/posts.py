@@ -186,7 +186,7 @@ class Posting:
         now = self._clock()
         reason = f"{error.code}: {error.problem.detail}"
         _, suspicious, _, busy, untaken = REACTIONS[error.failure]
-        answered = None if untaken else False
+        answered = None if untaken and not error.by_proxy else False
         to_blame = suspicious and self.suspects.failed(batch, self._availability.answered)
         if to_blame and len(batch) == 1:
             _log.warning("message_backed_off", client_message_id=batch[0].client_message_id, reason=reason)

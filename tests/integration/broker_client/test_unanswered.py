@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.relaying import rows_of
+from support.relaying import rows_of, whole
 
 from outbox.model import Caller, RowFilter
 from postroom.errors import Conflict
@@ -49,6 +49,22 @@ async def test_what_the_broker_has_is_done_and_the_verb_says_so(station: Any, sc
     assert (row.status, row.duplicate, row.unanswered_at) == ("done", True, None)
     assert (await here.outbox.counts()).rows["done"] == 1
     assert (await here.outbox.inspect("a")).log == []
+
+
+@pytest.mark.parametrize("status", [403, 404, 408, 413, 429])
+async def test_what_a_proxy_answers_in_place_of_the_broker_leaves_the_outcome_unknown(
+    station: Any, scripted_broker: Any, status: int
+) -> None:
+    def judge(items: list[dict[str, Any]]) -> web.Response:
+        scripted_broker.done += [item["client_message_id"] for item in items]
+        return web.Response(status=status, text="<h1>The answer was held back</h1>")
+
+    scripted_broker.judge = judge
+    here = await station(scripted_broker.url)
+    await posted_unanswered(here, scripted_broker, "a")
+    with pytest.raises(Conflict, match="the row is done now") as refusal:
+        await here.outbox.act("requeue", "a", **WHY)
+    assert refusal.value.code == "already_accepted"
 
 
 @pytest.mark.parametrize("verb", ["requeue", "abort"])
@@ -144,7 +160,7 @@ async def test_a_post_that_a_stop_broke_off_is_asked_for(station: Any, scripted_
 
 async def test_rows_that_a_pause_gave_back_unposted_are_not_unanswered(station: Any, scripted_broker: Any) -> None:
     here = await station(scripted_broker.url, batch_messages=1, posts_at_once=1)
-    scripted_broker.judge = lambda _: web.Response(status=401)
+    scripted_broker.judge = lambda _: whole(401)
     await here.send(*"abc")
     here.run()
     await scripted_broker.until(lambda: scripted_broker.batches)
