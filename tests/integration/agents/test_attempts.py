@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from support.agents import ATTEMPTS, SETTINGS, Counting, Tally, attempted, running_agent, settled
+from support.agents import ATTEMPTS, SETTINGS, Counting, Running, Tally, attempted, running_agent, settled
 from support.jetstream import Context, until
 
 from postroom.agent import Emit, Envelope
@@ -125,6 +125,30 @@ async def test_what_an_agent_handled_at_last_leaves_no_attempts_behind(context: 
     async with running_agent(context, tmp_path, Witness):
         await settled(context)
     assert attempted(tmp_path) == {}
+
+
+async def test_what_another_message_of_its_key_was_handled_for_leaves_no_attempts_behind(
+    context: Context, tmp_path: Path
+):
+    async def publish(name: str, failures: int) -> None:
+        headers = {"Nats-Msg-Id": name, "Idempotency-Key": "order"}
+        await context.js.publish(context.subject, order(failures), headers=headers)
+
+    slow = {"backoff": {"first_seconds": 3600, "most_seconds": 3600}}
+    async with running_agent(context, tmp_path, Witness, **slow) as running:
+        await publish("fails", 9)
+        await until(lambda: counted(running, "retried"), "the first attempt has failed")
+        await publish("is-handled", 0)
+        await until(lambda: counted(running, "done"), "the other is handled")
+    assert attempted(tmp_path).keys() == {"fails"}
+    await context.js.delete_consumer(context.events, "counting_consumer")  # so that both come again
+    async with running_agent(context, tmp_path, Witness):
+        await settled(context)
+    assert (attempted(tmp_path), await context.letters()) == ({}, [])
+
+
+async def counted(running: Running, counter: str) -> bool:
+    return getattr(running.consumers[0].counters, counter) == 1
 
 
 async def test_a_receive_that_is_cancelled_from_within_is_a_failed_attempt(context: Context, tmp_path: Path):

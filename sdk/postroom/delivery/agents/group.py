@@ -96,9 +96,7 @@ class Group:
                 self.outgoing.append(emitted(event.position, cause, draft))
             clock = max(clock, to_microseconds(draft.envelope.ts))
             self.memory = Memory(event.position, event.state_hash, clock, decision.state)
-        self.stored.append((job, cause, outcome_of(decision.role)))
-        if job.delivery.message_id in self._tried:
-            self._handled.append(job.delivery.message_id)
+        self.know(job, cause, decision.role)
 
     def fail(self, job: Job, attempt: Attempt, attempts: Attempts) -> None:
         """Take note of an attempt that failed, and of what follows."""
@@ -107,8 +105,10 @@ class Group:
         self.settled.append((job, attempts.failed(job.delivery, attempt.number, attempt.error)))
 
     def know(self, job: Job, position: int, role: Role) -> None:
-        """Take note of a message that the store holds already: it only has to be finished."""
+        """Take note of a message that the store holds: it only has to be finished, and its failed attempts are over."""
         self.stored.append((job, position, outcome_of(role)))
+        if job.delivery.message_id in self._tried:
+            self._handled.append(job.delivery.message_id)
 
 
 def dead(tried: Tried) -> Dead:

@@ -121,7 +121,7 @@ class Changes(NamedTuple):
     @property
     def none(self) -> bool:
         """Whether there is nothing to write."""
-        return not (self.events or self.failed)
+        return not (self.events or self.failed or self.handled)
 
 
 class Wanted(NamedTuple):
