@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from support.relaying import busy, ids_of, rows_of, whole
-from support.waiting import until
+from support.waiting import until, until_so
 
 from outbox.model import Caller, RowFilter
 from postroom._wire.message import prepare
@@ -165,6 +165,10 @@ async def test_a_probe_can_be_asked_for(scripted_broker, station, answers):
     assert [row.status for row in await here.settled("b")] == ["done"]
 
 
+async def is_pending(here):
+    return [row.status for row in await rows_of(here)] == ["pending"]
+
+
 @pytest.mark.parametrize("status", [503, 429])
 @pytest.mark.parametrize("word", ["flush", "flush all", "resume", "resume a destination"])
 async def test_an_operators_word_ends_any_pause_and_what_waited_goes_at_once(
@@ -176,6 +180,7 @@ async def test_an_operators_word_ends_any_pause_and_what_waited_goes_at_once(
     await here.send("a")
     here.run()
     await until(lambda: here.relay.status().state == "waiting")
+    await until_so(lambda: is_pending(here))  # a moment after the pause began
     (row,) = await rows_of(here)
     scripted_broker.judge = lambda items: [accepted(item) for item in items]
     operator = {"caller": Caller(0, 0), "reason": "now"}

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import asyncpg
+import msgspec
 import pytest
 from support.mailroom import Mailroom
 from support.terminal import Outcome, Terminal
 
+from broker_client import BrokerClientSettings, BrokerLink
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom import BrokerClient, Conflict, HistoryQuery, NotFound, NotPermitted
+from postroom._wire.message import prepare
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +188,21 @@ async def test_a_send_is_waited_for_until_the_broker_has_it(mailroom: Mailroom) 
     assert "topic_not_found" in lost.sentence()
     listed = await user.as_member("outbox", "list", "--status", "dead", "--code", "topic_not_found", "--json")
     assert len(listed.json) == 1
+
+
+async def test_a_row_that_the_broker_had_accepted_before_says_so(mailroom: Mailroom, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text(mailroom.token)
+    message = {"to": "topic:orders", "body": "hello", "client_message_id": "from-another-host"}
+    async with BrokerLink(BrokerClientSettings(url=mailroom.broker_urls[0], token_file=token)) as another:
+        await another.accept([prepare(msgspec.json.encode(message))])  # type: ignore[list-item]
+    user = Administrator(mailroom)
+    await user.as_member("send", "topic:orders", "hello", "--id", "from-another-host", "--wait")
+    shown = await user.as_member("outbox", "inspect", "from-another-host")
+    assert "the broker had accepted it before" in shown.out
+    again = await user.as_member("outbox", "inspect", "from-another-host", "--json")
+    assert again.json[0]["row"]["duplicate"] is True
 
 
 async def test_the_history_is_read_page_by_page(mailroom: Mailroom) -> None:
