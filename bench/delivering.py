@@ -22,8 +22,9 @@ from bench.load import BODY_BYTES
 from bench.mailroom import MESH
 from bench.processes import await_http, free_port, handler, program
 from embedded import EmbeddedNats, EmbeddedPostgres
-from postroom.chassis.sql import read_sql
-from postroom.delivery.database import migrate
+from postroom._wire.sql import read_sql
+from postroom.chassis.postgres import migrate
+from postroom.delivery import ROOM
 from postroom.delivery.streams import default_streams, ensure_stream
 from postroom.delivery.subjects import event_subject, stream_name
 
@@ -101,7 +102,7 @@ async def _database(directory: Path) -> AsyncIterator[str]:
     server = EmbeddedPostgres(directory / "postgres")
     url = server.start()
     try:
-        await migrate(url)
+        await migrate(url, ROOM)
         yield url
     finally:
         server.stop()

@@ -17,7 +17,7 @@ from bench.mailroom import MESH
 from bench.processes import program
 from bench.report import Floor, Measured, Ratio, judge, judge_floor, show
 from embedded import EmbeddedPostgres
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 from postroom.delivery.subjects import event_subject
 from postroom.ledger.database import migrate
 

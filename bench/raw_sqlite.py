@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from postroom.chassis.sql import read_sql
+from postroom._wire.sql import read_sql
 
 PAYLOAD: Final = b"x" * 1100
 _INSERT: Final = read_sql("bench", "raw_insert.sql")

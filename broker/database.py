@@ -16,9 +16,9 @@ from typing import Final, Self
 import asyncpg
 
 from broker.shares import Shares
+from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
 from postroom.chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool
-from postroom.chassis.sql import load_queries
 from postroom.errors import InvalidMessage, TryAgain
 
 QUERIES: Final = load_queries("broker")

@@ -33,7 +33,7 @@ from postroom._wire.administration import HistoryPage, HistoryQuery
 from postroom._wire.message import parse_destination
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import decode_query, json_response
-from postroom.delivery.history import history_message
+from postroom.delivery.message import history_message
 from postroom.errors import Gone, NotFound, TryAgain
 
 LOOK_AT: Final = 10_000  # rows of history that one page looks at, so that a page costs the same for every member

@@ -17,7 +17,7 @@ import structlog
 from inbox.errors import ANSWERS, invalid_cursor, invalid_event_id
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.ids import new_id, now_ms
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 from postroom.chassis.sqlite import Schema, in_snapshot
 from postroom.chassis.store import OwnedFile, Store, set_aside
 from postroom.errors import PostroomError

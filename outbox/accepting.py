@@ -22,7 +22,7 @@ from outbox.model import AcceptedRow, Caller, Existing
 from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
 from postroom._wire.message import PreparedSend, Priority
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")

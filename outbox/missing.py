@@ -18,8 +18,8 @@ from outbox.operating import Order, log
 from outbox.relaying import WalkedPast
 from outbox.settled import text_of
 from outbox.transaction import Transaction
+from postroom._wire.sql import load_queries
 from postroom.chassis.ownership import user_name
-from postroom.chassis.sql import load_queries
 
 _QUERIES: Final = load_queries("outbox", "sql/missing.sql")
 _SCAN: Final = 500  # rows that one look-up asks for at most

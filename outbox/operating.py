@@ -17,7 +17,7 @@ from outbox.transaction import Transaction, room_of
 from postroom._wire.message import PreparedSend, Priority
 from postroom._wire.operations import VERBS, Verb
 from postroom._wire.sends import RowStatus
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
 _RESUMED: Final = 1000  # rows that a resume makes due; the others wait until their time, a minute at most as a rule

@@ -43,9 +43,9 @@ from postroom._wire.ids import new_id
 from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
+from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import user_name
-from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import Schema
 from postroom.chassis.store import OwnedFile, Store
 from postroom.errors import PostroomError

@@ -16,7 +16,7 @@ from outbox.model import Accepted, Unanswered
 from outbox.reading import Reader
 from outbox.transaction import Transaction
 from postroom._wire.sends import RowStatus
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 from postroom.chassis.store import Store
 from postroom.errors import PostroomError
 

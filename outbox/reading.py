@@ -27,7 +27,7 @@ from outbox.relaying import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, unpack
 from postroom._wire.message import Priority
 from postroom._wire.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 from postroom.chassis.sqlite import QUERIES as CONNECTION
 from postroom.chassis.sqlite import in_snapshot
 from postroom.chassis.store import Store

@@ -30,9 +30,9 @@ from outbox.settled import QUERIES as SETTLED
 from outbox.transaction import room_of
 from postroom._wire.ids import is_client_message_id
 from postroom._wire.message import Envelope, check_envelope
+from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import hand_over
-from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import PARTS
 from postroom.chassis.sqlite import QUERIES as CONNECTION
 from postroom.chassis.store import OwnedFile, move, set_aside

@@ -11,7 +11,7 @@ import msgspec
 from outbox.lanes import ALL, DUE
 from outbox.model import ClaimedRow, Settlement, Verdict
 from outbox.transaction import Transaction
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 
 _QUERIES: Final = load_queries("outbox", "sql/relay.sql")
 _SCAN: Final = 20_000  # index entries that one claim may walk past in a lane: about a millisecond

@@ -23,7 +23,7 @@ import msgspec
 
 from outbox.model import Existing
 from outbox.transaction import Transaction
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 
 QUERIES: Final = load_queries("outbox", "sql/settled.sql")
 _ULID: Final = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}").fullmatch

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from postroom._wire.sends import RowStatus
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 
 _QUERIES: Final = load_queries("outbox", "sql/count.sql")
 FULL_AT: Final = 0.95  # of max_bytes: new messages are refused

@@ -26,7 +26,7 @@ from pipeline.registry import Database, Outcome
 from pipeline.runner import submitted
 from pipeline.tables import Snapshot, read_table, snapshot
 from postroom._wire.accept import MIN_DEDUPE_DAYS
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 from postroom.worker.orphans import Violation
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from broker.database import check_version
+from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
 from postroom.chassis.postgres import Connection, connected
-from postroom.chassis.sql import load_queries
 from postroom.spark.history_batch import copy
 
 if TYPE_CHECKING:

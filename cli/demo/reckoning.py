@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import asyncpg
 
 from cli.stack.layout import MESH
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 
 TOPIC: Final = "orders"  # where the events go
 ANSWER: Final = "command_counted"  # the event that the agent answers with

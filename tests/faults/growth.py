@@ -22,7 +22,7 @@ from faults.campaign import Run, goal
 from outbox import Outbox
 from outbox.settled import QUERIES, checksum_of, key_of, number_of, pack, read_salt
 from postroom import AsyncClient, PostroomError, new_id
-from postroom.chassis.sql import load_queries
+from postroom._wire.sql import load_queries
 
 MIB: Final = 1024 * 1024
 _MANY: Final = 3_000_000  # rows

@@ -21,8 +21,7 @@ from postroom.delivery.agents.consumers import open_consumers
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consumer import Consumer, Delivery, Outcome, Settle
-from postroom.delivery.nats import connect
-from postroom.delivery.nats_client import NatsClient
+from postroom.delivery.nats import NatsClient, connect
 from postroom.delivery.publishing.link import _Batch
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
 from support.agents import ATTEMPTS, Counting, settled

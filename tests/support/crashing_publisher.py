@@ -16,13 +16,14 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from postroom.delivery.database import open_database
-from postroom.delivery.nats_client import NatsClient
-from postroom.delivery.publishing import Publisher, PublisherSettings, Record, RecordSettings, sources_of
+from postroom.chassis.postgres import open_rooms
+from postroom.delivery import ROOM
+from postroom.delivery.nats import NatsClient
+from postroom.delivery.publishing import Publisher, Record, sources_of
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.postgres import PostgresClaim
 from postroom.delivery.publishing.streams import Streams
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 EMIT = (
     "SELECT count(postroom.emit($1, 'order', 'order-' || n % 3, 'order_placed', '{}')) FROM generate_series(1, 20) AS n"
@@ -50,7 +51,7 @@ def die_at(call: str, when: str, nth: int) -> None:
 
 
 async def publish(database_url: str, nats_url: str, context: str) -> None:
-    pool = await open_database(database_url, name="crashing-publisher", connections=3)
+    pool = await open_rooms(database_url, ROOM, name="crashing-publisher", connections=3)
     await pool.execute(EMIT, context)
     events, *_ = await sources_of(pool)
     record = Record([events], RecordSettings())

@@ -8,8 +8,6 @@ inside a value is marked with `SECRET`.
 `reference` writes what a config type says of itself as Markdown, for the documents.
 """
 
-from __future__ import annotations
-
 import os
 import tomllib
 import types
@@ -97,21 +95,28 @@ def load(
     try:
         return msgspec.convert(tree, config, strict=False, dec_hook=_decode)
     except msgspec.ValidationError as error:
-        raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {_sentence(error)}") from error
+        sentence, _, path = str(error).partition(" - at `$")
+        where = path.rstrip("`").lstrip(".")
+        sentence = f"{where}: {sentence}" if where else sentence
+        raise Fatal(Exit.CONFIG, f"{file or 'environment'}: {sentence}") from error
 
 
 def settings(config: type[msgspec.Struct], path: tuple[str, ...] = ()) -> Iterator[Setting]:
     """Walk every leaf of a config type, in the order it is written."""
     hints = get_type_hints(config, include_extras=True)
     for field in msgspec.structs.fields(config):
-        bare, meta = _split(hints[field.name])
+        hint = hints[field.name]
+        bare, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         kinds = [part for part in get_args(bare) if part is not type(None)] if get_origin(bare) is UnionType else [bare]
         only = kinds[0] if len(kinds) == 1 else None
         if (section := only if isinstance(only, type) and issubclass(only, msgspec.Struct) else None) is not None:
             inner = settings(section, (*path, field.name))
-            yield from inner if section is bare else map(_may_be_left_out, inner)
+            if section is not bare:  # a section that may be left out, and all of its settings with it
+                inner = (each._replace(default=None) if each.default is msgspec.NODEFAULT else each for each in inner)
+            yield from inner
         else:
             default = field.default_factory() if callable(field.default_factory) else field.default
+            meta = tuple(extra for extra in extras if isinstance(extra, msgspec.Meta))
             yield Setting((*path, field.name), bare, meta, default)
 
 
@@ -163,17 +168,6 @@ def _set(tree: dict[str, Any], setting: Setting, text: str) -> None:
     tree[key] = [word.strip() for word in text.split(",") if word.strip()] if is_list else text
 
 
-def _may_be_left_out(setting: Setting) -> Setting:
-    return setting._replace(default=None) if setting.default is msgspec.NODEFAULT else setting
-
-
-def _split(annotation: Any) -> tuple[Any, tuple[msgspec.Meta, ...]]:
-    if get_origin(annotation) is Annotated:
-        bare, *extras = get_args(annotation)
-        return bare, tuple(extra for extra in extras if isinstance(extra, msgspec.Meta))
-    return annotation, ()
-
-
 def _decode(wanted: type, value: Any) -> Any:
     if wanted is Path and isinstance(value, str):
         if value == "":
@@ -185,12 +179,6 @@ def _decode(wanted: type, value: Any) -> Any:
         except RuntimeError as error:  # no such user, or one without a home
             raise ValueError(f"Expected a path, got {value!r}, whose home directory is unknown") from error
     raise TypeError(f"Expected {wanted.__name__}, got {type(value).__name__}")
-
-
-def _sentence(error: msgspec.ValidationError) -> str:
-    sentence, _, path = str(error).partition(" - at `$")
-    where = path.rstrip("`").lstrip(".")
-    return f"{where}: {sentence}" if where else sentence
 
 
 def reference(config: type[msgspec.Struct], prefix: str | None) -> str:

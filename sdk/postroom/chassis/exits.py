@@ -3,8 +3,6 @@
 `Finding` is what a check found: the answer of `daemon check` and of `doctor`.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Final, Literal
 

@@ -9,8 +9,6 @@ remembers since when its peer owes something, and `TimedServer.sweep` drops whoe
 has an upper bound.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl

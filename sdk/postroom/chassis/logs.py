@@ -7,8 +7,6 @@ since a server that comes and goes can have one say the same a thousand times a 
 `clean` makes a peer's words fit for a log line, a column or an error.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

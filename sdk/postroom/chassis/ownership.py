@@ -7,8 +7,6 @@ the case, and follows no link to them. Root is trusted, and so is a group that i
 Users are named as the system knows them: no variable of the environment changes it.
 """
 
-from __future__ import annotations
-
 import errno
 import grp
 import os

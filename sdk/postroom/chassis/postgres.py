@@ -6,17 +6,18 @@ processes may migrate at once: one does it, the others wait and find nothing lef
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from importlib.resources import files
 from typing import Any, Final, TypeAlias
 
 import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
-from postroom._wire.sql import missing_file, why_refused
+from postroom._wire.sql import load_queries, missing_file, why_refused
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
-from postroom.chassis.sql import load_queries, migrations
 
 _QUERIES: Final = load_queries("postroom.chassis", "migrations.sql")
 
@@ -115,6 +116,21 @@ async def open_pool(
         )
 
 
+async def open_rooms(url: str, *rooms: str, name: str, connections: int) -> Pool:
+    """Open a pool as `open_pool` does, and check that the tables of `rooms` are this program's; the caller closes it.
+
+    They are in the broker's database, or in one of a service's own that has nothing but them.
+    """
+    pool = await open_pool(url, name=name, connections=connections)
+    try:
+        async with pool.acquire() as connection:
+            await check_version(connection, *rooms, migrate_with="postroom broker migrate")
+    except BaseException:
+        await pool.close()
+        raise
+    return pool
+
+
 async def _as_it_is(_connection: asyncpg.Connection[asyncpg.Record]) -> None:
     """Ask the server for nothing when a connection goes back to its pool: no program changes its session.
 
@@ -131,8 +147,15 @@ def fatal_errors() -> Iterator[None]:
     """
     try:
         yield
+    except asyncpg.ClientConfigurationError as error:
+        raise Fatal(Exit.CONFIG, why_refused(error)) from error
     except (*UNREACHABLE, asyncpg.PostgresError) as error:
-        raise _fatal(error) from error
+        code = next((code for kinds, code in _EXITS if isinstance(error, kinds)), Exit.FAILED)
+        said = str(error).partition("\n")[0]  # the lines after it are details and hints
+        reason = (
+            f"{type(error).__name__}: {said}" if said or not isinstance(error, TimeoutError) else "no answer in time"
+        )
+        raise Fatal(code, f"{_SENTENCES[code]}: {reason}") from error
 
 
 @contextmanager
@@ -146,19 +169,16 @@ def _fatal_when_closed(url: str) -> Iterator[None]:
         raise Fatal(Exit.CONFIG, why_refused(error)) from error
 
 
-def _fatal(error: Exception) -> Fatal:
-    if isinstance(error, asyncpg.ClientConfigurationError):
-        return Fatal(Exit.CONFIG, why_refused(error))
-    exits = (code for kinds, code in _EXITS if isinstance(error, kinds))
-    code = next(exits, Exit.FAILED)
-    return Fatal(code, f"{_SENTENCES[code]}: {_reason(error)}")
-
-
-def _reason(error: Exception) -> str:
-    reason = str(error).partition("\n")[0]  # the lines after it are details and hints
-    if not reason and isinstance(error, TimeoutError):
-        return "no answer in time"
-    return f"{type(error).__name__}: {reason}"
+def migrations(package: str) -> list[tuple[int, str, str]]:
+    """List `(version, name, sql)` of the files `migrations/NNNN_name.sql` of `package`, in order, without a gap."""
+    found = sorted(
+        (int(entry.name[:4]), entry.name.removesuffix(".sql"), entry.read_text("utf-8"))
+        for entry in files(package).joinpath("migrations").iterdir()
+        if re.fullmatch(r"\d{4}_[a-z0-9_]+\.sql", entry.name)
+    )
+    if [version for version, _, _ in found] != list(range(1, len(found) + 1)):
+        raise ValueError(f"the migrations of {package} are not numbered 1 to {len(found)}")
+    return found
 
 
 async def migrate(url: str, *rooms: str) -> list[str]:
@@ -166,26 +186,23 @@ async def migrate(url: str, *rooms: str) -> list[str]:
 
     Raises `Fatal` as `fatal_errors` says, and 78 where the database is newer than the program.
     """
+    applied = []
     async with connected(url) as connection:
         async with connection.transaction():
             await connection.execute(_QUERIES["lock_migrations"])
             await connection.execute(_QUERIES["prepare_migrations"])
-        return [name for room in rooms for name in await _migrate_room(connection, room)]
-
-
-async def _migrate_room(connection: Connection, room: str) -> list[str]:
-    known = migrations(room)
-    applied = []
-    for version, name, sql in known:
-        async with connection.transaction():
-            await connection.execute(_QUERIES["lock_migrations"])
-            found = await schema_version(connection, room)
-            if found > len(known):
-                raise _mismatch(room, found, len(known), "upgrade the program")
-            if found < version:
-                await connection.execute(sql)
-                await connection.execute(_QUERIES["record_migration"], _name(room), version, name)
-                applied.append(f"{_name(room)}/{name}")
+        for room in rooms:
+            known = migrations(room)
+            for version, name, sql in known:
+                async with connection.transaction():
+                    await connection.execute(_QUERIES["lock_migrations"])
+                    found = await schema_version(connection, room)
+                    if found > len(known):
+                        raise _mismatch(room, found, len(known), "upgrade the program")
+                    if found < version:
+                        await connection.execute(sql)
+                        await connection.execute(_QUERIES["record_migration"], _name(room), version, name)
+                        applied.append(f"{_name(room)}/{name}")
     return applied
 
 

@@ -5,8 +5,6 @@ application from them, `openapi` the document from the same types that decode th
 Every error leaves as `application/problem+json`, and metrics in Prometheus' text format (`exposition`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -128,7 +126,7 @@ def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, A
         kind for route in routes for kind in (route.body, route.query, *route.answers.values()) if kind is not None
     ]
     refs, components = msgspec.json.schema_components([*types, Problem], ref_template="#/components/schemas/{name}")
-    schema = dict(zip(map(_key, [*types, Problem]), refs, strict=True))
+    schema = dict(zip(map(repr, [*types, Problem]), refs, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         names = [part[1:-1].split(":")[0] for part in route.path.split("/") if part.startswith("{")]
@@ -147,7 +145,7 @@ def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, A
         if route.body is not None:
             operation["requestBody"] = {
                 "required": True,
-                "content": {route.body_media: {"schema": schema[_key(route.body)]}},
+                "content": {route.body_media: {"schema": schema[repr(route.body)]}},
             }
         paths.setdefault(route.path, {})[route.method.lower()] = operation
     return {
@@ -170,12 +168,8 @@ def _query_parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:
 def _answer(media: str, kind: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": "see the schema" if kind is not None else "no body"}
     if kind is not None:
-        answer["content"] = {media: {"schema": schema[_key(kind)]}}
+        answer["content"] = {media: {"schema": schema[repr(kind)]}}
     return answer
-
-
-def _key(kind: Any) -> str:
-    return repr(kind)
 
 
 def exposition(families: Iterable[Metric]) -> bytes:

@@ -6,8 +6,6 @@ It speaks the two protocols of systemd that a service needs, sd_notify(3) and so
 finds what `module:name` names in a user's own code.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import importlib
@@ -60,7 +58,7 @@ async def run_until_stopped(
     A task that ends before `stop` raises `Fatal` (its own, or exit code 1), since the process would limp without it.
     """
     running = {asyncio.create_task(task, name=name) for name, task in tasks.items()}
-    stopping = asyncio.create_task(_until(stop), name="stop")
+    stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait(), name="stop")
     done, _ = await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if wind_down is not None:
@@ -69,19 +67,11 @@ async def run_until_stopped(
         task.cancel()
     await asyncio.gather(*running, stopping, return_exceptions=True)
     for task in done - {stopping}:
-        raise _fatal(task)
-
-
-async def _until(stop: asyncio.Event) -> None:
-    await stop.wait()
-
-
-def _fatal(task: asyncio.Task[Any]) -> Fatal:
-    error = task.exception() if not task.cancelled() else None
-    if isinstance(error, Fatal):
-        return error
-    _log.error("task_ended", task=task.get_name(), exc_info=error)
-    return Fatal(Exit.FAILED, f"the task {task.get_name()!r} ended: {error!r}" if error else task.get_name())
+        error = task.exception() if not task.cancelled() else None
+        if isinstance(error, Fatal):
+            raise error
+        _log.error("task_ended", task=task.get_name(), exc_info=error)
+        raise Fatal(Exit.FAILED, f"the task {task.get_name()!r} ended: {error!r}" if error else task.get_name())
 
 
 def managed(environ: Mapping[str, str] = os.environ) -> bool:

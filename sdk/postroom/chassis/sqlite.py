@@ -6,8 +6,6 @@ checkpoints. So one connection does both (`postroom.chassis.store`), and readers
 It needs nothing but the standard library, so that `postroom.once` needs no more either.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3
@@ -16,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, Self, TypeVar
 
+from postroom._wire.sql import load_queries, read_sql
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import open_private, refuse_link
-from postroom.chassis.sql import load_queries, read_sql
 from postroom.chassis.wal import check_log
 
 T = TypeVar("T")

@@ -8,8 +8,6 @@ transaction and the beginning of another follow the fault, the log was whole onc
 Nothing tells them apart in the last transaction of a log: one that was damaged looks like one that was never finished.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Iterator

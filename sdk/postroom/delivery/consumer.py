@@ -13,8 +13,6 @@ A message may be delivered again after its effect (a lost ack, a crash): handler
 (docs/contract/delivery.md#delivery-28).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import deque
@@ -269,7 +267,17 @@ class Consumer:
         self._dispatch()
 
     async def _handle(self, batch: list[_Held]) -> None:
-        await self._give([held for held in batch if await self._is_for_handler(held)])
+        """Give a batch to the handler, but for what it should not see: a replay for another, what nobody can read."""
+        chosen = []
+        for held in batch:
+            delivery = held.delivery
+            if delivery.headers.get(REPLAYED_FOR, self._settings.durable) != self._settings.durable:
+                await self._settle_held(held, DONE)
+            elif (why := delivery.unreadable) is not None:
+                await self._settle_held(held, Dead(UNREADABLE, why))
+            else:
+                chosen.append(held)
+        await self._give(chosen)
 
     async def _give(self, chosen: list[_Held]) -> None:
         """Have `chosen` handled; where that raises, each of them alone, so that one to blame takes none along."""
@@ -287,17 +295,6 @@ class Consumer:
         for held in chosen:
             if not held.settled:
                 await self._settle_held(held, Later(error, self._pause(held)))
-
-    async def _is_for_handler(self, held: _Held) -> bool:
-        """Settle what no handler should see: a replay for another, and what nobody can read."""
-        delivery = held.delivery
-        if delivery.headers.get(REPLAYED_FOR, self._settings.durable) != self._settings.durable:
-            await self._settle_held(held, DONE)
-            return False
-        if (why := delivery.unreadable) is not None:
-            await self._settle_held(held, Dead(UNREADABLE, why))
-            return False
-        return True
 
     async def _settle(self, delivery: Delivery, outcome: Outcome) -> None:
         held = self._held.get(delivery.sequence)

@@ -4,8 +4,6 @@ The connection to NATS is theirs alone. Whoever looks begins those that are miss
 they are kept, watched, counted, and stopped.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress

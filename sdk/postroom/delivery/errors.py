@@ -1,7 +1,5 @@
 """What goes wrong in delivering, each as a sentence, and the errors of NATS mapped in one place."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Final
 

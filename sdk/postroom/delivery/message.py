@@ -1,16 +1,17 @@
-"""One delivered message, as handlers see it, and where its id is found."""
+"""One message as its readers see it: delivered by JetStream, with where its id is found, or a row of the history."""
 
-from __future__ import annotations
-
+import base64
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+import asyncpg
 import msgspec
 from nats.aio.msg import Msg
 
-from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
+from postroom._wire.administration import HistoryMessage
+from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.retry_policy import RetryPolicy, policy_of
 
 MESSAGE_ID: Final = "Nats-Msg-Id"
@@ -99,3 +100,25 @@ def json_object(data: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return decoded if isinstance(decoded, dict) else {}
+
+
+def history_message(row: asyncpg.Record) -> HistoryMessage:
+    """Build a committed message from a row of the view `mesh.message`: the same in the history and in an inbox."""
+    body: bytes = row["body"]
+    return HistoryMessage(
+        history_id=row["history_id"],
+        broker_message_id=str(row["broker_message_id"]),
+        client_message_id=row["client_message_id"],
+        mesh=row["mesh"],
+        sender=row["sender"],
+        to=f"{row['destination_kind']}:{row['destination_ref']}",
+        destination_kind=row["destination_kind"],
+        accepted_at=row["accepted_at"],
+        request_fingerprint=row["request_fingerprint"].hex(),
+        priority=row["priority"],
+        body=body.decode() if row["body_is_text"] else None,
+        body_base64=None if row["body_is_text"] else base64.b64encode(body).decode(),
+        meta=None if row["meta"] is None else msgspec.json.decode(row["meta"]),
+        reply_to=row["reply_to"],
+        traceparent=row["traceparent"],
+    )

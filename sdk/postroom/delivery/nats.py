@@ -1,25 +1,49 @@
-"""Connecting to JetStream: tries for ever unless told otherwise, comes back by itself, and logs what happens to it."""
+"""The connection to JetStream: tries for ever unless told otherwise, comes back by itself, logs what happens to it.
 
-from __future__ import annotations
+Its reader is one that no message can stop. nats-py takes messages apart in its one read loop: a header block or a
+subject that it cannot read raises there, ends the loop, and with it every subscription, while the connection looks
+alive. A server stores such messages for anybody. So what nats-py could not read is rewritten before it gets there: the
+message arrives like any other, with its body as it was, and `UNREADABLE` says in base64 what its headers were
+(`UNREADABLE_SUBJECT` its subject). What becomes of it is decided where messages are handled
+(`postroom.delivery.consumer`).
+
+This relies on names that are nats-py's own (`_ps`, `_process_msg`, the state of its parser, what a JetStream context
+hides): they are used in this file alone. Therefore its version has an upper bound, and a test sends what is rewritten
+here through a real server.
+"""
 
 import asyncio
+import re
 import ssl
 import stat
+from base64 import b64encode
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 from nats.aio.client import Client
+from nats.errors import ProtocolError
+from nats.js import JetStreamContext
+from nats.protocol.parser import AWAITING_CONTROL_LINE, AWAITING_MSG_PAYLOAD, CRLF_SIZE, Parser
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.errors import from_nats, is_refusal
-from postroom.delivery.nats_client import NatsClient
 from postroom.delivery.settings import NatsSettings
 
 _log = structlog.get_logger(__name__)
 
 _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for a server that is away
 _PINGS: Final = 2  # unanswered ones after which the server counts as gone
+
+UNREADABLE: Final = "Postroom-Unreadable-Headers"  # base64 of a block that holds no headers, or control characters
+UNREADABLE_SUBJECT: Final = "Postroom-Unreadable-Subject"  # base64 of a subject that is not UTF-8
+
+_LINES: Final = rb"\r\n(?:[^:\x00-\x1f\x7f]+:[^\x00-\x08\n-\x1f\x7f]*\r\n)*\r\n"
+_STORED_BLOCK: Final = re.compile(rb"NATS/1\.0" + _LINES)
+_SERVER_BLOCK: Final = re.compile(rb"NATS/1\.0(?: +\d\d\d[^\r\n]*)?" + _LINES)  # a status is the server's to say
+_STORED: Final = b"$JS.ACK."  # where a message that comes out of a stream is acknowledged
+_MESSAGES: Final = (b"MSG ", b"HMSG ")
+_END: Final = b"\r\n"
 
 
 async def connect(
@@ -128,3 +152,111 @@ def _trust(settings: NatsSettings) -> ssl.SSLContext | None:
         return ssl.create_default_context(cafile=settings.ca_file)
     except (OSError, ssl.SSLError) as error:
         raise Fatal(Exit.CONFIG, f"cannot read the authorities in {settings.ca_file}: {error}") from error
+
+
+class NatsClient(Client):
+    """A client whose messages have headers that can be read, and a subject that is a text."""
+
+    def __init__(self, *, logged: bool = True) -> None:
+        """Write what could not be read into the log if `logged`."""
+        super().__init__()
+        self._ps = _Parser(self)
+        self._logged = logged
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        rewritten = b""
+        if headers and not _readable(headers, _STORED_BLOCK if reply.startswith(_STORED) else _SERVER_BLOCK):
+            rewritten, headers = _line(UNREADABLE, headers), None
+        if not _is_text(subject):
+            rewritten += _line(UNREADABLE_SUBJECT, subject)
+            subject = subject.decode("utf-8", "backslashreplace").encode()
+        if rewritten:
+            if self._logged:
+                _log.warning("message_unreadable", subject=subject.decode(), headers=headers is None)
+            headers = (headers or b"NATS/1.0\r\n\r\n").removesuffix(_END) + rewritten + _END
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001 - raised here, it would end the reader; a stream delivers the message again
+            _log.exception("message_skipped", subject=subject.decode())
+
+
+class _Parser(Parser):
+    """nats-py's parser, except that the words of a message's line end where the server ends them.
+
+    Its own patterns end a subject at each byte that is white space to them (a vertical tab, say), which the server lets
+    pass, and then know the line no more.
+    """
+
+    async def parse(self, data: bytes = b"") -> None:
+        """Hand on what is complete and keep the rest; raises `ProtocolError`: the connection begins anew then."""
+        buffer = self.buf
+        buffer.extend(data)
+        while buffer and buffer is self.buf:  # it is another one after a reset
+            if self.state == AWAITING_MSG_PAYLOAD:
+                if len(buffer) < self.needed + CRLF_SIZE:
+                    return
+                await self._hand_on(buffer)
+                continue
+            length = buffer.find(_END)
+            if length < 0:
+                return
+            if buffer.startswith(_MESSAGES):
+                self._begin(bytes(buffer[:length]).split(b" "))
+                del buffer[: length + CRLF_SIZE]
+            else:
+                rest = bytes(buffer[length + CRLF_SIZE :])
+                del buffer[length + CRLF_SIZE :]
+                await super().parse()
+                if buffer:
+                    raise ProtocolError("nats: unknown protocol")
+                buffer.extend(rest)
+
+    def _begin(self, words: list[bytes]) -> None:
+        sizes = 2 if words[0] == b"HMSG" else 1  # of the headers, and of both
+        try:
+            _, subject, sid, *reply = words[:-sizes]
+            self.msg_arg = {"subject": subject, "sid": int(sid), "reply": reply[0] if reply else b""}
+            self.header_needed, self.needed = int(words[-2]) if sizes > 1 else 0, int(words[-1])
+        except ValueError as error:
+            raise ProtocolError("nats: malformed MSG") from error
+        self.state = AWAITING_MSG_PAYLOAD
+
+    async def _hand_on(self, buffer: bytearray) -> None:
+        headers, body = bytes(buffer[: self.header_needed]), bytes(buffer[self.header_needed : self.needed])
+        del buffer[: self.needed + CRLF_SIZE]
+        self.header_needed, self.state = 0, AWAITING_CONTROL_LINE
+        message = self.msg_arg
+        await self.nc._process_msg(message["sid"], message["subject"], message["reply"], body, headers)  # noqa: SLF001
+
+
+def connection_of(js: JetStreamContext) -> Client:
+    """Return the connection of a context."""
+    connection: Client = js._nc  # noqa: SLF001
+    return connection
+
+
+def api_subject(js: JetStreamContext, request: str) -> str:
+    """Return where a request to JetStream's API goes, such as `STREAM.LIST`."""
+    return f"{js._prefix}.{request}"  # noqa: SLF001
+
+
+async def ask_api(js: JetStreamContext, request: str, body: bytes) -> dict[str, Any]:
+    """Ask JetStream's API; raises nats-py's errors."""
+    answer: dict[str, Any] = await js._api_request(api_subject(js, request), body, timeout=js._timeout)  # noqa: SLF001
+    return answer
+
+
+def _readable(headers: bytes, block: re.Pattern[bytes]) -> bool:
+    return block.fullmatch(headers) is not None and _is_text(headers)
+
+
+def _is_text(octets: bytes) -> bool:
+    try:
+        octets.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _line(name: str, octets: bytes) -> bytes:
+    return f"{name}: ".encode() + b64encode(octets) + _END

@@ -9,8 +9,6 @@ settle a message of the new one that nobody has handled. Therefore each message 
 (`epoch`), and nothing is sent for a message of another epoch, nor while it is not known which consumer is there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -25,8 +23,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom.delivery.errors import NATS_ERRORS, from_nats
-from postroom.delivery.nats import end_if_cancelled
-from postroom.delivery.nats_client import api_subject, connection_of
+from postroom.delivery.nats import api_subject, connection_of, end_if_cancelled
 from postroom.delivery.settings import ConsumerSettings, StreamSettings
 from postroom.delivery.streams import consumer_created, ensure_consumer, ensure_stream
 from postroom.errors import Conflict, NotFound, PostroomError, Unavailable
@@ -234,21 +231,18 @@ class Pull:
             self._asked = max(0, self._asked - 1)
             if self._epoch is not None:
                 self._receive(message, self._epoch)
-        elif (status := (message.headers or {}).get("Status")) is not None:
-            self._told(status, message.headers or {})
-        else:
-            _log.warning("message_skipped", consumer=self._settings.durable, detail="it did not come from a stream")
-
-    def _told(self, status: str, headers: dict[str, str]) -> None:
-        """Take note of a request that ended unfilled, and of the reason."""
-        if status == _HEARTBEAT:
             return
-        self._asked = max(0, self._asked - int(headers.get("Nats-Pending-Messages", self._asked)))
-        if status not in _EXPIRED:
+        headers = message.headers or {}
+        status = headers.get("Status")
+        if status is None:
+            _log.warning("message_skipped", consumer=self._settings.durable, detail="it did not come from a stream")
+        elif status != _HEARTBEAT:  # a request ended unfilled
+            self._asked = max(0, self._asked - int(headers.get("Nats-Pending-Messages", self._asked)))
+            if status in _EXPIRED:
+                self._wake.set()
+                return
             _log.info("pull_ended", consumer=self._settings.durable, status=status, reason=headers.get("Description"))
             self._doubt = True  # the loop looks at its next tick, so that a refusal is not repeated at full speed
-        else:
-            self._wake.set()
 
     async def _pause(self, seconds: float) -> None:
         try:

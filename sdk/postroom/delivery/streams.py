@@ -8,8 +8,6 @@ nowhere, and one whose worker was killed on its last delivery would stop silentl
 what one process has in hand plus what may wait for its next attempt, since a waiting message counts there too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator
 from datetime import datetime
@@ -30,7 +28,7 @@ from nats.js.api import (
 from nats.js.errors import APIError, NotFoundError
 
 from postroom.delivery.errors import NATS_ERRORS, from_nats, name_taken, subjects_taken, would_lose
-from postroom.delivery.nats_client import ask_api
+from postroom.delivery.nats import ask_api
 from postroom.delivery.settings import DAY, ConsumerSettings, KindDefaults, StreamDefaults, StreamSettings
 from postroom.delivery.subjects import stream_name
 
@@ -227,7 +225,8 @@ def _stream_changes(found: StreamConfig, wanted: StreamSettings, only: Collectio
     before, after = _limits(found), _limits(_stream_config(wanted))
     for name in after:
         if before[name] != after[name] and (only is None or name in only):
-            yield _Change(f"{name} {before[name]} → {after[name]}", _loses(name, before[name], after[name]))
+            fewer = name in ("retention", "storage") or float(after[name]) < float(before[name])  # type: ignore[arg-type]
+            yield _Change(f"{name} {before[name]} → {after[name]}", fewer and name != "duplicate_window_seconds")
     if only is not None:
         return
     gone = sorted(set(found.subjects or ()) - set(wanted.subjects))
@@ -248,13 +247,6 @@ def _limits(config: StreamConfig) -> dict[str, object]:
         "replicas": config.num_replicas or 1,
         "duplicate_window_seconds": config.duplicate_window,
     }
-
-
-def _loses(name: str, before: object, after: object) -> bool:
-    if name in ("retention", "storage"):
-        return True
-    smaller = float(after) < float(before)  # type: ignore[arg-type] # the other limits are numbers
-    return smaller and name != "duplicate_window_seconds"
 
 
 def _merged(found: StreamConfig, wanted: StreamConfig, only: Collection[str] | None) -> StreamConfig:

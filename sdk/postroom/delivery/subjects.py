@@ -8,8 +8,6 @@
 A context is the slug of a mesh. Whatever breaks a rule raises `InvalidMessage` (`invalid_subject`) that states it.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
@@ -65,7 +63,9 @@ Subject: TypeAlias = EventSubject | CommandSubject | InboxSubject | DeadLetterSu
 
 def event_subject(context: str, name: str, version: int = 1) -> str:
     """Build the subject of an event."""
-    return f"{_context(context)}.event.{_word('name', name)}.v{_number(version)}"
+    if not 1 <= version <= _MOST_VERSION:
+        raise invalid_subject(f"the version {version} is not a number from 1 to {_MOST_VERSION}")
+    return f"{_context(context)}.event.{_word('name', name)}.v{version}"
 
 
 def command_subject(context: str, queue: str) -> str:
@@ -97,7 +97,18 @@ def dead_letter_subject(context: str, subject: str) -> str:
     An event keeps its name and version; a command is named `{agent}_{verb}`, an inbox message `inbox`, and a message
     on a subject that is none of ours by the last word of it that is a name; all these have version 1.
     """
-    name, version = _dead_name(subject)
+    words = subject.split(".")
+    version = 1
+    match _parse(words):
+        case EventSubject(_, name, version) | DeadLetterSubject(_, name, version):
+            pass
+        case CommandSubject(_, _, agent, verb):
+            name = re.sub(r"[.-]", "_", f"{agent}_{verb}")[:64]
+        case InboxSubject():
+            name = "inbox"
+        case None:
+            names = (word for word in reversed(words) if _are(_WORD, word) and not _VERSION.fullmatch(word))
+            name = next(names, "other")
     return f"{_context(context)}.dlq.{name}.v{version}"
 
 
@@ -133,18 +144,6 @@ def _parse(words: list[str]) -> Subject | None:
     return None
 
 
-def _dead_name(subject: str) -> tuple[str, int]:
-    words = subject.split(".")
-    match _parse(words):
-        case EventSubject(_, name, version) | DeadLetterSubject(_, name, version):
-            return name, version
-        case CommandSubject(_, _, agent, verb):
-            return re.sub(r"[.-]", "_", f"{agent}_{verb}")[:64], 1
-        case InboxSubject():
-            return "inbox", 1
-    return next((word for word in reversed(words) if _are(_WORD, word) and not _VERSION.fullmatch(word)), "other"), 1
-
-
 def _are(rule: re.Pattern[str], *words: str) -> bool:
     return all(rule.fullmatch(word) for word in words)
 
@@ -165,9 +164,3 @@ def _dashed(what: str, text: str) -> str:
     if _DASHED.fullmatch(text) is None:
         raise invalid_subject(f"the {what} segment {text!r} is not {_DASHED_RULE}")
     return text
-
-
-def _number(version: int) -> int:
-    if not 1 <= version <= _MOST_VERSION:
-        raise invalid_subject(f"the version {version} is not a number from 1 to {_MOST_VERSION}")
-    return version

@@ -22,8 +22,8 @@ from uuid import UUID
 
 import structlog
 
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection, Pool
-from postroom.chassis.sql import load_queries
 from postroom.errors import PostroomError
 from postroom.flow import Flow
 from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Reaction

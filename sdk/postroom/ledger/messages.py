@@ -12,8 +12,8 @@ from uuid import UUID
 import asyncpg
 import msgspec
 
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
-from postroom.chassis.sql import load_queries
 from postroom.errors import NotFound
 from postroom.ledger.digits import render
 

@@ -14,8 +14,8 @@ from uuid import UUID
 import asyncpg
 import msgspec
 
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
-from postroom.chassis.sql import load_queries
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.digits import decode_activity, render
 from postroom.ledger.errors import Duplicate

@@ -17,8 +17,8 @@ from uuid import UUID, uuid4
 
 import asyncpg
 
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
-from postroom.chassis.sql import load_queries
 from postroom.ledger.digits import GuidLedger, decode_guid, render
 from postroom.ledger.errors import Duplicate, Exhausted, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
 

@@ -14,8 +14,8 @@ from typing import Final
 import asyncpg
 import structlog
 
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.chassis.sql import load_queries
 
 _log = structlog.get_logger(__name__)
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
 
-from postroom.chassis.postgres import acting
-from postroom.delivery.database import open_database
+from postroom.chassis.postgres import acting, open_rooms
+from postroom.delivery import ROOM
 from postroom.delivery.publishing import Backlog, PostgresSource, sources_of
 from postroom.delivery.publishing.operations import Redriven, redrive
 from postroom.worker.config import WorkerConfig
@@ -31,7 +31,7 @@ async def redrive_since(
 
 @asynccontextmanager
 async def _opened(config: WorkerConfig) -> AsyncIterator[list[PostgresSource]]:
-    pool = await open_database(config.database, name="postroom-worker", connections=1)
+    pool = await open_rooms(config.database, ROOM, name="postroom-worker", connections=1)
     try:
         yield await sources_of(pool)
     finally:

@@ -19,12 +19,13 @@ from postroom.chassis.config import SECRET, load
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.http.settings import HandlerSettings, InboxSettings, check_inbox, check_timeout
-from postroom.delivery.publishing import PublisherSettings, RecordSettings
 from postroom.delivery.settings import (
     BackoffSettings,
     ConsumerSettings,
     Name,
     NatsSettings,
+    PublisherSettings,
+    RecordSettings,
     StreamDefaults,
     StreamSettings,
 )

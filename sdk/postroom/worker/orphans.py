@@ -21,9 +21,9 @@ import structlog
 from msgspec import Meta
 
 from postroom._wire.accept import MIN_DEDUPE_DAYS
+from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import UNREACHABLE, Connection, Pool, connected
-from postroom.chassis.sql import load_queries
 
 _log = structlog.get_logger(__name__)
 

@@ -17,8 +17,8 @@ import asyncpg
 import structlog
 from prometheus_client.core import Metric
 
-from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.delivery.database import open_database
+from postroom.chassis.postgres import UNREACHABLE, Pool, open_rooms
+from postroom.delivery import ROOM
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
 from postroom.delivery.publishing import DELIVERIES, Backlog, PostgresSource, Publisher, Record, sources_of
@@ -118,7 +118,7 @@ class Publication:
 async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
     """Build everything, and close it; raises `Fatal`."""
     async with AsyncExitStack() as stack:
-        pool = await open_database(config.database, name="postroom-worker", connections=_CONNECTIONS)
+        pool = await open_rooms(config.database, ROOM, name="postroom-worker", connections=_CONNECTIONS)
         stack.push_async_callback(pool.close)
         sources = await sources_of(pool, config.record)
         has_broker = any(source.table is DELIVERIES for source in sources)

@@ -14,11 +14,11 @@ from support.hostile import HostileMessage, byte_writer, odd_messages, odd_subje
 from support.jetstream import Context, Script
 
 from postroom._wire.dead_letters import LetterFilter
-from postroom.chassis.postgres import connected
+from postroom.chassis.postgres import connected, migrate
+from postroom.delivery import ROOM
 from postroom.delivery.consumer import Consumer
-from postroom.delivery.database import migrate
 from postroom.delivery.dead_letters.operations import LetterOperations
-from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
+from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.delivery.publishing.link import ADVISORIES, Audit
 from postroom.delivery.publishing.record import message_id_at
 
@@ -113,7 +113,7 @@ async def test_one_message_that_a_handler_cannot_bear_takes_no_other_along(conte
 async def test_what_lies_in_a_stream_of_dead_letters_is_listed_and_dropped_whatever_it_is(
     context: Context, nats_url: str, database_url: str
 ):
-    await migrate(database_url)
+    await migrate(database_url, ROOM)
     async with byte_writer(nats_url) as raw:
         await raw.publish(f"{context.name}.dlq.order_placed.v1", odd_messages())
     last = (await context.js.publish(f"{context.name}.dlq.order_placed.v1", b"the last")).seq

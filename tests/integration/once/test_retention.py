@@ -10,7 +10,8 @@ import pytest
 from support.waiting import until_so
 from support.workers import worker
 
-from postroom.delivery.database import migrate
+from postroom.chassis.postgres import migrate
+from postroom.delivery import ROOM
 from postroom.once import Result, Scope, Store, open_registry
 from postroom.once.sqlite import SqliteStore
 
@@ -43,7 +44,7 @@ async def test_what_is_never_kept_is_refused() -> None:
 async def test_a_worker_forgets_what_its_database_has_kept_for_long_enough(
     database_url: str, nats_url: str, in_postgres: Any
 ) -> None:
-    await migrate(database_url)
+    await migrate(database_url, ROOM)
     store = in_postgres.store
     await end(store, OLD)
     await in_postgres.pass_time(40 * DAY)

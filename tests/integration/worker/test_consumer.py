@@ -19,7 +19,8 @@ from support.http_consumers import settled
 from support.jetstream import Context
 
 from embedded.processes import tethered
-from postroom.delivery.database import migrate
+from postroom.chassis.postgres import migrate
+from postroom.delivery import ROOM
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 
@@ -43,7 +44,7 @@ async def context(connection: Client) -> AsyncIterator[Context]:
 
 @pytest.fixture
 async def servers(nats_url: str, database_url: str) -> dict[str, str]:
-    await migrate(database_url)
+    await migrate(database_url, ROOM)
     return {"POSTROOM_NATS_URL": nats_url, "POSTROOM_DATABASE_URL": database_url}
 
 

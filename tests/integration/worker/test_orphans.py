@@ -15,8 +15,8 @@ from support.waiting import until_so
 from support.workers import worker
 
 from broker.commands import find_orphans
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Pool
-from postroom.chassis.sql import load_queries
 from postroom.worker.orphans import OrphanCheck, OrphanCheckSettings
 
 KEPT = timedelta(days=30)

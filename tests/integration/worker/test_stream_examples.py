@@ -20,7 +20,8 @@ from support.waiting import until_so
 
 from embedded import EmbeddedNats
 from embedded.processes import tethered
-from postroom.delivery.database import migrate
+from postroom.chassis.postgres import migrate
+from postroom.delivery import ROOM
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings, StreamSettings
 from postroom.delivery.streams import ensure_stream
@@ -62,7 +63,7 @@ def servers(program: str, connection: Client, database_url: str = "") -> dict[st
 
 
 async def test_sea_reads_the_events_of_vibespro(connection: Client, database_url: str, tmp_path: Path) -> None:
-    await migrate(database_url)
+    await migrate(database_url, ROOM)
     js = connection.jetstream()
     database = await asyncpg.connect(database_url)
     async with serving() as handler:
@@ -95,7 +96,7 @@ async def test_sea_reads_the_events_of_vibespro(connection: Client, database_url
 async def test_an_agent_of_meshforge_says_where_its_events_go(
     connection: Client, database_url: str, tmp_path: Path
 ) -> None:
-    await migrate(database_url)
+    await migrate(database_url, ROOM)
     js = connection.jetstream()
     nats_url = servers("X", connection)["POSTROOM_X_NATS_URL"]
     scribe = ("agent", "run", "meshforge_scribe:Scribe", "--tenant", "default", "--workspace", "demo")

@@ -1,6 +1,6 @@
 import pytest
 
-from postroom.chassis.sql import Queries
+from postroom._wire.sql import Queries
 
 
 def test_queries_are_found_by_name_with_their_description():

@@ -87,7 +87,7 @@ def test_private_names_of_aiohttp_and_nats_are_used_in_one_file_each():
         for path in tracked(*(f"{name}/*.py" for name in [*SERVER, "sdk/postroom"]))
         if names.search(path.read_text())
     }
-    assert used == {"sdk/postroom/chassis/listener.py", "sdk/postroom/delivery/nats_client.py"}
+    assert used == {"sdk/postroom/chassis/listener.py", "sdk/postroom/delivery/nats.py"}
     there = {name for kind in RequestHandler.__mro__ for name in getattr(kind, "__slots__", ())}
     assert there >= PRIVATE_OF_AIOHTTP
 

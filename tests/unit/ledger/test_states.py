@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from postroom.chassis.sql import read_sql
+from postroom._wire.sql import read_sql
 from postroom.ledger.states import ACTIVITY_STATES, ENDED, JOB_STATES, Progress, state_of
 
 WORDS = {

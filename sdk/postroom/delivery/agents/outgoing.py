@@ -33,11 +33,11 @@ from postroom.delivery.agents.store import Losses, Mark, Store, Stored, durably
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
 from postroom.delivery.nats import end_if_cancelled
-from postroom.delivery.publishing import Publisher, PublisherSettings, Record, RecordSettings
+from postroom.delivery.publishing import Publisher, Record
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.source import Failed, Noted, Outgoing, Place, Search, identifying
 from postroom.delivery.publishing.streams import MOST_HOLES, read_holes
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 from postroom.delivery.subjects import dead_letter_subject
 from postroom.errors import PostroomError
 

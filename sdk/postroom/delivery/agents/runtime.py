@@ -35,7 +35,7 @@ from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, durably, read_events
 from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
 from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
-from postroom.delivery.nats_client import connection_of
+from postroom.delivery.nats import connection_of
 from postroom.delivery.publishing.source import Outgoing
 from postroom.delivery.settings import NatsSettings
 

@@ -16,9 +16,9 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 import msgspec
 import structlog
 
+from postroom._wire.sql import load_queries
 from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.sql import load_queries
 from postroom.chassis.sqlite import Schema, exit_after, is_full
 from postroom.delivery.agents.records import Role
 from postroom.delivery.publishing.source import Noted

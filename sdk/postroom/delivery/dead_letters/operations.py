@@ -39,7 +39,7 @@ from postroom.delivery.errors import (
     no_payload,
 )
 from postroom.delivery.message import EPOCH, MESSAGE_ID
-from postroom.delivery.nats_client import UNREADABLE, UNREADABLE_SUBJECT
+from postroom.delivery.nats import UNREADABLE, UNREADABLE_SUBJECT
 from postroom.delivery.streams import all_streams, covers
 from postroom.delivery.subjects import dead_letter_subject, stream_name
 from postroom.errors import InvalidMessage

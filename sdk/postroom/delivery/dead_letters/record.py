@@ -7,8 +7,8 @@ from typing import Final
 import asyncpg
 import msgspec
 
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.chassis.sql import load_queries
 from postroom.delivery.dead_letters.letter import DeadLetter, letter_id
 from postroom.delivery.errors import letter_not_kept
 from postroom.delivery.subjects import dead_letter_subject

@@ -22,7 +22,7 @@ from postroom.delivery.dead_letters.letter import (
 )
 from postroom.delivery.errors import NATS_ERRORS, from_nats, no_streams
 from postroom.delivery.message import EPOCH, MESSAGE_ID, message_id_of
-from postroom.delivery.nats_client import api_subject, connection_of
+from postroom.delivery.nats import api_subject, connection_of
 from postroom.delivery.settings import StreamSettings
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.delivery.subjects import dead_letter_subject, stream_name

@@ -25,10 +25,10 @@ import asyncpg
 import structlog
 
 from postroom._wire.retry import Backoff
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, check_version, open_pool
-from postroom.chassis.sql import load_queries
+from postroom.delivery import ROOM
 from postroom.delivery.consumer import DONE, Dead, Done, Outcome
-from postroom.delivery.database import ROOM
 from postroom.delivery.http.client import NOBODY_THERE
 from postroom.delivery.http.requests import Incoming
 

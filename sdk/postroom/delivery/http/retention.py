@@ -18,8 +18,8 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.chassis.sql import load_queries
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.http.settings import InboxSettings
 from postroom.delivery.nats import end_if_cancelled

@@ -3,7 +3,6 @@
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Backlog, PostgresSource, sources_of
 from postroom.delivery.publishing.publisher import Publisher, PublisherCounters
 from postroom.delivery.publishing.record import Record
-from postroom.delivery.publishing.settings import PublisherSettings, RecordSettings
 from postroom.delivery.publishing.source import Source
 from postroom.delivery.publishing.work_queues import WorkQueues
 
@@ -15,9 +14,7 @@ __all__ = [
     "PostgresSource",
     "Publisher",
     "PublisherCounters",
-    "PublisherSettings",
     "Record",
-    "RecordSettings",
     "Source",
     "WorkQueues",
     "sources_of",

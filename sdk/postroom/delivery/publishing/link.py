@@ -8,8 +8,6 @@ JetStream also tells of the calls that others make to it: it notes each on a sub
 (`Audit`). It tells it once, to those that are connected: what happened while nobody listened has to be assumed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -175,6 +173,7 @@ class Link:
         """Send `messages`, none of which has a `refusal`, in order, and return what became of each."""
         if not messages:
             return []
+        clock = asyncio.get_running_loop().time
         streams = [self.streams.of(message.subject) for message in messages]
         batch = _Batch(self._sent, len(messages))
         self._sent += len(messages)
@@ -188,22 +187,16 @@ class Link:
                     batch.answer(index, _failure(from_nats(error, "publishing").problem.detail))
                     await self._client.close()
                     break
-            await self._wait(batch)
+            deadline = clock() + self._ack_seconds
+            while not self.broken and not batch.complete.is_set() and (left := deadline - clock()) > 0:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(batch.complete.wait(), min(left, _LOOK_SECONDS))
         finally:
             self._batches.remove(batch)  # a late answer is nobody's
         if any(map(_made_anew, batch.answers, streams)):
             await self.streams.refresh(self.js)
             streams = [self.streams.of(message.subject) for message in messages]
         return [_result(answer, stream) for answer, stream in zip(batch.answers, streams, strict=True)]
-
-    async def _wait(self, batch: _Batch) -> None:
-        """Wait for every answer, for as long as the connection stands and the server may take."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._ack_seconds
-        while not self.broken and (left := deadline - clock()) > 0:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(batch.complete.wait(), min(left, _LOOK_SECONDS))
-                return
 
     async def _acknowledged(self, reply: Msg) -> None:
         number = int(reply.subject.rpartition(".")[2])

@@ -8,8 +8,6 @@ What is published again leaves a row in `postroom.operator_log`, in the same tra
 dropped, keeps its own.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from datetime import datetime

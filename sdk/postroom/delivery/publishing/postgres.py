@@ -16,13 +16,13 @@ from typing import Any, Final
 import asyncpg
 import msgspec
 
+from postroom._wire.sql import Queries, load_queries, read_sql
 from postroom.chassis.postgres import Connection, Pool
-from postroom.chassis.sql import Queries, load_queries, read_sql
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, RECORDED, DeadLetter
-from postroom.delivery.history import history_message
-from postroom.delivery.publishing.settings import PublisherSettings, RecordSettings
+from postroom.delivery.message import history_message
 from postroom.delivery.publishing.source import Failed, Noted, Outgoing, Place, Search, identifying
 from postroom.delivery.publishing.streams import Holes, subject_pattern
+from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 QUERIES: Final = load_queries(__package__, "record.sql")
 _STEP: Final = 5000  # rows of one statement

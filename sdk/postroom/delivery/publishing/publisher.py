@@ -21,8 +21,6 @@ The order of an aggregate is kept, however many publishers there are:
 One case remains: a server that refuses one message for want of space and then takes a later one of the same batch.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -36,10 +34,9 @@ import structlog
 from postroom._wire.retry import Backoff
 from postroom.chassis.postgres import UNREACHABLE
 from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.settings import PublisherSettings
 from postroom.delivery.publishing.source import Claim, Failed, Outgoing, Place, Source
 from postroom.delivery.publishing.streams import read_holes
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import NatsSettings, PublisherSettings
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
@@ -147,14 +144,18 @@ class Publisher:
         link = await self.connected()
         if not link.streams.missing and any(link.streams.of(message.subject) is None for message in claim.messages):
             await link.streams.refresh(link.js)  # it may have come since: nobody is to declare what is there
-        ready, refused = _split([_fitting(message, link.refusal) for message in claim.messages], link.refusal)
+        ready, refused = _split(claim.messages, link.refusal)
         placed: Placed = []
         for message, result in zip(ready, await link.publish(ready), strict=True):
             if isinstance(result, Place):
                 placed.append((message, result))
             else:
                 refused.append((message, result))
-        failed = [Failed(message, error, self._wait(message)) for message, error in refused]
+        backoff = Backoff(self._settings.first_seconds, self._settings.most_seconds)
+        failed = [
+            Failed(message, error, backoff.seconds(message.attempts + 1, self._rng.random))
+            for message, error in refused
+        ]
         shared = await claim.settle(placed, await _gone(link, placed), failed)
         if shared:
             _log.warning("numbers_given_twice", source=self.source.name)
@@ -189,10 +190,6 @@ class Publisher:
                 self._looked = now
             return self._link
 
-    def _wait(self, message: Outgoing) -> float:
-        backoff = Backoff(self._settings.first_seconds, self._settings.most_seconds)
-        return backoff.seconds(message.attempts + 1, self._rng.random)
-
 
 async def _gone(link: Link, placed: Placed) -> list[Outgoing]:
     """Return the messages that a stream knows from an earlier publish, and no longer has: it took nothing now.
@@ -204,26 +201,26 @@ async def _gone(link: Link, placed: Placed) -> list[Outgoing]:
     return [message for message, place in known if not holes[place.stream].holds(place.sequence)]
 
 
-def _fitting(message: Outgoing, refusal: Callable[[Outgoing], str | None]) -> Outgoing:
-    """Return the message, or its shorter form where that is all that may be sent of it."""
-    if message.shorter is None or refusal(message) is None:
-        return message
-    return message._replace(body=message.shorter)
-
-
 def _split(
     batch: Sequence[Outgoing], refusal: Callable[[Outgoing], str | None]
 ) -> tuple[list[Outgoing], list[tuple[Outgoing, str]]]:
-    """Return what may be sent, and the first of each aggregate that can't be; nothing behind a gap is in either."""
+    """Return what may be sent, and the first of each aggregate that can't be; nothing behind a gap is in either.
+
+    Where only the shorter form of a message may be sent, it is that.
+    """
     next_place: dict[str | int, int] = {}
     ready, refused = [], []
     for message in batch:
         if message.place != next_place.get(message.aggregate, 1):
             continue
-        if (error := refusal(message)) is None:
+        fitting, error = message, refusal(message)
+        if error is not None and message.shorter is not None:
+            fitting = message._replace(body=message.shorter)
+            error = refusal(fitting)
+        if error is None:
             next_place[message.aggregate] = message.place + 1
-            ready.append(message)
+            ready.append(fitting)
         else:
             next_place[message.aggregate] = 0  # no place: all that follows waits
-            refused.append((message, error))
+            refused.append((fitting, error))
     return ready, refused

@@ -20,8 +20,6 @@ single messages deleted from the middle of another stream. Of the first `WorkQue
 operator has the rest published again by hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -32,9 +30,9 @@ from nats.js.errors import NotFoundError
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.message import MESSAGE_ID
 from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.settings import RecordSettings
 from postroom.delivery.publishing.source import Noted, Search, Source, message_id
 from postroom.delivery.publishing.streams import Holes, StreamPicture, read_holes
+from postroom.delivery.settings import RecordSettings
 
 _log = structlog.get_logger(__name__)
 
@@ -69,7 +67,13 @@ class Record:
                 for search in self._searches(stream, until, marked):
                     requeued += await self._requeue(source, search)
                 if link is not self._link or not stream.work_queue:  # which may have more holes than messages
-                    requeued += await self._requeue_displaced(link, source, stream, until)
+                    # the newest that the server has lost, where others have filled their places before this comparison
+                    first = await _first_displaced(link.js, source, stream)
+                    if first is not None:
+                        place = stream.name, stream.created_at, first - 1
+                        requeued += await self._requeue(
+                            source, Search("behind_the_end", *place, until - self.horizon, until)
+                        )
         if all_complete:
             self._compared.update({stream.name: stream for stream in pictures})
         self._link = link
@@ -87,16 +91,6 @@ class Record:
             _log.warning(f"stream_{search.loss}", source=source.name, stream=search.stream, requeued=found)
         self.requeued[source.name] += found
         return found
-
-    async def _requeue_displaced(self, link: Link, source: Source, stream: StreamPicture, until: datetime) -> int:
-        """Requeue the newest that the server has lost, where others have filled their places before this comparison."""
-        first = await _first_displaced(link.js, source, stream)
-        if first is None:
-            return 0
-        since = until - self.horizon
-        return await self._requeue(
-            source, Search("behind_the_end", stream.name, stream.created_at, first - 1, since, until)
-        )
 
     def _searches(self, stream: StreamPicture, until: datetime, marked: datetime) -> list[Search]:
         """Return the searches that may find something."""

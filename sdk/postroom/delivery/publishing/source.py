@@ -4,15 +4,13 @@ Publisher and record know a `Source` and nothing behind it. It has two forms: a 
 deliveries, dead letters), and an agent's SQLite store (agents/outgoing.py: what it emitted, and its dead letters).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol
 
 from postroom.delivery.message import EPOCH, MESSAGE_ID
-from postroom.delivery.publishing.settings import PublisherSettings
+from postroom.delivery.settings import PublisherSettings
 
 
 class Outgoing(NamedTuple):

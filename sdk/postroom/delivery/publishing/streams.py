@@ -3,8 +3,6 @@
 The pictures are taken anew when they may be out of date.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -15,7 +13,7 @@ from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StreamInfo
 
 from postroom.delivery.errors import NATS_ERRORS, from_nats
-from postroom.delivery.nats_client import api_subject, connection_of
+from postroom.delivery.nats import api_subject, connection_of
 from postroom.delivery.streams import all_consumers, all_streams
 from postroom.errors import PostroomError
 

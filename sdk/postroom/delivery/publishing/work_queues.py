@@ -17,8 +17,6 @@ When the floors may rise, so that no purge raises them:
 - Without one, to what they were a second ago or more, if nothing was heard since: a purge is told of sooner.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Final, NamedTuple

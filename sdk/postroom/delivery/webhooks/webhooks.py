@@ -17,9 +17,9 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import Pool
-from postroom.chassis.sql import load_queries
 from postroom.delivery.consumer import DONE, Attempts, Consumer, ConsumerCounters, Delivery, Settle
 from postroom.delivery.consumers import Consumers
 from postroom.delivery.dead_letters import RecordedLetters

@@ -14,7 +14,8 @@ from support.http_consumers import Inbox, config_of, consuming
 from support.jetstream import Context
 
 from embedded import EmbeddedPostgres
-from postroom.delivery.database import migrate
+from postroom.chassis.postgres import migrate
+from postroom.delivery import ROOM
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.worker.consumer import HttpConsumer
 
@@ -24,7 +25,7 @@ Start = Callable[..., AbstractAsyncContextManager[HttpConsumer]]
 @pytest.fixture(scope="session")
 def inbox_database(postgres_server: EmbeddedPostgres) -> str:
     """One migrated database for all these tests; each has a context of its own in it."""
-    return migrated_database(postgres_server, "inboxes", migrate)
+    return migrated_database(postgres_server, "inboxes", lambda url: migrate(url, ROOM))
 
 
 @pytest.fixture

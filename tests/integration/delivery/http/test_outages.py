@@ -18,7 +18,8 @@ from support.jetstream import DURABLE, Context, until
 
 from embedded import EmbeddedPostgres
 from embedded.processes import tethered
-from postroom.delivery.database import migrate
+from postroom.chassis.postgres import migrate
+from postroom.delivery import ROOM
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.worker.consumer import HttpConsumer
 
@@ -26,7 +27,7 @@ from postroom.worker.consumer import HttpConsumer
 @pytest.fixture
 async def own_postgres(short_directory: Path) -> AsyncIterator[EmbeddedPostgres]:
     """A Postgres that the test may stop, with the migrated database `own`."""
-    async with postgres_of_its_own(short_directory, migrate) as server:
+    async with postgres_of_its_own(short_directory, lambda url: migrate(url, ROOM)) as server:
         yield server
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.jetstream import Context
 
-from postroom.chassis.postgres import Pool
-from postroom.delivery.database import migrate
+from postroom.chassis.postgres import Pool, migrate
+from postroom.delivery import ROOM
 from postroom.delivery.http.inbox_messages import open_inbox_pool
 from postroom.delivery.http.retention import InboxRetention
 from postroom.delivery.http.settings import InboxSettings
@@ -21,7 +21,7 @@ DURABLE = "billing"
 
 @pytest.fixture
 async def pool(database_url: str) -> AsyncIterator[Pool]:
-    await migrate(database_url)
+    await migrate(database_url, ROOM)
     pool = await open_inbox_pool(database_url, name="retention-tests", connections=2)
     yield pool
     await pool.close()

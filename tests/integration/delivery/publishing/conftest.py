@@ -15,13 +15,13 @@ import nats
 import pytest
 from nats.js import JetStreamContext
 
-from postroom.chassis.postgres import Pool
-from postroom.delivery.database import migrate, open_database
+from postroom.chassis.postgres import Pool, migrate, open_rooms
+from postroom.delivery import ROOM
 from postroom.delivery.dead_letters import DeadLetter, RecordedLetters
-from postroom.delivery.publishing import EVENTS, PostgresSource, Publisher, PublisherSettings, Record, RecordSettings
+from postroom.delivery.publishing import EVENTS, PostgresSource, Publisher, Record
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.postgres import Table
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 _contexts = count(1)
 QUICK = PublisherSettings(ack_seconds=2, first_seconds=0.01, most_seconds=0.05, idle_seconds=0.01)
@@ -124,8 +124,8 @@ class Office:
 
 @pytest.fixture
 async def office(database_url: str, nats_url: str) -> AsyncIterator[Office]:
-    await migrate(database_url)
-    pool = await open_database(database_url, name="publisher-tests", connections=8)
+    await migrate(database_url, ROOM)
+    pool = await open_rooms(database_url, ROOM, name="publisher-tests", connections=8)
     client = await nats.connect(nats_url)
     context = f"sea{next(_contexts)}"
     office = Office(pool, nats_url, context, client.jetstream())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncpg
 import pytest
 
-from postroom.delivery.database import migrate
+from postroom.chassis.postgres import migrate
+from postroom.delivery import ROOM
 from postroom.delivery.subjects import command_subject
 
 EMIT = "SELECT postroom.emit_command($1, $2, '{\"n\": 1}')::text"
@@ -18,7 +19,7 @@ PUBLISH = (
 
 @pytest.fixture
 async def connection(database_url: str):
-    await migrate(database_url)
+    await migrate(database_url, ROOM)
     connection = await asyncpg.connect(database_url)
     yield connection
     await connection.close()

@@ -26,15 +26,13 @@ from postroom.delivery.publishing import (
     EVENTS,
     PostgresSource,
     Publisher,
-    PublisherSettings,
     Record,
-    RecordSettings,
     WorkQueues,
     work_queues,
 )
 from postroom.delivery.publishing.link import Audit, Link
 from postroom.delivery.publishing.source import Outgoing, Place, Source
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 CREATED = datetime(2026, 1, 1, tzinfo=UTC)
 

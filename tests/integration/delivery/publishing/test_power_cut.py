@@ -15,8 +15,9 @@ import pytest
 from asyncpg import UniqueViolationError
 
 from embedded import EmbeddedNats
-from postroom.delivery.publishing import EVENTS, PostgresSource, PublisherSettings, RecordSettings
+from postroom.delivery.publishing import EVENTS, PostgresSource
 from postroom.delivery.publishing.postgres import PostgresClaim
+from postroom.delivery.settings import PublisherSettings, RecordSettings
 
 SAME_PLACE = (
     "UPDATE postroom.outbox_events SET published_at = now(), stream = 'S', stream_created_at = 'epoch', "

@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 from embedded import EmbeddedNats
-from postroom.delivery.publishing import PublisherSettings
+from postroom.delivery.settings import PublisherSettings
 
 SMALL = PublisherSettings(batch=7, aggregates=3, ack_seconds=2, first_seconds=0.01, most_seconds=0.05)
 

@@ -15,11 +15,11 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from embedded import EmbeddedNats
-from postroom.delivery.publishing import PublisherSettings, WorkQueues
+from postroom.delivery.publishing import WorkQueues
 from postroom.delivery.publishing import work_queues as module
 from postroom.delivery.publishing.link import Audit, Link
 from postroom.delivery.publishing.operations import redrive
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import NatsSettings, PublisherSettings
 
 SECONDS = 60
 
