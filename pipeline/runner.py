@@ -61,11 +61,16 @@ def check_spark() -> None:
 @contextmanager
 def session(name: str) -> Iterator[SparkSession]:
     """Lend the Spark session of this process, or one on all cores of this machine."""
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - slow to import, and an extra
+    from pyspark import SparkConf  # noqa: PLC0415 - slow to import, and an extra
+    from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - the same
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - the same
 
     from postroom.spark.session import prepare_environment, spare_workers_the_zip  # noqa: PLC0415 - the same
 
-    if (present := _present()) is not None:
+    present = None
+    with suppress(PySparkRuntimeError):  # there is none
+        present = SparkSession.active()
+    if present is not None:
         yield present
         return
     prepare_environment()
@@ -73,7 +78,18 @@ def session(name: str) -> Iterator[SparkSession]:
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")  # no pipeline uses pandas
     with as_file(files("pipeline").joinpath("log4j2.properties")) as quiet:
         builder = SparkSession.builder.appName(f"postroom {name}")
-        for key, value in _settings(str(quiet)).items():
+        always = {"spark.sql.session.timeZone": "UTC", "spark.ui.showConsoleProgress": "false"}
+        own = {
+            "spark.master": "local[*]",
+            "spark.ui.enabled": "false",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.driver.memory": "1g",
+            "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={quiet}",
+            "spark.sql.shuffle.partitions": "8",
+        }
+        is_submitted = SparkConf().contains("spark.master")  # a session of `spark-submit` has its own settings
+        for key, value in (always if is_submitted else always | own).items():
             builder = builder.config(key, value)
         spark = builder.getOrCreate()
         if threading.current_thread() is threading.main_thread():
@@ -94,36 +110,6 @@ def session(name: str) -> Iterator[SparkSession]:
 def _is_news(record: logging.LogRecord) -> bool:
     """Leave out what the way to Java logs of an interruption with a traceback, since it raises it as well."""
     return record.getMessage() != "KeyboardInterrupt while sending command."
-
-
-def _present() -> SparkSession | None:
-    """Return the session of this process, be it another thread's."""
-    from pyspark.errors import PySparkRuntimeError  # noqa: PLC0415 - as above
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - as above
-
-    try:
-        return SparkSession.active()
-    except PySparkRuntimeError:  # there is none
-        return None
-
-
-def _settings(quiet: str) -> dict[str, str]:
-    """Return what a session of this machine is started with; one of `spark-submit` has its own settings."""
-    from pyspark import SparkConf  # noqa: PLC0415
-
-    always = {"spark.sql.session.timeZone": "UTC", "spark.ui.showConsoleProgress": "false"}
-    if SparkConf().contains("spark.master"):
-        return always
-    return {
-        **always,
-        "spark.master": "local[*]",
-        "spark.ui.enabled": "false",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.memory": "1g",
-        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={quiet}",
-        "spark.sql.shuffle.partitions": "8",
-    }
 
 
 class Tasks(NamedTuple):

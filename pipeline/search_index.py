@@ -32,13 +32,13 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     history = spark.read.format(HistorySource.name()).options(**history_options(options)).load()
     texts = history.where("body IS NOT NULL").select(*_COLUMNS)
     write_rows(texts, options.database_url, QUERIES["index_messages"], ("mesh", "history_id"))
-    return Outcome(asyncio.run(_forget(options)))
 
+    async def forget() -> dict[str, int]:
+        async with connected(options.database_url) as connection:
+            deleted = await connection.fetchval(QUERIES["forget_words"], options.mesh)
+            return {"indexed": await connection.fetchval(QUERIES["count_words"], options.mesh), "deleted": deleted}
 
-async def _forget(options: Options) -> dict[str, int]:
-    async with connected(options.database_url) as connection:
-        deleted = await connection.fetchval(QUERIES["forget_words"], options.mesh)
-        return {"indexed": await connection.fetchval(QUERIES["count_words"], options.mesh), "deleted": deleted}
+    return Outcome(asyncio.run(forget()))
 
 
 if __name__ == "__main__":

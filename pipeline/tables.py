@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -23,7 +22,7 @@ from broker.database import check_version
 from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
 from postroom.chassis.postgres import Connection, connected
-from postroom.spark.history_batch import copy
+from postroom.spark.history import copy
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,8 +64,21 @@ def snapshot(url: str) -> Iterator[Snapshot]:
     thread = threading.Thread(target=loop.run_forever, name="postroom-snapshot", daemon=True)
     thread.start()
     held: Future[Snapshot] = Future()
-    holding = asyncio.run_coroutine_threadsafe(_hold(url, loop, held, ending), loop)
-    holding.add_done_callback(partial(_pass_on_failure, held))
+
+    async def hold() -> None:
+        try:
+            async with connected(url) as connection:
+                await check_version(connection)
+                async with connection.transaction(isolation="repeatable_read", readonly=True):
+                    (row,) = await connection.fetch(QUERIES["export_snapshot"])
+                    held.set_result(Snapshot(url, row["name"], row["now"], connection, loop))
+                    await ending.wait()
+        except BaseException as error:
+            if not held.done():
+                held.set_exception(error)
+            raise
+
+    holding = asyncio.run_coroutine_threadsafe(hold(), loop)
     try:
         yield held.result()
     finally:
@@ -75,20 +87,6 @@ def snapshot(url: str) -> Iterator[Snapshot]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-
-async def _hold(url: str, loop: asyncio.AbstractEventLoop, held: Future[Snapshot], ending: asyncio.Event) -> None:
-    async with connected(url) as connection:
-        await check_version(connection)
-        async with connection.transaction(isolation="repeatable_read", readonly=True):
-            (row,) = await connection.fetch(QUERIES["export_snapshot"])
-            held.set_result(Snapshot(url, row["name"], row["now"], connection, loop))
-            await ending.wait()
-
-
-def _pass_on_failure(held: Future[Snapshot], holding: Future[None]) -> None:
-    if (error := holding.exception()) is not None and not held.done():
-        held.set_exception(error)
 
 
 def read_table(spark: SparkSession, moment: Snapshot, table: str, query: str, schema: StructType) -> DataFrame:
@@ -128,11 +126,12 @@ def write_rows(frame: DataFrame, url: str, statement: str, key: Sequence[str]) -
 
     A second run of a task has to be harmless. Tasks take rows in the order of their key: no two wait in a circle.
     """
-    frame.sortWithinPartitions(*key).foreachPartition(partial(_write, url, statement, frame.columns))
 
+    def write(rows: Iterable[Row]) -> None:
+        asyncio.run(_write_batches(url, statement, columns, iter(rows)))
 
-def _write(url: str, statement: str, columns: Sequence[str], rows: Iterable[Row]) -> None:
-    asyncio.run(_write_batches(url, statement, columns, iter(rows)))
+    columns = frame.columns
+    frame.sortWithinPartitions(*key).foreachPartition(write)
 
 
 async def _write_batches(url: str, statement: str, columns: Sequence[str], rows: Iterator[Row]) -> None:

@@ -29,7 +29,7 @@ from postroom import Conflict, Gone
 from postroom._wire.administration import HistoryMessage
 from postroom.errors import InvalidMessage
 from postroom.spark.database import connect
-from postroom.spark.history_batch import _SETTINGS, QUERIES, SCHEMA, HistoryReader, PushingHistoryReader, copy
+from postroom.spark.history import _SETTINGS, QUERIES, SCHEMA, HistoryReader, PushingHistoryReader, copy
 from postroom.spark.history_options import Conditions, read_options
 from postroom.spark.history_stream import HistoryStreamReader
 

@@ -5,20 +5,91 @@
 
 Its columns are the fields of `postroom._wire.administration.HistoryMessage`; `meta` is JSON. With
 `.schema("history_id BIGINT")` only those columns are read. The options are `history_options.HistoryOptions`.
+
+A task reads one range of the numbers of one mesh. Every range is read by a statement of its own: what retention deletes
+meanwhile may be missing, what is accepted meanwhile lies behind the last range.
+
+Whole rows are gathered into blocks, and each block becomes a batch: a result of any size takes a few blocks of memory.
+All of it happens in the caller's thread, which lets the connection read only while it waits for a block: a second one
+would cost more in turns of the interpreter's lock than it gains. In CSV a null is nothing at all and an empty text is
+two quotes, so each comes out as what it was.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pyspark.sql.datasource import DataSource
-from pyspark.sql.types import StructType
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
 
-from postroom.spark.history_batch import SCHEMA, HistoryReader, PushingHistoryReader
-from postroom.spark.history_options import read_options
+from postroom._wire.sql import load_queries
+from postroom.errors import InvalidMessage, NotFound
+from postroom.spark.database import connect
+from postroom.spark.history_options import Conditions, HistoryOptions, read_options
 
 if TYPE_CHECKING:
+    import asyncpg
+    import pyarrow as pa
+    from pyspark.sql.datasource import Filter
+
     from postroom.spark.history_stream import HistoryStreamReader
+
+
+# Looks at a range in the snapshot that it is read from; raises what forbids to read it.
+Check: TypeAlias = "Callable[[Range, asyncpg.Connection[asyncpg.Record]], Awaitable[None]]"
+
+_INSTANT: Final = timedelta(microseconds=1)  # the precision of Postgres and of Spark
+
+# The fields of `HistoryMessage`, as columns; the first ones need no more than the table of the history.
+_OF_HISTORY: Final = (
+    StructType()
+    .add("history_id", LongType())
+    .add("broker_message_id", StringType())
+    .add("client_message_id", StringType())
+    .add("mesh", StringType())
+    .add("sender", StringType())
+    .add("to", StringType())
+    .add("destination_kind", StringType())
+    .add("accepted_at", TimestampType())
+)
+SCHEMA: Final = StructType(
+    [
+        *_OF_HISTORY.fields,
+        StructField("request_fingerprint", StringType()),
+        StructField("priority", StringType()),
+        StructField("body", StringType()),
+        StructField("body_base64", StringType()),
+        StructField("meta", StringType()),  # JSON
+        StructField("reply_to", StringType()),
+        StructField("traceparent", StringType()),
+    ]
+)
+Before: TypeAlias = "Callable[[asyncpg.Connection[asyncpg.Record]], Awaitable[None]]"
+
+QUERIES: Final = load_queries("postroom.spark", "history.sql")
+_BLOCK_BYTES: Final = 1024 * 1024  # of one batch, about
+
+# Control characters, which hardly any text has, so that JSON needs no quotes around it, nor a second one for each of
+# its own; what does have one of them is quoted.
+_DELIMITER: Final = "\x1f"
+_QUOTE: Final = "\x1e"
+
+# A range of numbers is found by its index, and what belongs to it as well: the time that a range takes depends on its
+# own length. Left to its estimates Postgres would rather read each table whole for every range, or start processes that
+# hand every row to the one that sends it: there are as many tasks as Spark has cores.
+_SETTINGS: Final = {
+    "datestyle": "ISO",
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+    "jit": "off",
+    "max_parallel_workers_per_gather": "0",
+}
 
 
 class HistorySource(DataSource):
@@ -43,3 +114,237 @@ class HistorySource(DataSource):
         from postroom.spark.history_stream import HistoryStreamReader  # noqa: PLC0415 - of newer PySparks
 
         return HistoryStreamReader(read_options(self.options, streaming=True), schema)
+
+
+class Range(InputPartition):
+    """The numbers of a mesh after `after`, up to `last`; a stream began after the deletion `deletion`."""
+
+    def __init__(self, mesh_id: int, after: int, last: int, deletion: int = 0) -> None:
+        self.mesh_id = mesh_id
+        self.after = after
+        self.last = last
+        self.deletion = deletion
+
+
+class Ranges(InputPartition):
+    """Several of them, which one task reads one after the other."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ranges = ranges
+
+
+def split(mesh_id: int, after: int, last: int, rows: int, deletion: int = 0) -> list[Range]:
+    """Cut what lies after one number, up to another, into ranges of at most `rows` numbers."""
+    return [Range(mesh_id, start, min(start + rows, last), deletion) for start in range(after, last, rows)]
+
+
+def shared_out(ranges: Sequence[Range], tasks: int) -> list[InputPartition]:
+    """Return a partition for each range, or where those are more than `tasks`, as many with several each."""
+    if len(ranges) <= tasks:
+        return list(ranges)
+    return [Ranges(ranges[first::tasks]) for first in range(tasks)]
+
+
+class RangeReader:
+    """Reads ranges as Arrow, with the columns of `schema`; raises `InvalidMessage` where it names others."""
+
+    def __init__(self, options: HistoryOptions, schema: StructType) -> None:
+        self._url = options.database_url
+        known = {field.name: field.dataType for field in SCHEMA.fields}
+        for field in schema.fields:
+            if known.get(field.name) != field.dataType:
+                sentence = (
+                    f"the history has no column {field.name} of the type {field.dataType.simpleString()}: "
+                    f"its columns are {SCHEMA.simpleString()}"
+                )
+                raise InvalidMessage.of("invalid_schema", sentence, field=field.name)
+        self._schema = to_arrow_schema(schema, timezone="UTC")
+        is_history = set(schema.fieldNames()) <= set(_OF_HISTORY.fieldNames())
+        self._query = "read_history" if is_history else "read_messages"
+
+    def read(
+        self, part: InputPartition, conditions: Conditions, check: Check | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the messages of a partition that may meet the conditions, once each range has passed `check`.
+
+        Of a query without any partition Spark makes a task too, with none.
+        """
+        ranges = part.ranges if isinstance(part, Ranges) else [part] if isinstance(part, Range) else []
+        for each in ranges:
+            arguments = conditions.arguments(each.mesh_id, each.after, each.last)
+            before = None if check is None else partial(check, each)
+            yield from copy(self._url, QUERIES[self._query], arguments, self._schema, before=before)
+
+
+class HistoryReader(DataSourceReader):
+    """`spark.read.format("postroom_history")`."""
+
+    def __init__(self, options: HistoryOptions, schema: StructType) -> None:
+        self._options = options
+        self._ranges = RangeReader(options, schema)
+        until = options.until and options.until - _INSTANT
+        self._conditions = Conditions(since=options.since, until=until, mesh=options.mesh, to=options.to)
+
+    def partitions(self) -> list[InputPartition]:
+        """Cut the history as it stands into ranges; raises `NotFound` where the option names no mesh."""
+        url, wanted = self._options.database_url, self._conditions
+        if wanted.since is None and wanted.until is None:
+            extents = fetch(url, QUERIES["extent"], wanted.mesh)
+        else:
+            extents = fetch(url, QUERIES["extent_within"], wanted.mesh, wanted.since, wanted.until)
+        check_mesh(self._options.mesh, known=bool(extents))
+        ranges: list[Range] = []
+        for row in (row for row in extents if row["first"] is not None):
+            after, last = max(row["first"], wanted.first) - 1, min(row["last"], wanted.last)
+            ranges += split(row["mesh_id"], after, last, self._options.partition_rows)
+        return shared_out(ranges, self._options.max_connections)
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        """Read one partition."""
+        return self._ranges.read(partition, self._conditions)
+
+
+class PushingHistoryReader(HistoryReader):
+    """The same, leaving out what the query filters away, for a DataFrame that is filtered once.
+
+    PySpark up to 4.3 keeps one reader for all queries of a DataFrame: where one has filters and the next has none, the
+    next is answered with the filters of the one before, and so is the second half of a union with itself. A task is
+    told nothing that shows whose filters it has. So nobody gets this who did not ask for it (`push_filters`).
+    """
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
+        """Take note of the filters, and leave each to Spark as well."""
+        self._conditions = self._conditions.narrowed(filters)
+        return filters
+
+
+def check_mesh(mesh: str | None, *, known: bool) -> None:
+    """Raise `NotFound` where the mesh that is to be read is not known."""
+    if mesh is not None and not known:
+        raise NotFound.of("mesh_not_found", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
+
+
+def fetch(url: str, query: str, *arguments: Any) -> list[asyncpg.Record]:
+    """Run one query on a connection of its own; raises as `connect` does."""
+
+    async def run() -> list[asyncpg.Record]:
+        connection = await connect(url, _SETTINGS)
+        try:
+            return await connection.fetch(query, *arguments)
+        finally:
+            await connection.close()
+
+    return asyncio.run(run())
+
+
+def copy(
+    url: str,
+    query: str,
+    arguments: Sequence[Any],
+    schema: pa.Schema,
+    *,
+    snapshot: str | None = None,
+    before: Before | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the result of `query` as batches of `schema`, which names some of its columns; others are not computed.
+
+    With `snapshot` it is read as an exported snapshot shows the database. `before` looks at the same state of it first.
+    Raises as `connect` does, what `before` raises, and what Postgres refuses the query with. Whoever stops half-way
+    closes the generator, which ends the query too.
+    """
+    loop = asyncio.new_event_loop()
+    blocks: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
+    text = QUERIES["columns"].format(columns=", ".join(f'"{name}"' for name in schema.names), query=_statement(query))
+    copying = loop.create_task(_copy(url, _statement(text), arguments, blocks.put, snapshot=snapshot, before=before))
+    try:
+        while block := loop.run_until_complete(_next_block(blocks, copying)):
+            import pyarrow as pa  # noqa: PLC0415 - of the extra `spark`
+            from pyarrow import csv  # noqa: PLC0415
+
+            table = csv.read_csv(
+                pa.py_buffer(block),
+                csv.ReadOptions(column_names=schema.names, block_size=len(block), use_threads=False),
+                csv.ParseOptions(
+                    delimiter=_DELIMITER, quote_char=_QUOTE, newlines_in_values=True, ignore_empty_lines=False
+                ),
+                csv.ConvertOptions(
+                    column_types=schema,
+                    null_values=[""],
+                    strings_can_be_null=True,
+                    quoted_strings_can_be_null=False,
+                    true_values=["t"],
+                    false_values=["f"],
+                ),
+            )
+            (batch,) = table.combine_chunks().to_batches()
+            yield pa.RecordBatch.from_arrays(batch.columns, schema=schema)
+    finally:
+        copying.cancel()
+        loop.run_until_complete(asyncio.wait([copying]))
+        loop.close()
+
+
+async def _next_block(blocks: asyncio.Queue[bytes], copying: asyncio.Task[None]) -> bytes:
+    """Return the next block, and nothing at the end; raises what ended the copying."""
+    getting = asyncio.ensure_future(blocks.get())
+    await asyncio.wait({getting, copying}, return_when=asyncio.FIRST_COMPLETED)
+    if getting.done():
+        return getting.result()
+    getting.cancel()
+    copying.result()
+    return b""
+
+
+async def _copy(
+    url: str,
+    query: str,
+    arguments: Sequence[Any],
+    put: Callable[[bytes], Awaitable[None]],
+    *,
+    snapshot: str | None,
+    before: Before | None,
+) -> None:
+    connection = await connect(url, _SETTINGS)
+    try:
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            if snapshot is not None:
+                if not all(part.isalnum() for part in snapshot.split("-")):
+                    raise ValueError(f"{snapshot!r} is not a snapshot")
+                await connection.execute(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
+            if before is not None:
+                await before(connection)
+            gathering = _Gathering(put)
+            await connection.copy_from_query(
+                query, *arguments, output=gathering.add, format="csv", delimiter=_DELIMITER, quote=_QUOTE
+            )
+            await gathering.flush()
+    finally:
+        await connection.close()
+
+
+class _Gathering:
+    """Gathers what Postgres sends, which is whole rows always (a message of the protocol for each), into blocks."""
+
+    def __init__(self, put: Callable[[bytes], Awaitable[None]]) -> None:
+        self._put = put
+        self._held: list[bytes] = []
+        self._bytes = 0
+
+    async def add(self, rows: bytes) -> None:
+        """Hold rows until there is a block of them."""
+        self._held.append(rows)
+        self._bytes += len(rows)
+        if self._bytes >= _BLOCK_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Hand on what is held, if anything."""
+        held, self._held, self._bytes = self._held, [], 0
+        if held:
+            await self._put(b"".join(held))
+
+
+def _statement(query: str) -> str:
+    """Return the query as COPY takes it: without its end, and without comments, where arguments would be put in too."""
+    lines = (line for line in query.splitlines() if not line.lstrip().startswith("--"))
+    return "\n".join(lines).rstrip().removesuffix(";")

@@ -17,7 +17,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from pyspark.sql.types import StructType
 
 from postroom.errors import Conflict, Gone
-from postroom.spark.history_batch import QUERIES, Range, RangeReader, check_mesh, fetch, shared_out, split
+from postroom.spark.history import QUERIES, Range, RangeReader, check_mesh, fetch, shared_out, split
 from postroom.spark.history_options import Conditions, HistoryOptions
 
 if TYPE_CHECKING:

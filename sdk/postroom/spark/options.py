@@ -4,8 +4,6 @@ Everything is checked on the driver, before a row is sent: an option that is unk
 that is not there or of a type that an option can't use, raises `InvalidMessage` with the option as `field`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os
@@ -118,6 +116,7 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
         _refuse("to", "set either `to`, one destination for all rows, or `to_column`, the column with each row's")
     if chosen.to is not None:
         parse_destination(chosen.to)
+    target = chosen.to or f"column {chosen.to_column}"  # it does not depend on how the rows are cut into tasks
     plan = WritePlan(
         schema=schema,
         to=chosen.to,
@@ -129,7 +128,7 @@ def plan_write(options: Mapping[str, str], schema: StructType) -> WritePlan:
         socket=chosen.socket,
         batch_size=chosen.batch_size,
         wait=chosen.wait,
-        namespace=chosen.namespace or _default_namespace(chosen, given.get("queryname")),
+        namespace=chosen.namespace or " ".join(filter(None, [target, given.get("queryname")])),
         on_conflict=chosen.on_conflict,
         on_refused=chosen.on_refused,
         job=_job(chosen),
@@ -168,21 +167,11 @@ def _job(chosen: SinkOptions) -> WriteJob | None:
     mesh = chosen.mesh or os.environ.get(_MESH)
     if not mesh:
         _refuse("mesh", f"the job has no mesh: set {_MESH}, or the option `mesh`")
-    return WriteJob(id=_job_id(chosen.job), mesh=mesh, database_url=chosen.database_url)
-
-
-def _job_id(text: str) -> UUID:
     try:
-        return UUID(text)
+        return WriteJob(id=UUID(chosen.job), mesh=mesh, database_url=chosen.database_url)
     except ValueError:
         advice = "choose a UUID for the write, and use it again whenever the write runs again"
-        _refuse("job", f"the option `job` is {text!r}: {advice}")
-
-
-def _default_namespace(chosen: SinkOptions, query_name: str | None) -> str:
-    """Return the target and the query's name; neither depends on how the rows are cut into tasks."""
-    target = chosen.to or f"column {chosen.to_column}"
-    return f"{target} {query_name}" if query_name else target
+        _refuse("job", f"the option `job` is {chosen.job!r}: {advice}")
 
 
 def _check_columns(plan: WritePlan) -> None:
@@ -195,8 +184,11 @@ def _check_columns(plan: WritePlan) -> None:
     for option, text in (("to_column", plan.to_column), ("priority", plan.priority_column)):
         if text is not None and not isinstance(_column(plan, option, text), StringType):
             _refuse(option, f"the column `{text}` of the option `{option}` must be text")
-    if plan.meta is not None:
-        _check_meta(plan.meta, _column(plan, "meta", plan.meta))
+    if plan.meta is not None and not isinstance(kind := _column(plan, "meta", plan.meta), StringType):
+        if not isinstance(kind, (StructType, MapType)):
+            expected = "must be a struct, a map, or text with JSON objects"
+            _refuse("meta", f"the column `{plan.meta}` of the option `meta` {expected}")
+        check_type(plan.meta, kind)
     if plan.body is None:
         for field in plan.schema:
             check_type(field.name, field.dataType)
@@ -210,14 +202,6 @@ def _column(plan: WritePlan, option: str, name: str) -> DataType:
         hint = ", nor is it now, next or low" if option == "priority" else ""
         _refuse(option, f"`{name}` of the option `{option}` is not a column{hint}; the DataFrame has: {there}")
     return plan.schema[name].dataType
-
-
-def _check_meta(name: str, kind: DataType) -> None:
-    if isinstance(kind, StringType):
-        return
-    if not isinstance(kind, (StructType, MapType)):
-        _refuse("meta", f"the column `{name}` of the option `meta` must be a struct, a map, or text with JSON objects")
-    check_type(name, kind)
 
 
 def _refuse(option: str | None, detail: str) -> NoReturn:

@@ -23,7 +23,7 @@ import msgspec
 from postroom._wire.message import SendRequest
 from postroom._wire.sends import SETTLED, OutboxRow, SendResult
 from postroom.client import AsyncClient
-from postroom.errors import Conflict, InvalidMessage, PostroomError, Problem, TryAgain
+from postroom.errors import Conflict, InvalidMessage, PostroomError, TryAgain
 from postroom.spark.options import FAIL, WritePlan
 from postroom.spark.rows import Row, RowReader, key_text
 
@@ -139,8 +139,20 @@ class _Task:
                             self._changed.set()
                         else:
                             self._room.release()
-                    elif result.problem is not None:
-                        self._refused(row, result.problem)
+                    elif (problem := result.problem) is not None:
+                        self._room.release()
+                        # an id that is taken by other content, or a row that was refused for itself, or retired before
+                        self._problem(
+                            RowProblem(
+                                row.key,
+                                row.request.client_message_id or "",
+                                problem.code == _REUSED and (problem.conflict or "").endswith("mismatch"),
+                                problem.code,
+                                problem.detail,
+                                since=problem.since,
+                                destination=problem.destination,
+                            )
+                        )
 
     async def _requests(self, slices: AsyncIterator[list[Row]]) -> AsyncIterator[SendRequest]:
         line = 0
@@ -157,22 +169,6 @@ class _Task:
             self.tally.duplicate += number
         else:
             self.tally.accepted += number
-
-    def _refused(self, row: Row, problem: Problem) -> None:
-        """Tell an id that is taken by other content from a row that was refused for itself, or retired before."""
-        self._room.release()
-        reused = problem.code == _REUSED and (problem.conflict or "").endswith("mismatch")
-        self._problem(
-            RowProblem(
-                row.key,
-                row.request.client_message_id or "",
-                reused,
-                problem.code,
-                problem.detail,
-                since=problem.since,
-                destination=problem.destination,
-            )
-        )
 
     def refuse(self, key: tuple[str, ...], error: InvalidMessage) -> None:
         """Count a row that no message can be made of."""

@@ -94,10 +94,15 @@ class RowReader:
             try:
                 yield from self._rows(columns)
             except InvalidMessage as error:
-                refuse(self._key(columns), error)
+                try:
+                    key = self._keys(columns)[0]
+                except InvalidMessage:  # it has none
+                    key = ()
+                refuse(key, error)
             self._read += 1
 
     def _rows(self, columns: _Columns) -> list[Row]:
+        priority = self._plan.priority_column
         keys = self._keys(columns)
         texts, encoded = self._bodies(columns)
         return [
@@ -108,17 +113,17 @@ class RowReader:
                     body=text,
                     body_base64=data,
                     meta=meta,
-                    priority=priority,
+                    priority=urgency,
                     client_message_id=self._ids.id_of(key),
                 ),
             )
-            for key, to, text, data, meta, priority in zip(
+            for key, to, text, data, meta, urgency in zip(
                 keys,
                 self._destinations(columns, keys),
                 texts,
                 encoded,
                 self._metas(columns, keys),
-                self._priorities(columns),
+                repeat(self._plan.priority) if priority is None else (each or "next" for each in columns.raw(priority)),
                 strict=False,  # what is the same for all rows repeats without end
             )
         ]
@@ -131,13 +136,6 @@ class RowReader:
                 row = self._place(columns, column.index(None))
                 raise _unusable(f"a row has no id: its `{name}`, which the option `id` names, is null. It is {row}")
         return list(zip(*([id_text(value) for value in column] for column in values), strict=True))
-
-    def _key(self, columns: _Columns) -> tuple[str, ...]:
-        """Return the key of a row alone, nothing where it has none."""
-        try:
-            return self._keys(columns)[0]
-        except InvalidMessage:
-            return ()
 
     def _place(self, columns: _Columns, index: int) -> str:
         """Name a row that has no key: where it was read, and what its first columns hold."""
@@ -185,10 +183,6 @@ class RowReader:
         except msgspec.DecodeError as error:
             row = key_text(self._plan, key)
             raise _unusable(f"`{self._plan.meta}` of the row {row} is not a JSON object: {error}") from error
-
-    def _priorities(self, columns: _Columns) -> Iterator[Any]:
-        name = self._plan.priority_column
-        return repeat(self._plan.priority) if name is None else (value or "next" for value in columns.raw(name))
 
 
 class _Columns:

@@ -10,8 +10,6 @@ written that drops this one flag and hands the rest on: Spark does without vecto
 it much later.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os
@@ -133,24 +131,20 @@ def _usable_home(runtime: _Runtime, environ: Mapping[str, str]) -> Path:
     name = hashlib.sha256(os.fsencode(runtime.home)).hexdigest()[:16]
     home = Path(cache, "postroom", f"java-{runtime.version}-{name}")
     script = _WRAPPER.format(module=VECTOR_MODULE, java=shlex.quote(str(runtime.home / "bin" / "java")))
+    program = home / "bin" / "java"
     try:
-        _write_program(home / "bin" / "java", script)
+        if program.is_file() and program.read_text() == script and os.access(program, os.X_OK):
+            return home
+        program.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=program.parent) as directory:  # whole or not: another may be starting it
+            fresh = Path(directory, program.name)
+            fresh.write_text(script)
+            fresh.chmod(0o755)
+            fresh.replace(program)
     except OSError as error:
         detail = f"cannot write {home}, which the trimmed Java {runtime.home} needs: {error}; set XDG_CACHE_HOME"
         raise Unavailable.of("java_absent", detail) from error
     return home
-
-
-def _write_program(path: Path, script: str) -> None:
-    """Write an executable file, whole or not at all, unless it is there: another process may be starting it."""
-    if path.is_file() and path.read_text() == script and os.access(path, os.X_OK):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        fresh = Path(directory, path.name)
-        fresh.write_text(script)
-        fresh.chmod(0o755)
-        fresh.replace(path)
 
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> str:

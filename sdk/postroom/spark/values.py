@@ -4,8 +4,6 @@ Every rule is exact and independent of the session: a timestamp is in UTC whatev
 keeps its digits as text, bytes are base64, what a double has and JSON has not (NaN, Infinity) is text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from datetime import UTC, date, datetime
