@@ -4,8 +4,6 @@ A server raises `PostroomError` and answers with its `problem`; a client reads t
 again, narrowed by what the caller can do about it.
 """
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import Any, Final, Self
 

@@ -11,8 +11,6 @@ The handler answers 2xx when the effect has happened, 409 when it had happened b
 handled, and anything else, such as 503 with `Retry-After`, to have it retried later.
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Any
 

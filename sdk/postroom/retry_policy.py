@@ -9,8 +9,6 @@ A consumer follows it instead of its own schedule. It can only lower the number 
 consumer's operator sets, stays the most. After the last attempt the message is dead-lettered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 

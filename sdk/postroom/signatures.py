@@ -9,8 +9,6 @@ The time is signed, so that a recorded request is refused once the replay window
 window the message id (`Idempotency-Key`) makes the second run harmless.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

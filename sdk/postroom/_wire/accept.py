@@ -1,7 +1,5 @@
 """What a daemon and a broker say to each other: `POST /v1/accept` and `/v1/accepted`, `GET /v1/features`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

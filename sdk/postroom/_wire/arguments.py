@@ -3,8 +3,6 @@
 What it wants to send becomes the bytes of a request, checked where JSON itself would change it silently.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import re

@@ -1,7 +1,5 @@
 """Following a daemon's inbox: server-sent events, resumed by `Last-Event-ID` whenever the connection breaks."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from typing import Final

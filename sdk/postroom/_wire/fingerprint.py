@@ -6,8 +6,6 @@
 Computed once when an outbox row is written, computed anew by the broker, and compared by nobody else.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any, Final
@@ -50,7 +48,7 @@ def _canonical(value: Any) -> Any:
     """
     kind = type(value)
     if kind is dict:
-        keys = sorted(value) if "".join(value).isascii() else sorted(value, key=_utf16)
+        keys = sorted(value) if "".join(value).isascii() else sorted(value, key=lambda key: key.encode("utf-16-be"))
         return dict(zip(keys, _each([value[key] for key in keys]), strict=True))
     if kind is list or kind is tuple:
         return _each(value)
@@ -88,10 +86,6 @@ def _number(value: Any) -> Any:
     if kind is float and _PLAIN_FLOATS[0] < abs(value) < _PLAIN_FLOATS[1]:
         return value
     return msgspec.Raw(rfc8785.dumps(value))
-
-
-def _utf16(key: str) -> bytes:
-    return key.encode("utf-16-be")
 
 
 def fingerprint(

@@ -4,8 +4,6 @@ A `client_message_id` is never released once a row holds it (docs/contract/send.
 before anything is written. Minted ids are ULIDs in time order, which keeps every index append-only.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -4,8 +4,6 @@
 A message that it refuses leaves no trace and consumes no id (docs/contract/send.md#send-25).
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -1,7 +1,5 @@
 """What a failure to talk to a daemon or a broker means: one sentence that names the peer and says what to do."""
 
-from __future__ import annotations
-
 import errno
 from http import HTTPStatus
 from typing import Final, NamedTuple, NoReturn

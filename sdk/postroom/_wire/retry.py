@@ -1,12 +1,10 @@
-"""Trying again: how long to wait first, whatever it is that failed; `Retry-After`; a deadline that ends it.
+"""Trying again: what failed, in words to keep; how long to wait first; `Retry-After`; a deadline that ends it.
 
 `Backoff` is the one formula of a delay, with the one jitter. Whatever waits before another try draws from it: clients,
 the relay, the publisher, a consumer's schedule and a message's own policy, a connection that is opened anew.
 
 What is tried again carries the id it was first tried with, so a try whose answer was lost can't become two messages.
 """
-
-from __future__ import annotations
 
 import asyncio
 import math
@@ -25,6 +23,7 @@ T = TypeVar("T")
 RETRY_AFTER_LEAST: Final = 1.0  # second
 RETRY_AFTER_MOST: Final = 15 * 60.0  # seconds
 STEADY: Final = 0.8  # of a pause that somebody set for one thing: the rest is enough to part what failed together
+_MOST_CHARACTERS: Final = 1000  # of what is kept of an error
 _LARGEST_POWER: Final = 40  # beyond it, growing is past every limit and only costs precision
 
 
@@ -140,3 +139,22 @@ def _seconds(text: str) -> float | None:
     except ValueError:
         return None
     return seconds if math.isfinite(seconds) else None
+
+
+def tell(error: BaseException) -> str:
+    """Name an error that a handler raised and what it says, of a group its members too; whatever it was.
+
+    What neither Postgres nor a log can keep becomes an escape.
+    """
+    kept = _told(error)[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
+    return kept.replace("\0", "\\x00")
+
+
+def _told(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception as broken:  # noqa: BLE001 - it is the handler's own code
+        text = f"(its text is not available: {type(broken).__name__})"
+    if isinstance(error, BaseExceptionGroup):
+        text += ": " + "; ".join(map(_told, error.exceptions))
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

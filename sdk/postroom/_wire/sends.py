@@ -3,8 +3,6 @@
 And what it has received: the types of `/v1/inbox` and `/v1/events` (docs/contract/delivery.md#delivery-82).
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Final, Literal
 

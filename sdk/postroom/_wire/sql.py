@@ -9,8 +9,6 @@ A file holds any number of queries; each begins with a line `-- name: <name>` an
 `why_refused` says why a Postgres URL cannot be used, without the password that it may hold.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from importlib.resources import files

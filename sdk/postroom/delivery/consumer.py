@@ -26,8 +26,7 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
-from postroom._wire.failures import tell
-from postroom._wire.retry import Backoff
+from postroom._wire.retry import Backoff, tell
 from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
 from postroom.delivery.dead_letters.letter import REPLAYED_FOR
 from postroom.delivery.message import Delivery, delivery_of

@@ -21,10 +21,9 @@ from uuid import UUID
 
 import msgspec
 
-from postroom._wire.context import Context, Job
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
-from postroom.flow import Activity, Again, Spawn, Step, next_steps
+from postroom.flow import Activity, Again, Context, Job, Spawn, Step, next_steps
 from postroom.ledger.primitives import (
     Answer,
     Child,

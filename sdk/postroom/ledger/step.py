@@ -14,11 +14,10 @@ import asyncpg
 import msgspec
 import structlog
 
-from postroom._wire.context import Context
-from postroom._wire.failures import tell
+from postroom._wire.retry import tell
 from postroom.chassis.postgres import UNREACHABLE, Connection, Pool
 from postroom.errors import PostroomError
-from postroom.flow import Activity, Flow, InvalidFlow
+from postroom.flow import Activity, Context, Flow, InvalidFlow
 from postroom.ledger.errors import Fault
 from postroom.ledger.primitives import Leg1, Leg2, release, renew
 from postroom.retry_policy import RetryPolicy

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from postroom._wire.failures import tell
-from postroom._wire.retry import STEADY, Backoff, Patience, retrying
+from postroom._wire.retry import STEADY, Backoff, Patience, retrying, tell
 from postroom.errors import Conflict, InvalidMessage, PostroomError
 from postroom.once.model import (
     MAX_ERROR,

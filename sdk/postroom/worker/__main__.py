@@ -9,8 +9,6 @@
 `postroom worker run`, `postroom consumer run` and `postroom agent run` are the first three.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

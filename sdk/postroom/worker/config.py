@@ -4,8 +4,6 @@ A consumer, or an agent, can have a process and a file of its own: a worker with
 `POSTROOM_CONSUMER_<KEY>` or `POSTROOM_AGENT_<KEY>` overrides.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -365,16 +363,16 @@ def _check_agent(config: AgentSection) -> None:
 
 def state_directory(config: AgentSection, agent: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Return where the store of the agent of that name lies; raises `Fatal` (78) where nothing says."""
-    return config.state_directory or _state_home(environ) / "agents" / f"{config.tenant}.{config.workspace}.{agent}"
-
-
-def _state_home(environ: Mapping[str, str]) -> Path:
+    if config.state_directory is not None:
+        return config.state_directory
     if stack := environ.get("POSTROOM_STATE"):
-        return Path(stack)  # `postroom down --wipe` removes it with the rest
-    if state := environ.get("XDG_STATE_HOME"):
-        return Path(state) / "postroom"
-    if os.getuid() == 0:
-        return Path("/var/lib/postroom")
-    if home := environ.get("HOME"):
-        return Path(home) / ".local" / "state" / "postroom"
-    raise Fatal(Exit.CONFIG, "HOME is not set: set state_directory (POSTROOM_AGENT_STATE_DIRECTORY)")
+        state = Path(stack)  # `postroom down --wipe` removes it with the rest
+    elif home := environ.get("XDG_STATE_HOME"):
+        state = Path(home) / "postroom"
+    elif os.getuid() == 0:
+        state = Path("/var/lib/postroom")
+    elif home := environ.get("HOME"):
+        state = Path(home) / ".local" / "state" / "postroom"
+    else:
+        raise Fatal(Exit.CONFIG, "HOME is not set: set state_directory (POSTROOM_AGENT_STATE_DIRECTORY)")
+    return state / "agents" / f"{config.tenant}.{config.workspace}.{agent}"

@@ -6,8 +6,6 @@ activity_retried                leg 2, in its body the activity and the message 
 any event that names a request  leg 2: in `X-Causation-Id`, or in its body as `answers`, the request's message id
 """
 
-from __future__ import annotations
-
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -95,10 +93,14 @@ def read(delivery: Delivery) -> Meaning:
 
     Raises `InvalidMessage` where it is an engine's own, and not what an engine writes.
     """
-    event = _event(delivery.subject)
     guid = delivery.headers.get(REPLAY_OF) or delivery.message_id
-    if event is None or guid is None:
+    try:
+        subject = parse_subject(delivery.subject)
+    except InvalidMessage:  # it is another program's
         return None
+    if guid is None or not isinstance(subject, EventSubject):
+        return None
+    event = subject.name
     if event in {SPAWNED, CYCLED, RETRIED}:
         return _own(event, guid, delivery)
     request = _request(delivery)
@@ -172,11 +174,3 @@ def _uuid(text: Any) -> UUID | None:
         return UUID(text.partition("~")[0].partition("/")[0])
     except ValueError:
         return None
-
-
-def _event(subject: str) -> str | None:
-    try:
-        parsed = parse_subject(subject)
-    except InvalidMessage:
-        return None
-    return parsed.name if isinstance(parsed, EventSubject) else None

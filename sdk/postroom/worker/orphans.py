@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Annotated, Final, NamedTuple
 from uuid import UUID
 
@@ -60,10 +61,6 @@ class OrphanCheckSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     hour: Annotated[int, Meta(ge=0, le=23, description="the hour of the day, in UTC, at which it begins")] = 3
 
 
-def _now() -> datetime:
-    return datetime.now(UTC)
-
-
 class OrphanCheck:
     """Checks a broker's database every night: `run` it as a task."""
 
@@ -74,7 +71,7 @@ class OrphanCheck:
         settings: OrphanCheckSettings,
         *,
         events_kept: timedelta,
-        clock: Callable[[], datetime] = _now,
+        clock: Callable[[], datetime] = partial(datetime.now, UTC),  # noqa: B008 - it is called later
     ) -> None:
         self.last: LastCheck | None = None
         self._pool = pool
@@ -100,7 +97,9 @@ class OrphanCheck:
     async def look(self) -> None:
         """Check where it is due and nobody else is at it, and read what the last check found."""
         self.last = await last_check(self._pool)
-        due = self._due()
+        now = self._clock()
+        tonight = now.replace(hour=self._settings.hour, minute=0, second=0, microsecond=0)
+        due = tonight if tonight <= now else tonight - _DAY  # the last moment at which a check was to begin
         if self.last is not None and self.last.at >= due:
             return
         self.last = await check_if_due(self._url, due, events_kept=self._events_kept)
@@ -123,12 +122,6 @@ class OrphanCheck:
             reasons.append(f"the orphan check has not run since {at:%Y-%m-%d %H:%M}Z: {self._trouble}")
         return reasons
 
-    def _due(self) -> datetime:
-        """Return the last moment at which a check was to begin."""
-        now = self._clock()
-        tonight = now.replace(hour=self._settings.hour, minute=0, second=0, microsecond=0)
-        return tonight if tonight <= now else tonight - _DAY
-
 
 async def check_if_due(url: str, due: datetime, *, events_kept: timedelta) -> LastCheck | None:
     """Check where that was not done since `due`, unless another process is at it; return the last check there is.
@@ -137,16 +130,10 @@ async def check_if_due(url: str, due: datetime, *, events_kept: timedelta) -> La
     """
     async with connected(url) as connection:
         is_leader = await connection.fetchval(_QUERIES["lead_checking"])
-        last = await lastcheck(connection)
+        last = await last_check(connection)
         if is_leader and (last is None or last.at < due):
             last = await check(connection, events_kept)
         return last
-
-
-async def lastcheck(connection: Connection | Pool) -> LastCheck | None:
-    """Return what the last check found, None where there was none."""
-    row = await connection.fetchrow(_QUERIES["last_check"])
-    return None if row is None else LastCheck(row["checked_at"], _decode(row["violations"]))
 
 
 async def last_check(connection: Connection | Pool) -> LastCheck | None:

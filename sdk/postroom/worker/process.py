@@ -4,8 +4,6 @@ A part is a database that is published from, a consumer, or an agent. The first 
 ends the process. Any number of workers may run the same: what one has claimed, the others leave alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager

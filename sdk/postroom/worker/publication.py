@@ -3,8 +3,6 @@
 NATS may be away all the while, from the start on: what cannot be published waits in Postgres.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -135,8 +133,21 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
             )
             for source in sources
         ]
-        webhooks = await stack.enter_async_context(_open_webhooks(config)) if has_broker else None
-        jobs = await stack.enter_async_context(_open_jobs(config)) if config.flows else None
+        webhooks = jobs = orphan_check = None
+        if has_broker:
+            connections = _WEBHOOK_CONNECTIONS
+            posting = await open_inbox_pool(config.database, name="postroom-worker webhooks", connections=connections)
+            stack.push_async_callback(posting.close)
+            webhooks = Webhooks(posting, config.nats, config.webhooks, Guard(networks_of(config.webhooks)))
+        if has_broker and config.orphan_check.enabled:
+            events_kept = timedelta(days=config.record.keep_days)
+            orphan_check = OrphanCheck(pool, config.database, config.orphan_check, events_kept=events_kept)
+        if config.flows:
+            flows = [load_flow(name) for name in config.flows]
+            connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
+            working = await open_jobs_pool(config.database, name="postroom-worker jobs", connections=connections)
+            stack.push_async_callback(working.close)
+            jobs = Jobs(working, config.nats, flows, config.jobs)
         yield Publication(
             pool=pool,
             sources=sources,
@@ -146,33 +157,5 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
             webhooks=webhooks,
             jobs=jobs,
             job_retention=JobRetention(pool, config.jobs.keep_days),
-            orphan_check=_orphan_check(pool, config) if has_broker else None,
+            orphan_check=orphan_check,
         )
-
-
-def _orphan_check(pool: Pool, config: WorkerConfig) -> OrphanCheck | None:
-    if not config.orphan_check.enabled:
-        return None
-    events_kept = timedelta(days=config.record.keep_days)
-    return OrphanCheck(pool, config.database, config.orphan_check, events_kept=events_kept)
-
-
-@asynccontextmanager
-async def _open_webhooks(config: WorkerConfig) -> AsyncIterator[Webhooks]:
-    pool = await open_inbox_pool(config.database, name="postroom-worker webhooks", connections=_WEBHOOK_CONNECTIONS)
-    try:
-        yield Webhooks(pool, config.nats, config.webhooks, Guard(networks_of(config.webhooks)))
-    finally:
-        await pool.close()
-
-
-@asynccontextmanager
-async def _open_jobs(config: WorkerConfig) -> AsyncIterator[Jobs]:
-    """Import the flows first: one that is wrong ends the worker before it begins anything."""
-    flows = [load_flow(name) for name in config.flows]
-    connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
-    pool = await open_jobs_pool(config.database, name="postroom-worker jobs", connections=connections)
-    try:
-        yield Jobs(pool, config.nats, flows, config.jobs)
-    finally:
-        await pool.close()

@@ -3,8 +3,6 @@
 The upkeep has a connection of its own, on which it hears what others take out of the streams; that begins a round.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
@@ -92,10 +90,6 @@ class Upkeep:
                 await self._connected()  # what is done in a stream from its first message on is heard
             await self._look(link)
 
-    async def _look(self, link: Link) -> None:
-        await self._declare(link)
-        await self._record.compare(link)
-
     async def _round(self) -> None:
         async with self._one_at_a_time:
             link = await self._connected()
@@ -118,7 +112,8 @@ class Upkeep:
             self._link = link
         return self._link
 
-    async def _declare(self, link: Link) -> None:
+    async def _look(self, link: Link) -> None:
+        """Declare the streams, and compare all of them with the record."""
         done = [
             found for stream in self._config.streams if (found := await self._declare_one(link, stream)) is not None
         ]
@@ -134,6 +129,7 @@ class Upkeep:
         for name, action, changes in done:
             if action != "unchanged":
                 _log.info(f"stream_{action}", stream=name, changes=list(changes))
+        await self._record.compare(link)
 
     async def _declare_one(self, link: Link, stream: StreamSettings) -> Reconciled | None:
         """Bring a declared stream about; one that a cluster cannot tell of is left until it can."""
@@ -158,16 +154,12 @@ class Upkeep:
             if found is None and not link.streams.missing:
                 done.append(await ensure_stream(link.js, stream, only=()))
             elif found is not None and found.name == stream.name:
-                done += await self._adapt(link, stream)
+                only = default_changes(stream, self._config.stream_defaults)
+                try:
+                    done += [await ensure_stream(link.js, stream, only=only)] if only else []
+                except (Conflict, Unavailable) as error:  # the stream stays as it is, and the others go on
+                    _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
         return done
-
-    async def _adapt(self, link: Link, stream: StreamSettings) -> list[Reconciled]:
-        only = default_changes(stream, self._config.stream_defaults)
-        try:
-            return [await ensure_stream(link.js, stream, only=only)] if only else []
-        except (Conflict, Unavailable) as error:  # the stream stays as it is, and the others go on
-            _log.warning("stream_not_changed", stream=stream.name, detail=str(error))
-            return []
 
 
 class OnceRetention:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from postroom._wire.failures import tell
+from postroom._wire.retry import tell
 
 
 class Mute(Exception):

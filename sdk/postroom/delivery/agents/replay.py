@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from postroom._wire.failures import tell
+from postroom._wire.retry import tell
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user

@@ -23,7 +23,7 @@ from typing import Any, Final, Self
 import structlog
 from nats.js import JetStreamContext
 
-from postroom._wire.failures import tell
+from postroom._wire.retry import tell
 from postroom.agent import Agent, agent_name, check_agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.agents.decisions import Deciding, Decision, Emitter
