@@ -50,13 +50,13 @@ def run(spark: SparkSession, options: Options) -> Outcome:
         .count()
     )
     write_rows(windows, options.database_url, QUERIES["count_windows"], _KEY)
-    return Outcome(asyncio.run(_sums(options)))
 
+    async def sums() -> dict[str, int]:
+        async with connected(options.database_url) as connection:
+            (row,) = await connection.fetch(QUERIES["sum_windows"], length, options.mesh)
+        return {"windows": row["windows"], "messages": row["messages"]}
 
-async def _sums(options: Options) -> dict[str, int]:
-    async with connected(options.database_url) as connection:
-        (row,) = await connection.fetch(QUERIES["sum_windows"], options.window_seconds, options.mesh)
-    return {"windows": row["windows"], "messages": row["messages"]}
+    return Outcome(asyncio.run(sums()))
 
 
 if __name__ == "__main__":

@@ -128,14 +128,14 @@ def write_rows(frame: DataFrame, url: str, statement: str, key: Sequence[str]) -
     """
 
     def write(rows: Iterable[Row]) -> None:
-        asyncio.run(_write_batches(url, statement, columns, iter(rows)))
+        async def run() -> None:
+            waiting = iter(rows)
+            async with connected(url) as connection:
+                while batch := list(islice(waiting, _ROWS)):
+                    arguments: list[list[Any]] = [[row[column] for row in batch] for column in columns]
+                    await connection.execute(statement, *arguments)
+
+        asyncio.run(run())
 
     columns = frame.columns
     frame.sortWithinPartitions(*key).foreachPartition(write)
-
-
-async def _write_batches(url: str, statement: str, columns: Sequence[str], rows: Iterator[Row]) -> None:
-    async with connected(url) as connection:
-        while batch := list(islice(rows, _ROWS)):
-            arguments: list[list[Any]] = [[row[column] for row in batch] for column in columns]
-            await connection.execute(statement, *arguments)

@@ -58,7 +58,12 @@ async def connect(
     """
     client = NatsClient(logged=logged)
     events = _Events(name, client, logged=logged)
-    trust = _trust(settings)
+    trust = None
+    if settings.ca_file is not None:
+        try:
+            trust = ssl.create_default_context(cafile=settings.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise Fatal(Exit.CONFIG, f"cannot read the authorities in {settings.ca_file}: {error}") from error
     try:
         async with asyncio.timeout(patience):
             await client.connect(
@@ -145,15 +150,6 @@ def _secret(file: Path) -> str:
     return text
 
 
-def _trust(settings: NatsSettings) -> ssl.SSLContext | None:
-    if settings.ca_file is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=settings.ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise Fatal(Exit.CONFIG, f"cannot read the authorities in {settings.ca_file}: {error}") from error
-
-
 class NatsClient(Client):
     """A client whose messages have headers that can be read, and a subject that is a text."""
 
@@ -165,7 +161,8 @@ class NatsClient(Client):
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         rewritten = b""
-        if headers and not _readable(headers, _STORED_BLOCK if reply.startswith(_STORED) else _SERVER_BLOCK):
+        block = _STORED_BLOCK if reply.startswith(_STORED) else _SERVER_BLOCK
+        if headers and (block.fullmatch(headers) is None or not _is_text(headers)):
             rewritten, headers = _line(UNREADABLE, headers), None
         if not _is_text(subject):
             rewritten += _line(UNREADABLE_SUBJECT, subject)
@@ -244,10 +241,6 @@ async def ask_api(js: JetStreamContext, request: str, body: bytes) -> dict[str, 
     """Ask JetStream's API; raises nats-py's errors."""
     answer: dict[str, Any] = await js._api_request(api_subject(js, request), body, timeout=js._timeout)  # noqa: SLF001
     return answer
-
-
-def _readable(headers: bytes, block: re.Pattern[bytes]) -> bool:
-    return block.fullmatch(headers) is not None and _is_text(headers)
 
 
 def _is_text(octets: bytes) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from postroom._wire.message import SendRequest
-from postroom._wire.sends import SETTLED, OutboxRow, SendResult
+from postroom._wire.sends import SETTLED, SendResult
 from postroom.client import AsyncClient
 from postroom.errors import Conflict, InvalidMessage, PostroomError, TryAgain
 from postroom.spark.options import FAIL, WritePlan
@@ -194,23 +194,21 @@ class _Task:
                 size = min(self._plan.batch_size, len(self._not_accepted))
                 queued = [self._not_accepted.popleft() for _ in range(size)]
                 ids = [result.client_message_id for _, result in queued]
-                for (row, result), now in zip(queued, await client.wait_many(ids, PATIENCE_SECONDS), strict=True):
-                    self._arrived(row, result, now)
+                for (row, result), sent in zip(queued, await client.wait_many(ids, PATIENCE_SECONDS), strict=True):
+                    if sent.status not in SETTLED:
+                        raise TryAgain.of(
+                            "not_accepted",
+                            f"the broker has not accepted the row {key_text(self._plan, row.key)} within "
+                            f"{PATIENCE_SECONDS:.0f} s; it is kept, and will be sent when possible "
+                            f"({sent.last_error or 'no attempt has failed'})",
+                            retryable=True,
+                        )
+                    if sent.status != "done":
+                        reason = sent.last_error or "an operator has retired the message"
+                        code = reason.partition(":")[0] if sent.last_error else "aborted"
+                        self._count(result, -1)
+                        self._problem(RowProblem(row.key, result.client_message_id, code == _REUSED, code, reason))
                     self._room.release()
-
-    def _arrived(self, row: Row, result: SendResult, sent: OutboxRow) -> None:
-        if sent.status not in SETTLED:
-            raise TryAgain.of(
-                "not_accepted",
-                f"the broker has not accepted the row {key_text(self._plan, row.key)} within {PATIENCE_SECONDS:.0f} s; "
-                f"it is kept, and will be sent when possible ({sent.last_error or 'no attempt has failed'})",
-                retryable=True,
-            )
-        if sent.status != "done":
-            reason = sent.last_error or "an operator has retired the message"
-            code = reason.partition(":")[0] if sent.last_error else "aborted"
-            self._count(result, -1)
-            self._problem(RowProblem(row.key, result.client_message_id, code == _REUSED, code, reason))
 
 
 def failure(plan: WritePlan, problems: Sequence[RowProblem]) -> PostroomError:

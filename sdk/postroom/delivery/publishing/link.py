@@ -162,7 +162,9 @@ class Link:
             return f"no stream that JetStream lists has {message.subject}, and it cannot list {names} at the moment"
         if stream is None:
             return f"no stream has the subject {message.subject}: declare one"
-        size, most = _size(message), self._client.max_payload
+        lines = sum(len(name) + len(value.encode()) + _LINE_EXTRA for name, value in message.headers.items())
+        size = len(_HEADER_LINE) + lines + 2 + len(message.body)  # what the server counts
+        most = self._client.max_payload
         if size > most:
             return f"{size} bytes are more than the NATS server allows: raise its max_payload ({most})"
         if stream.max_message_bytes is not None and size > stream.max_message_bytes:
@@ -230,9 +232,3 @@ def _result(answer: _Ack | None, stream: StreamPicture | None) -> Result:
     if stream is None or answer.stream != stream.name:
         return f"the stream {answer.stream} stored it, which did not exist before"
     return Place(stream.name, stream.created_at, answer.seq, answer.duplicate)
-
-
-def _size(message: Outgoing) -> int:
-    """Return the bytes that the server counts: headers and body."""
-    lines = sum(len(name) + len(value.encode()) + _LINE_EXTRA for name, value in message.headers.items())
-    return len(_HEADER_LINE) + lines + 2 + len(message.body)
