@@ -24,7 +24,7 @@ import asyncpg
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 
 from embedded.processes import tethered
 from postroom.delivery.nats import connect

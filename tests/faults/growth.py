@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Final
 from uuid import UUID
 
-from support.lone_daemon import LoneDaemon
-from support.mailroom import TOPIC
+from support.mailroom import TOPIC, LoneDaemon
 
 from faults.campaign import Run, goal
 from outbox import Outbox

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from support import loud_member
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 
 from bench.attacker import KINDS
 from bench.load import NOBODYS_GROUP

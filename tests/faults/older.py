@@ -14,11 +14,11 @@ from typing import Final
 
 from support.agents import kept as kept_by_agent
 from support.chain import QUEUE, Chain
+from support.databases import back_up, restore
 from support.effects import PATIENCE, Remembering, everything_has_its_effect_once
 from support.handlers import serving
 from support.mailroom import MESH, TOPIC, Mailroom
 from support.receiving import ids_in
-from support.restores import back_up, restore
 from support.waiting import until_so
 
 from faults.campaign import Missed, Run, goal

@@ -21,8 +21,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import EqualTo, GreaterThan, LessThanOrEqual
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import StringType, StructType
+from support.databases import back_up, forget, restore
 from support.histories import History, run
-from support.restores import back_up, forget, restore
 
 from embedded import EmbeddedPostgres
 from postroom import Conflict, Gone

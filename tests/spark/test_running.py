@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from pyspark.sql import SparkSession
-from support.agents import ATTEMPTS, SETTINGS, Counting
+from support.agents import opened
 from support.histories import History
 from support.jetstream import Context
 from support.post import PostOffice
@@ -21,7 +21,6 @@ from support.post import PostOffice
 from pipeline.registry import PIPELINES, described, parse
 from pipeline.runner import run_by_name, submitted
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import Delivery, Outcome
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
@@ -108,16 +107,7 @@ async def test_state_hash_gives_the_runtimes_hash_and_finds_an_altered_store(
 
 async def handled(context: Context, directory: Path) -> str:
     """Let an agent with a store of its own handle three orders; return its state hash."""
-    runtime = await AgentRuntime.open(
-        Counting,
-        context.js,
-        context.nats,
-        directory,
-        tenant=context.name,
-        workspace="default",
-        settings=SETTINGS,
-        attempts=ATTEMPTS,
-    )
+    runtime = await opened(context, directory)
     orders = [
         Delivery(
             context.subject, b'{"total":%d}' % number, {}, f"order-{number}", context.events, number, 1,

@@ -63,6 +63,28 @@ class Running(NamedTuple):
     consumers: list[Consumer]
 
 
+async def opened(
+    context: Context,
+    directory: Path,
+    agent: type[Agent[Any]] = Counting,
+    *,
+    workspace: str = "default",
+    settings: AgentSettings = SETTINGS,
+    attempts: Attempts = ATTEMPTS,
+) -> AgentRuntime:
+    """Open an agent with a store of its own, for the test to give it messages."""
+    return await AgentRuntime.open(
+        agent,
+        context.js,
+        context.nats,
+        directory,
+        tenant=context.name,
+        workspace=workspace,
+        settings=settings,
+        attempts=attempts,
+    )
+
+
 @asynccontextmanager
 async def running_agent(
     context: Context,
@@ -85,16 +107,8 @@ async def running_agent(
         },
         ConsumerSettings,
     )
-    runtime = await AgentRuntime.open(
-        agent,
-        context.js,
-        context.nats,
-        directory,
-        tenant=context.name,
-        workspace=workspace,
-        settings=settings,
-        attempts=Attempts(wanted.max_deliver, wanted.backoff.schedule),
-    )
+    attempts = Attempts(wanted.max_deliver, wanted.backoff.schedule)
+    runtime = await opened(context, directory, agent, workspace=workspace, settings=settings, attempts=attempts)
     subjects = fill_subjects(agent, context.name, workspace)
     consumers = await open_consumers(context.js, runtime, subjects, wanted)
     tasks = [asyncio.create_task(runtime.run()), *(asyncio.create_task(consumer.run()) for consumer in consumers)]

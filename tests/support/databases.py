@@ -1,8 +1,13 @@
-"""Migrated databases: one that a session shares, which is much quicker than a new one, or a server of a test's own."""
+"""Databases of tests: migrated ones, which a session or a test has, and ones that come back older than they were.
+
+One that a session shares is much quicker than a new one. Copies are those that Postgres itself makes of a database that
+nobody uses.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -38,3 +43,38 @@ async def _create(server: EmbeddedPostgres, name: str, migrate: Callable[[str], 
     await connection.execute(f'CREATE DATABASE "{name}"')
     await connection.close()
     await migrate(server.url_of(name))
+
+
+async def back_up(server: EmbeddedPostgres, database: str) -> None:
+    """Keep `database` as it is now; nobody may be connected to it."""
+    await _execute(server, f'CREATE DATABASE "{database}_backup" TEMPLATE "{database}"')
+
+
+async def restore(server: EmbeddedPostgres, database: str) -> None:
+    """Put it back; whoever is connected to it is not any more."""
+    await _execute(
+        server, f'DROP DATABASE "{database}" WITH (FORCE)', f'CREATE DATABASE "{database}" TEMPLATE "{database}_backup"'
+    )
+
+
+async def forget(server: EmbeddedPostgres, database: str) -> None:
+    """Throw what was kept away."""
+    await _execute(server, f'DROP DATABASE IF EXISTS "{database}_backup"')
+
+
+def begin_timeline(server: EmbeddedPostgres) -> None:
+    """Let a stopped server recover from its own log at its start, as a promoted standby does: on a new timeline."""
+    data = server.data_directory
+    with (data / "postgresql.auto.conf").open("a") as settings:
+        settings.write("restore_command = 'false'\n")
+    signal = data / "recovery.signal"
+    signal.touch()
+    owner = data.stat()
+    os.chown(signal, owner.st_uid, owner.st_gid)
+
+
+async def _execute(server: EmbeddedPostgres, *statements: str) -> None:
+    connection = await asyncpg.connect(server.url)
+    for statement in statements:
+        await connection.execute(statement)
+    await connection.close()

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import pytest
 import structlog
 
 _ODD_BODIES = (
@@ -179,3 +180,17 @@ def quiet_logs() -> Iterator[None]:
     """Keep log lines to themselves: an unconfigured log draws each of thousands of tracebacks."""
     with structlog.testing.capture_logs():
         yield
+
+
+Chunks = list[Iterator[HostileMessage]]
+WAYS = ["odd", "random", pytest.param("ten thousand", marks=pytest.mark.soak)]
+
+
+def chunks(way: str, seed: int) -> Chunks:
+    """Return the messages of one of the `WAYS`, piece by piece."""
+    ways: dict[str, Chunks] = {
+        "odd": [odd_messages()],
+        "random": [random_messages(200, seed=seed)],
+        "ten thousand": [random_messages(500, seed=number) for number in range(20)],
+    }
+    return ways[way]

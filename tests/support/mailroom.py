@@ -6,17 +6,21 @@ Each process can be killed and started again at any moment; what they keep is in
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from embedded.processes import tethered
-from postroom import AsyncClient, BrokerClient
+from postroom import AsyncClient, BrokerClient, PostroomError
 
 MESH = "demo"
 MEMBER = "alice"
@@ -172,3 +176,70 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class LoneDaemon:
+    """`python -m daemon` over a directory; started, killed and started again."""
+
+    def __init__(self, directory: Path, **settings: object) -> None:
+        self.socket = directory / "d.sock"
+        self.state = directory / "state"
+        token = directory / "member.token"
+        token.touch(mode=0o600)
+        token.write_text("a-token-that-nobody-checks")
+        self.environment = {
+            "POSTROOM_DAEMON_MESH": "demo",
+            "POSTROOM_DAEMON_SOCKET_PATH": str(self.socket),
+            "POSTROOM_DAEMON_STATE_DIRECTORY": str(self.state),
+            "POSTROOM_DAEMON_BROKER_URL": "http://127.0.0.1:9",
+            "POSTROOM_DAEMON_BROKER_TOKEN_FILE": str(token),
+            **{f"POSTROOM_DAEMON_{name}": str(value) for name, value in settings.items()},
+        }
+        self.process = Process(directory, "daemon", self.environment)
+
+    async def start(self) -> None:
+        """Start it and return when it accepts."""
+        self.process.start()
+        async with AsyncClient(self.socket, patience=0) as client:
+            while self.process.exit_code is None:
+                try:
+                    await client.ready()
+                except PostroomError:
+                    await asyncio.sleep(0.02)
+                else:
+                    return
+        raise AssertionError(self.process.log())
+
+    async def restart(self) -> None:
+        """Kill it as a crash would, and start it again."""
+        self.process.kill()
+        await self.start()
+
+    def stop(self) -> None:
+        """Stop it, if it runs."""
+        if self.process.exit_code is None:
+            self.process.stop()
+
+
+@contextmanager
+def worker(
+    *arguments: str, ready: str = "publishing", **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run a worker, and yield it with the log line that says that it is `ready`."""
+    process = subprocess.Popen(
+        tethered([sys.executable, "-m", "postroom.worker", "run", *arguments]),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PATH": os.environ["PATH"], "POSTROOM_WORKER_LISTEN_PORT": "0", **environment},
+    )
+    assert process.stderr is not None
+    try:
+        started: dict[str, Any] = {}
+        while started.get("event") != ready:
+            line = process.stderr.readline()
+            assert line, "the worker ended"
+            started = json.loads(line)
+        yield process, started
+    finally:
+        process.kill()
+        process.communicate()

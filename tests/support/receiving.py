@@ -21,7 +21,7 @@ from postroom._wire.accept import DedupeFeature, Features
 from postroom._wire.administration import HistoryMessage
 from postroom.delivery.streams import default_streams, ensure_stream
 from support.inboxes import MEMBER, wire
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 
 _DEDUPE: Final = DedupeFeature(version=1, mode="permanent", request_fingerprint=True)
 _SECONDS: Final = 30.0  # that a slow machine may need

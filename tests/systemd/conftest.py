@@ -18,8 +18,7 @@ from typing import NamedTuple
 import pytest
 from support.container import Machine, Settings, booted, host_settings, run
 from support.debian import BOOTABLE, MachineMissing, cached, debian_root, digest
-from support.servers import start_postgres, start_redis
-from support.services import Daemon
+from support.services import Daemon, start_postgres, start_redis
 
 from postroom import AsyncClient, BrokerClient
 

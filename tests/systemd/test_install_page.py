@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.container import booted, host_settings
-from support.servers import start_nats, start_postgres, start_redis
+from support.services import start_nats, start_postgres, start_redis
 
 pytestmark = pytest.mark.systemd
 

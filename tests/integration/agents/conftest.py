@@ -1,4 +1,4 @@
-"""A connection to the session's NATS, a context of its own for each test, and agents that have not counted yet."""
+"""A context of its own for each test, and agents that have not counted yet."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ import pytest
 from nats.aio.client import Client
 from support.agents import Counting
 from support.jetstream import Context
-
-from postroom.delivery.nats import connect
-from postroom.delivery.settings import NatsSettings
-
-
-@pytest.fixture
-async def connection(nats_url: str) -> AsyncIterator[Client]:
-    connection = await connect(NatsSettings(url=nats_url), name="test", patience=20)
-    yield connection
-    await connection.close()
 
 
 @pytest.fixture

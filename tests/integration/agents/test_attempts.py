@@ -5,11 +5,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from support.agents import ATTEMPTS, SETTINGS, Counting, Running, Tally, attempted, running_agent, settled
+from support.agents import Counting, Running, Tally, attempted, opened, running_agent, settled
 from support.jetstream import Context, until
 
 from postroom.agent import Emit, Envelope
-from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import Delivery, Outcome
 
 
@@ -178,16 +177,7 @@ async def test_an_attempt_that_a_stop_ended_is_not_counted(context: Context, tmp
 
     began = asyncio.Event()
     await context.publish(["order-1"], order(0))
-    runtime = await AgentRuntime.open(
-        Waiting,
-        context.js,
-        context.nats,
-        tmp_path,
-        tenant=context.name,
-        workspace="default",
-        settings=SETTINGS,
-        attempts=ATTEMPTS,
-    )
+    runtime = await opened(context, tmp_path, Waiting)
     task = asyncio.create_task(runtime.run())
     delivery = Delivery(context.subject, order(0), {}, "order-1", context.events, 1, 1, published_at=datetime.now(UTC))
     handling = asyncio.create_task(runtime.handle([delivery], ignore))

@@ -8,24 +8,16 @@ from pathlib import Path
 
 import pytest
 from support.agents import Counting, attempted, kept, place_orders, running_agent, settled
-from support.hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
+from support.hostile import WAYS, Chunks, byte_writer, chunks, quiet_logs
 from support.jetstream import Context
 
 GOOD = [f"good-{number}" for number in range(20)]
 
 
-Chunks = list[Iterator[HostileMessage]]
-
-
-@pytest.fixture(params=["odd", "random", pytest.param("ten thousand", marks=pytest.mark.soak)])
+@pytest.fixture(params=WAYS)
 def messages(request: pytest.FixtureRequest) -> Iterator[Chunks]:
-    ways: dict[str, Chunks] = {
-        "odd": [odd_messages()],
-        "random": [random_messages(200, seed=4)],
-        "ten thousand": [random_messages(500, seed=number) for number in range(20)],
-    }
     with quiet_logs():
-        yield ways[request.param]
+        yield chunks(request.param, seed=4)
 
 
 async def test_whatever_arrives_is_stored_or_buried(context: Context, nats_url: str, tmp_path: Path, messages: Chunks):

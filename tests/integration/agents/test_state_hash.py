@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import ATTEMPTS, SETTINGS, Counting
+from support.agents import Counting, opened
 from support.jetstream import Context
 
 from postroom.chassis.exits import Fatal
 from postroom.delivery.agents.replay import replay, verify
-from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import Delivery, Done, Outcome
 
 START = datetime(2026, 11, 21, tzinfo=UTC)
@@ -42,16 +41,7 @@ def deliveries(context: Context, count: int) -> list[Delivery]:
 
 async def run(context: Context, directory: Path, batches: Sequence[Sequence[Delivery]]) -> tuple[str, Any]:
     """Give an agent with a store of its own these batches, all at once; return its state hash and its state."""
-    runtime = await AgentRuntime.open(
-        Counting,
-        context.js,
-        context.nats,
-        directory,
-        tenant=context.name,
-        workspace="default",
-        settings=SETTINGS,
-        attempts=ATTEMPTS,
-    )
+    runtime = await opened(context, directory)
     settled = Settled()
     handling = [asyncio.create_task(runtime.handle(batch, settled)) for batch in batches]
     await asyncio.sleep(0)  # each has handed its batch over

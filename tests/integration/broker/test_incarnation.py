@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.databases import postgres_of_its_own
-from support.restores import back_up, begin_timeline, forget, restore
+from support.databases import back_up, begin_timeline, forget, postgres_of_its_own, restore
 from support.waiting import until_so
 
 from broker.commands import begin_incarnation

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 from support.terminal import Terminal
 
 from cli import connect
-
-
-@pytest.fixture
-async def daemon(short_directory: Path) -> AsyncIterator[LoneDaemon]:
-    """A daemon of this test's own."""
-    running = LoneDaemon(short_directory)
-    await running.start()
-    yield running
-    running.stop()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 from support.terminal import Terminal
 
 from cli import connect

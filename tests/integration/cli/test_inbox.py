@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from nats.js import JetStreamContext
 from support.inboxes import message
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 from support.receiving import publish, received, receiving_daemon, stream_of
 from support.terminal import Terminal
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 from support.terminal import Terminal
 
 from postroom import AsyncClient, Client, RowFilter

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 from support.terminal import SECONDS, Terminal
 
 from postroom import Client

@@ -14,7 +14,7 @@ import pytest
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 from support.inboxes import message, wire
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 from support.receiving import ids_in, publish, received, receiving_daemon, stream_of
 
 from postroom import AsyncClient, EventsQuery, InboxMessage, NotFound

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from nats.js import JetStreamContext
 from support.inboxes import message
-from support.lone_daemon import LoneDaemon
-from support.mailroom import Process
+from support.mailroom import LoneDaemon, Process
 from support.receiving import ids_in, publish, received, receiving_daemon, stream_of
 
 from postroom import AsyncClient

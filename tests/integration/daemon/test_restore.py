@@ -12,7 +12,7 @@ import asyncpg
 import msgspec
 import pytest
 from aiohttp import web
-from support.restores import back_up, forget, restore
+from support.databases import back_up, forget, restore
 from support.waiting import until_so
 
 from broker.app import build

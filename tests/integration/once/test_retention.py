@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.mailroom import worker
 from support.waiting import until_so
-from support.workers import worker
 
 from postroom.chassis.postgres import migrate
 from postroom.delivery import ROOM

@@ -9,16 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from support.lone_daemon import LoneDaemon
-from support.odd_peers import Handler, Serve, Speak
-
-
-@pytest.fixture
-async def daemon(short_directory: Path) -> AsyncIterator[LoneDaemon]:
-    running = LoneDaemon(short_directory)
-    await running.start()
-    yield running
-    running.stop()
+from support.wire import Handler, Serve, Speak
 
 
 @pytest.fixture

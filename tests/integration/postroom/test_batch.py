@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from support.odd_peers import Serve, Speak
+from support.wire import Serve, Speak
 
 from postroom import (
     AsyncClient,

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from support.lone_daemon import LoneDaemon
+from support.mailroom import LoneDaemon
 
 from postroom import (
     AsyncClient,

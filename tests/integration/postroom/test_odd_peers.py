@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from support.odd_peers import Serve, Speak
+from support.wire import Serve, Speak
 
 from postroom import AsyncClient, BrokerClient, NotPermitted, Unavailable
 from postroom._wire import transport

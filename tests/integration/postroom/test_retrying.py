@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from support.odd_peers import Serve
+from support.wire import Serve
 
 from postroom import AsyncClient, InvalidMessage, PostroomError, SendResult, TryAgain, Unavailable
 from postroom._wire.operations import RowFilter

@@ -21,17 +21,8 @@ from support.jetstream import Context
 from embedded.processes import tethered
 from postroom.chassis.postgres import migrate
 from postroom.delivery import ROOM
-from postroom.delivery.nats import connect
-from postroom.delivery.settings import NatsSettings
 
 Running = Callable[..., AbstractAsyncContextManager["asyncio.subprocess.Process"]]
-
-
-@pytest.fixture
-async def connection(nats_url: str) -> AsyncIterator[Client]:
-    connection = await connect(NatsSettings(url=nats_url), name="test", patience=20)
-    yield connection
-    await connection.close()
 
 
 @pytest.fixture

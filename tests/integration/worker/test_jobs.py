@@ -18,8 +18,8 @@ import asyncpg
 import pytest
 from support.hostile import byte_writer, odd_messages, quiet_logs
 from support.jetstream import Context
+from support.mailroom import worker
 from support.waiting import until_so
-from support.workers import worker
 
 from embedded.processes import tethered
 from postroom.delivery.nats import connect

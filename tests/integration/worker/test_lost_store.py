@@ -16,10 +16,10 @@ import asyncpg
 import nats
 import pytest
 from nats.js.errors import NotFoundError
+from support.mailroom import worker
 from support.operated import operated_broker
 from support.terminal import Terminal
 from support.waiting import until_so
-from support.workers import worker
 
 from broker.database import migrate
 from embedded import EmbeddedNats

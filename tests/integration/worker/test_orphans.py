@@ -11,8 +11,8 @@ import aiohttp
 import asyncpg
 import pytest
 from support.histories import History
+from support.mailroom import worker
 from support.waiting import until_so
-from support.workers import worker
 
 from broker.commands import find_orphans
 from postroom._wire.sql import load_queries

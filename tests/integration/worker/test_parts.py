@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 from support.handlers import serving
 from support.jetstream import Context
-from support.workers import worker
+from support.mailroom import worker
 
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings

@@ -21,8 +21,8 @@ from nats.js.errors import NotFoundError
 from support.handlers import Call, CountingHandler, ok, serving
 from support.http_consumers import Inbox, settled
 from support.jetstream import Context, until
+from support.mailroom import worker
 from support.waiting import until_so
-from support.workers import worker
 
 from broker.app import build
 from broker.config import BrokerConfig

@@ -19,9 +19,9 @@ import asyncpg
 import msgspec
 import nats
 import pytest
+from support.mailroom import worker
 from support.operated import operated_broker
 from support.waiting import until_so
-from support.workers import worker
 
 from broker.authentication import Member
 from broker.config import RetentionConfig

@@ -6,25 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
+from support.hostile import WAYS, Chunks, byte_writer, chunks, quiet_logs
 from support.http_consumers import Inbox, settled
 from support.jetstream import Context
 
 GOOD = [f"good-{number}" for number in range(20)]
 
 
-Chunks = list[Iterator[HostileMessage]]
-
-
-@pytest.fixture(params=["odd", "random", pytest.param("ten thousand", marks=pytest.mark.soak)])
+@pytest.fixture(params=WAYS)
 def messages(request: pytest.FixtureRequest) -> Iterator[Chunks]:
-    ways: dict[str, Chunks] = {
-        "odd": [odd_messages()],
-        "random": [random_messages(200, seed=3)],
-        "ten thousand": [random_messages(500, seed=number) for number in range(20)],
-    }
     with quiet_logs():
-        yield ways[request.param]
+        yield chunks(request.param, seed=3)
 
 
 async def test_whatever_arrives_is_posted_or_buried(
