@@ -29,8 +29,6 @@ The thread goes from one group to the next by itself, as long as any waits: comi
 would take as long as the transaction, since the loop finishes first what it has in hand.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -334,7 +332,12 @@ class Store:
                 undo.push_async_callback(connection.close)
                 if owned is not None:
                     owned.begin()
-                await connection.run(partial(_prepare, prepare))
+
+                def begin(db: sqlite3.Connection) -> None:
+                    with transaction(db):
+                        prepare(db)
+
+                await connection.run(begin)
                 reader = None
                 if owned is not None:
                     reader = await Connection.open(partial(open_reader, path))
@@ -364,7 +367,14 @@ class Store:
             await self._reader.close()
         await self._task
         if first:
-            clean = self.failure is None and await self._empty_log()
+            clean = self.failure is None
+            if clean:
+                try:
+                    await self._connection.run(lambda db: db.execute(QUERIES["checkpoint_truncate"]).fetchall())
+                except sqlite3.Error as error:
+                    clean = False
+                    advice = "the next start continues"
+                    _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes, advice=advice)
             await self._connection.close()
             if self._owned is not None:
                 self._owned.end(clean=clean)
@@ -516,20 +526,6 @@ class Store:
         _log.critical("store_failed", file=str(self.path), exc_info=error)
         self.failed.set()
         self._wake.set()
-
-    async def _empty_log(self) -> bool:
-        try:
-            await self._connection.run(lambda db: db.execute(QUERIES["checkpoint_truncate"]).fetchall())
-        except sqlite3.Error as error:
-            advice = "the next start continues"
-            _log.warning("checkpoint_failed", error=str(error), wal_bytes=self.wal_bytes, advice=advice)
-            return False
-        return True
-
-
-def _prepare(prepare: Work[object], db: sqlite3.Connection) -> None:
-    with transaction(db):
-        prepare(db)
 
 
 def _settle(future: asyncio.Future[Any], outcome: Outcome) -> None:

@@ -16,14 +16,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from postroom.chassis import logs, runtime
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.routes import exposition, json_response
-from postroom.chassis.runtime import (
-    answer_watchdog,
-    managed,
-    notify,
-    run_until_stopped,
-    stop_on_signals,
-    watchdog_seconds,
-)
 from postroom.delivery.agents.settings import load_agent
 from postroom.worker.agent import open_agent
 from postroom.worker.config import WorkerConfig
@@ -79,24 +71,24 @@ def run(config: WorkerConfig) -> None:
 
 async def _run(config: WorkerConfig) -> None:
     stop = asyncio.Event()
-    stop_on_signals(stop)
+    runtime.stop_on_signals(stop)
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(open_parts(config))
         url = await stack.enter_async_context(serving_page(config.listen_host, config.listen_port, parts))
         for part in parts:
             part.announce(url)
-        notify("READY=1")
+        runtime.notify("READY=1")
         tasks = {_said(parts, part, name): task for part in parts for name, task in part.tasks().items()}
-        if managed():
+        if runtime.managed():
             tasks["status"] = _tell_status(parts)
-        if (seconds := watchdog_seconds()) is not None:
-            tasks["watchdog"] = answer_watchdog(seconds / 2)
+        if (seconds := runtime.watchdog_seconds()) is not None:
+            tasks["watchdog"] = runtime.answer_watchdog(seconds / 2)
 
         async def finish() -> None:
-            notify("STOPPING=1")
+            runtime.notify("STOPPING=1")
             await asyncio.gather(*(part.finish() for part in parts))
 
-        await run_until_stopped(tasks, stop, finish)
+        await runtime.run_until_stopped(tasks, stop, finish)
 
 
 @asynccontextmanager
@@ -162,7 +154,7 @@ async def _tell_status(parts: Sequence[Part]) -> None:
     while True:
         said = [_said(parts, part, status) for part in parts if (status := await part.status()) is not None]
         if said:
-            notify(f"STATUS={'; '.join(said)}", patience=0)
+            runtime.notify(f"STATUS={'; '.join(said)}", patience=0)
         await asyncio.sleep(_STATUS_SECONDS)
 
 
