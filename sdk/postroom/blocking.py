@@ -1,21 +1,27 @@
 """`Client`: the same as `AsyncClient`, for programs without an event loop.
 
-Not a twin: each method is `AsyncClient`'s own, run on a loop in a thread of its own, with its signature and docstring.
-A test goes through `AsyncClient` and finds each of its methods here.
+Not a twin: each method is `AsyncClient`'s own, with its signature and docstring. A request runs over blocking sockets
+in the thread that asks, where nothing in the method ever waits for a loop; a stream, which sends and receives at once,
+on a loop in a thread of its own. A test goes through `AsyncClient` and finds each of its methods here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar
 
 from postroom._wire.message import SendRequest
+from postroom._wire.retry import Patience
 from postroom._wire.sends import BatchResult
+from postroom._wire.sockets import BlockingPool
+from postroom._wire.transport import Exchanges
 from postroom.client import AsyncClient
 
 __all__ = ["Client"]
@@ -29,11 +35,11 @@ _R = TypeVar("_R")
 def _blocking(
     method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _R]],
 ) -> Callable[Concatenate[Client, _P], _R]:
-    """Make the method that runs `method` to its end on the client's own loop."""
+    """Make the method that runs `method` to its end."""
 
     @functools.wraps(method)
     def call(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return self._run(method(self._client, *args, **kwargs))
+        return self._run(method(self._requests, *args, **kwargs))
 
     return call
 
@@ -45,16 +51,17 @@ def _iterating(
 
     @functools.wraps(method)
     def iterate(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_R]:
-        items = method(self._client, *args, **kwargs)
+        streams = self._streaming()
+        items = method(streams.client, *args, **kwargs)
         try:
             while True:
                 try:
-                    yield self._run(_next(items))
+                    yield streams.run(_next(items))
                 except StopAsyncIteration:
                     return
         finally:
-            if isinstance(items, AsyncGenerator) and self._thread.is_alive():
-                self._run(_close(items))
+            if isinstance(items, AsyncGenerator) and streams.alive:
+                streams.run(_close(items))
 
     return iterate
 
@@ -75,14 +82,11 @@ class Client:
     """
 
     def __init__(self, socket: Path | str | None = None, *, timeout: float = 10.0, patience: float = 30.0) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="postroom-client", daemon=True)
-        self._thread.start()
-        try:
-            self._client = self._run(_open(socket, timeout, patience))
-        except BaseException:
-            self._stop()
-            raise
+        self._requests = _Requests(socket, timeout=timeout, patience=patience)
+        self._open_streams = functools.partial(AsyncClient, socket, timeout=timeout, patience=patience)
+        self._streams: _Streams | None = None
+        self._lock = threading.Lock()
+        self._process: int | None = os.getpid()  # the one that may use it
 
     def __enter__(self) -> Self:
         return self
@@ -94,10 +98,12 @@ class Client:
 
     def close(self) -> None:
         """Close every connection and end the thread; a second call, or one in a forked process, does nothing."""
-        if not self._thread.is_alive():
+        if self._process != os.getpid():
             return
-        self._run(self._client.close())
-        self._stop()
+        self._process = None
+        _run_to_end(self._requests.close())
+        if self._streams is not None:
+            self._streams.close()
 
     send = _blocking(AsyncClient.send)
     send_many_in_chunks = _iterating(AsyncClient.send_many_in_chunks)
@@ -128,9 +134,65 @@ class Client:
             yield from results
 
     def _run(self, work: Coroutine[Any, Any, _R]) -> _R:
-        if not self._thread.is_alive():  # also after a fork: nobody would ever run it
+        if self._process != os.getpid():
             work.close()
-            raise RuntimeError("this client is closed, or was opened before a fork: create one in this process")
+            self._refuse()
+        return _run_to_end(work)
+
+    def _streaming(self) -> _Streams:
+        with self._lock:
+            if self._process != os.getpid():
+                self._refuse()
+            if self._streams is None:
+                self._streams = _Streams(self._open_streams)
+            return self._streams
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError("this client is closed, or was opened before a fork: create one in this process")
+
+
+class _Requests(AsyncClient):
+    """An `AsyncClient` over blocking sockets: what its methods wait for has happened when they get it back."""
+
+    def _pool(self, path: str) -> Exchanges:
+        return BlockingPool(path)
+
+    def _patience(self) -> Patience:
+        return Patience(self._patience_seconds, sleep=_sleep)
+
+
+async def _sleep(seconds: float) -> None:
+    time.sleep(seconds)  # noqa: ASYNC251 - there is no loop
+
+
+def _run_to_end(work: Coroutine[Any, Any, _R]) -> _R:
+    """Run a coroutine that never waits for a loop."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    raise RuntimeError("a request without a loop has waited for one")
+
+
+class _Streams:
+    """An `AsyncClient` on a loop in a thread of its own."""
+
+    def __init__(self, client: Callable[[], AsyncClient]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="postroom-client", daemon=True)
+        self._thread.start()
+        self.client = client()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs; after a fork it does not."""
+        return self._thread.is_alive()
+
+    def run(self, work: Coroutine[Any, Any, _R]) -> _R:
+        """Run `work` to its end on the loop."""
+        if not self.alive:
+            work.close()
+            raise RuntimeError("this client was closed")
         ended = threading.Event()
 
         async def watched() -> _R:
@@ -146,11 +208,10 @@ class Client:
                 ended.wait(_CANCEL_SECONDS)
             raise
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-async def _open(socket: Path | str | None, timeout: float, patience: float) -> AsyncClient:  # noqa: ASYNC109
-    return AsyncClient(socket, timeout=timeout, patience=patience)
+    def close(self) -> None:
+        """Close the client's connections, and end the thread."""
+        if self.alive:
+            self.run(self.client.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()

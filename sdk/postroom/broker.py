@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
 
 from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, Features, SentMessage
@@ -45,6 +44,7 @@ from postroom._wire.administration import (
     WebhookList,
 )
 from postroom._wire.arguments import check_seconds
+from postroom._wire.connections import Pool, url_dial
 from postroom._wire.nouns import Change, F, L, Noun, P, Q, Result, T
 from postroom._wire.peer import Peer
 from postroom._wire.retry import retrying
@@ -66,11 +66,9 @@ class BrokerClient(Calls):
     ) -> None:
         check_seconds(timeout, patience)
         peer = Peer("broker", url, "start one (`postroom up`, `postroom broker run`), or set POSTROOM_BROKER_URL")
-        tls = ssl.create_default_context(cafile=ca_file) if ca_file else True
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls), headers={"Authorization": f"Bearer {token}"}
-        )
-        super().__init__(Transport(session, url.rstrip("/"), peer, timeout), patience)
+        dial = url_dial(url, ssl.create_default_context(cafile=ca_file) if ca_file else None)
+        headers = {"User-Agent": "postroom", "Authorization": f"Bearer {token}"}
+        super().__init__(Transport(Pool(dial), url, peer, timeout, headers), patience)
 
     async def health(self) -> BrokerHealth:
         """Return the broker's health: ok, or `degraded` with the reasons."""

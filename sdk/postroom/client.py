@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 from msgspec.structs import replace
 
 from postroom._wire.administration import Subscription, Topic, TopicList
 from postroom._wire.arguments import Body, check_id, check_seconds, check_traceparent, compose, encode
 from postroom._wire.batch import Batch, feed
+from postroom._wire.connections import Pool, unix_dial
 from postroom._wire.events import Following
 from postroom._wire.message import Priority, SendRequest, refuse
 from postroom._wire.operations import (
@@ -59,7 +59,7 @@ from postroom._wire.sends import (
     SendResult,
     Version,
 )
-from postroom._wire.transport import Calls, Transport, find_socket, to_parameters
+from postroom._wire.transport import Calls, Exchanges, Transport, find_socket, to_parameters
 from postroom.errors import NotFound, PostroomError
 
 __all__ = ["AsyncClient"]
@@ -77,8 +77,10 @@ class AsyncClient(Calls):
         check_seconds(timeout, patience)
         path = find_socket(socket)
         peer = Peer("daemon", str(path), "start one (`postroom up`, `postroom daemon run`), or set POSTROOM_SOCKET")
-        session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path), limit=0))
-        super().__init__(Transport(session, "http://localhost", peer, timeout), patience)
+        super().__init__(Transport(self._pool(str(path)), "http://localhost", peer, timeout), patience)
+
+    def _pool(self, path: str) -> Exchanges:
+        return Pool(unix_dial(path))
 
     async def send(
         self,
@@ -112,7 +114,9 @@ class AsyncClient(Calls):
         headers = {} if traceparent is None else {"traceparent": check_traceparent(traceparent)}
         try:
             return await retrying(
-                lambda: self._transport.call("POST", "/v1/send", SendResult, body=data, headers=headers),
+                lambda: self._transport.call(
+                    "POST", "/v1/send", SendResult, body=data, headers=headers, repeatable=True
+                ),
                 self._patience(),
             )
         except PostroomError as error:
@@ -220,8 +224,8 @@ class AsyncClient(Calls):
         """Stream every row that `query` means, oldest first; raises `Unavailable` where the stream breaks off."""
         parameters = to_parameters(query or ListQuery())
         silence = self._transport.timeout
-        async with self._transport.open("GET", "/v1/outbox/export", query=parameters, silence=silence) as response:
-            async for lines in self._transport.lines(response):
+        async with self._transport.open("GET", "/v1/outbox/export", query=parameters, silence=silence) as answer:
+            async for lines in self._transport.lines(answer):
                 for line in lines:
                     yield self._transport.decode(line, OutboxRow)
 

@@ -101,8 +101,8 @@ class Batch:
         try:
             async with self._transport.open(
                 "POST", PATH, data=self._body(over), media=NDJSON, silence=self._transport.timeout
-            ) as response:
-                async for lines in self._transport.lines(response):
+            ) as answer:
+                async for lines in self._transport.lines(answer):
                     await self._settle_all(lines)
             if self._unanswered:
                 raise self._transport.peer.lost()
@@ -121,15 +121,13 @@ class Batch:
         finally:
             over.set()
 
-    async def _body(self, over: asyncio.Event) -> AsyncIterator[bytes]:
+    async def _body(self, over: asyncio.Event) -> AsyncGenerator[bytes, None]:
         """Yield chunks of lines; the request ends when none come for a while, and the next line opens another.
 
-        A request that broke off may still be writing in the background: once it is `over` it must not take a line,
-        which nobody would ever answer. The request ends only when every line is answered: aiohttp may overlook that a
-        connection breaks at the moment when a request ends.
+        Once the request is `over` it must not take a line, which nobody would ever answer.
         """
         while not self._why_later and not over.is_set():
-            if len(self._unanswered) >= WINDOW or (self._backlog.finished and self._unanswered):
+            if len(self._unanswered) >= WINDOW:
                 self._answered.clear()
                 await self._answered.wait()
             elif lines := self._backlog.take():

@@ -42,8 +42,8 @@ class Following:
         headers = {} if self._last_event_id is None else {"Last-Event-ID": self._last_event_id}
         async with self._transport.open(
             "GET", "/v1/events", query=self._parameters, headers=headers, silence=SILENCE_SECONDS
-        ) as response:
-            async for lines in self._transport.lines(response, longest=_LONGEST_LINE, silence=SILENCE_SECONDS):
+        ) as answer:
+            async for lines in self._transport.lines(answer, longest=_LONGEST_LINE, silence=SILENCE_SECONDS):
                 self._patience.restart()
                 for message in self._read(lines):
                     yield message

@@ -1,12 +1,13 @@
 """What a failure to talk to a daemon or a broker means: one sentence that names the peer and says what to do."""
 
 import errno
+import os
 from http import HTTPStatus
 from typing import Final, NamedTuple, NoReturn
 
-import aiohttp
 import msgspec
 
+from postroom._wire.http import Garbled, Unreachable
 from postroom.errors import PROBLEM_JSON, NotPermitted, PostroomError, Problem, Unavailable, error_for
 
 MAX_REASON: Final = 300  # characters of a foreign error that a sentence quotes
@@ -26,19 +27,21 @@ class Peer(NamedTuple):
 
     def failure(self, error: Exception) -> PostroomError:
         """Say what an error of the connection means."""
-        cause = getattr(error, "os_error", error)
-        if (reason := _why_absent(cause, error)) is not None:
-            return self.absent(reason)
-        match cause:
+        cause = error.__cause__ if isinstance(error, Unreachable) else None
+        match cause or error:
+            case FileNotFoundError() | ConnectionRefusedError():
+                return self.absent("nothing listens there")
             case PermissionError():
-                detail = f"{self} refuses the connection: {cause.strerror}"
+                detail = f"{self} refuses the connection: {os.strerror(errno.EACCES)}"
                 return NotPermitted.of("socket_not_permitted", detail)
             case TimeoutError():
                 detail = f"{self} did not answer in time: it hangs or is overloaded"
                 return _unavailable("no_answer", detail)
-            case aiohttp.ClientResponseError() | aiohttp.InvalidURL():
-                return self.foreign(str(cause) or type(cause).__name__)
-        return self.lost()
+            case Garbled():
+                return self.foreign(str(error))
+            case OSError(errno=errno.ENOTSOCK | errno.ENOTDIR | errno.EPROTOTYPE):
+                return self.absent("that is not a socket")
+        return self.lost() if cause is None else self.absent(str(cause))
 
     def lost(self) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""
@@ -66,16 +69,6 @@ class Peer(NamedTuple):
         """Build the error for an answer that isn't ours: another program, or another version of this one."""
         detail = f"{self} is not part of Postroom, or has another version: {reason[:MAX_REASON]}"
         return Unavailable.of("not_understood", detail, retryable=retryable)
-
-
-def _why_absent(cause: Exception, error: Exception) -> str | None:
-    if isinstance(cause, (FileNotFoundError, ConnectionRefusedError)):
-        return "nothing listens there"
-    if isinstance(cause, OSError) and cause.errno in {errno.ENOTSOCK, errno.ENOTDIR, errno.EPROTOTYPE}:
-        return "that is not a socket"
-    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(cause, (PermissionError, TimeoutError)):
-        return str(cause)
-    return None
 
 
 def _unavailable(code: str, detail: str) -> Unavailable:

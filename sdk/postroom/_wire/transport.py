@@ -7,30 +7,31 @@ limit, redirects are never followed, and what is not an answer of Postroom's is 
 
 from __future__ import annotations
 
-import asyncio
-import io
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, cast
+from urllib.parse import urlencode
 
-import aiohttp
 import msgspec
-from aiohttp.typedefs import Query
-from yarl import URL
 
+from postroom._wire.http import Garbled, Site, Unreachable, lines_of
 from postroom._wire.peer import Peer
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
 from postroom.errors import Unavailable
+
+if TYPE_CHECKING:
+    from postroom._wire.connections import Connection, Pool
+    from postroom._wire.http import Head
 
 SYSTEM_DIRECTORY: Final = Path("/run/postroom")
 MAX_SOCKET_PATH: Final = 107  # bytes; sockaddr_un leaves no room for more
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
-LARGE_BODY: Final = 256 * 1024  # bytes
 MAX_ANSWER: Final = 32 * 1024 * 1024  # bytes
 MAX_LINE: Final = 64 * 1024  # bytes of one line of an NDJSON answer
 
@@ -81,18 +82,36 @@ def _unavailable(code: str, detail: str) -> Unavailable:
     return Unavailable.of(code, detail, retryable=code == "daemon_absent")
 
 
-class Transport:
-    """A pool of connections to one peer, closed by `close`; one exchange may take `timeout` seconds."""
+class Exchanges(Protocol):
+    """What a transport goes over: the connections of an event loop (`Pool`), or blocking ones (`BlockingPool`)."""
 
-    def __init__(self, session: aiohttp.ClientSession, base: str, peer: Peer, timeout: float) -> None:
-        self._session = session
+    async def exchange(
+        self, request: bytes, *, seconds: float, connecting: float, limit: int, repeatable: bool
+    ) -> tuple[Head, bytes]:
+        """Send a request and return its answer."""
+
+    async def close(self) -> None:
+        """Close every connection."""
+
+
+class Transport:
+    """Requests to one peer, whose address is `base`, over `pool`; one exchange may take `timeout` seconds.
+
+    `headers` go with every request.
+    """
+
+    def __init__(
+        self, pool: Exchanges, base: str, peer: Peer, timeout: float, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._pool = pool
         self._base = base
+        self._headers = headers
         self.timeout = timeout
         self.peer = peer
 
     async def close(self) -> None:
         """Close every connection; a second call does nothing."""
-        await self._session.close()
+        await self._pool.close()
 
     async def call(
         self,
@@ -101,21 +120,34 @@ class Transport:
         answer: type[T],
         *,
         body: Any = None,
-        query: Query = None,
+        query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         waiting: float = 0.0,
+        repeatable: bool = False,
     ) -> T:
         """Send one request and decode its answer; the peer may take `waiting` seconds longer than usual.
 
-        Raises the problem that the peer answered with, or `Unavailable`.
+        Raises the problem that the peer answered with, or `Unavailable`. What changes nothing if it is done twice is
+        `repeatable`.
         """
-        data: Any = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
-        if data is not None and len(data) > LARGE_BODY:
-            data = io.BytesIO(data)  # aiohttp then sends it in pieces
-        async with self.open(
-            method, path, data=data, query=query, headers=headers, seconds=self.timeout + waiting
-        ) as response:
-            return self.decode(await self._read(response), answer)
+        data: bytes | None = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        framing = "" if method == "GET" else "Content-Length: 0\r\n"
+        if data is not None:
+            framing = f"Content-Type: {JSON}\r\nContent-Length: {len(data)}\r\n"
+        request = self._request(method, path, query, headers, framing) + (data or b"")
+        try:
+            head, content = await self._pool.exchange(
+                request,
+                seconds=self.timeout + waiting,
+                connecting=self.timeout,
+                limit=MAX_ANSWER,
+                repeatable=repeatable,
+            )
+        except (Unreachable, Garbled, OSError) as error:
+            raise self.peer.failure(error) from error
+        if head.status >= HTTPStatus.MULTIPLE_CHOICES:
+            self.peer.refusal(head.status, head.media, content)
+        return self.decode(content, answer)
 
     @asynccontextmanager
     async def open(
@@ -123,37 +155,27 @@ class Transport:
         method: str,
         path: str,
         *,
-        data: Any = None,
-        query: Query = None,
+        data: AsyncGenerator[bytes, None] | None = None,
+        query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         media: str = JSON,
-        seconds: float | None = None,
-        silence: float | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one request and yield its answer, whose status is a success.
+        silence: float,
+    ) -> AsyncIterator[Connection]:
+        """Send one request, whose body may come in pieces, and yield what reads its answer, whose status is a success.
 
-        It may take `seconds`, and between two pieces of the answer `silence` seconds; without them, for ever.
+        The head of the answer may take `silence` seconds; the rest may take for ever.
         """
-        content = {} if data is None else {"Content-Type": media}
+        framing = "" if data is None else f"Content-Type: {media}\r\nTransfer-Encoding: chunked\r\n"
+        request = self._request(method, path, query, headers, framing)
         try:
-            # build the address of `path`, which is quoted already and goes out as it is: `..` is an id like any other
-            try:
-                base = URL(self._base)
-            except ValueError as error:
-                raise aiohttp.InvalidURL(self._base) from error
-            async with self._session.request(
-                method,
-                base.with_path(base.raw_path.rstrip("/") + path, encoded=True),
-                data=data,
-                params=query,
-                headers={**(headers or {}), **content},
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=self.timeout, sock_read=silence),
-            ) as response:
-                if response.status >= HTTPStatus.MULTIPLE_CHOICES:
-                    self.peer.refusal(response.status, response.content_type, await self._read(response))
-                yield response
-        except (aiohttp.ClientError, OSError) as error:
+            async with cast("Pool", self._pool).stream(request, data, connecting=self.timeout, silence=silence) as (
+                head,
+                connection,
+            ):
+                if head.status >= HTTPStatus.MULTIPLE_CHOICES:
+                    self.peer.refusal(head.status, head.media, await self._whole(connection))
+                yield connection
+        except (Unreachable, Garbled, OSError) as error:
             raise self.peer.failure(error) from error
 
     def decode(self, data: bytes, answer: type[T]) -> T:
@@ -164,37 +186,45 @@ class Transport:
             raise self.peer.foreign(f"its answer can't be read: {error}") from error
 
     async def lines(
-        self, response: aiohttp.ClientResponse, *, longest: int = MAX_LINE, silence: float | None = None
+        self, answer: Connection, *, longest: int = MAX_LINE, silence: float | None = None
     ) -> AsyncIterator[list[bytes]]:
         """Yield the complete lines of each piece of an answer, as it comes; raises where none comes in time.
 
         A line may have `longest` bytes, and the peer may be silent for `silence` seconds (as long as an exchange may
         take where that is not given).
-
-        The time is kept here as well: aiohttp keeps none while a request still goes, and may drop the end of a
-        connection that breaks at the very moment when the request ends.
         """
         rest = b""
-        while piece := await self._piece(response, silence or self.timeout):
+        while piece := await answer.read(silence or self.timeout):
             *lines, rest = (rest + piece).split(b"\n")
             if len(rest) > longest:
                 raise self.peer.foreign(f"a line of its answer is longer than {longest} bytes")
             if lines:
                 yield lines
 
-    async def _piece(self, response: aiohttp.ClientResponse, silence: float) -> bytes:
-        try:
-            async with asyncio.timeout(silence):
-                return await response.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            raise self.peer.failure(error) from error
+    def _request(
+        self, method: str, path: str, query: Mapping[str, str] | None, headers: Mapping[str, str] | None, framing: str
+    ) -> bytes:
+        """Format the head of a request; `path` is quoted, and goes out as it is: `..` is an id like any other."""
+        prefix, always = self._site
+        target = f"{prefix}{path}?{urlencode(query)}" if query else f"{prefix}{path}"
+        more = lines_of(headers.items()) if headers else ""
+        return f"{method} {target}{always}{more}{framing}\r\n".encode()
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    @cached_property
+    def _site(self) -> tuple[str, str]:
+        """What stands before every path, and what comes after it."""
+        try:
+            site = Site.of(self._base)
+        except ValueError as error:
+            raise self.peer.foreign(str(error)) from error
+        return site.prefix, f" HTTP/1.1\r\nHost: {site.authority}\r\n{lines_of(self._headers.items())}"
+
+    async def _whole(self, answer: Connection) -> bytes:
         data = bytearray()
-        async for chunk in response.content.iter_any():
-            data += chunk
+        while piece := await answer.read(self.timeout):
+            data += piece
             if len(data) > MAX_ANSWER:
-                raise self.peer.foreign(f"its answer is larger than {MAX_ANSWER} bytes")
+                raise Garbled(f"its answer is larger than {MAX_ANSWER} bytes")
         return bytes(data)
 
 
@@ -233,7 +263,9 @@ class Calls:
         method = "GET" if body is None else "POST"
         parameters = None if query is None else to_parameters(query)
         return await retrying(
-            lambda: self._transport.call(method, path, answer, query=parameters, body=body, waiting=waiting),
+            lambda: self._transport.call(
+                method, path, answer, query=parameters, body=body, waiting=waiting, repeatable=True
+            ),
             self._patience(),
         )
 

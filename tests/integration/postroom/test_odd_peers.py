@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import socket
+import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from support.wire import Serve, Speak
 
 from postroom import AsyncClient, BrokerClient, NotPermitted, Unavailable
 from postroom._wire import transport
+
+LOOPBACK = Path(__file__).parents[1] / "broker_client" / "loopback"  # a certificate for 127.0.0.1, and its key
 
 
 def answer(body: bytes, status: str = "200 OK", media: str = "application/json", more: str = "") -> bytes:
@@ -156,3 +161,54 @@ async def test_a_token_never_follows_a_redirect() -> None:
     finally:
         await runner.cleanup()
     assert seen == ["/v1/features"]
+
+
+@pytest.fixture
+async def features(request: pytest.FixtureRequest) -> AsyncIterator[TestServer]:
+    """A broker that says what it supports, under /behind/a/proxy, with TLS where a test asks for it."""
+
+    async def answer(asked: web.Request) -> web.Response:
+        assert asked.headers["Authorization"] == "Bearer token"
+        assert asked.host == f"127.0.0.1:{server.port}"
+        return web.json_response({"mesh": "demo", "member": "alice", "max_batch": 10})
+
+    app = web.Application()
+    app.router.add_get("/behind/a/proxy/v1/features", answer)
+    tls = None
+    if request.param == "https":
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(LOOPBACK / "certificate.pem", LOOPBACK / "key.pem")
+    async with TestServer(app, scheme=request.param) as server:
+        await server.start_server(ssl=tls)
+        yield server
+
+
+@pytest.mark.parametrize("features", ["http", "https"], indirect=True)
+@pytest.mark.parametrize("end", ["", "/"])
+async def test_a_broker_may_be_behind_a_path_and_tls(features: TestServer, end: str) -> None:
+    url = str(features.make_url("/behind/a/proxy")) + end
+    async with BrokerClient(url, "token", patience=0, ca_file=LOOPBACK / "certificate.pem") as client:
+        for _ in range(2):
+            assert (await client.features()).mesh == "demo"
+
+
+@pytest.mark.parametrize("features", ["https"], indirect=True)
+async def test_a_broker_whose_certificate_nobody_signed_is_not_asked(features: TestServer) -> None:
+    async with BrokerClient(str(features.make_url("/behind/a/proxy")), "token", patience=0) as client:
+        with pytest.raises(Unavailable, match="certificate") as caught:
+            await client.features()
+    assert caught.value.code == "broker_absent"
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "ftp://x", "http://", "http://a:port", "http://a b"])
+async def test_an_address_that_is_none_is_said_to_be_so(url: str) -> None:
+    async with BrokerClient(url, "token", patience=0) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.features()
+    assert caught.value.code == "not_understood"
+
+
+async def test_a_token_cannot_add_a_header() -> None:
+    async with BrokerClient("http://127.0.0.1:9", "token\r\nX: y", patience=0) as client:
+        with pytest.raises(ValueError, match="Authorization"):
+            await client.features()

@@ -1,0 +1,163 @@
+"""Connections of a client without an event loop: blocking sockets to a daemon, one exchange at a time on each.
+
+The same as `connections.py`, in threads: what it promises and fails with is said there. `exchange` is a coroutine
+function so that one transport serves both, but it never waits for a loop.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import threading
+import time
+from typing import Final, cast
+
+from postroom._wire.http import AnswerReader, Garbled, Head, Unreachable
+
+IDLE_SECONDS: Final = 15.0  # after which a connection that nobody needs is closed
+BACKLOG_PAUSE: Final = 0.01  # seconds until a daemon that has no room for another connection is asked again
+_RECEIVED_AT_ONCE: Final = 64 * 1024  # bytes
+
+
+class BlockingConnection:
+    """One connection to the Unix socket at `path`, opened by `deadline` (`time.monotonic`); `fresh` at first."""
+
+    def __init__(self, path: str, deadline: float) -> None:
+        self.fresh = True
+        self.heard = False
+        self.idle_since = 0.0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.setblocking(False)
+            while not try_to_connect(self._socket, path):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("no room for a connection")  # noqa: TRY301 - the socket is closed like that
+                time.sleep(BACKLOG_PAUSE)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+
+    def exchange(self, request: bytes, deadline: float, limit: int) -> tuple[Head, bytes]:
+        """Send a request and return its answer, of at most `limit` bytes; then the connection can carry another.
+
+        An answer may come before the request is sent: it counts, and the connection is not used again.
+        """
+        answer, unsent, body = AnswerReader(), memoryview(request), bytearray()
+        self.heard = usable = False
+        try:
+            while not answer.ended:
+                if unsent:
+                    unsent = unsent[self._send(unsent) :]
+                self._wait(deadline, writing=bool(unsent))
+                try:
+                    data = self._socket.recv(_RECEIVED_AT_ONCE)
+                except BlockingIOError:
+                    continue
+                if not data:
+                    if answer.end():
+                        break
+                    raise ConnectionResetError("the connection broke")
+                self.heard = True
+                body += answer.feed(data)
+                if len(body) > limit:
+                    raise Garbled(f"its answer is larger than {limit} bytes")
+            usable = answer.keeps_alive and not unsent
+        finally:
+            self.fresh = False
+            if not usable:
+                self.close()
+        return cast(Head, answer.head), bytes(body)
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request can go over it: it is open, and nothing has come that nobody asked for."""
+        return self._socket.fileno() >= 0 and not self._poll.poll(0)
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        self._socket.close()
+
+    def _send(self, data: memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except ConnectionError:
+            return len(data)  # the daemon takes no more; what it said before that can still be read
+
+    def _wait(self, deadline: float, *, writing: bool) -> None:
+        seconds = deadline - time.monotonic()
+        self._poll.modify(self._socket, select.POLLIN | select.POLLOUT if writing else select.POLLIN)
+        if not self._poll.poll(max(0, math.ceil(seconds * 1000))):
+            raise TimeoutError("no answer in time")
+
+
+class BlockingPool:
+    """The connections of one client to the daemon at `path`; may be used by many threads at once."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._idle: list[BlockingConnection] = []  # the one that idles longest is the first
+        self._lock = threading.Lock()
+        self._closed = False
+
+    async def exchange(
+        self, request: bytes, *, seconds: float, connecting: float, limit: int, repeatable: bool
+    ) -> tuple[Head, bytes]:
+        """Send a request and return its answer, all within `seconds`; see `Pool.exchange`."""
+        now = time.monotonic()
+        while True:
+            connection = self._take() or self._connect(now + min(seconds, connecting))
+            fresh = connection.fresh
+            try:
+                answer = connection.exchange(request, now + seconds, limit)
+            except ConnectionError:
+                if fresh or connection.heard or not repeatable:
+                    raise
+            else:
+                self._give_back(connection)
+                return answer
+
+    async def close(self) -> None:
+        """Close every connection that idles, and the others when they do; a second call does nothing."""
+        with self._lock:
+            self._closed = True
+            while self._idle:
+                self._idle.pop().close()
+
+    def _take(self) -> BlockingConnection | None:
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.usable:
+                    return connection
+                connection.close()
+        return None
+
+    def _connect(self, deadline: float) -> BlockingConnection:
+        try:
+            return BlockingConnection(self._path, deadline)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise Unreachable from error
+
+    def _give_back(self, connection: BlockingConnection) -> None:
+        """Keep it for the next exchange, and close those that nobody needed for a while."""
+        connection.idle_since = time.monotonic()
+        with self._lock:
+            self._idle.append(connection)
+            while self._idle and (self._closed or self._idle[0].idle_since + IDLE_SECONDS < connection.idle_since):
+                self._idle.pop(0).close()
+
+
+def try_to_connect(sock: socket.socket, path: str) -> bool:
+    """Connect a Unix socket that does not block; False where the peer's backlog is full just now."""
+    try:
+        sock.connect(path)
+    except BlockingIOError:
+        return False
+    return True
