@@ -178,9 +178,10 @@ async def features(request: pytest.FixtureRequest) -> AsyncIterator[TestServer]:
     if request.param == "https":
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(LOOPBACK / "certificate.pem", LOOPBACK / "key.pem")
-    async with TestServer(app, scheme=request.param) as server:
-        await server.start_server(ssl=tls)
-        yield server
+    server = TestServer(app, scheme=request.param)
+    await server.start_server(ssl=tls)
+    yield server
+    await server.close()
 
 
 @pytest.mark.parametrize("features", ["http", "https"], indirect=True)
