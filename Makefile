@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PYTHON ?= python3
 STAMP  := $(VENV)/.installed
 SPARK_STAMP := $(VENV)/.installed-spark
+PEERS  := $(VENV)/peers
 RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 	--no-annotate --no-emit-package postroom
 
@@ -31,10 +32,16 @@ $(SPARK_STAMP): $(STAMP) spark.lock
 	@rm -rf $(VENV)/tmp
 	@touch $@
 
-lock: ## resolve the three lock files again (needs uv)
+# What the benchmarks compare with has a directory of its own: only the benchmarks see it.
+$(PEERS): $(STAMP) bench.lock
+	@rm -rf $@
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --target $@ -r bench.lock
+
+lock: ## resolve the four lock files again (needs uv)
 	$(RESOLVE) --group dev --extra embedded -o dev.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) -c dev.lock -o requirements.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) --extra pipeline -c dev.lock -o spark.lock pyproject.toml
+	$(RESOLVE) --group bench -c dev.lock -o bench.lock
 
 wheels: setup ## both distributions as wheels, in dist/
 	cd sdk && ../$(BIN)/hatchling build -t wheel -d ../dist
@@ -64,8 +71,8 @@ format: setup ## let ruff put the code in shape
 docs: setup ## write the pages that follow from the code
 	$(BIN)/python docs/generate.py
 
-bench: $(SPARK_STAMP) ## the benchmarks, each against its own baseline
-	$(BIN)/python -m bench
+bench: $(SPARK_STAMP) $(PEERS) ## the benchmarks, each beside its baseline or peers, into docs/performance.md; BENCH="full lone" for some
+	$(BIN)/python -m bench --write $(BENCH)
 
 soak: $(SPARK_STAMP) ## the crash tests, for longer
 	$(BIN)/pytest -m soak

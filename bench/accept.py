@@ -1,10 +1,10 @@
-"""Accepting: batches of 500 at one broker, fresh and again as duplicates, beside the same statement in a bare loop."""
+"""Accepting: batches at one broker beside its statement in a bare loop, at two brokers of a mesh, through a relay."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,52 +13,93 @@ import asyncpg
 import msgspec
 from asyncpg.pgproto.pgproto import UUID
 
+from bench.driver import Void
 from bench.load import message
 from bench.mailroom import Broker, broker
-from bench.report import Measured, Ratio, judge, show
+from bench.processes import Daemon, daemon
+from bench.report import Measure, Results
+from bench.sends import STREAMS, stream
 from broker.authentication import Member, digest
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database
 from broker.incoming import Item, check, event, read_item, split
 from broker.store import AcceptStore, Candidate, MessageIds
+from postroom import AsyncClient
 from postroom._wire.accept import AcceptResponse, RawAcceptItem
 from postroom._wire.message import MAX_BODY_BYTES, prepare
+from postroom._wire.sql import load_queries
 
-BATCH: Final = 500
-BATCHES: Final = 60
+_BATCH: Final = 500
+_BATCHES: Final = 60
+_SMALL: Final = 50  # messages of a post to each of two brokers: one that waits for its commit more than it works
+_SMALL_POSTS: Final = 200  # to each of them
 _AT_ONCE: Final = 4  # as a relay posts
-_ACCEPT_GOAL: Final = 0.4
-_DUPLICATE_GOAL: Final = 2.0
+_ROWS: Final = 100_000  # through a relay
+_POLL_SECONDS: Final = 0.1
+_SETUP: Final = load_queries("bench", "postgres.sql")
 
 
-def accept(directory: Path, runs: int, seconds: float) -> None:
-    """Measure the broker; `seconds` has no meaning here, a run is so many batches."""
-    del seconds
-    asyncio.run(_accept(directory, runs))
+async def accept(place: Path, scale: float, _results: Results) -> AsyncIterator[Measure]:
+    """Accept batches of 500, fresh and again as duplicates."""
+    count = max(2, round(_BATCHES * scale))
+    async with broker(place / "broker") as running:
+        bodies = _batches("f", count)
+        bare = await _bare_loop(running, _batches("b", count))
+        fresh = await _post(running.url, running.token, bodies, expected=201)
+        again = await _post(running.url, running.token, bodies, expected=200)
+    yield Measure("fresh", count * _BATCH / fresh, "/s")
+    yield Measure("fresh, of the bare statement", bare / fresh, "x")
+    yield Measure("duplicates, of fresh", fresh / again, "x")
 
 
-async def _accept(directory: Path, runs: int) -> None:
-    fresh, again, bare = [], [], []
-    async with broker(directory / "broker") as running:
-        for run in range(runs):
-            bodies = batches(f"r{run}")
-            bare.append(await _bare_loop(running, batches(f"b{run}")))
-            fresh.append(await post(running, bodies, expected=201))
-            again.append(await post(running, bodies, expected=200))
-    print(f"accept, batches of {BATCH}, 1 recipient")
-    show(Measured("POST /v1/accept, fresh", fresh))
-    show(Measured("POST /v1/accept, duplicates", again))
-    show(Measured("the statement in a bare loop", bare))
-    judge(Ratio("fresh, of the bare loop", list(zip(fresh, bare, strict=True)), _ACCEPT_GOAL))
-    judge(Ratio("duplicates, of fresh", list(zip(again, fresh, strict=True)), _DUPLICATE_GOAL))
+async def brokers(place: Path, scale: float, _results: Results) -> AsyncIterator[Measure]:
+    """Accept in one mesh, every commit delayed by 10 ms: at one broker as from one relay, then at two as from two."""
+    posts = max(2, round(_SMALL_POSTS * scale))
+    async with broker(place / "broker", brokers=2, settings_of_postgres=_SETUP["delay_commits"]) as running:
+        for number, url in enumerate(running.urls):  # warms them up
+            await _post(url, running.token, _batches(f"w{number}", 8, _SMALL), expected=201)
+        one = await _post(running.urls[0], running.token, _batches("one", posts, _SMALL), expected=201)
+        both = [
+            _post(url, running.token, _batches(f"two{number}", posts, _SMALL), expected=201)
+            for number, url in enumerate(running.urls)
+        ]
+        began = time.perf_counter()
+        await asyncio.gather(*both)
+        two = time.perf_counter() - began
+    yield Measure("one broker", posts * _SMALL / one, "/s")
+    yield Measure("two brokers", 2 * posts * _SMALL / two, "/s")
+    yield Measure("two brokers, of one", 2 * one / two, "x")
 
 
-def batches(prefix: str) -> list[bytes]:
-    """Encode the batches of one run, ids in time order."""
-    return [_batch(range(first, first + BATCH), prefix) for first in range(0, BATCH * BATCHES, BATCH)]
+async def relay(place: Path, scale: float, _results: Results) -> AsyncIterator[Measure]:
+    """Relay 100,000 rows from one daemon through one broker into Postgres."""
+    count, rows = max(2, round(_BATCHES * scale)), round(_ROWS * scale)
+    async with broker(place / "broker") as running:
+        posted = count * _BATCH / await _post(running.url, running.token, _batches("p", count), expected=201)
+        with daemon(place / "daemon", broker=running.url, token=running.token) as daemon_:
+            drained = await _drain(daemon_, rows)
+    yield Measure("rows from a daemon into Postgres", drained, "/s")
+    yield Measure("of the broker's own batches", drained / posted, "x")
 
 
-def _batch(numbers: Sequence[int], prefix: str) -> bytes:
+async def _drain(daemon_: Daemon, rows: int) -> float:
+    """Fill a paused outbox, resume, and time it until every row is done; rows a second."""
+    async with AsyncClient(daemon_.socket) as client:
+        await client.pause_relay(reason="fill the outbox first")
+        stream(daemon_, first=0, lines=rows // STREAMS)
+        await client.resume_relay(reason="the outbox is full")
+        began = time.perf_counter()
+        while (await client.health()).rows["done"] < rows // STREAMS * STREAMS:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(_POLL_SECONDS)
+        return rows / (time.perf_counter() - began)
+
+
+def _batches(prefix: str, count: int, size: int = _BATCH) -> list[bytes]:
+    """Encode batches of so many messages, ids in time order."""
+    return [_encoded(range(first, first + size), prefix) for first in range(0, size * count, size)]
+
+
+def _encoded(numbers: Sequence[int], prefix: str) -> bytes:
     prepared = [prepare(message(), idempotency_key=f"01J{prefix}{number:020d}") for number in numbers]
     items = [
         RawAcceptItem(
@@ -71,38 +112,40 @@ def _batch(numbers: Sequence[int], prefix: str) -> bytes:
     return msgspec.json.encode({"messages": items})
 
 
-async def post(running: Broker, bodies: Sequence[bytes], *, expected: int) -> float:
-    """Post every batch, four at once; messages a second. Raises `RuntimeError` at any other answer than `expected`."""
+async def _post(url: str, token: str, bodies: Sequence[bytes], *, expected: int) -> float:
+    """Post every batch, four at once, and return the seconds; raises `Void` at any other answer than `expected`."""
     waiting = iter(bodies)
-    headers = {"Authorization": f"Bearer {running.token}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
     async def work(session: aiohttp.ClientSession) -> None:
         for body in waiting:
-            async with session.post(f"{running.url}/v1/accept", data=body) as answer:
+            async with session.post(f"{url}/v1/accept", data=body) as answer:
                 data = await answer.read()
+            if answer.status != 200:  # noqa: PLR2004 - the batch's own, beside which each message has its
+                raise Void(f"a batch was refused: {answer.status}: {data.decode(errors='replace')}")
             response = msgspec.json.decode(data, type=AcceptResponse)
             if {one.status for one in response.answers} != {expected}:
-                raise RuntimeError(f"not all answers are {expected}: {response.answers[0]}")
+                raise Void(f"not all answers are {expected}: {response.answers[0]}")
 
     began = time.perf_counter()
     async with aiohttp.ClientSession(headers=headers) as session:
         await asyncio.gather(*(work(session) for _ in range(_AT_ONCE)))
-    return len(bodies) * BATCH / (time.perf_counter() - began)
+    return time.perf_counter() - began
 
 
 async def _bare_loop(running: Broker, bodies: Sequence[bytes]) -> float:
-    """Run the broker's own statement on one connection, everything around it prepared beforehand."""
+    """Run the broker's own statement on one connection, all around it prepared beforehand; return the seconds."""
     database = await Database.open(running.database_url, connections=1)
     ids = MessageIds()
     store = AcceptStore(database, RetentionConfig(), ids)
     sender = await _sender(running)
-    values = [_values(store, sender, _candidates(body), ids.mint(BATCH)) for body in bodies]
+    values = [_values(store, sender, _candidates(body), ids.mint(_BATCH)) for body in bodies]
     began = time.perf_counter()
     for row in values:
         await database.accepting.fetch(QUERIES["accept"], *row)
     took = time.perf_counter() - began
     await database.close()
-    return len(bodies) * BATCH / took
+    return took
 
 
 def _values(store: AcceptStore, sender: Member, candidates: list[Candidate], minted: Sequence[UUID]) -> tuple[Any, ...]:
@@ -114,7 +157,7 @@ def _values(store: AcceptStore, sender: Member, candidates: list[Candidate], min
 
 
 def _candidates(body: bytes) -> list[Candidate]:
-    read = (read_item(position, raw) for position, raw in enumerate(split(body, BATCH)))
+    read = (read_item(position, raw) for position, raw in enumerate(split(body, _BATCH)))
     items = [item for item in read if isinstance(item, Item)]
     return [Candidate(item, check(item, MAX_BODY_BYTES)) for item in items]
 

@@ -1,10 +1,10 @@
-"""Jobs: leg-2 transitions of one worker, beside the two bare transactions that each cannot do without."""
+"""Jobs: leg-2 transitions of one worker, beside the two bare transactions that each needs, dbos and procrastinate."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 from uuid import UUID, uuid4
@@ -12,51 +12,58 @@ from uuid import UUID, uuid4
 import asyncpg
 from nats.js import JetStreamContext
 
-from bench.delivering import running_streams, until_count
-from bench.mailroom import MESH
-from bench.processes import program
-from bench.report import Floor, Measured, Ratio, judge, judge_floor, show
+from bench.delivery import until_count
+from bench.mailroom import MESH, running, streams, worker
+from bench.peer_jobs import AT_ONCE, PEERS, STEPS
+from bench.processes import output_of
+from bench.report import Measure, Results
+from bench.systems import SEES_PEERS, Missing, need
 from embedded import EmbeddedPostgres
 from postroom._wire.sql import load_queries
 from postroom.delivery.subjects import event_subject
 from postroom.ledger.database import migrate
 
-TRANSITIONS: Final = 3000
-_OF_A_JOB: Final = 10  # activities; the last to be answered closes it
-_AT_ONCE: Final = 16  # what a worker runs at once unless it is told otherwise
-_GOAL: Final = 500.0
+_TRANSITIONS: Final = 3000
 _QUERIES: Final = load_queries("bench", "jobs.sql")
 _SUBJECT: Final = event_subject(MESH, "answered", 1)
 
 
-def jobs(directory: Path, runs: int, seconds: float) -> None:
-    """Measure a worker on a backlog of answers; `seconds` has no meaning here."""
-    del seconds
-    pairs = [asyncio.run(_rates(directory / f"jobs-{run}")) for run in range(runs)]
-    print(f"leg-2 transitions, jobs of {_OF_A_JOB} activities, completion included")
-    judge_floor(Floor("postroom worker run", [ours for ours, _ in pairs], _GOAL))
-    show(Measured(f"two bare transactions, {_AT_ONCE} connections", [theirs for _, theirs in pairs]))
-    judge(Ratio("of bare transactions", pairs))
-
-
-async def _rates(directory: Path) -> tuple[float, float]:
-    async with running_streams(directory) as (nats_url, js):
-        server = EmbeddedPostgres(directory / "postgres")
-        url = server.start()
-        try:
+async def jobs(place: Path, scale: float, results: Results) -> AsyncIterator[Measure]:
+    """Let a worker take a backlog of answers, each a leg 2 that does nothing, completion of the jobs included."""
+    count = max(1, round(_TRANSITIONS * scale / STEPS)) * STEPS
+    async with streams(place / "nats") as (nats_url, js):
+        with running(EmbeddedPostgres(place / "postgres")) as url:
             await migrate(url)
-            async with asyncpg.create_pool(url, min_size=_AT_ONCE, max_size=_AT_ONCE) as pool:
-                await _prepare(pool, js)
-                ours = await _worker(directory, nats_url, url, pool)
-                return ours, await _bare(pool)
-        finally:
-            server.stop()
+            async with asyncpg.create_pool(url, min_size=AT_ONCE, max_size=AT_ONCE) as pool:
+                await _prepare(pool, js, count)
+                servers = {"POSTROOM_NATS_URL": nats_url, "POSTROOM_DATABASE_URL": url}
+
+                async def done() -> int:
+                    return int(await pool.fetchval(_QUERIES["done"]))
+
+                with worker(place, servers, FLOWS="bench.quiet:flow"):
+                    before, began = await until_count(done, 1), time.perf_counter()
+                    await until_count(done, count)
+                    ours = (count - before) / (time.perf_counter() - began)
+                bare = await _bare(pool, count)
+    yield Measure("leg-2 transitions of one worker", ours, "/s")
+    yield Measure(f"of two bare transactions each, {AT_ONCE} connections", ours / bare, "x")
+    for name in PEERS:
+        try:
+            need(name)
+        except Missing as error:
+            results.missing.append(str(error))
+            continue
+        with running(EmbeddedPostgres(place / name)) as url:
+            theirs = float(output_of(["bench.peer_jobs", name, url, str(count)], SEES_PEERS))
+        yield Measure(f"{name} steps", theirs, "/s")
+        yield Measure(f"of {name} steps", ours / theirs, "x")
 
 
-async def _prepare(pool: asyncpg.Pool[asyncpg.Record], js: JetStreamContext) -> None:
+async def _prepare(pool: asyncpg.Pool[asyncpg.Record], js: JetStreamContext, count: int) -> None:
     """Leave activities whose requests are sent, and the answers to all of them in the stream."""
     await pool.execute(_QUERIES["create"])
-    await pool.execute(_QUERIES["plan"], TRANSITIONS // _OF_A_JOB, _OF_A_JOB)
+    await pool.execute(_QUERIES["plan"], count // STEPS, STEPS)
     await pool.execute(_QUERIES["begin_jobs"], MESH)
     for name in ("spawn", "complete_leg1"):
         await pool.execute(_QUERIES[name])
@@ -66,29 +73,20 @@ async def _prepare(pool: asyncpg.Pool[asyncpg.Record], js: JetStreamContext) -> 
     await js.publish_async_completed()
 
 
-async def _worker(directory: Path, nats_url: str, database: str, pool: asyncpg.Pool[asyncpg.Record]) -> float:
-    settings = {"NATS_URL": nats_url, "DATABASE_URL": database, "FLOWS": "bench.quiet_flow:flow", "LOG_LEVEL": "error"}
-    environment = {f"POSTROOM_WORKER_{name}": value for name, value in settings.items()}
-    with program(directory / "worker.log", "postroom.worker", "run", environment=environment):
+async def _bare(pool: asyncpg.Pool[asyncpg.Record], count: int) -> float:
+    """Write a row and change it, each in a transaction of its own, so many at once; pairs a second."""
+    waiting = iter([uuid4() for _ in range(count)])
 
-        async def done() -> int:
-            return int(await pool.fetchval(_QUERIES["done"]))
+    async def work() -> None:
+        async with pool.acquire() as connection:
+            for name in waiting:
+                await _pair(connection, name)
 
-        before = await until_count(done, 1)
-        began = time.perf_counter()
-        after = await until_count(done, TRANSITIONS)
-        return (after - before) / (time.perf_counter() - began)
-
-
-async def _bare(pool: asyncpg.Pool[asyncpg.Record]) -> float:
-    """Write a row and change it, each in a transaction, as many at once."""
-    keys = [uuid4() for _ in range(TRANSITIONS)]
     began = time.perf_counter()
-    await asyncio.gather(*(_one_after_another(keys[start::_AT_ONCE], pool.execute) for start in range(_AT_ONCE)))
-    return TRANSITIONS / (time.perf_counter() - began)
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    return count / (time.perf_counter() - began)
 
 
-async def _one_after_another(keys: list[UUID], execute: Callable[..., Awaitable[str]]) -> None:
-    for key in keys:
-        await execute(_QUERIES["raw_enter"], key)
-        await execute(_QUERIES["raw_step"], key)
+async def _pair(connection: asyncpg.pool.PoolConnectionProxy[asyncpg.Record], name: UUID) -> None:
+    await connection.execute(_QUERIES["raw_enter"], name)
+    await connection.execute(_QUERIES["raw_step"], name)

@@ -8,10 +8,10 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from postroom._wire.sql import read_sql
+from postroom._wire.sql import load_queries
 
 PAYLOAD: Final = b"x" * 1100
-_INSERT: Final = read_sql("bench", "raw_insert.sql")
+_QUERIES: Final = load_queries("bench", "raw.sql")
 
 
 def rows_per_second(directory: Path, *, rows_a_commit: int, seconds: float) -> float:
@@ -19,13 +19,13 @@ def rows_per_second(directory: Path, *, rows_a_commit: int, seconds: float) -> f
     database = sqlite3.connect(directory / f"raw-{rows_a_commit}.db", isolation_level=None)
     database.execute("PRAGMA journal_mode=WAL")
     database.execute("PRAGMA synchronous=FULL")
-    database.executescript(read_sql("bench", "raw_schema.sql"))
+    database.executescript(_QUERIES["create"])
     numbers = count()
     began, rows = time.perf_counter(), 0
     while (took := time.perf_counter() - began) < seconds:
         batch = [_row(next(numbers)) for _ in range(rows_a_commit)]
         database.execute("BEGIN IMMEDIATE")
-        database.executemany(_INSERT, batch)
+        database.executemany(_QUERIES["insert"], batch)
         database.execute("COMMIT")
         rows += rows_a_commit
     database.close()

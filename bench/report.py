@@ -1,98 +1,121 @@
-"""How figures are printed: medians with their spread, and ratios taken pair by pair within one run."""
+"""What a benchmark found: medians with their spread beside the goals, on the terminal and in docs/performance.md."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+PAGE: Final = Path(__file__).parents[1] / "docs" / "performance.md"
+_PRECISE: Final = 10  # below it a figure has two digits behind the point
+_COARSE: Final = 1000  # from here on it has none
 
 
-class Measured(NamedTuple):
-    """One thing measured several times: messages a second, and what came with them where it is known."""
-
-    what: str
-    per_second: Sequence[float]
-    p50: Sequence[float] = ()  # seconds
-    p99: Sequence[float] = ()  # seconds
-    commits: Sequence[float] = ()  # a second
-
-
-class Ratio(NamedTuple):
-    """Pairs of a thing and its baseline, measured one after the other, and the goal of docs/performance.md if any."""
-
-    what: str
-    pairs: Sequence[tuple[float, float]]
-    goal: float | None = None
-
-    @property
-    def values(self) -> list[float]:
-        """The ratio of each pair."""
-        return [thing / baseline for thing, baseline in self.pairs]
-
-
-class Limit(NamedTuple):
-    """A figure that shall not be exceeded, in its unit, and the most that it may be, if there is such a goal."""
+class Measure(NamedTuple):
+    """One figure of one run; a ratio is of two figures of that run."""
 
     what: str
     value: float
     unit: str
-    most: float | None = None
+    part: str = ""  # of what: a process whose share this is
+
+    def __str__(self) -> str:
+        name = f"{self.what}, {self.part}" if self.part else self.what
+        return f"{name:<60}{figure(self.value):>12} {self.unit}"
 
 
-class Floor(NamedTuple):
-    """Messages a second of several runs, and the least that their median may be."""
+class Goal(NamedTuple):
+    """What a figure's median has to reach, or may not exceed."""
 
-    what: str
-    per_second: Sequence[float]
-    least: float
+    value: float
+    at_most: bool = False
+
+    def met(self, value: float) -> bool:
+        """Compare a median with it."""
+        return value <= self.value if self.at_most else value >= self.value
+
+    def __str__(self) -> str:
+        return f"{'≤' if self.at_most else '≥'} {self.value:g}"
+
+
+class Results:
+    """All figures of one benchmark, in the order in which they were first measured."""
+
+    def __init__(self, goals: Mapping[str, Goal], machine: str) -> None:
+        """`machine` describes it as it was before the benchmark, which makes a load of its own."""
+        self.missing: list[str] = []  # what could not be measured here, and why
+        self.void: str | None = None
+        self._goals = goals
+        self._machine = machine
+        self._values: dict[str, list[float]] = {}
+        self._units: dict[str, str] = {}
+        self._parts: dict[str, dict[str, list[float]]] = {}
+
+    def add(self, measure: Measure) -> None:
+        """Take a figure."""
+        if measure.part:
+            self._parts.setdefault(measure.what, {}).setdefault(measure.part, []).append(measure.value)
+        else:
+            self._values.setdefault(measure.what, []).append(measure.value)
+            self._units[measure.what] = measure.unit
+
+    @property
+    def passed(self) -> bool:
+        """Whether every run counts and every goal was measured and met."""
+        return self.void is None and all(
+            what in self._values and goal.met(median(self._values[what])) for what, goal in self._goals.items()
+        )
+
+    def lines(self) -> list[str]:
+        """Return the rows of the table: what, median, least to most, goal, verdict."""
+        rows = [self._row(what, self._values.get(what, ())) for what in dict.fromkeys([*self._values, *self._goals])]
+        return ["| what | median | least to most | goal | |", "|---|---|---|---|---|", *rows]
+
+    def _row(self, what: str, values: Sequence[float]) -> str:
+        goal = self._goals.get(what)
+        verdict = "" if goal is None else "met" if values and goal.met(median(values)) else "**missed**"
+        if not values:
+            return f"| {what} | not measured | | {goal} | {verdict} |"
+        unit = self._units[what]
+        parts = {part: median(shares) for part, shares in self._parts.get(what, {}).items()}
+        if parts:
+            listed = sorted(parts.items(), key=lambda each: -each[1])
+            what += f" ({', '.join(f'{part} {figure(share)}' for part, share in listed)})"
+        spread = f"{figure(min(values))} to {figure(max(values))}" if len(values) > 1 else "one run"
+        return f"| {what} | {figure(median(values))} {unit} | {spread} | {goal or ''} | {verdict} |"
+
+    def text(self, command: str) -> str:
+        """Return all of it as Markdown."""
+        lines = [f"`{command}`: {self._machine}.", ""]
+        if self.void is not None:
+            return "\n".join([*lines, f"**Void**: {self.void}."])
+        return "\n".join([*lines, *self.lines(), *(f"\nNot measured: {each}." for each in dict.fromkeys(self.missing))])
+
+
+def figure(value: float) -> str:
+    """Write a figure with about three digits."""
+    return f"{value:,.2f}" if abs(value) < _PRECISE else f"{value:,.1f}" if abs(value) < _COARSE else f"{value:,.0f}"
 
 
 def machine() -> str:
-    """Describe what the figures were taken on, and how busy it is with other things."""
-    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    """Describe what figures are taken on, and how busy it is with other things."""
     return (
-        f"{os.cpu_count()} cores, load {load} (1, 5, 15 min), Python {platform.python_version()}, "
-        f"SQLite {sqlite3.sqlite_version}"
+        f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before it, "
+        f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}"
     )
 
 
-def show(measured: Measured) -> None:
-    """Print one line for a thing measured."""
-    line = f"  {measured.what:<44}{spread(measured.per_second, '/s', 0):>34}"
-    if measured.p50:
-        line += f"   p50 {median(measured.p50) * 1e3:6.2f} ms  p99 {median(measured.p99) * 1e3:6.2f} ms"
-    if measured.commits:
-        line += f"   {median(measured.commits):6.0f} commits/s"
-    print(line, flush=True)
-
-
-def judge(ratio: Ratio) -> None:
-    """Print a ratio beside its goal."""
-    line = f"  = {ratio.what:<42}{spread(ratio.values, ' x', 2):>34}"
-    if ratio.goal is not None:
-        line += f"   goal {ratio.goal:g}: {'reached' if median(ratio.values) >= ratio.goal else 'MISSED'}"
-    print(line, flush=True)
-
-
-def judge_limit(limit: Limit) -> None:
-    """Print a figure beside the most that it may be."""
-    line = f"  {limit.what:<44}{f'{limit.value:,.1f} {limit.unit}':>34}"
-    if limit.most is not None:
-        line += f"   goal {limit.most:g}: {'reached' if limit.value <= limit.most else 'MISSED'}"
-    print(line, flush=True)
-
-
-def judge_floor(floor: Floor) -> None:
-    """Print a rate beside the least that it may be."""
-    line = f"  {floor.what:<44}{spread(floor.per_second, '/s', 0):>34}"
-    reached = median(floor.per_second) >= floor.least
-    print(f"{line}   goal {floor.least:,.0f}: {'reached' if reached else 'MISSED'}", flush=True)
-
-
-def spread(values: Sequence[float], unit: str, digits: int) -> str:
-    """Return `median (least to most)`."""
-    low, high = min(values), max(values)
-    return f"{median(values):,.{digits}f}{unit} ({low:,.{digits}f} to {high:,.{digits}f})"
+def write(name: str, text: str, page: Path) -> None:
+    """Put a benchmark's table into the page, between its own marks; raises `LookupError` where there are none."""
+    begin, end = f"<!-- bench {name} -->", "<!-- until here -->"
+    found = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    new, count = found.subn(lambda _: f"{begin}\n{text}\n{end}", page.read_text("utf-8"))
+    if not count:
+        raise LookupError(f"{page} has no place for {name}")
+    page.write_text(new, "utf-8")

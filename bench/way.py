@@ -1,128 +1,136 @@
-"""The whole way: sends at a steady rate to a daemon, which come through broker, worker and consumer to a handler.
-
-Everything runs on the same cores, this process included. The times are those of one clock: the sender's, the broker's
-transaction's (in the event's headers), JetStream's for each message, and the handler's.
-"""
+"""The whole way of a message, from its sender to its handler: ours, and each peer right after it in the same run."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from datetime import datetime
+import random
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import nats
+from bench.driver import Load, drive, drive_steadily, drive_threads, percentiles
+from bench.processes import Meter
+from bench.report import Measure, Results
+from bench.systems import SYSTEMS, Missing, System
 
-from bench.load import message, percentiles
-from bench.mailroom import MESH, Broker, broker
-from bench.processes import Daemon, Handler, await_http, daemon, free_port, handler, program
-from embedded import EmbeddedNats
-from postroom import AsyncClient
-from postroom.delivery.subjects import stream_name
-
-RATE: Final = 200  # sends a second
-STAGES: Final = ("send to accept", "accept to published", "published to handler", "send to handler")
-_WARM_UP: Final = 200  # messages whose times do not count
-_POLL_SECONDS: Final = 0.1
-_PATIENCE: Final = 60.0  # seconds
+_AT_ONCE: Final = 64
+_RATE: Final = 200  # sends a second
+_WARM_UP: Final = 200  # messages that do not count
+_SETTLE_SECONDS: Final = 0.5  # after the last message was handled: what is done for it later is part of its cost
+_PAUSE_SECONDS: Final = (0.05, 0.15)  # before a lone message
 
 
-class Noted(NamedTuple):
-    """When an event was accepted and published, in seconds since the epoch, and the id that its sender gave it."""
+class Trip(NamedTuple):
+    """What one load of one system found."""
 
-    client_message_id: str
-    accepted: float
-    published: float
-
-
-async def travel(directory: Path, seconds: float) -> dict[str, tuple[float, float]]:
-    """Send for so many seconds; the p50 and the p99 of each stage, in seconds."""
-    directory.mkdir(mode=0o711)  # noqa: ASYNC240 - nothing else runs yet
-    server = EmbeddedNats(directory / "nats")
-    url = server.start()
-    try:
-        async with broker(directory / "broker") as running:
-            with _programs(directory, url, running) as (daemon_, receiver):
-                sent = await _send(daemon_.socket, receiver, round(RATE * seconds))
-                return _stages(sent, await _noted(url, len(sent) + _WARM_UP), receiver.times())
-    finally:
-        server.stop()
+    per_second: float  # from the first send to the last message that was handled
+    p50: float  # seconds
+    p99: float
+    cpu: Mapping[str, float]  # part -> seconds a message
 
 
-@contextmanager
-def _programs(directory: Path, nats_url: str, running: Broker) -> Iterator[tuple[Daemon, Handler]]:
-    """Run all that is behind a broker, and a daemon before it."""
-    servers = {"POSTROOM_NATS_URL": nats_url, "POSTROOM_DATABASE_URL": running.database_url}
-    port = str(free_port())
-    page = {"POSTROOM_WORKER_LISTEN_PORT": port, "POSTROOM_WORKER_LOG_LEVEL": "error"}
-    with ExitStack() as stack:
-        receiver = stack.enter_context(handler(directory))
-        stack.enter_context(
-            program(directory / "worker.log", "postroom.worker", "run", environment={**servers, **page})
-        )
-        await_http(f"http://127.0.0.1:{port}/ready")
-        words = ["consumer", "run", "--context", MESH, "--name", "bench", "--handler", receiver.url]
-        stack.enter_context(program(directory / "consumer.log", "cli", *words, environment=servers))
-        yield stack.enter_context(daemon(directory / "daemon", broker=running.url, token=running.token)), receiver
+async def full(place: Path, scale: float, results: Results) -> AsyncIterator[Measure]:
+    """Send 3,000 messages, 64 at once, as fast as they are taken."""
+    found: dict[str, Trip] = {}
+    async for name, system in _systems(place, SYSTEMS, results):
+        found[name] = await _full(system, _numbers(3000, scale))
+    for name, trip in found.items():
+        yield Measure(f"{name}: messages a second", trip.per_second, "/s")
+        for each in _parts(name, trip):
+            yield each
+    for name, trip in found.items():
+        if name != "Postroom":
+            yield Measure(f"Postroom, of {name}", found["Postroom"].per_second / trip.per_second, "x")
 
 
-async def _send(socket: Path, receiver: Handler, count: int) -> dict[str, float]:
-    """Send `count` messages at the rate, after some that warm everything up; return when each was sent, by its id."""
-    await _steadily(socket, [f"warm-{number}" for number in range(_WARM_UP)])
-    await _handled(receiver, _WARM_UP)
-    sent = await _steadily(socket, [f"way-{number}" for number in range(count)])
-    await _handled(receiver, _WARM_UP + count)
-    return sent
+async def steady(place: Path, scale: float, results: Results) -> AsyncIterator[Measure]:
+    """Send 200 messages a second for five seconds."""
+    found: dict[str, Trip] = {}
+    async for name, system in _systems(place, SYSTEMS, results):
+        found[name] = await _steady(system, _numbers(1000, scale))
+    for each in _latencies(found):
+        yield each
+    for name, trip in found.items():
+        for each in _parts(name, trip):
+            yield each
 
 
-async def _steadily(socket: Path, ids: Sequence[str]) -> dict[str, float]:
-    """Send a message under each id, one every 1/RATE s, whatever becomes of those before it."""
-    body, sent = json.loads(message())["body"], {}
-    clock = asyncio.get_running_loop().time
-    async with AsyncClient(socket) as client, asyncio.TaskGroup() as group:
-        began = clock()
-        for number, name in enumerate(ids):
-            await asyncio.sleep(began + number / RATE - clock())
-            sent[name] = time.time()
-            group.create_task(client.send("topic:orders", body, client_message_id=name))
-    return sent
+async def lone(place: Path, scale: float, results: Results) -> AsyncIterator[Measure]:
+    """Send 40 messages, each alone, after a pause of chance length."""
+    found: dict[str, Trip] = {}
+    async for name, system in _systems(place, SYSTEMS, results):
+        found[name] = await _lone(system, _numbers(40, scale))
+    for each in _latencies(found):
+        yield each
 
 
-async def _handled(receiver: Handler, count: int) -> None:
-    """Return when the handler has seen so many messages; raises `TimeoutError`."""
-    async with asyncio.timeout(_PATIENCE):
-        while (await asyncio.to_thread(receiver.calls)).count < count:  # noqa: ASYNC110 - another process counts
-            await asyncio.sleep(_POLL_SECONDS)
+def _numbers(count: int, scale: float) -> range:
+    return range(_WARM_UP, _WARM_UP + max(1, round(count * scale)))
 
 
-async def _noted(nats_url: str, count: int) -> dict[str, Noted]:
-    """Read from the stream what the sender and the server noted of each event, by its message id."""
-    connection = await nats.connect(nats_url)
-    js = connection.jetstream()
-    found = {}
-    for sequence in range(1, count + 1):
-        stored = await js.get_msg(stream_name(MESH, "events"), sequence)
-        headers, payload = stored.headers or {}, json.loads(stored.data or b"")
-        accepted = datetime.fromisoformat(headers["X-Occurred-At"])
-        published = datetime.fromisoformat(str(stored.time))
-        noted = Noted(payload["client_message_id"], accepted.timestamp(), published.timestamp())
-        found[headers["Nats-Msg-Id"]] = noted
-    await connection.close()
-    return found
+async def _systems(
+    place: Path, names: Sequence[str] | Mapping[str, object], results: Results
+) -> AsyncIterator[tuple[str, System]]:
+    """Run one system after the other, warmed up; what this machine lacks is noted."""
+    for name in names:
+        try:
+            async with SYSTEMS[name](place / name.replace(" ", "-")) as system:
+                await drive(system.send, range(_WARM_UP), at_once=_AT_ONCE)
+                await system.handled.until(_WARM_UP)
+                yield name, system
+        except Missing as error:
+            results.missing.append(str(error))
 
 
-def _stages(
-    sent: Mapping[str, float], noted: Mapping[str, Noted], handled: Mapping[str, float]
-) -> dict[str, tuple[float, float]]:
-    """Sum up how long each message took from one point to the next, and from the first to the last."""
-    trips = [
-        (sent[event.client_message_id], event.accepted, event.published, handled[message_id])
-        for message_id, event in noted.items()
-        if event.client_message_id in sent
-    ]
-    spans = [(one[1] - one[0], one[2] - one[1], one[3] - one[2], one[3] - one[0]) for one in trips]
-    return {stage: percentiles(values) for stage, values in zip(STAGES, zip(*spans, strict=True), strict=True)}
+async def _full(system: System, numbers: range) -> Trip:
+    meter = Meter(system.parts)
+    before = meter.cpu()
+    if system.blocking is None:
+        load = await drive(system.send, numbers, at_once=_AT_ONCE)
+    else:
+        load = drive_threads(system.blocking, numbers, at_once=_AT_ONCE)
+    await system.handled.until(numbers.stop)
+    return await _trip(system, load, before)
+
+
+async def _steady(system: System, numbers: range) -> Trip:
+    before = Meter(system.parts).cpu()
+    load = await drive_steadily(system.send, numbers, rate=_RATE)
+    await system.handled.until(numbers.stop)
+    return await _trip(system, load, before)
+
+
+async def _lone(system: System, numbers: range) -> Trip:
+    before = Meter(system.parts).cpu()
+
+    async def send(number: int) -> None:
+        await system.send(number)
+        await system.handled.until(number + 1)
+        await asyncio.sleep(random.uniform(*_PAUSE_SECONDS))  # noqa: S311 - no timer of anybody's is to fall in step
+
+    return await _trip(system, await drive(send, numbers, at_once=1), before)
+
+
+async def _trip(system: System, load: Load, before: Mapping[str, float]) -> Trip:
+    """Sum up what became of a load that was handled."""
+    at = system.handled.at
+    took = max(at[number] for number in load.began) - min(load.began.values())
+    await asyncio.sleep(_SETTLE_SECONDS)
+    after = Meter(system.parts).cpu()
+    cpu = {part: (used - before[part]) / load.sent for part, used in after.items()}
+    return Trip(load.sent / took, *percentiles(at[number] - began for number, began in load.began.items()), cpu)
+
+
+def _latencies(found: Mapping[str, Trip]) -> Iterator[Measure]:
+    for name, trip in found.items():
+        yield Measure(f"{name}: p50", trip.p50 * 1e3, "ms")
+        yield Measure(f"{name}: p99", trip.p99 * 1e3, "ms")
+        if name != "Postroom":
+            yield Measure(f"Postroom: p50, of {name}'s", found["Postroom"].p50 / trip.p50, "x")
+
+
+def _parts(name: str, trip: Trip) -> Iterator[Measure]:
+    """Say what CPU a message costs, in all processes and in each."""
+    yield Measure(f"{name}: CPU per message", sum(trip.cpu.values()) * 1e6, "µs")
+    for part, seconds in trip.cpu.items():
+        yield Measure(f"{name}: CPU per message", seconds * 1e6, "µs", part)

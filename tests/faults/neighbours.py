@@ -17,12 +17,13 @@ from typing import Final
 from support import loud_member
 from support.mailroom import LoneDaemon
 
-from bench.attacker import KINDS
+from bench.driver import Void
 from bench.load import NOBODYS_GROUP
 from bench.processes import load
 from embedded.processes import tethered
+from faults.attacker import KINDS
 from faults.brokers import Poster
-from faults.campaign import Lacking, Run, goal
+from faults.campaign import Lacking, Missed, Run, goal
 from faults.load import mailroom
 from postroom import BrokerClient
 
@@ -50,12 +51,14 @@ async def noisy_users(run: Run) -> None:
         await daemon.start()
         try:
             quiet = load(daemon.socket, connections=1, seconds=run.size.load * _QUIET_SHARE, first=0, uid=_VICTIM)
-            command = ["-m", "bench.attacker", kind, "--socket", str(daemon.socket), "--uid", str(_ATTACKER)]
+            command = ["-m", "faults.attacker", kind, "--socket", str(daemon.socket), "--uid", str(_ATTACKER)]
             with _attacking(command):
                 loud = load(daemon.socket, connections=1, seconds=run.size.load, first=10**9, uid=_VICTIM)
+        except Void as error:
+            raise Missed(f"under {kind}: {error}") from error
         finally:
             daemon.stop()
-        _judge(run, kind, quiet.p99, loud.p99, loud.refused)
+        _judge(run, kind, quiet.p99, loud.p99, 0)
 
 
 @goal("F17b", "noisy members of a broker", alone=True)

@@ -1,3 +1,6 @@
+-- What is the least that any outbox has to write.
+
+-- name: create
 -- A table with the columns of an outbox (docs/contract/send.md#send-50) and its indexes: what any of them has to write.
 CREATE TABLE outbox (
     id TEXT PRIMARY KEY,
@@ -17,3 +20,8 @@ CREATE TABLE outbox (
 );
 CREATE INDEX outbox_pending ON outbox (status, next_attempt_at);
 CREATE INDEX outbox_aborted ON outbox (status, aborted_at) WHERE status = 'aborted';
+
+-- name: insert
+-- A row, as a send would leave it.
+INSERT INTO outbox (id, client_message_id, request_fingerprint, payload, enqueued_at, next_attempt_at, status)
+VALUES (:id, :client_message_id, :fingerprint, :payload, :now, :now, 'pending');

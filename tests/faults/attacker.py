@@ -1,4 +1,4 @@
-"""A hostile caller of a daemon's socket: a process of its own (`python -m bench.attacker KIND`) under a uid of its own.
+"""A hostile caller of a daemon's socket: a process (`python -m faults.attacker KIND`) under a uid of its own.
 
 It attacks until it is stopped, and tells on standard output when the attack is under way.
 """
@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import resource
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Final
@@ -85,7 +86,8 @@ class Attacker:
     async def _at_once(self, count: int, attack: Callable[[], Awaitable[None]]) -> None:
         tasks = [asyncio.create_task(self._again(attack)) for _ in range(count)]
         await asyncio.sleep(1)
-        print("under way", flush=True)
+        sys.stdout.write("under way\n")
+        sys.stdout.flush()
         await asyncio.gather(*tasks)
 
     async def _again(self, attack: Callable[[], Awaitable[None]]) -> None:
