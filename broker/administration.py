@@ -1,9 +1,13 @@
-"""Administration: meshes, members, topics, subscriptions and queues (docs/contract/accept.md#accept-4).
+"""Administration: meshes, members, topics, subscriptions, webhooks and queues (docs/contract/accept.md#accept-4).
 
 Who may call is in the table of routes; which mesh a member may touch is checked here, by `own_mesh`: always its own.
 """
 
 from __future__ import annotations
+
+import secrets
+from typing import Final
+from uuid import UUID
 
 from aiohttp import web
 
@@ -16,11 +20,15 @@ from broker.authentication import (
     own_mesh,
 )
 from broker.database import QUERIES, Database
-from broker.requests import changing, decode_body
+from broker.operator import changing
+from broker.requests import decode_body
 from postroom._wire import administration as api
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import decode_query, json_response
+from postroom.delivery.http.addresses import Guard
 from postroom.errors import Conflict, NotFound, NotPermitted
+
+MOST_PER_TOPIC: Final = 10  # webhooks: each is a consumer at every worker
 
 
 class Administration:
@@ -33,7 +41,7 @@ class Administration:
     async def create_mesh(self, request: web.Request) -> web.Response:
         """`POST /v1/meshes`."""
         wanted = await decode_body(request, api.CreateMesh)
-        async with changing(self._database, request, wanted.slug) as connection:
+        async with changing(self._database, request, "create", "mesh", wanted.slug) as connection:
             row = await connection.fetchrow(QUERIES["create_mesh"], wanted.slug)
             if row is None:
                 raise _exists("mesh", wanted.slug)
@@ -48,10 +56,10 @@ class Administration:
     async def delete_mesh(self, request: web.Request) -> web.Response:
         """`DELETE /v1/meshes/{mesh}`; 409 while it holds messages or recognises ids."""
         slug = request.match_info["mesh"]
-        async with changing(self._database, request) as connection:
+        async with changing(self._database, request, "delete", "mesh", slug) as connection:
             mesh_id = await connection.fetchval(QUERIES["lock_mesh"], slug)
             if mesh_id is None:
-                raise missing("mesh", slug)
+                raise _missing("mesh", slug)
             if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
                 sentence = (
                     f"the mesh {slug} still has messages: it can be deleted once retention has deleted the last of them"
@@ -66,7 +74,7 @@ class Administration:
         wanted = await decode_body(request, api.CreateMember)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
         token = new_token()
-        async with changing(self._database, request, mesh, wanted.name) as connection:
+        async with changing(self._database, request, "create", "member", mesh, wanted.name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             values = (mesh_id, wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
@@ -83,10 +91,10 @@ class Administration:
     async def revoke_member(self, request: web.Request) -> web.Response:
         """`DELETE /v1/members/{mesh}/{name}`: its token is worth nothing from now on, and its name stays taken."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with changing(self._database, request) as connection:
+        async with changing(self._database, request, "revoke", "member", mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             if await connection.fetchval(QUERIES["revoke_member"], mesh_id, name) is None:
-                raise missing("member", name)
+                raise _missing("member", name)
         self._authentication.forget()
         return web.Response(status=204)
 
@@ -95,11 +103,11 @@ class Administration:
         mesh, name = path_mesh(request), request.match_info["name"]
         _require_self_or_admin(request, name)
         token = new_token()
-        async with changing(self._database, request) as connection:
+        async with changing(self._database, request, "rotate-token", "member", mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
             role = await connection.fetchval(QUERIES["rotate_token"], mesh_id, name, digest(token))
             if role is None:
-                raise missing("member", name)
+                raise _missing("member", name)
         self._authentication.forget()
         return json_response(api.MemberToken(mesh=mesh, name=name, role=role, token=token))
 
@@ -107,7 +115,7 @@ class Administration:
         """`POST /v1/topics`."""
         wanted = await decode_body(request, api.CreateTopic)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
-        async with changing(self._database, request, mesh, wanted.name) as connection:
+        async with changing(self._database, request, "create", "topic", mesh, wanted.name) as connection:
             created_at = await connection.fetchval(
                 QUERIES["create_topic"], await _mesh_id(connection, mesh), wanted.name
             )
@@ -125,9 +133,9 @@ class Administration:
     async def delete_topic(self, request: web.Request) -> web.Response:
         """`DELETE /v1/topics/{mesh}/{name}`: its subscriptions go, its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with changing(self._database, request) as connection:
+        async with changing(self._database, request, "delete", "topic", mesh, name) as connection:
             if await connection.fetchval(QUERIES["delete_topic"], await _mesh_id(connection, mesh), name) is None:
-                raise missing("topic", name)
+                raise _missing("topic", name)
         return web.Response(status=204)
 
     async def subscribe(self, request: web.Request) -> web.Response:
@@ -135,7 +143,7 @@ class Administration:
         wanted = await decode_body(request, api.Subscribe)
         mesh, topic = path_mesh(request), request.match_info["name"]
         member = _subscriber(request, wanted.member)
-        async with changing(self._database, request, wanted.member) as connection:
+        async with changing(self._database, request, "subscribe", "topic", mesh, topic, member) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
             if row is None:  # somebody else subscribed the member in this very moment, or ended it
@@ -148,7 +156,7 @@ class Administration:
         """`GET /v1/topics/{mesh}/{name}/subscriptions`."""
         mesh, topic = path_mesh(request), request.match_info["name"]
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            topic_id = await find_topic_id(connection, mesh, topic)
+            topic_id = await _topic_id(connection, mesh, topic)
             rows = await connection.fetch(QUERIES["list_subscriptions"], topic_id)
         found = [api.Subscription(mesh=mesh, topic=topic, member=name, created_at=since) for name, since in rows]
         return json_response(api.SubscriptionList(subscriptions=found))
@@ -157,7 +165,7 @@ class Administration:
         """`DELETE /v1/topics/{mesh}/{name}/subscriptions/{member}`: by an admin, or by the member itself."""
         mesh, topic, member = path_mesh(request), request.match_info["name"], request.match_info["member"]
         _require_self_or_admin(request, member)
-        async with changing(self._database, request) as connection:
+        async with changing(self._database, request, "unsubscribe", "topic", mesh, topic, member) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
                 raise NotFound.of("not_subscribed", f"{member} is not subscribed to topic:{topic}")
@@ -167,7 +175,7 @@ class Administration:
         """`POST /v1/queues`."""
         wanted = await decode_body(request, api.CreateQueue)
         mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
-        async with changing(self._database, request, mesh, wanted.name) as connection:
+        async with changing(self._database, request, "create", "queue", mesh, wanted.name) as connection:
             created_at = await connection.fetchval(
                 QUERIES["create_queue"], await _mesh_id(connection, mesh), wanted.name
             )
@@ -185,9 +193,52 @@ class Administration:
     async def delete_queue(self, request: web.Request) -> web.Response:
         """`DELETE /v1/queues/{mesh}/{name}`: its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with changing(self._database, request) as connection:
+        async with changing(self._database, request, "delete", "queue", mesh, name) as connection:
             if await connection.fetchval(QUERIES["delete_queue"], await _mesh_id(connection, mesh), name) is None:
-                raise missing("queue", name)
+                raise _missing("queue", name)
+        return web.Response(status=204)
+
+
+class Webhooks:
+    """The handlers of the webhook routes."""
+
+    def __init__(self, database: Database, guard: Guard) -> None:
+        self._database = database
+        self._guard = guard
+
+    async def create_webhook(self, request: web.Request) -> web.Response:
+        """`POST /v1/topics/{mesh}/{name}/webhooks`: the answer is the only place where the secret is shown."""
+        wanted = await decode_body(request, api.CreateWebhook)
+        mesh, topic = path_mesh(request), request.match_info["name"]
+        await self._guard.check(wanted.url)
+        secret = f"whsec_{secrets.token_urlsafe(32)}"
+        async with changing(self._database, request, "create", "webhook", mesh, topic) as connection:
+            topic_id = await _topic_id(connection, mesh, topic)
+            if await connection.fetchval(QUERIES["lock_topic"], topic_id) is None:
+                raise _missing("topic", topic)
+            row = await connection.fetchrow(QUERIES["create_webhook"], topic_id, wanted.url, secret, MOST_PER_TOPIC)
+            if row is None:
+                raise Conflict.of("too_many_webhooks", f"topic:{topic} has {MOST_PER_TOPIC} webhooks: delete one")
+        made = api.NewWebhook(
+            id=str(row["id"]), mesh=mesh, topic=topic, url=wanted.url, created_at=row["created_at"], secret=secret
+        )
+        return json_response(made, 201)
+
+    async def list_webhooks(self, request: web.Request) -> web.Response:
+        """`GET /v1/topics/{mesh}/{name}/webhooks`."""
+        mesh, topic = path_mesh(request), request.match_info["name"]
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            rows = await connection.fetch(QUERIES["list_webhooks"], await _topic_id(connection, mesh, topic))
+        found = [api.Webhook(id=str(key), mesh=mesh, topic=topic, url=url, created_at=at) for key, url, at in rows]
+        return json_response(api.WebhookList(webhooks=found))
+
+    async def delete_webhook(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/topics/{mesh}/{name}/webhooks/{webhook}`: nothing is posted there once the workers know."""
+        mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
+        async with changing(self._database, request, "delete", "webhook", mesh, topic, webhook) as connection:
+            key = await _topic_id(connection, mesh, topic), _webhook_id(webhook)
+            if await connection.fetchval(QUERIES["delete_webhook"], *key) is None:
+                raise _no_webhook(webhook)
         return web.Response(status=204)
 
 
@@ -221,31 +272,42 @@ def _subscriber(request: web.Request, asked: str | None) -> str:
 async def _mesh_id(connection: Connection, slug: str) -> int:
     mesh_id: int | None = await connection.fetchval(QUERIES["find_mesh"], slug)
     if mesh_id is None:
-        raise missing("mesh", slug)
+        raise _missing("mesh", slug)
     return mesh_id
 
 
-async def find_topic_id(connection: Connection, mesh: str, topic: str) -> int:
+async def _topic_id(connection: Connection, mesh: str, topic: str) -> int:
     """Return the id of a topic; raises `NotFound`."""
     topic_id: int | None = await connection.fetchval(QUERIES["find_topic"], await _mesh_id(connection, mesh), topic)
     if topic_id is None:
-        raise missing("topic", topic)
+        raise _missing("topic", topic)
     return topic_id
 
 
 async def _subscription_ids(connection: Connection, mesh: str, topic: str, member: str) -> tuple[int, int]:
-    topic_id = await find_topic_id(connection, mesh, topic)
+    topic_id = await _topic_id(connection, mesh, topic)
     mesh_id = await _mesh_id(connection, mesh)
     member_id: int | None = await connection.fetchval(QUERIES["find_active_member"], mesh_id, member)
     if member_id is None:
-        raise missing("member", member)
+        raise _missing("member", member)
     return topic_id, member_id
 
 
-def missing(noun: str, name: str) -> NotFound:
+def _missing(noun: str, name: str) -> NotFound:
     """Say that a noun of the mesh, as a topic, is not there."""
     return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}")
 
 
 def _exists(noun: str, name: str, why: str = "") -> Conflict:
     return Conflict.of(f"{noun}_exists", f"the {noun} {name} exists already {why}".rstrip())
+
+
+def _webhook_id(text: str) -> UUID:
+    try:
+        return UUID(text)
+    except ValueError as error:
+        raise _no_webhook(text) from error
+
+
+def _no_webhook(webhook: str) -> NotFound:
+    return NotFound.of("webhook_not_found", f"the topic has no webhook {webhook[:64]!r}")

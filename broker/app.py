@@ -6,23 +6,25 @@ import asyncio
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from aiohttp import web
 
 from broker.accept import Accepting
-from broker.administration import Administration
+from broker.administration import Administration, Webhooks
 from broker.authentication import Authentication, member_of
 from broker.config import BrokerConfig
 from broker.database import QUERIES, Database
 from broker.dead_letters import DeadLetters
 from broker.history import History, LookUp
+from broker.jobs import Jobs
 from broker.limiter import Limiter
 from broker.metrics import CONTENT_TYPE, Metrics
+from broker.once import Keys
+from broker.operator import READ, WRITE, OperatorLog, routes_of
+from broker.publishing import Consumers, Sources, Unpublished
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
-from broker.unpublished import Unpublished
-from broker.webhooks import Webhooks
 from postroom._wire import administration as api
 from postroom._wire.accept import (
     AcceptBatch,
@@ -34,15 +36,15 @@ from postroom._wire.accept import (
     RateLimitFeature,
 )
 from postroom._wire.dead_letters import DEAD_LETTERS
-from postroom._wire.nouns import Noun
-from postroom._wire.unpublished import UNPUBLISHED
-from postroom.chassis.routes import Handler, Route, application, json_response, openapi
+from postroom._wire.jobs import JOBS, MessagePage, StartedJob, StartJob
+from postroom._wire.nouns import OPERATOR_LOG
+from postroom._wire.once import KEYS
+from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
+from postroom.chassis.routes import Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
 
 _READY_SECONDS: Final = 2.0
-_READ: Final = (400, 401, 403, 404, 503)
-_WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ def routes(services: Services) -> list[Route]:
     admin = Administration(services.database, services.authentication)
     history = History(services.database)
     webhooks = Webhooks(services.database, services.guard)
-    dead_letters = DeadLetters(services.database, services.config.nats)
+    jobs = Jobs(services.database)
     topics = "/v1/topics/{mesh}/{name}"
     return [
         Route(method="POST", path="/v1/accept", handler=accept.accept, access="member",
@@ -88,60 +90,66 @@ def routes(services: Services) -> list[Route]:
               summary="What this broker supports, and the member that the token belongs to",
               answers={200: Features}, problems=(401, 403, 503)),
         Route(method="POST", path="/v1/meshes", handler=admin.create_mesh, access="broker_admin",
-              summary="Create a mesh", body=api.CreateMesh, answers={201: api.Mesh}, problems=_WRITE),
+              summary="Create a mesh", body=api.CreateMesh, answers={201: api.Mesh}, problems=WRITE),
         Route(method="GET", path="/v1/meshes", handler=admin.list_meshes, access="broker_admin",
-              summary="List the meshes", answers={200: api.MeshList}, problems=_READ),
+              summary="List the meshes", answers={200: api.MeshList}, problems=READ),
         Route(method="DELETE", path="/v1/meshes/{mesh}", handler=admin.delete_mesh, access="broker_admin",
-              summary="Delete a mesh that has no messages", answers={204: None}, problems=_WRITE),
+              summary="Delete a mesh that has no messages", answers={204: None}, problems=WRITE),
         Route(method="POST", path="/v1/members", handler=admin.create_member, access="mesh_admin",
               summary="Create a member; its token is shown only once",
-              body=api.CreateMember, answers={201: api.MemberToken}, problems=_WRITE),
+              body=api.CreateMember, answers={201: api.MemberToken}, problems=WRITE),
         Route(method="GET", path="/v1/members", handler=admin.list_members, access="reader",
-              summary="List the members of a mesh", query=api.MeshQuery, answers={200: api.MemberList}, problems=_READ),
+              summary="List the members of a mesh", query=api.MeshQuery, answers={200: api.MemberList}, problems=READ),
         Route(method="DELETE", path="/v1/members/{mesh}/{name}", handler=admin.revoke_member, access="mesh_admin",
-              summary="Revoke a member permanently", answers={204: None}, problems=_WRITE),
+              summary="Revoke a member permanently", answers={204: None}, problems=WRITE),
         Route(method="POST", path="/v1/members/{mesh}/{name}/token", handler=admin.rotate_token, access="reader",
               summary="Give a member a new token, shown only once; for an admin, or the member itself",
-              answers={200: api.MemberToken}, problems=_WRITE),
+              answers={200: api.MemberToken}, problems=WRITE),
         Route(method="POST", path="/v1/topics", handler=admin.create_topic, access="mesh_admin",
-              summary="Create a topic", body=api.CreateTopic, answers={201: api.Topic}, problems=_WRITE),
+              summary="Create a topic", body=api.CreateTopic, answers={201: api.Topic}, problems=WRITE),
         Route(method="GET", path="/v1/topics", handler=admin.list_topics, access="reader",
-              summary="List the topics of a mesh", query=api.MeshQuery, answers={200: api.TopicList}, problems=_READ),
+              summary="List the topics of a mesh", query=api.MeshQuery, answers={200: api.TopicList}, problems=READ),
         Route(method="DELETE", path=topics, handler=admin.delete_topic, access="mesh_admin",
-              summary="Delete a topic; its messages stay in the history", answers={204: None}, problems=_WRITE),
+              summary="Delete a topic; its messages stay in the history", answers={204: None}, problems=WRITE),
         Route(method="POST", path=f"{topics}/subscriptions", handler=admin.subscribe, access="reader",
               summary="Subscribe a member; for an admin, or the member itself",
-              body=api.Subscribe, answers={201: api.Subscription, 200: api.Subscription}, problems=_WRITE),
+              body=api.Subscribe, answers={201: api.Subscription, 200: api.Subscription}, problems=WRITE),
         Route(method="GET", path=f"{topics}/subscriptions", handler=admin.list_subscriptions, access="reader",
-              summary="List the subscribers of a topic", answers={200: api.SubscriptionList}, problems=_READ),
+              summary="List the subscribers of a topic", answers={200: api.SubscriptionList}, problems=READ),
         Route(method="DELETE", path=f"{topics}/subscriptions/{{member}}", handler=admin.unsubscribe, access="reader",
               summary="End a subscription; for an admin, or the member itself",
-              answers={204: None}, problems=_WRITE),
+              answers={204: None}, problems=WRITE),
         Route(method="POST", path=f"{topics}/webhooks", handler=webhooks.create_webhook, access="mesh_admin",
               summary="Post a topic's messages to an address; the secret that signs them is shown only once",
-              body=api.CreateWebhook, answers={201: api.NewWebhook}, problems=_WRITE),
+              body=api.CreateWebhook, answers={201: api.NewWebhook}, problems=WRITE),
         Route(method="GET", path=f"{topics}/webhooks", handler=webhooks.list_webhooks, access="mesh_admin",
-              summary="List the webhooks of a topic", answers={200: api.WebhookList}, problems=_READ),
+              summary="List the webhooks of a topic", answers={200: api.WebhookList}, problems=READ),
         Route(method="DELETE", path=f"{topics}/webhooks/{{webhook}}", handler=webhooks.delete_webhook,
-              access="mesh_admin", summary="Delete a webhook", answers={204: None}, problems=_WRITE),
+              access="mesh_admin", summary="Delete a webhook", answers={204: None}, problems=WRITE),
         Route(method="POST", path="/v1/queues", handler=admin.create_queue, access="mesh_admin",
-              summary="Create a queue", body=api.CreateQueue, answers={201: api.Queue}, problems=_WRITE),
+              summary="Create a queue", body=api.CreateQueue, answers={201: api.Queue}, problems=WRITE),
         Route(method="GET", path="/v1/queues", handler=admin.list_queues, access="reader",
-              summary="List the queues of a mesh", query=api.MeshQuery, answers={200: api.QueueList}, problems=_READ),
+              summary="List the queues of a mesh", query=api.MeshQuery, answers={200: api.QueueList}, problems=READ),
         Route(method="DELETE", path="/v1/queues/{mesh}/{name}", handler=admin.delete_queue, access="mesh_admin",
-              summary="Delete a queue; its messages stay in the history", answers={204: None}, problems=_WRITE),
+              summary="Delete a queue; its messages stay in the history", answers={204: None}, problems=WRITE),
         Route(method="GET", path="/v1/history", handler=history.list_messages, access="reader",
               summary="Read what a mesh accepted, in the order of the commits",
-              query=api.HistoryQuery, answers={200: api.HistoryPage}, problems=(*_READ, 410)),
+              query=api.HistoryQuery, answers={200: api.HistoryPage}, problems=(*READ, 410)),
         Route(method="GET", path="/v1/messages/{broker_message_id}", handler=history.get_message, access="reader",
-              summary="Read one message", answers={200: api.HistoryMessage}, problems=_READ),
-        *_operating(DEAD_LETTERS, dead_letters, "dead letters"),
-        Route(method="GET", path=f"{DEAD_LETTERS.path}/{{mesh}}/{{id}}", handler=dead_letters.inspect,
-              access=DEAD_LETTERS.access, summary="Show a whole dead letter, by its id or that of its message",
-              answers={200: DEAD_LETTERS.page}, problems=_READ),
-        *_operating(UNPUBLISHED["events"], Unpublished(services.database, EVENTS), "events that JetStream refuses"),
-        *_operating(UNPUBLISHED["deliveries"], Unpublished(services.database, DELIVERIES),
-                    "deliveries that JetStream refuses"),
+              summary="Read one message", answers={200: api.HistoryMessage}, problems=READ),
+        *routes_of(DEAD_LETTERS, DeadLetters(services.database, services.config.nats)),
+        *routes_of(UNPUBLISHED[EVENTS.name], Unpublished(services.database, EVENTS)),
+        *routes_of(UNPUBLISHED[DELIVERIES.name], Unpublished(services.database, DELIVERIES)),
+        *routes_of(SOURCES, Sources(services.database)),
+        *routes_of(CONSUMERS, Consumers(services.database)),
+        Route(method="POST", path=JOBS.path, handler=jobs.start, access=JOBS.access,
+              summary="Start a job of a flow; a worker that runs the flow does the rest",
+              body=StartJob, answers={201: StartedJob, 200: StartedJob}, problems=WRITE),
+        Route(method="GET", path=f"{JOBS.path}/messages/{{id}}", handler=jobs.explain, access=JOBS.access,
+              summary="What a message was for, and what is done of it", answers={200: MessagePage}, problems=READ),
+        *routes_of(JOBS, jobs),
+        *routes_of(KEYS, Keys(services.database)),
+        *routes_of(OPERATOR_LOG, OperatorLog(services.database)),
         Route(method="GET", path="/health", handler=control.health, access="anyone",
               summary="Whether the process works, and what is wrong", answers={200: api.BrokerHealth}, problems=()),
         Route(method="GET", path="/ready", handler=control.ready, access="anyone",
@@ -150,28 +158,6 @@ def routes(services: Services) -> list[Route]:
               summary="Prometheus metrics", answers={200: None}, problems=()),
         Route(method="GET", path="/openapi.json", handler=control.openapi, access="anyone",
               summary="This document", answers={200: None}, problems=()),
-    ]  # fmt: skip
-
-
-class _Operated(Protocol):
-    """The handlers of a noun."""
-
-    async def list(self, request: web.Request) -> web.Response: ...
-    async def log(self, request: web.Request) -> web.Response: ...
-    def change(self, verb: str) -> Handler: ...
-
-
-def _operating(noun: Noun[Any, Any, Any, Any, Any], handlers: _Operated, things: str) -> list[Route]:
-    """Return the routes by which operators see and change a noun, as its table of verbs says."""
-    path, page = noun.path, {200: noun.page}
-    return [
-        Route(method="GET", path=path, handler=handlers.list, access=noun.access,
-              summary=f"List {things}", query=noun.query, answers=page, problems=_READ),
-        Route(method="GET", path=f"{path}/log", handler=handlers.log, access=noun.access,
-              summary=f"What operators did to {things}", query=api.MeshQuery, answers={200: noun.log}, problems=_READ),
-        *(Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access=noun.access,
-                summary=verb.effect, body=noun.change, answers={200: noun.result}, problems=(*_WRITE, 502))
-          for name, verb in noun.verbs.items()),
     ]  # fmt: skip
 
 

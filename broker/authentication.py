@@ -256,3 +256,8 @@ def own_mesh(principal: Principal, asked: str | None) -> str:
     if asked is None:
         raise InvalidMessage.of("mesh_required", "the administrator belongs to no mesh: name one (`mesh`)")
     return asked
+
+
+def any_mesh(principal: Principal, asked: str | None) -> str | None:
+    """Return the mesh that a request is about, as `own_mesh` does; None where the administrator means every mesh."""
+    return None if asked is None and not isinstance(principal, Member) else own_mesh(principal, asked)

@@ -11,6 +11,7 @@ from typing import Final
 from broker.config import BrokerConfig, events_kept, load_config
 from broker.database import QUERIES, check_version, migrate
 from broker.main import run
+from broker.operator import keep_log
 from postroom.chassis import logs, postgres, runtime
 from postroom.chassis.exits import Exit, Fatal
 from postroom.worker.orphans import Violation, check
@@ -39,8 +40,7 @@ async def begin_incarnation(config: BrokerConfig) -> Exit:
         async with connection.transaction():
             why = "an operator restored the database"
             incarnation = await connection.fetchval(QUERIES["begin_incarnation"], why)
-            actor = postgres.acting(connection)
-            await connection.execute(QUERIES["log_operation"], actor, "broker restored", str(incarnation), why)
+            await keep_log(connection, postgres.acting(connection), "restore", "database", str(incarnation), reason=why)
     sys.stdout.write(
         f"incarnation {incarnation} began: each daemon now compares what it sent with the database, and "
         "`postroom status` shows what is missing; `postroom outbox resend --missing` sends it again\n"

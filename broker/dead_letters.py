@@ -8,7 +8,7 @@ is made for each request, and where there is none, the record alone is shown.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Final
 
 from aiohttp import web
@@ -17,18 +17,29 @@ from nats.js import JetStreamContext
 from broker.administration import path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
 from broker.database import Database
-from broker.requests import decode_body, keep_log
+from broker.operator import each, keep_log
+from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
-from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LetterLog, LetterPage, LettersQuery
-from postroom._wire.nouns import CHANGES, Failure, Result
+from postroom._wire.dead_letters import (
+    DEAD_LETTERS,
+    Act,
+    Letter,
+    LetterCounts,
+    LetterFilter,
+    LetterLog,
+    LetterPage,
+    LettersQuery,
+)
+from postroom._wire.nouns import CHANGES, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
-from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter
+from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter, count_letters
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError, Unavailable
 
 PATIENCE: Final = 5.0  # seconds that an operator waits for NATS
+BRIEFLY: Final = 1.0  # seconds that a glance at the counts does
 
 
 class DeadLetters:
@@ -64,6 +75,15 @@ class DeadLetters:
         async with self._opened(request, mesh) as (letters, _):
             return json_response(LetterLog(notes=await letters.notes()))
 
+    async def counts(self, request: web.Request) -> web.Response:
+        """`GET /v1/dead_letters/counts`: for `postroom status`, which waits briefly."""
+        async with (
+            self._jetstream(BRIEFLY) as (js, unread),
+            self._database.read(request[PRINCIPAL].whose) as connection,
+        ):
+            problem = None if unread is None else unread.problem
+            return json_response(LetterCounts(letters=await count_letters(connection, js), unread=problem))
+
     def change(self, verb: str) -> Handler:
         """Make the handler of `POST /v1/dead_letters/<verb>`: each letter in a transaction of its own."""
 
@@ -74,20 +94,17 @@ class DeadLetters:
                 if unread is not None and verb == "replay":
                     raise unread
                 found, next_cursor = await letters.page(asked.filter, cursor=asked.cursor, limit=CHANGES)
+
+                async def effect(stored: StoredLetter) -> Letter:
+                    if asked.dry_run:
+                        return _shown(stored)
+                    return _shown(stored, new_message_id=await _EFFECTS[verb](letters, stored, why=asked.reason))
+
+                done, failed = await each(found, effect, lambda stored: stored.id)
+                problem = None if unread is None else unread.problem
                 result = Result[Letter](
-                    dry_run=asked.dry_run,
-                    done=[],
-                    failed=[],
-                    next_cursor=next_cursor,
-                    unread=None if unread is None else unread.problem,
+                    dry_run=asked.dry_run, done=done, failed=failed, next_cursor=next_cursor, unread=problem
                 )
-                for stored in found:
-                    try:
-                        done = None if asked.dry_run else await _EFFECTS[verb](letters, stored, why=asked.reason)
-                    except PostroomError as error:
-                        result.failed.append(Failure(id=stored.id, problem=error.problem))
-                    else:
-                        result.done.append(_shown(stored, new_message_id=done))
             return json_response(result)
 
         return handle
@@ -99,29 +116,35 @@ class DeadLetters:
         """Lend the letters of a mesh, and say why those that are in streams alone cannot be read, if so."""
         principal = request[PRINCIPAL]
 
-        async def log(connection: Connection, letter: str, why: str) -> None:
-            await keep_log(connection, request, mesh, letter, reason=why)
+        async def log(connection: Connection, act: Act, letter: str, why: str) -> None:
+            verb = _VERBS[act]
+            await keep_log(connection, principal.actor, verb, DEAD_LETTERS.name, mesh, letter, outcome=act, reason=why)
 
-        async with AsyncExitStack() as stack:
-            js: JetStreamContext | None = None
-            unread: Unavailable | None = None
-            if self._nats is None:
-                sentence = (
-                    "the broker knows no NATS (its setting nats.url): letters that are in streams alone are missing"
-                )
-                unread = Unavailable.of("nats_not_configured", sentence)
-            else:
-                try:
-                    nats = await connect(self._nats, name="postroom-broker", patience=PATIENCE, logged=False)
-                except PostroomError as error:
-                    unread = Unavailable.of("nats_unreachable", str(error))
-                else:
-                    stack.push_async_callback(nats.close)
-                    js = nats.jetstream()
-            connection = await stack.enter_async_context(self._database.read(principal.whose))
+        async with (
+            self._jetstream(PATIENCE) as (js, unread),
+            self._database.read(principal.whose) as connection,
+        ):
             yield LetterOperations(connection, js, mesh, actor=principal.actor, log=log), unread
 
+    @asynccontextmanager
+    async def _jetstream(self, patience: float) -> AsyncIterator[tuple[JetStreamContext | None, Unavailable | None]]:
+        """Lend a connection to NATS, or say why there is none."""
+        if self._nats is None:
+            sentence = "the broker knows no NATS (its setting nats.url): letters that are in streams alone are missing"
+            yield None, Unavailable.of("nats_not_configured", sentence)
+            return
+        try:
+            nats = await connect(self._nats, name="postroom-broker", patience=patience, logged=False)
+        except PostroomError as error:
+            yield None, Unavailable.of("nats_unreachable", str(error))
+            return
+        try:
+            yield nats.jetstream(), None
+        finally:
+            await nats.close()
 
+
+_VERBS: Final = {verb.done: name for name, verb in DEAD_LETTERS.verbs.items()}
 _EFFECTS: Final = {"replay": LetterOperations.replay, "drop": LetterOperations.drop}
 
 

@@ -373,8 +373,20 @@ WITH forgotten AS (
 SELECT count(*) FROM forgotten;
 
 -- name: log_operation
--- Keep that $1 did $2 to $3, because of $4.
-INSERT INTO mesh.operator_log (actor, verb, subject, reason) VALUES ($1, $2, $3, $4);
+-- Keep that $1 did $2 to the $3 with the key $4, what came of it ($5), and why ($6).
+INSERT INTO mesh.operator_log (actor, verb, noun, key, outcome, reason) VALUES ($1, $2, $3, $4, $5, $6);
+
+-- name: list_operations
+-- The latest $6 lines before the number $5, to the noun $1, by the verb $2, by $3, to the key $4, each of which may be null.
+SELECT id, at, actor, verb, noun, key, outcome, reason FROM mesh.operator_log
+WHERE ($1::text IS NULL OR noun = $1) AND ($2::text IS NULL OR verb = $2) AND ($3::text IS NULL OR actor = $3)
+  AND ($4::text IS NULL OR key = $4) AND ($5::bigint IS NULL OR id < $5)
+ORDER BY id DESC LIMIT $6;
+
+-- name: find_key
+-- What is known of the key of `postroom.once` $4 of the tenant $1, the topic $2 and the group $3.
+SELECT state, owner, attempts, lease_until, last_error, encoding, result FROM postroom_once.idempotency_keys
+WHERE (tenant, topic, consumer_group, key) = ($1, $2, $3, $4);
 
 -- name: is_read_only
 -- Whether Postgres takes no writes: it is a standby, or was told so.

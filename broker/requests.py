@@ -1,4 +1,4 @@
-"""What handlers share: bodies, limits first (docs/contract/operate.md#operate-36), and changes with their log."""
+"""Bodies of requests: limits first, then their schema (docs/contract/operate.md#operate-36)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from aiohttp import web
 
 from broker.authentication import PRINCIPAL
 from broker.config import BrokerConfig
-from broker.database import QUERIES, Database
 from broker.shares import Shares
 from postroom._wire.administration import in_words
 from postroom._wire.message import where
-from postroom.chassis.postgres import Connection
 from postroom.errors import InvalidMessage, PostroomError
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -61,28 +59,6 @@ _UNSAID = "application/octet-stream"  # what aiohttp reports where the client na
 def _too_large(config: BrokerConfig) -> InvalidMessage:
     sentence = f"the body is larger than {config.max_request_bytes} bytes: send a smaller batch"
     return InvalidMessage.of("payload_too_large", sentence)
-
-
-@asynccontextmanager
-async def changing(
-    database: Database, request: web.Request, *named: str | None, reason: str | None = None
-) -> AsyncIterator[Connection]:
-    """Lend a connection in a transaction that changes something, and keeps who did it, as the token says, and to what.
-
-    The log names the route, what its path names and what is `named` beside that: never an address, which may hold a
-    secret.
-    """
-    async with database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
-        yield connection
-        await keep_log(connection, request, *named, reason=reason)
-
-
-async def keep_log(connection: Connection, request: web.Request, *named: str | None, reason: str | None = None) -> None:
-    """Keep, in the transaction of a change, that whom the token speaks for did what the route says."""
-    resource = request.match_info.route.resource
-    verb = f"{request.method} {'' if resource is None else resource.canonical}"
-    subject = " ".join(filter(None, (*request.match_info.values(), *named)))
-    await connection.execute(QUERIES["log_operation"], request[PRINCIPAL].actor, verb, subject, reason)
 
 
 async def decode_body(request: web.Request, kind: type[B]) -> B:

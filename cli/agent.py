@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.noun import Config, DryRun, Json, Since, Yes, noun
-from cli.output import confirm, fields, json_line, line
+from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun
+from cli.output import confirm, fields, json_line, line, reason_or_ask
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def republish(
     tenant: Tenant = None,
     workspace: Workspace = None,
     state_directory: State = None,
+    reason: Reason = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
@@ -106,10 +107,11 @@ def republish(
     """Publish again what an agent published since a time; a running agent does it at once, others at their start."""
     from postroom.delivery.agents.replay import republish as republish_since  # noqa: PLC0415
 
+    why = reason_or_ask(reason, dry_run=dry_run)
     _, database = _stored(agent, config, tenant, workspace, state_directory)
     if not dry_run:
         confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
-    messages = asyncio.run(republish_since(database, since, dry_run=dry_run))
+    messages = asyncio.run(republish_since(database, since, reason=why, dry_run=dry_run))
     if as_json:
         json_line({"messages": messages})
     else:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from cli.files import read_plain_file
+from cli.lines import read_plain_file
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.configs import daemon_config
-from cli.findings import show_findings
 from cli.noun import Config, Json, noun
-from cli.output import fields, json_line, line
+from cli.output import fields, json_line, line, show_findings
+from postroom.chassis.exits import Fatal
+
+if TYPE_CHECKING:
+    from daemon.config import DaemonConfig
+    from postroom.chassis.exits import Finding
 
 AcceptLostIds = Annotated[
     bool, typer.Option("--accept-lost-ids", help="Start with an outbox that lost rows: their ids may be used again.")
@@ -40,7 +45,6 @@ def check(*, config: Config = None, as_json: Json = False) -> None:
     """Show the effective config with secrets masked, and try every server and file in it."""
     from daemon.checks import check as find  # noqa: PLC0415
     from postroom.chassis.config import effective  # noqa: PLC0415
-    from postroom.chassis.exits import Finding  # noqa: PLC0415
 
     loaded = daemon_config(config)
     settings = {".".join(setting.path): value for setting, value in effective(loaded)}
@@ -54,3 +58,18 @@ def check(*, config: Config = None, as_json: Json = False) -> None:
         fields(settings.items())
         line("")
     show_findings(asyncio.run(collect()), as_json=as_json)
+
+
+def daemon_config(file: Path | None) -> DaemonConfig:
+    """Read the config; where none was named, and `postroom up` wrote one, the refusal says where that lies."""
+    from cli.stack.layout import Layout  # noqa: PLC0415
+    from daemon.config import load_config  # noqa: PLC0415
+
+    try:
+        return load_config(file)
+    except Fatal as fatal:
+        state = os.environ.get("POSTROOM_STATE")
+        written = None if state is None else Layout(Path(state)).daemon_directory / "daemon.toml"
+        if file is not None or written is None or not written.exists():
+            raise
+        raise Fatal(fatal.exit_code, f"{fatal}; that of `postroom up` is {written}") from fatal

@@ -9,10 +9,8 @@ import msgspec
 import typer
 
 from cli.connect import mesh_of, with_broker
-from cli.noun import DryRun, Json, Reach, Reason, Yes, noun, with_options
+from cli.noun import All, DryRun, Json, Reach, Reason, Yes, age, chosen_ids, noun, with_options
 from cli.output import ago, confirm, fields, json_line, line, listing, note, reason_or_ask, table
-from cli.quantities import age
-from cli.selection import All, chosen_ids
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LetterNote, LettersQuery
 from postroom._wire.nouns import CHANGES, Result
 from postroom.chassis.exits import Exit, Fatal

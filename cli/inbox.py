@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from cli.connect import with_daemon
-from cli.noun import Json, Socket, named, noun
+from cli.noun import Json, Socket, moment, named, noun
 from cli.output import ago, json_line, line, note, table
-from cli.quantities import moment
 
 if TYPE_CHECKING:
     from postroom import AsyncClient, InboxMessage, InboxQuery

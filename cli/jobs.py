@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 from uuid import UUID, uuid4
 
+import msgspec
 import typer
 
-from cli.job_rows import COLUMNS, STEPS, cells, described, drawn, folded, step_cells, step_name, told
-from cli.noun import Database, Json, Mesh, Reason, Yes, noun
-from cli.output import confirm, fields, json_line, line, note, reason_or_ask, table
-from cli.selection import chosen_ids
+from cli.connect import mesh_of, with_broker
+from cli.noun import All, DryRun, Json, Reach, Reason, Yes, chosen_ids, noun, with_options
+from cli.output import ago, confirm, draw, fields, fold, json_line, line, listing, note, reason_or_ask, table
+from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobMessage, JobsQuery, JobState, StartedJob, StartJob
+from postroom._wire.message import TRACEPARENT
+from postroom._wire.nouns import CHANGES, Result
 from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import error_for
 
 if TYPE_CHECKING:
-    from postroom.chassis.postgres import Connection
-    from postroom.ledger.operating import JobTree
-
-T = TypeVar("T")
+    from postroom import BrokerClient
 
 
 def _uuid(text: str) -> UUID:
@@ -32,6 +32,13 @@ def _uuid(text: str) -> UUID:
         raise typer.BadParameter(f"{text!r} is not a UUID") from None
 
 
+def _state(text: str) -> str:
+    """Read a job's state, as Typer asks a parser to."""
+    if text not in (states := get_args(JobState)):
+        raise typer.BadParameter(f"{text!r} is not a state: {', '.join(states)}")
+    return text
+
+
 app = noun("Start, inspect, retry and cancel jobs.")
 
 JobId = Annotated[
@@ -40,24 +47,52 @@ JobId = Annotated[
 Jobs = Annotated[
     list[str] | None, typer.Argument(metavar="[JOB]...", help="Jobs by id; `-` reads them from standard input.")
 ]
-FlowFilter = Annotated[str | None, typer.Option("--flow", metavar="NAME", help="Only of this flow.")]
-MeshFilter = Annotated[
-    str | None, typer.Option("--mesh", envvar="POSTROOM_MESH", help="Only of this mesh [default: all].", metavar="SLUG")
-]
-State = Annotated[
-    str | None,
-    typer.Option(metavar="STATE", help="Only those that are running, closed, completed, failed or cancelled."),
-]
 
+COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
+STEPS: Final = ("STEP", "STATE", "TRIES", "DELIVERIES", "LEDGER", "AGE", "REQUEST", "ERROR")
+_DIGITS: Final = ("POSITION", "DIGITS", "MEANING")
 _NUMBER: Final = re.compile(r"[0-9]+")  # a ledger is written so, right or wrong; no message's id is
-_DONE: Final = {"retry": "continues", "cancel": "is cancelled"}
 _KINDS: Final = {"activity": "an activity", "message": "a message, which an activity runs leg 2 for"}
+_MEANINGS: Final = {"closed": "closed (every step is done, and the completion tasks are not)"}
+_REQUEST_CHARACTERS: Final = 30  # of what a step was spawned with, in a table
+_SAID_CHARACTERS: Final = 200  # of what a message says
+_SECONDS: Final = 120.0  # that one request may take: it may retry some hundred jobs
+
+
+class Filters(NamedTuple):
+    """Which jobs are meant."""
+
+    state: Annotated[
+        str | None,
+        typer.Option(
+            parser=_state,
+            metavar="STATE",
+            help="Only those that are running, closed, completed, failed or cancelled.",
+        ),
+    ] = None
+    flow: Annotated[str | None, typer.Option("--flow", metavar="NAME", help="Only of this flow.")] = None
+
+
+class Change(NamedTuple):
+    """Which jobs a verb is for, and why."""
+
+    everything: All = False
+    filters: Filters = Filters()
+    reason: Reason = None
+    dry_run: DryRun = False
+    yes: Yes = False
+    reach: Reach = Reach()
+    as_json: Json = False
 
 
 @app.command()
+@with_options
 def start(
     *,
-    flow: Annotated[str, typer.Argument(metavar="MODULE:FLOW", help="The flow, as in nightly_export:flow.")],
+    flow: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:FLOW", help="The flow, as in nightly_export:flow; with --first, its name."),
+    ],
     request: Annotated[
         str,
         typer.Option("--request", metavar="JSON", help="The request of its first activity; `-` reads standard input."),
@@ -66,12 +101,18 @@ def start(
         UUID | None,
         typer.Option("--job", parser=_uuid, metavar="UUID", help="The job's id: a repeated start starts it once."),
     ] = None,
+    first: Annotated[
+        str | None,
+        typer.Option("--first", metavar="NAME", help="Its first activity: the flow's code need not be here then."),
+    ] = None,
+    threshold: Annotated[
+        int, typer.Option("--threshold", min=0, metavar="N", help="With --first: the flow's threshold.")
+    ] = 0,
     traceparent: Annotated[
         str | None,
         typer.Option(envvar="TRACEPARENT", metavar="TRACE", help="The trace of the job (W3C Trace Context)."),
     ] = None,
-    mesh: Mesh = None,
-    database: Database = None,
+    reach: Reach,
     as_json: Json = False,
 ) -> None:
     """Start a job of a flow; a worker that runs the flow does the rest.
@@ -79,34 +120,49 @@ def start(
     \b
         postroom jobs start nightly_export:flow --request '{"day": "2026-01-31"}'
         postroom jobs start nightly_export:flow --job 6fa459ea-ee8a-3ca4-894e-db77e160355e --request - < request.json
+        postroom jobs start nightly-export --first extract
     """  # noqa: D301 - \b: as it stands
     from cli.worker_process import ask_worker  # noqa: PLC0415
-    from postroom.ledger.operating import start as begin  # noqa: PLC0415
-    from postroom.ledger.primitives import Start  # noqa: PLC0415
 
-    if mesh is None:
-        raise Fatal(Exit.USAGE, "name the mesh with --mesh, or set POSTROOM_MESH")
-    text = _request(request)
-    found = ask_worker("describe", "flow", "--", flow)
-    name, first, threshold = found["name"], found["first"], found["threshold"]
-    _check_traceparent(traceparent)
-    wanted = Start(job or uuid4(), mesh, name, uuid4(), first, text, threshold, traceparent)
-    started = _with_database(database, lambda connection: begin(connection, wanted))
+    given = sys.stdin.buffer.read() if request == "-" else request.encode()
+    try:
+        body = msgspec.Raw(msgspec.json.encode(msgspec.json.decode(given)))
+    except msgspec.DecodeError as error:
+        raise typer.BadParameter(f"the request is not JSON: {error}", param_hint="--request") from error
+    if traceparent is not None and TRACEPARENT.fullmatch(traceparent) is None:
+        detail = f"{traceparent!r} is not 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"
+        raise typer.BadParameter(detail, param_hint="--traceparent")
+    names: dict[str, Any] = {"name": flow, "first": first, "threshold": threshold}
+    if first is None:
+        names = ask_worker("describe", "flow", "--", flow)
+
+    async def work(client: BrokerClient) -> StartedJob:
+        wanted = StartJob(
+            mesh=await mesh_of(client, reach.mesh),
+            flow=names["name"],
+            first=names["first"],
+            threshold=names["threshold"],
+            id=job or uuid4(),
+            request=body,
+            traceparent=traceparent,
+        )
+        return await client.start_job(wanted)
+
+    started = with_broker(reach.url, reach.token_file, work)
     if as_json:
-        json_line({"id": wanted.job, "mesh": mesh, "flow": name, "started": started})
+        json_line(started)
         return
-    note(f"started a job of {name}" if started else "that job was started before: nothing was done")
-    line(str(wanted.job))
+    note(f"started a job of {started.flow}" if started.started else "that job was started before: nothing was done")
+    line(str(started.id))
 
 
 @app.command("list")
+@with_options
 def list_(
     *,
-    state: State = None,
-    flow: FlowFilter = None,
-    mesh: MeshFilter = None,
+    filters: Filters,
     limit: Annotated[int, typer.Option(min=1, help="How many jobs to show.")] = 50,
-    database: Database = None,
+    reach: Reach,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first.
@@ -115,77 +171,70 @@ def list_(
         postroom jobs list --state failed
         postroom jobs list --flow nightly-export --limit 5 --json
     """  # noqa: D301 - \b: as it stands
-    from postroom.ledger.operating import JobFilter, find_jobs  # noqa: PLC0415
 
-    _check_state(state)
-    wanted = JobFilter(mesh=mesh, flow=flow, state=state)
-    found = _with_database(database, lambda connection: find_jobs(connection, wanted, limit + 1))
-    if as_json:
-        for each in found[:limit]:
-            json_line(each)
+    async def work(client: BrokerClient) -> list[Job]:
+        found: list[Job] = []
+        wanted = JobsQuery(mesh=reach.mesh, **filters._asdict(), limit=min(limit + 1, CHANGES))
+        while True:
+            page = await client.list_things(JOBS, wanted)
+            found += page.jobs
+            if page.next_cursor is None or len(found) > limit:
+                return found
+            wanted = msgspec.structs.replace(wanted, cursor=page.next_cursor)
+
+    found = with_broker(reach.url, reach.token_file, work)
+    if found or as_json:
+        listing(found[:limit], COLUMNS, _cells, as_json=as_json)
     else:
-        table(COLUMNS, map(cells, found[:limit])) if found else line("no jobs")
+        line("no jobs")
     if len(found) > limit:
         note(f"There are more jobs: --limit {2 * limit}")
 
 
-@app.command()
-def show(*, job: JobId, database: Database = None, as_json: Json = False) -> None:
+def show(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
     """Show a job with its tree: each step's state, tries, ledger, age and request, and what operators did to it."""
-    found = _find(database, job)
+    found = with_broker(reach.url, reach.token_file, lambda client: client.inspect(JOBS, str(job)))
     if as_json:
         json_line(found)
         return
-    fields(described(found.job))
+    shown = found.job
+    fields(
+        [
+            ("job", shown.id),
+            ("mesh", shown.mesh),
+            ("flow", shown.flow),
+            ("state", _MEANINGS.get(shown.state, shown.state)),
+            ("", _waits_for(shown)),
+            ("open", shown.open),
+            ("started", shown.started_at),
+            ("ended", shown.ended_at),
+            ("reason", shown.error),
+        ]
+    )
     line("")
-    table(STEPS, (step_cells(lead, activity) for lead, activity in drawn(found)))
+    table(STEPS, (_step_cells(lead, activity) for lead, activity in _drawn(found.activities)))
     if found.log:
         line("")
         table(("AT", "VERB", "BY", "REASON"), ((act.at, act.verb, act.actor, act.reason) for act in found.log))
 
 
-@app.command()
-def tree(*, job: JobId, database: Database = None, as_json: Json = False) -> None:
+def tree(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
     """Draw the tree of a job: each step and its state; equal neighbours without children are one line."""
-    found = _find(database, job)
+    found = with_broker(reach.url, reach.token_file, lambda client: client.inspect(JOBS, str(job))).activities
     if as_json:
-        for _, activity in drawn(found):
+        for _, activity in _drawn(found):
             json_line(activity)
         return
-    for lead, activity, count in folded(found):
-        line(f"{lead}{step_name(activity)}  {activity.state}" + (f"  ({count} of them)" if count > 1 else ""))
+    folded = fold(
+        found,
+        key=lambda activity: activity.id,
+        parent=lambda activity: activity.parent,
+        alike=lambda activity: (_step_name(activity), activity.state),
+    )
+    for lead, (activity, count) in draw(folded, key=lambda each: each[0].id, parent=lambda each: each[0].parent):
+        line(f"{lead}{_step_name(activity)}  {activity.state}" + (f"  ({count} of them)" if count > 1 else ""))
 
 
-@app.command()
-def retry(
-    *, jobs: Jobs = None, reason: Reason = None, yes: Yes = False, database: Database = None, as_json: Json = False
-) -> None:
-    """Continue failed jobs where they stopped: what is done stays done, and the rest is sent again.
-
-    \b
-        postroom jobs retry 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the disk has room again"
-        postroom jobs list --state failed --json | postroom jobs retry - --reason fixed --yes
-    """  # noqa: D301 - \b: as it stands
-    from postroom.ledger.retrying import retry_job  # noqa: PLC0415
-
-    _operate("retry", retry_job, jobs, reason, database, yes=yes, as_json=as_json)
-
-
-@app.command()
-def cancel(
-    *, jobs: Jobs = None, reason: Reason = None, yes: Yes = False, database: Database = None, as_json: Json = False
-) -> None:
-    """End jobs permanently, in any state: no step of them commits any more, and later messages are ignored.
-
-    \b
-        postroom jobs cancel 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the wrong day"
-    """  # noqa: D301 - \b: as it stands
-    from postroom.ledger.operating import cancel_job  # noqa: PLC0415
-
-    _operate("cancel", cancel_job, jobs, reason, database, yes=yes, as_json=as_json)
-
-
-@app.command()
 def explain(
     *,
     what: Annotated[
@@ -195,132 +244,159 @@ def explain(
             help="15 digits as in `postroom jobs show`, or the id of a message or an activity.",
         ),
     ],
-    database: Database = None,
+    reach: Reach,
     as_json: Json = False,
 ) -> None:
-    """Explain every digit of a ledger (without a database), or what a message was for and what is done of it.
+    """Explain every digit of a ledger (without a broker), or what a message was for and what is done of it.
 
     \b
         postroom jobs explain 001110000000001
         postroom jobs explain 01a1fc82-ab5c-0689-9154-33ba9c88d7e4
     """  # noqa: D301 - \b: as it stands
-    if _NUMBER.fullmatch(what):
-        _explain_ledger(what, as_json=as_json)
-    else:
-        _explain_message(database, what, as_json=as_json)
-
-
-def _explain_ledger(ledger: str, *, as_json: bool) -> None:
     from postroom.ledger.digits import explain as read  # noqa: PLC0415
     from postroom.ledger.digits import kind_of  # noqa: PLC0415
 
-    meanings = read(ledger)
-    if as_json:
-        digits = [meaning._asdict() for meaning in meanings]
-        json_line({"ledger": ledger, "of": kind_of(ledger), "digits": digits})
+    if _NUMBER.fullmatch(what):
+        meanings = read(what)
+        if as_json:
+            json_line({"ledger": what, "of": kind_of(what), "digits": [meaning._asdict() for meaning in meanings]})
+            return
+        line(f"{what} is the ledger of {_KINDS[kind_of(what)]}")
+        line("")
+        table(_DIGITS, meanings)
         return
-    line(f"{ledger} is the ledger of {_KINDS[kind_of(ledger)]}")
-    line("")
-    table(("POSITION", "DIGITS", "MEANING"), meanings)
-
-
-def _explain_message(database: str | None, message: str, *, as_json: bool) -> None:
-    from postroom.ledger.digits import explain as read  # noqa: PLC0415
-    from postroom.ledger.messages import find_message  # noqa: PLC0415
-
-    for number, found in enumerate(_with_database(database, lambda connection: find_message(connection, message))):
+    for number, found in enumerate(with_broker(reach.url, reach.token_file, lambda client: client.explain(what))):
         if as_json:
             json_line(found)
             continue
         if number:
             line("")
-        fields(told(found))
+        fields(_told(found))
         if found.ledger is not None:
             line("")
-            table(("POSITION", "DIGITS", "MEANING"), read(found.ledger))
+            table(_DIGITS, read(found.ledger))
 
 
-def _operate(
-    verb: str,
-    act: Callable[..., Awaitable[None]],
-    ids: list[str] | None,
-    reason: str | None,
-    database: str | None,
-    *,
-    yes: bool,
-    as_json: bool,
-) -> None:
-    """Do `act` to each job that is meant, after a question; exit code 1 where it failed for some of several."""
-    chosen = [_uuid(each) for each in chosen_ids(ids)]
-    if not chosen:
-        raise Fatal(Exit.USAGE, "name a job by its id (`postroom jobs list` shows them)")
-    why = reason_or_ask(reason)
-    confirm(f"{verb.capitalize()} {chosen[0] if len(chosen) == 1 else f'{len(chosen)} jobs'}?", yes=yes)
+for _command in (show, tree, explain):
+    app.command()(with_options(_command, without=("mesh",)))
 
-    async def work(connection: Connection) -> int:
-        from postroom import PostroomError  # noqa: PLC0415
-        from postroom.chassis.postgres import acting  # noqa: PLC0415
 
-        failed = 0
-        for job in chosen:
-            try:
-                await act(connection, job, actor=acting(connection), reason=why)
-            except PostroomError as error:
-                if len(chosen) == 1:
-                    raise
-                failed += 1
-                note(str(error))
-                continue
-            json_line({"id": job, "done": verb}) if as_json else line(f"{job} {_DONE[verb]}")
-        return failed
+def _register(verb: str) -> None:
+    """Make the command of a verb that changes jobs."""
 
-    if _with_database(database, work):
+    def command(*, jobs: Jobs = None, change: Change) -> None:
+        _operate(verb, chosen_ids(jobs), change)
+
+    app.command(verb, help=f"{JOBS.verbs[verb].effect}\n\n{_EXAMPLES.get(verb, '')}")(with_options(command))
+
+
+_EXAMPLES: Final = {
+    "retry": """\b
+    postroom jobs retry 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the disk has room again"
+    postroom jobs retry --all --state failed --flow nightly-export --reason fixed --yes""",
+    "cancel": """\b
+    postroom jobs cancel 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the wrong day\"""",
+}
+for _verb in JOBS.verbs:
+    _register(_verb)
+
+
+def _operate(verb: str, ids: list[str], change: Change) -> None:
+    """Do `verb` to each job that is meant, after a question; exit code 1 where it failed for some of several."""
+    if bool(ids) == change.everything:
+        raise Fatal(Exit.USAGE, "name a job by its id (`postroom jobs list` shows them), or use --all with filters")
+    if ids and change.filters != Filters():
+        raise Fatal(Exit.USAGE, "filters need --all")
+    chosen = [_uuid(each) for each in ids]
+    why = reason_or_ask(change.reason, dry_run=change.dry_run)
+
+    def ask(wanted: JobFilter, mesh: str | None, *, dry_run: bool) -> Result[Job]:
+        return with_broker(
+            change.reach.url,
+            change.reach.token_file,
+            lambda client: client.change(JOBS, verb, wanted, mesh=mesh, reason=why, dry_run=dry_run),
+            timeout=_SECONDS,
+        )
+
+    if change.everything:
+        planned = ask(JobFilter(**change.filters._asdict()), change.reach.mesh, dry_run=True)
+        chosen = [job.id for job in planned.done]
+        if not chosen:
+            note("no jobs match: nothing to do")
+            return
+    if not change.dry_run:
+        confirm(f"{verb.capitalize()} {chosen[0] if len(chosen) == 1 else f'{len(chosen)} jobs'}?", yes=change.yes)
+    failed = 0
+    for begin in range(0, len(chosen), CHANGES):
+        result = ask(JobFilter(ids=chosen[begin : begin + CHANGES]), None, dry_run=change.dry_run)
+        if len(ids) == 1 and result.failed:
+            raise error_for(result.failed[0].problem)
+        _say_done(verb, result, as_json=change.as_json)
+        failed += len(result.failed)
+    if failed:
         raise SystemExit(Exit.FAILED)
 
 
-def _find(database: str | None, job: UUID) -> JobTree:
-    from postroom.ledger.operating import show_job  # noqa: PLC0415
-
-    return _with_database(database, lambda connection: show_job(connection, job))
-
-
-def _with_database(url: str | None, work: Callable[[Connection], Awaitable[T]]) -> T:
-    """Run `work` with a connection to the database of jobs, whose tables are this program's."""
-    from postroom.chassis.postgres import check_version, connected  # noqa: PLC0415
-    from postroom.ledger.database import ROOMS  # noqa: PLC0415
-
-    if url is None:
-        raise Fatal(Exit.USAGE, "no database is configured: set POSTROOM_DATABASE_URL, or --database")
-
-    async def run() -> T:
-        async with connected(url) as connection:
-            await check_version(connection, *ROOMS, migrate_with="postroom broker migrate")
-            return await work(connection)
-
-    return asyncio.run(run())
+def _say_done(verb: str, result: Result[Job], *, as_json: bool) -> None:
+    said = f"would {verb}" if result.dry_run else JOBS.verbs[verb].done
+    for job in result.done:
+        json_line({"id": job.id, "done": None if result.dry_run else verb}) if as_json else line(f"{job.id} {said}")
+    for failure in result.failed:
+        note(failure.problem.detail)
 
 
-def _request(text: str) -> str:
-    """Return the request as JSON text; `-` reads it from standard input."""
-    import msgspec  # noqa: PLC0415
-
-    given = sys.stdin.buffer.read() if text == "-" else text.encode()
-    try:
-        return msgspec.json.encode(msgspec.json.decode(given)).decode()
-    except msgspec.DecodeError as error:
-        raise typer.BadParameter(f"the request is not JSON: {error}", param_hint="--request") from error
+def _cells(job: Job) -> tuple[Any, ...]:
+    error = job.error or _waits_for(job)
+    return (job.id, job.mesh, job.flow, job.state, job.open, ago(job.started_at), ago(job.ended_at), error)
 
 
-def _check_traceparent(text: str | None) -> None:
-    from postroom._wire.message import TRACEPARENT  # noqa: PLC0415
-
-    if text is not None and TRACEPARENT.fullmatch(text) is None:
-        detail = f"{text!r} is not 00-<32 hex digits>-<16 hex digits>-01 (W3C Trace Context)"
-        raise typer.BadParameter(detail, param_hint="--traceparent")
+def _waits_for(job: Job) -> str | None:
+    return f"waits for a worker that has {', '.join(job.unknown)}" if job.unknown else None
 
 
-def _check_state(state: str | None) -> None:
-    from postroom.ledger.states import JOB_STATES  # noqa: PLC0415
+def _drawn(activities: list[Activity]) -> Iterator[tuple[str, Activity]]:
+    """Draw the tree: what stands before each step, and the step."""
+    return draw(activities, key=lambda activity: activity.id, parent=lambda activity: activity.parent)
 
-    if state is not None and state not in JOB_STATES:
-        raise typer.BadParameter(f"{state!r} is not a state: {', '.join(JOB_STATES)}", param_hint="--state")
+
+def _step_name(activity: Activity) -> str:
+    """Name a step, and the cycle of its parent that spawned it, where that is not the first."""
+    return f"{activity.name} (cycle {activity.cycle})" if activity.cycle else activity.name
+
+
+def _step_cells(lead: str, activity: Activity) -> tuple[Any, ...]:
+    """Return a step as a row of `STEPS`, behind what is drawn before it."""
+    return (
+        lead + _step_name(activity),
+        activity.state,
+        activity.attempts,
+        activity.deliveries,
+        activity.ledger,
+        ago(activity.spawned_at),
+        _shortened(activity.request, _REQUEST_CHARACTERS),
+        activity.error,
+    )
+
+
+def _told(found: JobMessage) -> list[tuple[str, Any]]:
+    """Return as named fields what the ledgers know of a message."""
+    return [
+        ("id", found.id),
+        ("is", found.sentence),
+        ("activity", f"{found.activity} ({found.name})"),
+        ("job", f"{found.job} ({found.job_state})"),
+        ("mesh", found.mesh),
+        ("flow", found.flow),
+        ("deliveries", found.deliveries),
+        ("ledger", found.ledger),
+        ("says", _shortened(found.said, _SAID_CHARACTERS)),
+        ("error", found.error),
+    ]
+
+
+def _shortened(json: msgspec.Raw, most: int) -> str | None:
+    """Cut a request or an answer so that it stays a line; none is nothing."""
+    said = bytes(json).decode()
+    if said == "null":
+        return None
+    return said if len(said) <= most else said[: most - 1] + "…"

@@ -1,18 +1,83 @@
-"""What every noun of the command line is made of: its Typer application and the options that several verbs share."""
+"""What every noun of the command line is made of: its Typer application, the options that several verbs share.
+
+Durations, times and rates are read as people write them. Which things a verb means are ids on the command line, ids
+from standard input (`-`), or all that a filter matches.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
-from datetime import datetime
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
-from cli.quantities import moment
+from cli.output import note
+from postroom.chassis.exits import Exit, Fatal
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_DURATION: Final = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?[smhdw])+")
+_PART: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
+_RATE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:/s)?")
+_MOST_SECONDS: Final = 100 * 365.25 * 86400  # beyond a hundred years it is a slip of the pen
+MAX_ID: Final = 128  # characters
+MAX_LINE: Final = 64 * 1024  # bytes of one line of standard input
+
+
+def duration(text: str) -> float:
+    """Read `90s`, `1h30m`, `7d` as seconds."""
+    if _DURATION.fullmatch(text) is None:
+        raise typer.BadParameter(f"{text!r} is not a duration: write 90s, 15m, 1h30m, 7d or 2w")
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(text))
+    if seconds > _MOST_SECONDS:
+        raise typer.BadParameter(f"{text!r} is longer than 100 years")
+    return seconds
+
+
+def time_of(text: str) -> datetime | None:
+    """Read an RFC 3339 time, or a date, with its offset where it has one; None for anything else."""
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def moment(text: str) -> datetime:
+    """Read a moment that is over: a time, in UTC unless it has an offset, or how long ago it was, as `duration`."""
+    now = datetime.now(UTC)
+    found = time_of(text)
+    if found is None:
+        if _DURATION.fullmatch(text) is None:
+            raise typer.BadParameter(
+                f"{text!r} is neither a time, as in 2026-01-31T12:00:00Z, nor how long ago it was, as in 90s, 1h30m, 7d"
+            )
+        return now - timedelta(seconds=duration(text))
+    try:
+        found = found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    except OverflowError:
+        raise typer.BadParameter(f"{text!r} is out of range") from None
+    if found > now:
+        raise typer.BadParameter(f"{text!r} is in the future")
+    return found
+
+
+def age(text: str) -> float:
+    """Read the same as the seconds that have passed since."""
+    return (datetime.now(UTC) - moment(text)).total_seconds() if time_of(text) else duration(text)
+
+
+def rate(text: str) -> float:
+    """Read `50/s` or `50` as messages a second."""
+    match = _RATE.fullmatch(text)
+    if match is None or not 0 < float(match[1]) < float("inf"):
+        raise typer.BadParameter(f"{text!r} is not a rate: write 50/s or 0.5/s")
+    return float(match[1])
 
 
 def named(kind: Literal["mesh", "member", "topic", "queue"]) -> Callable[[Any], Any]:
@@ -44,6 +109,7 @@ Socket = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object per line, for programs.")]
+All = Annotated[bool, typer.Option("--all", help="Everything that the filters match.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; show what would happen.")]
 Reason = Annotated[
@@ -165,3 +231,35 @@ def with_options(command: Callable[..., None], *, without: Collection[str] = ())
     vars(run)["__signature__"] = own.replace(parameters=parameters)  # what Typer reads
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def chosen_ids(arguments: Sequence[str] | None) -> list[str]:
+    """Return the ids of the command line, `-` replaced by those of standard input, each once, in order.
+
+    Where `-` brings none there is nothing to do, which is no mistake: the command ends, with exit code 0.
+    """
+    ids: dict[str, None] = {}
+    for argument in arguments or ():
+        ids.update(dict.fromkeys(ids_from_input() if argument == "-" else [argument]))
+    if "" in ids:
+        raise Fatal(Exit.USAGE, "an id is empty")
+    if arguments and not ids:
+        note("there are no ids on standard input: nothing to do")
+        raise typer.Exit
+    return list(ids)
+
+
+def ids_from_input() -> Iterator[str]:
+    """Yield the ids on standard input: one a line, or the `id` of a line of JSON, as `outbox list --json` writes."""
+    import msgspec  # noqa: PLC0415
+
+    for number, text in enumerate(iter(lambda: sys.stdin.buffer.readline(MAX_LINE), b""), 1):
+        words = text.strip()
+        try:
+            row_id = msgspec.json.decode(words)["id"] if words.startswith(b"{") else words.decode("ascii")
+        except (msgspec.DecodeError, KeyError, UnicodeDecodeError) as error:
+            raise Fatal(Exit.USAGE, f"line {number} of standard input has no id") from error
+        if not isinstance(row_id, str) or len(row_id) > MAX_ID:
+            raise Fatal(Exit.USAGE, f"line {number} of standard input has no id")
+        if row_id:
+            yield row_id

@@ -1,22 +1,40 @@
-"""`postroom once …`: the keys of an idempotency registry (`postroom.once`), for operators."""
+"""`postroom once …`: the keys of an idempotency registry (`postroom.once`), for operators.
+
+The broker is asked for those in its database. A registry of a program's own, as in an SQLite file, has no server: with
+`--registry` this process opens it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
 
+import msgspec
 import typer
 
-from cli.noun import Json, Reason, Yes, noun
-from cli.output import confirm, fields, json_line, line, note, reason_or_ask, table
+from cli.connect import with_broker
+from cli.noun import Json, Reason, TokenFile, Url, Yes, noun
+from cli.output import confirm, fields, json_line, line, listing, note, reason_or_ask, table
+from postroom._wire.administration import MAX_PAGE
+from postroom._wire.once import (
+    KEYS,
+    KeptKey,
+    KeyDetails,
+    KeyName,
+    KeyNames,
+    KeyNote,
+    KeysQuery,
+    KeyState,
+    key_held,
+    key_missing,
+)
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
+from postroom.errors import error_for
 
 if TYPE_CHECKING:
-    from postroom.errors import NotFound
     from postroom.once import Scope, Store
-    from postroom.once.model import KeptKey, Row
 
 T = TypeVar("T")
 
@@ -26,8 +44,8 @@ Registry = Annotated[
     str | None,
     typer.Option(
         "--registry",
-        envvar=["POSTROOM_ONCE_REGISTRY", "POSTROOM_DATABASE_URL"],
-        help="The registry: postgresql://… or sqlite:///absolute/path.",
+        envvar="POSTROOM_ONCE_REGISTRY",
+        help="A registry of a program's own, as sqlite:///absolute/path [default: that of the broker's database].",
         metavar="URL",
     ),
 ]
@@ -48,8 +66,10 @@ def list_(
     state: Annotated[
         str | None, typer.Option(metavar="STATE", help="Only those that are PENDING, COMMITTED or FAILED.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many keys to show.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many keys to show.")] = 50,
     registry: Registry = None,
+    url: Url = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
     """List keys, latest first by the end of the key or of its lease.
@@ -58,28 +78,28 @@ def list_(
         postroom once list --state FAILED
         postroom once list --tenant shop --topic order_paid --group billing --json
     """  # noqa: D301 - \b: as it stands
-    import msgspec  # noqa: PLC0415
-
-    from postroom.once.model import KeyFilter, State  # noqa: PLC0415
-
-    try:
-        wanted = KeyFilter(tenant, topic, group, msgspec.convert(state and state.upper(), State | None))
-    except msgspec.ValidationError as error:
-        raise typer.BadParameter(
-            f"{state!r} is not a state: PENDING, COMMITTED or FAILED", param_hint="--state"
-        ) from error
-    found = _with_store(registry, lambda store: store.find(wanted, limit + 1))
-    if as_json:
-        for each in found[:limit]:
-            json_line(_members(each))
-    elif found:
-        table(
+    if state is not None and (state := state.upper()) not in get_args(KeyState):
+        raise typer.BadParameter(f"{state!r} is not a state: PENDING, COMMITTED or FAILED", param_hint="--state")
+    query = KeysQuery(tenant=tenant, topic=topic, group=group, state=cast("KeyState | None", state), limit=limit + 1)
+    if registry is None:
+        found = with_broker(url, token_file, lambda client: client.list_things(KEYS, query)).keys
+    else:
+        found = _with_store(registry, lambda store: _kept(store, query))
+    if found or as_json:
+        listing(
+            found[:limit],
             ("STATE", "TENANT", "TOPIC", "GROUP", "KEY", "ATTEMPTS", "SINCE", "ERROR"),
-            (
-                (kept.state, scope.tenant, scope.topic, scope.group, scope.key, kept.attempts, since, kept.last_error)
-                for kept in found[:limit]
-                for scope, since in [(kept.scope, kept.settled_at or kept.begun_at)]
+            lambda one: (
+                one.state,
+                one.tenant,
+                one.topic,
+                one.group,
+                one.key,
+                one.attempts,
+                one.settled_at or one.begun_at,
+                one.last_error,
             ),
+            as_json=as_json,
         )
     else:
         line("no keys")
@@ -89,35 +109,48 @@ def list_(
 
 @app.command()
 def inspect(
-    *, key: Key, tenant: Tenant, topic: Topic, group: Group = None, registry: Registry = None, as_json: Json = False
+    *,
+    key: Key,
+    tenant: Tenant,
+    topic: Topic,
+    group: Group = None,
+    registry: Registry = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+    as_json: Json = False,
 ) -> None:
     """Show a key with its result, and whether operators deleted it before.
 
     \b
         postroom once inspect 01a1fc82-ab5c-0689-9154-33ba9c88d7e4 --tenant shop --topic order_paid --group billing
     """  # noqa: D301 - \b: as it stands
-    scope = _scope(key, tenant, topic, group)
-
-    async def look(store: Store) -> tuple[Row | None, list[Any]]:
-        return await store.look(scope), await store.forgotten(scope)
-
-    row, log = _with_store(registry, look)
-    if row is None and not log:
-        raise _missing(scope)
-    told = {"tenant": tenant, "topic": topic, "group": group, "key": key, **_told(row)}
+    name = _name(key, tenant, topic, group)
+    if registry is None:
+        found = with_broker(url, token_file, lambda client: client.inspect(KEYS, query=name))
+    else:
+        found = _with_store(registry, lambda store: _whole(store, name))
     if as_json:
-        json_line({**told, "log": [{"verb": "forget", **act._asdict()} for act in log]})
+        json_line(found)
         return
-    fields(told.items())
-    if log:
+    shown = msgspec.structs.asdict(found)
+    del shown["log"]
+    fields(shown.items())
+    if found.log:
         line("")
         table(
             ("AT", "VERB", "BY", "WAS", "ATTEMPTS", "REASON"),
-            ((act.at, "forget", act.actor, act.state, act.attempts, act.reason) for act in log),
+            ((act.at, act.verb, act.actor, act.state, act.attempts, act.reason) for act in found.log),
         )
 
 
-@app.command()
+@app.command(
+    help=f"""{KEYS.verbs["forget"].effect}
+
+    \b
+        postroom once forget 01a1fc82-ab5c-0689-9154-33ba9c88d7e4 --tenant shop --topic order_paid --group billing \\
+            --reason "the card was never charged"
+    """
+)
 def forget(
     *,
     key: Key,
@@ -127,80 +160,70 @@ def forget(
     reason: Reason = None,
     yes: Yes = False,
     registry: Registry = None,
+    url: Url = None,
+    token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Delete a key, so that its work can be done again: the next delivery of its message does it.
-
-    \b
-        postroom once forget 01a1fc82-ab5c-0689-9154-33ba9c88d7e4 --tenant shop --topic order_paid --group billing \\
-            --reason "the card was never charged"
-    """  # noqa: D301 - \b: as it stands
-    from postroom.errors import Conflict  # noqa: PLC0415
-
-    scope = _scope(key, tenant, topic, group)
+    """Have the key deleted, after a question."""
+    name = _name(key, tenant, topic, group)
     why = reason_or_ask(reason)
-    confirm(f"Forget {scope}? Its work can then be done a second time.", yes=yes)
-
-    async def work(store: Store) -> None:
-        if await store.forget(scope, this_user(), why):
-            return
-        row = await store.look(scope)
-        if row is None:
-            raise _missing(scope)
-        detail = (
-            f"{scope} is held by {row.owner.rpartition('/')[0]} until {row.lease_until:%Y-%m-%dT%H:%M:%SZ}: forget it "
-            "once that has ended, or stop the worker and wait for the end of its lease"
-        )
-        raise Conflict.of("key_held", detail)
-
-    _with_store(registry, work)
-    json_line({"key": key, "done": "forget"}) if as_json else line(f"{scope} is forgotten")
+    what = f"the key {key[:64]!r} of {tenant}/{topic}" + ("" if group is None else f" for the group {group}")
+    confirm(f"Forget {what}? Its work can then be done a second time.", yes=yes)
+    if registry is None:
+        meant = KeyNames(keys=[name])
+        result = with_broker(url, token_file, lambda client: client.change(KEYS, "forget", meant, reason=why))
+        if result.failed:
+            raise error_for(result.failed[0].problem)
+    else:
+        _with_store(registry, lambda store: _forget(store, name, why))
+    json_line({"key": key, "done": "forget"}) if as_json else line(f"{what} {KEYS.verbs['forget'].done}")
 
 
-def _scope(key: str, tenant: str, topic: str, group: str | None) -> Scope:
-    from postroom.once import Scope  # noqa: PLC0415
-
+def _name(key: str, tenant: str, topic: str, group: str | None) -> KeyName:
     if not key:
         raise Fatal(Exit.USAGE, "name a key (`postroom once list` shows them): an empty one is never kept")
-    return Scope(tenant, topic, key, group)
+    return KeyName(tenant=tenant, topic=topic, key=key, group=group)
 
 
-def _missing(scope: Scope) -> NotFound:
-    from postroom.errors import NotFound  # noqa: PLC0415
+async def _kept(store: Store, query: KeysQuery) -> list[KeptKey]:
+    from postroom.once.model import KeyFilter  # noqa: PLC0415
 
-    detail = f"there is no {str(scope).removeprefix('the ')}: `postroom once list` lists them"
-    return NotFound.of("key_missing", detail)
-
-
-def _members(kept: KeptKey) -> dict[str, Any]:
-    scope = kept.scope
-    members = kept._asdict() | {"tenant": scope.tenant, "topic": scope.topic, "group": scope.group, "key": scope.key}
-    del members["scope"]
-    return members
+    found = await store.find(KeyFilter(query.tenant, query.topic, query.group, query.state), query.limit)
+    return [msgspec.convert({**kept._asdict(), **vars(kept.scope)}, KeptKey) for kept in found]
 
 
-def _told(row: Row | None) -> dict[str, Any]:
+async def _whole(store: Store, name: KeyName) -> KeyDetails:
+    scope = _scope(name)
+    row, log = await store.look(scope), await store.forgotten(scope)
+    if row is None and not log:
+        raise key_missing(str(scope))
+    known: dict[str, Any] = {}
+    if row is not None:
+        known = {member: getattr(row, member) for member in ("state", "owner", "attempts", "lease_until", "last_error")}
+        if row.result is not None:
+            known |= {"encoding": row.result.encoding, "result": row.result.data.decode("utf-8", "backslashreplace")}
+    notes = [KeyNote(verb="forget", **act._asdict()) for act in log]
+    return KeyDetails(**vars(scope), **known, log=notes)
+
+
+async def _forget(store: Store, name: KeyName, why: str) -> None:
+    scope = _scope(name)
+    if await store.forget(scope, this_user(), why):
+        return
+    row = await store.look(scope)
     if row is None:
-        return {"state": None}
-    result = None
-    if row.result is not None:
-        result = row.result.data.decode("utf-8", "backslashreplace")
-    return {
-        "state": row.state,
-        "owner": row.owner,
-        "attempts": row.attempts,
-        "lease_until": row.lease_until,
-        "last_error": row.last_error,
-        "result": result,
-        "encoding": row.result and row.result.encoding,
-    }
+        raise key_missing(str(scope))
+    raise key_held(str(scope), row.owner, row.lease_until)
 
 
-def _with_store(url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
+def _scope(name: KeyName) -> Scope:
+    from postroom.once import Scope  # noqa: PLC0415
+
+    return Scope(name.tenant, name.topic, name.key, name.group)
+
+
+def _with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
     from postroom.once.registry import open_store  # noqa: PLC0415
-
-    if url is None:
-        raise Fatal(Exit.USAGE, "no registry is configured: set POSTROOM_DATABASE_URL, or --registry")
 
     async def run() -> T:
         store = await open_store(url, create=False)

@@ -10,13 +10,11 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
-from cli.configs import daemon_config
 from cli.connect import with_daemon
-from cli.files import read_plain_file
-from cli.noun import Config, DryRun, Json, Reason, Socket, Yes, noun, with_options
+from cli.daemon import daemon_config
+from cli.lines import read_plain_file
+from cli.noun import All, Config, DryRun, Json, Reason, Socket, Yes, age, chosen_ids, noun, with_options
 from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table, tree
-from cli.quantities import age
-from cli.selection import All, chosen_ids
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
 from postroom._wire.operations import MAX_IDS, MAX_PAGE, VERBS, Verb

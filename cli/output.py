@@ -6,7 +6,7 @@ On a terminal a table has colours (unless `NO_COLOR` is set); in a pipe it is pl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
@@ -18,8 +18,12 @@ from postroom.chassis.exits import Exit, Fatal
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from postroom.chassis.exits import Finding
+
 T = TypeVar("T")
 
+_BRANCH: Final = ("├─ ", "│  ")  # before an item of a tree, before what grows out of it
+_LAST: Final = ("└─ ", "   ")
 _WIDE: Final = 10_000  # columns of a table that nobody looks at on a screen
 _STYLES: Final = {
     "done": "green",
@@ -71,6 +75,17 @@ def listing(items: Iterable[T], columns: Sequence[str], cells: Callable[[T], Seq
         table(columns, map(cells, items))
 
 
+def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
+    """Print every finding; raises `SystemExit` (1) where one of them is `failed`."""
+    if as_json:
+        for finding in findings:
+            json_line(finding)
+    else:
+        table(("", "WHAT", "FOUND", "WHAT TO DO"), ((f.verdict, f.subject, f.detail, f.remedy) for f in findings))
+    if any(finding.verdict == "failed" for finding in findings):
+        raise SystemExit(Exit.FAILED)
+
+
 def fields(pairs: Iterable[tuple[str, Any]]) -> None:
     """Write names and values under one another, leaving out what is not set."""
     from rich.table import Table  # noqa: PLC0415
@@ -90,6 +105,52 @@ def tree(root: str, branches: Iterable[str]) -> None:
     for branch in branches:
         node = node.add(_cell(branch))
     _write(top)
+
+
+def fold(
+    items: Iterable[T],
+    *,
+    key: Callable[[T], Hashable],
+    parent: Callable[[T], Hashable],
+    alike: Callable[[T], Hashable],
+) -> list[tuple[T, int]]:
+    """Return the items, each with 1; of leaves that are alike and follow one another, the first with their number."""
+    listed = list(items)
+    inner = {parent(item) for item in listed}
+    folded: list[tuple[T, int]] = []
+    latest: dict[Hashable, tuple[Hashable, int]] = {}  # of a parent's last child: its likeness, its place in `folded`
+    for item in listed:
+        likeness = (key(item),) if key(item) in inner else (None, alike(item))
+        before, place = latest.get(parent(item), (None, 0))
+        if likeness == before:
+            folded[place] = (folded[place][0], folded[place][1] + 1)
+        else:
+            latest[parent(item)] = (likeness, len(folded))
+            folded.append((item, 1))
+    return folded
+
+
+def draw(
+    items: Iterable[T], *, key: Callable[[T], Hashable], parent: Callable[[T], Hashable]
+) -> Iterator[tuple[str, T]]:
+    """Yield every item with the lines that lead to it, a parent before its children and these in their order.
+
+    `parent` is None for a root. An item whose parent is not among the items is drawn as a root: nothing is left out.
+    """
+    listed = list(items)
+    known = {key(item) for item in listed}
+    children: dict[Hashable, list[T]] = {}
+    for item in listed:
+        above = parent(item)
+        children.setdefault(above if above in known else None, []).append(item)
+    open_: list[tuple[str, str, T]] = [("", "", root) for root in reversed(children.get(None, []))]
+    while open_:
+        lead, below, item = open_.pop()
+        yield lead, item
+        grown = children.get(key(item), [])
+        for number, child in enumerate(reversed(grown)):
+            stem, line = _BRANCH if number else _LAST
+            open_.append((below + stem, below + line, child))
 
 
 def confirm(question: str, *, yes: bool) -> None:

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from cli.connect import with_daemon
-from cli.noun import Json, Reason, Socket, noun
+from cli.noun import Json, Reason, Socket, noun, rate
 from cli.output import json_line, line, reason_or_ask
-from cli.quantities import rate
 
 app = noun("Pause and resume the relay to the broker.")
 

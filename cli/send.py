@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Final, TextIO
 
 import typer
 
-from cli.composing import Common, body_of, json_lines, meta_of, moment_of, plain_lines
 from cli.connect import with_daemon
-from cli.files import read_plain_file
-from cli.lines import open_source
-from cli.noun import Json, Socket, named, noun
+from cli.lines import Common, body_of, json_lines, meta_of, moment_of, open_source, plain_lines, read_plain_file
+from cli.noun import Json, Socket, duration, named, noun
 from cli.output import json_line, line, note
-from cli.quantities import duration
 from cli.sending import send_lines
 from postroom.chassis.exits import Exit, Fatal
 

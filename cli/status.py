@@ -50,30 +50,31 @@ def _row(name: str, process: ProcessIdentity | None, address: str) -> dict[str, 
 
 def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
     row = _row(program.name, program.process, program.address)
-    asking = {
-        stack.daemon: _rows,
-        stack.worker: _unpublished,
-        stack.nats: _dead_letters,
-        stack.postgres: _jobs,
-        stack.broker: _health,
-    }
+    asking = {stack.daemon: _rows, stack.worker: _unpublished, stack.broker: _health}
+    through_broker = {stack.worker: _pauses, stack.nats: _dead_letters, stack.postgres: _jobs}
     if row["state"] == "running" and program in asking:
         row |= asyncio.run(_answer(asking[program](stack)))
+    if row["state"] == "running" and program in through_broker:
+        row |= asyncio.run(_answer(through_broker[program](stack), of_the_broker=True))
     return row
 
 
-async def _answer(asked: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """Wait for what to show; what to say instead where there is no answer in time, or an error for one."""
+async def _answer(asked: Awaitable[dict[str, Any]], *, of_the_broker: bool = False) -> dict[str, Any]:
+    """Wait for what to show; what to say instead where there is no answer in time, or an error for one.
+
+    That a broker does not answer is said in its own row, and says nothing of the servers that it was asked about.
+    """
     from aiohttp import ClientError  # noqa: PLC0415
 
-    from postroom import PostroomError  # noqa: PLC0415
-    from postroom.chassis.exits import Fatal  # noqa: PLC0415
+    from postroom import PostroomError, Unavailable  # noqa: PLC0415
 
     try:
         return await asyncio.wait_for(asked, _ANSWER_SECONDS)
-    except TimeoutError:
-        return {"state": "silent"}
-    except (PostroomError, ClientError, Fatal) as error:
+    except (TimeoutError, Unavailable) as error:
+        if of_the_broker:
+            return {}
+        return {"state": "silent"} if isinstance(error, TimeoutError) else {"state": "failing", "problem": str(error)}
+    except (PostroomError, ClientError) as error:
         return {"state": "failing", "problem": str(error)}
 
 
@@ -96,23 +97,25 @@ async def _health(stack: Stack) -> dict[str, Any]:
 
 
 async def _unpublished(stack: Stack) -> dict[str, Any]:
-    """Ask the worker for what waits to be published, and Postgres for the consumers that pause, wherever they run."""
-    from postroom.chassis.postgres import connected  # noqa: PLC0415
-    from postroom.delivery.http.inbox_messages import find_unreachable  # noqa: PLC0415
+    """Ask the worker for what waits to be published."""
+    return {"backlog": {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}}
 
-    row = {"backlog": {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}}
-    async with connected(stack.postgres.url) as record:
-        paused = [f"{consumer} pauses: {error}" for consumer, error in (await find_unreachable(record)).items()]
-    return row | ({"problem": "; ".join(paused)} if paused else {})
+
+async def _pauses(stack: Stack) -> dict[str, Any]:
+    """Ask the broker for the consumers that pause, wherever they run."""
+    from postroom._wire.unpublished import CONSUMERS, ConsumersQuery  # noqa: PLC0415
+
+    async with stack.broker.client() as client:
+        pausing = (await client.list_things(CONSUMERS, ConsumersQuery())).pausing
+    return {"problem": "; ".join(f"{one.consumer} pauses: {one.error}" for one in pausing)} if pausing else {}
 
 
 async def _jobs(stack: Stack) -> dict[str, Any]:
-    """Ask Postgres for the jobs that an operator looks after."""
-    from postroom.chassis.postgres import connected  # noqa: PLC0415
-    from postroom.ledger.operating import count_jobs  # noqa: PLC0415
+    """Ask the broker for the jobs that an operator looks after."""
+    from postroom._wire.jobs import JOBS  # noqa: PLC0415
 
-    async with connected(stack.postgres.url) as connection:
-        counts = await count_jobs(connection)
+    async with stack.broker.client() as client:
+        counts = await client.counts(JOBS)
     return {
         "backlog": {
             "running jobs": counts.running,
@@ -123,20 +126,13 @@ async def _jobs(stack: Stack) -> dict[str, Any]:
 
 
 async def _dead_letters(stack: Stack) -> dict[str, Any]:
-    """Ask the record, and JetStream for those of agents, how many dead letters each mesh has."""
-    from postroom.chassis.postgres import connected  # noqa: PLC0415
-    from postroom.delivery.dead_letters.operations import count_letters  # noqa: PLC0415
-    from postroom.delivery.nats import connect  # noqa: PLC0415
-    from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
+    """Ask the broker how many dead letters each mesh has."""
+    from postroom._wire.dead_letters import DEAD_LETTERS  # noqa: PLC0415
 
-    settings = NatsSettings(url=stack.nats.url)
-    connection = await connect(settings, name="postroom status", patience=_ANSWER_SECONDS, logged=False)
-    try:
-        async with connected(stack.postgres.url) as record:
-            letters = await count_letters(record, connection.jetstream())
-    finally:
-        await connection.close()
-    return {"backlog": {f"dead in {stream}": count for stream, count in letters.items()}}
+    async with stack.broker.client() as client:
+        counts = await client.counts(DEAD_LETTERS)
+    row = {"backlog": {f"dead in {stream}": count for stream, count in counts.letters.items()}}
+    return row if counts.unread is None else {**row, "state": "failing", "problem": counts.unread.detail}
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:

@@ -43,6 +43,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "pipeline": Verb("cli.pipeline", "Run the pipelines over the history, with Spark."),
         "jobs": Verb("cli.jobs", "Start, inspect, retry and cancel jobs."),
         "once": Verb("cli.once", "List, inspect and delete keys of things done once."),
+        "log": Verb("cli.log", "Show what operators changed at the broker."),
         "agent": Verb("cli.agent", "Run agents, and inspect their event stores."),
         "consumer": Verb("cli.consumer", "Post messages to an HTTP handler."),
         "worker": Verb("cli.worker", "Run the worker that publishes; see its backlog, publish again."),

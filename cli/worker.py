@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections import Counter
 from typing import Annotated, Final
 
 import typer
 
 from cli.connect import with_broker
-from cli.noun import Config, DryRun, Json, Since, TokenFile, Url, Yes, noun
-from cli.output import ago, confirm, json_line, line, listing, reason_or_ask, table
-from cli.selection import chosen_ids
+from cli.noun import Config, DryRun, Json, Reason, Since, TokenFile, Url, Yes, chosen_ids, noun
+from cli.output import ago, confirm, json_line, line, listing, reason_or_ask
 from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
 from postroom.chassis.exits import Exit, Fatal
@@ -19,10 +18,8 @@ Context = Annotated[
     str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
 ]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Which; `-` reads ids from standard input.")]
-Why = Annotated[
-    str | None, typer.Option("--reason", help="Why; kept in `log`. Asked for on a terminal.", metavar="TEXT")
-]
 
+_SECONDS: Final = 120.0  # that one request may take: it may be about 15,000 messages
 _FAILING: Final = ("ID", "SUBJECT", "AGGREGATE", "TRIES", "AGE", "BEHIND", "ERROR")
 _DROPPED: Final = ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY")
 
@@ -45,7 +42,7 @@ def failing(source: str) -> typer.Typer:
 
     @app.command(help=f"{things.verbs['drop'].effect[:-1]}; `log` shows who did it, and why.")
     def drop(
-        *, ids: Ids = None, reason: Why = None, url: Url = None, token_file: TokenFile = None, yes: Yes = False
+        *, ids: Ids = None, reason: Reason = None, url: Url = None, token_file: TokenFile = None, yes: Yes = False
     ) -> None:
         chosen = chosen_ids(ids)
         if not chosen:
@@ -95,41 +92,46 @@ def run(*, config: Config = None, flow: Flows = None) -> None:
 
 
 @app.command()
-def backlog(*, context: Context = None, config: Config = None, as_json: Json = False) -> None:
+def backlog(*, context: Context = None, url: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:
     """Show what waits to be published, and since when."""
-    from postroom.worker.commands import ask_backlogs  # noqa: PLC0415
-    from postroom.worker.config import load_config  # noqa: PLC0415
-
-    found = asyncio.run(ask_backlogs(load_config(config), context))
-    if as_json:
-        for source, one in found.items():
-            json_line({"source": source, "count": one.count, "oldest_at": one.oldest_at, "failing": one.failing})
-    else:
-        rows = [(source, one.count, ago(one.oldest_at), one.failing) for source, one in found.items()]
-        table(("source", "waiting", "oldest", "failed before"), rows)
+    query = MeshQuery(mesh=context)
+    listing(
+        with_broker(url, token_file, lambda client: client.list_things(unpublished.SOURCES, query)).sources,
+        ("source", "waiting", "oldest", "failed before"),
+        lambda one: (one.source, one.count, ago(one.oldest_at), one.failing),
+        as_json=as_json,
+    )
 
 
-@app.command()
+@app.command(help=unpublished.SOURCES.verbs["redrive"].effect)
 def redrive(
     *,
     since: Since,
     stream: Stream = None,
     confirmed: Confirmed = False,
-    config: Config = None,
+    reason: Reason = None,
+    url: Url = None,
+    token_file: TokenFile = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Publish again what was published since a time and is not known to be handled; inboxes skip what they have."""
-    from postroom.worker.commands import redrive_since  # noqa: PLC0415
-    from postroom.worker.config import load_config  # noqa: PLC0415
-
-    settings = load_config(config)
+    """Ask for it, and say how many messages of each source it is."""
+    why = reason_or_ask(reason, dry_run=dry_run)
     if not dry_run:
         confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
-    found = asyncio.run(redrive_since(settings, since, stream=stream, confirmed=confirmed, dry_run=dry_run))
-    for one in found:
+    meant = unpublished.PublishedFilter(since=since, stream=stream, confirmed=confirmed)
+    result = with_broker(
+        url,
+        token_file,
+        lambda client: client.change(unpublished.SOURCES, "redrive", meant, reason=why, dry_run=dry_run),
+        timeout=_SECONDS,
+    )
+    counts = Counter[str]()
+    for part in result.done:
+        counts[part.source] += part.messages
+    for source, messages in counts.items():
         if as_json:
-            json_line(one)
+            json_line(unpublished.Redriven(source, messages))
         else:
-            line(f"{one.source}: {one.messages} {'would be' if dry_run else 'are'} published again")
+            line(f"{source}: {messages} {'would be' if dry_run else 'are'} published again")

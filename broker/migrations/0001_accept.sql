@@ -262,14 +262,17 @@ CREATE TABLE mesh.orphan_check (
   violations jsonb NOT NULL
 );
 
--- What operators changed: by whom, as the token says, what and why. A row is written in the transaction of its change.
+-- What operators changed: by whom, as the token says; what they did to which thing, why, and what came of it. A row is written
+-- in the transaction of its change.
 CREATE TABLE mesh.operator_log (
   id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   at timestamptz NOT NULL DEFAULT clock_timestamp(),
   actor text NOT NULL,  -- `administrator`, a member as `bob of sea`, or a user as `alice as postroom`
-  verb text NOT NULL,  -- method and path of the route, or the command
-  subject text NOT NULL,  -- what the path and the body name
-  reason text  -- why, where the route asks for it
+  verb text NOT NULL,
+  noun text NOT NULL,
+  key text NOT NULL,  -- names and ids, with the mesh first where the thing has one
+  outcome text NOT NULL,
+  reason text  -- where the verb asks for one
 );
 
 -- What may change afterwards -----------------------------------------------------------------------------------------

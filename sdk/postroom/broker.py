@@ -45,7 +45,8 @@ from postroom._wire.administration import (
 )
 from postroom._wire.arguments import check_seconds
 from postroom._wire.connections import Pool, url_dial
-from postroom._wire.nouns import Change, F, L, Noun, P, Q, Result, T
+from postroom._wire.jobs import JOBS, JobMessage, MessagePage, StartedJob, StartJob
+from postroom._wire.nouns import C, Change, F, L, Noun, P, Q, Result, T, W
 from postroom._wire.peer import Peer
 from postroom._wire.retry import retrying
 from postroom._wire.transport import Calls, Transport
@@ -183,23 +184,38 @@ class BrokerClient(Calls):
                 yield message
             after, query.incarnation = page.next_after, page.incarnation
 
+    async def start_job(self, wanted: StartJob) -> StartedJob:
+        """Start a job of a flow, by names alone; a start that is repeated under its id starts one job."""
+        begin = partial(self._transport.call, "POST", JOBS.path, StartedJob, body=wanted)
+        return await retrying(begin, self._patience())
+
+    async def explain(self, message: str) -> list[JobMessage]:
+        """Return what a message was to each activity of a job that it concerned; raises `NotFound`."""
+        return (await self._read(f"{JOBS.path}/messages/{quote(message, safe='')}", MessagePage)).messages
+
     # What an operator sees and changes: `noun` is the table of it, as `postroom._wire.dead_letters.DEAD_LETTERS` is.
 
-    async def list_things(self, noun: Noun[Q, P, L, F, T], query: Q) -> P:
+    async def list_things(self, noun: Noun[Q, P, W, L, C, F, T], query: Q) -> P:
         """Return one page of the things that `query` means."""
         return await self._read(noun.path, noun.page, query=query)
 
-    async def inspect(self, noun: Noun[Q, P, L, F, T], mesh: str, thing: str) -> P:
-        """Return one thing of a mesh, whole; raises `NotFound`."""
-        return await self._read(f"{noun.path}/{quote(mesh, safe='')}/{quote(thing, safe='')}", noun.page)
+    async def inspect(self, noun: Noun[Q, P, W, L, C, F, T], *words: str, query: msgspec.Struct | None = None) -> W:
+        """Return one thing, whole, by the words that its `place` has room for; raises `NotFound`."""
+        place = iter(words)
+        path = "/".join(quote(next(place), safe="") if part[0] == "{" else part for part in noun.place.split("/"))
+        return await self._read(f"{noun.path}/{path}", noun.whole, query=query)
 
-    async def log(self, noun: Noun[Q, P, L, F, T], mesh: str | None = None) -> L:
+    async def log(self, noun: Noun[Q, P, W, L, C, F, T], mesh: str | None = None) -> L:
         """Return what operators did to the things of a mesh."""
         return await self._read(f"{noun.path}/log", noun.log, query=MeshQuery(mesh=mesh))
 
+    async def counts(self, noun: Noun[Q, P, W, L, C, F, T]) -> C:
+        """Return how many of the things wait for an operator, of all meshes."""
+        return await self._read(f"{noun.path}/counts", noun.counts)
+
     async def change(
         self,
-        noun: Noun[Q, P, L, F, T],
+        noun: Noun[Q, P, W, L, C, F, T],
         verb: str,
         wanted: F,
         *,

@@ -163,9 +163,12 @@ async def _older_events(run: Run, chain: Chain) -> None:
         "--stream",
         f"{MESH.upper()}_COMMANDS",
         "--confirmed",
+        "--reason",
+        "an older copy of the agent's store",
         "--yes",
     ]
-    settings = {"POSTROOM_DATABASE_URL": chain.room.database_url, "POSTROOM_NATS_URL": chain.nats.url}
+    (token := run.place() / "admin.token").write_text(chain.room.admin_token)
+    settings = {"POSTROOM_BROKER_URL": chain.room.broker_urls[0], "POSTROOM_ADMIN_TOKEN_FILE": str(token)}
     await _type(run, settings, *words)
 
 

@@ -11,7 +11,8 @@ from uuid import UUID
 
 import asyncpg
 
-from postroom.ledger.operating import JobTree, cancel_job, show_job
+from postroom._wire.jobs import JobTree
+from postroom.ledger.operating import cancel_job, show_job
 from support.waiting import until_so
 
 T = TypeVar("T")

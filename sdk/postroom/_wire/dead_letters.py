@@ -141,6 +141,16 @@ class LetterLog(msgspec.Struct, kw_only=True):
     notes: list[LetterNote]
 
 
+class LetterCounts(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How many letters of each mesh are to be settled, by the name of its stream.
+
+    `unread` is why those that are in streams alone are not counted.
+    """
+
+    letters: dict[str, int]
+    unread: Problem | None = None
+
+
 VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
     {
         "replay": Verb(
@@ -155,5 +165,16 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
 )
 
 DEAD_LETTERS: Final = Noun(
-    "/v1/dead_letters", LettersQuery, LetterPage, LetterLog, Change[LetterFilter], Result[Letter], VERBS
+    "dead letter",
+    "dead letters",
+    "/v1/dead_letters",
+    LettersQuery,
+    LetterPage,
+    Change[LetterFilter],
+    Result[Letter],
+    VERBS,
+    whole=LetterPage,
+    place="{mesh}/{id}",
+    log=LetterLog,
+    counts=LetterCounts,
 )

@@ -1,39 +1,56 @@
 """What an operator does at a broker: to each noun the same requests, of which a `Noun` is the table.
 
-    GET  /v1/<noun>              its query        → its page, some of the things, oldest first; `next_cursor` goes on
-    GET  /v1/<noun>/{mesh}/{id}                   → its page, one thing whole
+    GET  /v1/<noun>              its query        → its page, some of the things; `next_cursor` goes on
+    GET  /v1/<noun>/<place>                       → one thing whole
     GET  /v1/<noun>/log          MeshQuery        → its log, what operators did
+    GET  /v1/<noun>/counts                        → how many of all meshes wait for an operator
     POST /v1/<noun>/<verb>       its change       → its result
 
 Routes of the broker, calls of `BrokerClient`, commands and their help follow from the table. A verb means the things
 that its filter matches, by ids or by what they are; with `dry_run` it only says which. Every change needs a `reason`,
-which is kept with who did it, as the token says.
+which is kept with who did it, as the token says, in the one log (docs/contract/operate.md#operate-37).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, NamedTuple, TypeVar
+from datetime import datetime
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from postroom._wire.administration import MAX_PAGE
 from postroom._wire.operations import Reason
-from postroom.errors import Problem
+from postroom.errors import Conflict, Problem
 
 Q = TypeVar("Q", bound=msgspec.Struct)  # a query
 P = TypeVar("P", bound=msgspec.Struct)  # a page of things
+W = TypeVar("W", bound=msgspec.Struct)  # a thing whole
 L = TypeVar("L", bound=msgspec.Struct)  # a log
+C = TypeVar("C", bound=msgspec.Struct)  # how many there are
 F = TypeVar("F")  # a filter
 T = TypeVar("T")  # a thing
 
+_NONE: Any = None  # of a noun that has nothing of the kind: nobody asks for it
 CHANGES = 500  # things after which the answer of one request ends with a cursor
 
 
 class Verb(NamedTuple):
-    """What an operator may do to a thing, as a sentence for help and documents, and what it is `done` to it then."""
+    """What an operator may do to a thing, as a sentence for help and documents, and what the thing is `done` then.
+
+    `states` are those in which it may be done; none: in any.
+    """
 
     effect: str
     done: str
+    states: frozenset[str] = frozenset()
+
+    def check(self, verb: str, thing: str, state: str) -> None:
+        """Raise `Conflict`, which says why, where it may not be done to a `thing` in a `state`."""
+        if self.states and state not in self.states:
+            allowed = " or ".join(sorted(self.states))
+            raise Conflict.of("wrong_state", f"cannot {verb} {thing}: it is {state}, not {allowed}")
 
 
 class Change(msgspec.Struct, Generic[F], kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -69,14 +86,58 @@ class Result(msgspec.Struct, Generic[T], kw_only=True, omit_defaults=True):
     unread: Problem | None = None
 
 
-class Noun(NamedTuple, Generic[Q, P, L, F, T]):
-    """A kind of things that operators see and change: its path, its types, its verbs, and who may use them."""
+class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
+    """A kind of things that operators see and change: what one is called, its path, its types, its verbs.
 
+    `place` is where one thing is, below the path, `at` the query that says which; `access` is who may use them.
+    """
+
+    name: str
+    things: str
     path: str
     query: type[Q]
     page: type[P]
-    log: type[L]
-    change: type[Change[F]]
-    result: type[Result[T]]
-    verbs: Mapping[str, Verb]
+    change: type[Change[F]] = _NONE
+    result: type[Result[T]] = _NONE
+    verbs: Mapping[str, Verb] = MappingProxyType({})
     access: str = "mesh_admin"
+    whole: type[W] = _NONE
+    place: str = "{id}"
+    at: type[msgspec.Struct] | None = None
+    log: type[L] = _NONE
+    counts: type[C] = _NONE
+
+
+class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query string of `GET /v1/operator_log`: which lines, the latest first; what is not set matches all."""
+
+    noun: str | None = None
+    verb: str | None = None
+    actor: str | None = None
+    key: str | None = None
+    cursor: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
+
+
+class LogLine(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """Who did what (`verb`) to which thing (`noun`, `key`), why, and what came of it."""
+
+    at: datetime
+    actor: str
+    verb: str
+    noun: str
+    key: str
+    outcome: str
+    reason: str | None = None
+
+
+class LogPage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Lines of the log, the latest first."""
+
+    lines: list[LogLine]
+    next_cursor: int | None = None
+
+
+OPERATOR_LOG: Final[Noun[LogQuery, LogPage, Any, Any, Any, Any, Any]] = Noun(
+    "line", "what operators changed", "/v1/operator_log", LogQuery, LogPage, access="broker_admin"
+)

@@ -1,12 +1,12 @@
-"""Unpublished events and deliveries: what JetStream refuses, and what an operator asks a broker about them.
+"""What is published, waits or is refused, and which consumers pause: what an operator asks a broker about it.
 
-The rule is docs/contract/delivery.md#delivery-27. Only the administrator may see and drop them.
+The rules begin at docs/contract/delivery.md#delivery-24. Only the administrator may see and change it.
 """
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -57,10 +57,96 @@ class Ids(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)]
 
 
-def _noun(source: str) -> Noun[MeshQuery, FailingPage, DroppedLog, Ids, str]:
+def _refused(thing: str, source: str) -> Noun[MeshQuery, FailingPage, Any, DroppedLog, Any, Ids, str]:
     drop = Verb("Permanently drop what fails, so that what waits behind it is published.", "dropped")
-    path, change = f"/v1/unpublished/{source}", Change[Ids]
-    return Noun(path, MeshQuery, FailingPage, DroppedLog, change, Result[str], {"drop": drop}, "broker_admin")
+    return Noun(
+        thing,
+        f"{source} that JetStream refuses",
+        f"/v1/unpublished/{source}",
+        MeshQuery,
+        FailingPage,
+        Change[Ids],
+        Result[str],
+        {"drop": drop},
+        "broker_admin",
+        log=DroppedLog,
+    )
 
 
-UNPUBLISHED: Final = {source: _noun(source) for source in ("events", "deliveries")}
+UNPUBLISHED: Final = {"events": _refused("event", "events"), "deliveries": _refused("delivery", "deliveries")}
+
+
+class SourceBacklog(msgspec.Struct, frozen=True):
+    """How much of a source waits to be published, and since when: docs/contract/delivery.md#delivery-20."""
+
+    source: str
+    count: int
+    oldest_at: datetime | None
+    failing: int
+
+
+class SourcePage(msgspec.Struct, kw_only=True):
+    """Every source: events, deliveries and letters."""
+
+    sources: list[SourceBacklog]
+
+
+class PublishedFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What was published from `since` on, into `stream` or any; what is known to be handled only if `confirmed`."""
+
+    since: Annotated[datetime, msgspec.Meta(tz=True)]
+    stream: str | None = None
+    confirmed: bool = False
+
+
+class Redriven(msgspec.Struct, frozen=True):
+    """How many messages of one source are published again, or would be."""
+
+    source: str
+    messages: int
+
+
+SOURCES: Final[Noun[MeshQuery, SourcePage, Any, Any, Any, PublishedFilter, Redriven]] = Noun(
+    "source",
+    "what waits to be published, of each source",
+    "/v1/sources",
+    MeshQuery,
+    SourcePage,
+    Change[PublishedFilter],
+    Result[Redriven],
+    {
+        "redrive": Verb(
+            "Publish again what was published since a time and is not known to be handled; inboxes skip what they "
+            "have.",
+            "published again",
+        )
+    },
+    "broker_admin",
+)
+
+
+class ConsumersQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The query string of `GET /v1/consumers`, which has no parameters."""
+
+
+class Pause(msgspec.Struct, kw_only=True, frozen=True):
+    """A consumer, or a webhook's, that calls its handler no more until that can be reached."""
+
+    consumer: str
+    error: str
+
+
+class ConsumerPage(msgspec.Struct, kw_only=True):
+    """The consumers that pause, wherever they run, by name."""
+
+    pausing: list[Pause]
+
+
+CONSUMERS: Final[Noun[ConsumersQuery, ConsumerPage, Any, Any, Any, Any, Any]] = Noun(
+    "consumer",
+    "consumers whose handler cannot be reached",
+    "/v1/consumers",
+    ConsumersQuery,
+    ConsumerPage,
+    access="broker_admin",
+)

@@ -5,13 +5,13 @@ The id may also be an activity's, which the logs of workers name as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Self
+from typing import Final
 from uuid import UUID
 
 import asyncpg
 import msgspec
 
+from postroom._wire.jobs import JobMessage
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
 from postroom.errors import NotFound
@@ -20,47 +20,7 @@ from postroom.ledger.digits import render
 QUERIES: Final = load_queries("postroom.ledger", "messages.sql")
 
 
-class MessageRow(msgspec.Struct, kw_only=True, frozen=True):
-    """What a message was to one activity: a sentence; where leg 2 ran for it, its ledger and how often it came.
-
-    `said` is its body where that is known, of an activity what it was spawned with.
-    """
-
-    id: str
-    what: str
-    sentence: str
-    mesh: str
-    flow: str
-    job: UUID
-    job_state: str
-    activity: UUID
-    name: str
-    ledger: str | None
-    deliveries: int | None
-    said: msgspec.Raw | None
-    error: str | None
-
-    @classmethod
-    def of(cls, message: str, row: asyncpg.Record) -> Self:
-        """Read a row of `find_message`."""
-        return cls(
-            id=message,
-            what=row["what"],
-            sentence=_sentence(row),
-            mesh=row["context"],
-            flow=row["flow"],
-            job=row["job_id"],
-            job_state=row["state"],
-            activity=row["activity_id"],
-            name=row["name"],
-            ledger=None if row["ledger"] is None else render(row["ledger"]),
-            deliveries=row["times"] if row["what"] == "answer" else None,
-            said=None if row["said"] is None else msgspec.Raw(row["said"].encode()),
-            error=row["error"],
-        )
-
-
-async def find_message(connection: Connection, message: str) -> Sequence[MessageRow]:
+async def find_message(connection: Connection, message: str) -> list[JobMessage]:
     """Return what a message was to each activity that it concerned; raises `NotFound`.
 
     The id is known also as it is where the message was published again (`/1`) or replayed (`~consumer.1`).
@@ -71,8 +31,25 @@ async def find_message(connection: Connection, message: str) -> Sequence[Message
         known = head
     rows = await connection.fetch(QUERIES["find_message"], known, _uuid(known))
     if not rows:
-        raise _unknown(message)
-    return [MessageRow.of(known, row) for row in rows]
+        raise unknown_message(message)
+    return [
+        JobMessage(
+            id=known,
+            what=row["what"],
+            sentence=_sentence(row),
+            mesh=row["context"],
+            flow=row["flow"],
+            job=row["job_id"],
+            job_state=row["state"],
+            activity=row["activity_id"],
+            name=row["name"],
+            ledger=None if row["ledger"] is None else render(row["ledger"]),
+            deliveries=row["times"] if row["what"] == "answer" else None,
+            said=msgspec.Raw((row["said"] or "null").encode()),
+            error=row["error"],
+        )
+        for row in rows
+    ]
 
 
 def _sentence(row: asyncpg.Record) -> str:
@@ -110,7 +87,8 @@ def _uuid(text: str) -> UUID | None:
         return None
 
 
-def _unknown(message: str) -> NotFound:
+def unknown_message(message: str) -> NotFound:
+    """Say that nothing is known of it."""
     detail = (
         f"the ledgers know no message and no activity {message!r}: no activity asked with it, and leg 2 of none was "
         "entered with it; `postroom jobs show` takes the id of a job"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Final, Self
+from typing import Final
 from uuid import UUID
 
 import asyncpg
 import msgspec
 
+from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobNote, JobTree
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
 from postroom.errors import Conflict, InvalidMessage, NotFound
@@ -23,118 +24,6 @@ from postroom.ledger.primitives import Start, start_job
 from postroom.ledger.states import Progress, state_of
 
 QUERIES: Final = load_queries("postroom.ledger", "operating.sql")
-
-
-class JobFilter(msgspec.Struct, kw_only=True, frozen=True):
-    """Which jobs are meant; None leaves a member open."""
-
-    mesh: str | None = None
-    flow: str | None = None
-    state: str | None = None
-
-
-class JobRow(msgspec.Struct, kw_only=True, frozen=True):
-    """A job; `open` is its semaphore, `error` why it failed or was cancelled.
-
-    `unknown` are the activities for which it waits for a worker that has them.
-    """
-
-    id: UUID
-    mesh: str
-    flow: str
-    state: str
-    open: int
-    started_at: datetime
-    ended_at: datetime | None
-    error: str | None
-    unknown: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, row: asyncpg.Record, unknown: Sequence[str]) -> Self:
-        """Read a row of the job's table."""
-        return cls(
-            id=row["id"],
-            mesh=row["context"],
-            flow=row["flow"],
-            state=row["state"],
-            open=row["semaphore"],
-            started_at=row["started_at"],
-            ended_at=row["ended_at"],
-            error=row["error"],
-            unknown=unknown,
-        )
-
-
-class ActivityRow(msgspec.Struct, kw_only=True, frozen=True):
-    """An activity of a job; `ledger` is its 15 digits, `cycle` the one of its parent that spawned it, from 0.
-
-    `request` is what it was spawned with. `attempts` counts those of leg 1, `deliveries` how often the message that
-    came most often was delivered. `error` is why it failed, why the attempt before failed, or what it waits for.
-    """
-
-    id: UUID
-    parent: UUID | None
-    name: str
-    cycle: int | None
-    request: msgspec.Raw
-    state: str
-    attempts: int
-    deliveries: int
-    ledger: str
-    spawned_at: datetime
-    error: str | None
-
-    @classmethod
-    def of(cls, row: asyncpg.Record, job_state: str) -> Self:
-        """Read a row of `find_activities`."""
-        progress = Progress(
-            row["ledger"],
-            row["answers_due"],
-            row["answers_taken"],
-            row["undone"],
-            closing=row["closing"],
-            failed=row["failed_at"] is not None,
-            unknown=row["worker_without"] is not None,
-        )
-        state = state_of(progress, job_state)
-        return cls(
-            id=row["id"],
-            parent=row["parent_id"],
-            name=row["name"],
-            cycle=row["dimension"],
-            request=msgspec.Raw(row["request"].encode()),
-            state=state,
-            attempts=decode_activity(row["ledger"]).leg1_attempts,
-            deliveries=row["deliveries"],
-            ledger=render(row["ledger"]),
-            spawned_at=row["spawned_at"],
-            error=_lacked(row["name"], row["worker_without"]) if state == "unknown" else row["error"],
-        )
-
-
-class OperatorAct(msgspec.Struct, kw_only=True, frozen=True):
-    """What somebody did to a job."""
-
-    at: datetime
-    verb: str
-    actor: str
-    reason: str
-
-
-class JobCounts(msgspec.Struct, kw_only=True, frozen=True):
-    """How many jobs have not ended, how many have failed, and how many steps wait for a worker that has them."""
-
-    running: int
-    failed: int
-    unknown: int
-
-
-class JobTree(msgspec.Struct, kw_only=True, frozen=True):
-    """A job whole: its activities, of which children come in their order, and what operators did to it."""
-
-    job: JobRow
-    activities: Sequence[ActivityRow]
-    log: Sequence[OperatorAct]
 
 
 async def start(connection: Connection, job: Start) -> bool:
@@ -163,10 +52,18 @@ async def start(connection: Connection, job: Start) -> bool:
     return True
 
 
-async def find_jobs(connection: Connection, wanted: JobFilter, limit: int) -> list[JobRow]:
-    """Return the newest `limit` jobs that are wanted, newest first."""
-    rows = await connection.fetch(QUERIES["find_jobs"], wanted.mesh, wanted.flow, wanted.state, limit)
-    return [JobRow.of(row, row["unknown"]) for row in rows]
+async def find_jobs(
+    connection: Connection,
+    wanted: JobFilter,
+    limit: int,
+    *,
+    mesh: str | None = None,
+    after: tuple[datetime, UUID] | None = None,
+) -> list[Job]:
+    """Return the newest `limit` jobs that are wanted, of one mesh or all, newest first, from behind one on."""
+    bounds = mesh, wanted.flow, wanted.state, limit, *(after or (None, None)), wanted.ids
+    rows = await connection.fetch(QUERIES["find_jobs"], *bounds)
+    return [_job(row, row["unknown"]) for row in rows]
 
 
 async def count_jobs(connection: Connection) -> JobCounts:
@@ -184,11 +81,11 @@ async def show_job(connection: Connection, job: UUID) -> JobTree:
             raise missing(job)
         activities = await connection.fetch(QUERIES["find_activities"], job)
         log = await connection.fetch(QUERIES["find_log"], job)
-    steps = [ActivityRow.of(each, row["state"]) for each in activities]
+    steps = [_activity(each, row["state"]) for each in activities]
     return JobTree(
-        job=JobRow.of(row, sorted({step.name for step in steps if step.state == "unknown"})),
+        job=_job(row, sorted({step.name for step in steps if step.state == "unknown"})),
         activities=steps,
-        log=[OperatorAct(**dict(each)) for each in log],
+        log=[JobNote(**dict(each)) for each in log],
     )
 
 
@@ -218,6 +115,47 @@ async def _check_mesh(connection: Connection, mesh: str) -> None:
     """Refuse a mesh that there is not: nobody would ever begin the job."""
     if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
         raise NotFound.of("mesh_missing", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
+
+
+def _job(row: asyncpg.Record, unknown: Sequence[str]) -> Job:
+    return Job(
+        id=row["id"],
+        mesh=row["context"],
+        flow=row["flow"],
+        state=row["state"],
+        open=row["semaphore"],
+        started_at=row["started_at"],
+        ended_at=row["ended_at"],
+        error=row["error"],
+        unknown=list(unknown),
+    )
+
+
+def _activity(row: asyncpg.Record, job_state: str) -> Activity:
+    """Read a row of `find_activities`."""
+    progress = Progress(
+        row["ledger"],
+        row["answers_due"],
+        row["answers_taken"],
+        row["undone"],
+        closing=row["closing"],
+        failed=row["failed_at"] is not None,
+        unknown=row["worker_without"] is not None,
+    )
+    state = state_of(progress, job_state)
+    return Activity(
+        id=row["id"],
+        parent=row["parent_id"],
+        name=row["name"],
+        cycle=row["dimension"],
+        request=msgspec.Raw(row["request"].encode()),
+        state=state,
+        attempts=decode_activity(row["ledger"]).leg1_attempts,
+        deliveries=row["deliveries"],
+        ledger=render(row["ledger"]),
+        spawned_at=row["spawned_at"],
+        error=_lacked(row["name"], row["worker_without"]) if state == "unknown" else row["error"],
+    )
 
 
 def missing(job: UUID) -> NotFound:

@@ -5,11 +5,12 @@ A job's state is a column. An activity's is read off its ledger and its messages
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
+from postroom._wire.jobs import JobState
 from postroom.ledger.digits import decode_activity
 
-JOB_STATES: Final = ("running", "closed", "completed", "failed", "cancelled")
+JOB_STATES: Final = get_args(JobState)
 ENDED: Final = ("completed", "failed", "cancelled")
 ACTIVITY_STATES: Final = (
     "waiting",

@@ -157,7 +157,8 @@ async def test_what_an_agent_published_is_published_again_by_hand(command_line: 
         await command_line.settled()
         first = sorted(await answers(context))
         assert json.loads((await command_line.run(*republish, "--dry-run")).output) == {"messages": 2}
-        assert json.loads((await command_line.run(*republish, "--yes")).output) == {"messages": 2}
+        why = ("--reason", "an older copy", "--yes")
+        assert json.loads((await command_line.run(*republish, *why)).output) == {"messages": 2}
 
         async def again() -> bool:
             return sorted(await answers(context)) == sorted([*first, *(f"{message_id}/1" for message_id in first)])
@@ -165,13 +166,14 @@ async def test_what_an_agent_published_is_published_again_by_hand(command_line: 
         await until(again, "they are there a second time, under a fresh id")
     assert sorted(await answers(context)) == sorted([*first, *(f"{message_id}/1" for message_id in first)])
     with closing(sqlite3.connect(command_line.database)) as db:
-        (logged,) = db.execute("SELECT actor, verb, subject FROM operator_log")
+        (logged,) = db.execute("SELECT actor, verb, subject, reason FROM operator_log")
     assert logged[:2] == (this_user(), "republish")
     assert logged[2].startswith("2 messages published since ")
+    assert logged[3] == "an older copy"
 
 
 async def test_a_store_that_is_not_there_cannot_be_published_again(command_line: CommandLine):
-    ended = await command_line.run("republish", AGENT, "--since", "2026-01-31", "--yes")
+    ended = await command_line.run("republish", AGENT, "--since", "2026-01-31", "--reason", "x", "--yes")
     assert "there is no event store" in ended.said
     assert not command_line.database.exists()
 

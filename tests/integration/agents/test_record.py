@@ -235,7 +235,7 @@ async def test_of_two_messages_with_one_number_of_a_stream_both_are_published_ag
     async with running_agent(context, tmp_path):
         await settled(context)
     store = await Store.open(tmp_path / "events.db", Owner("counting", context.name, "default"))
-    assert await store.requeue_since(0, now=1, actor="olga") == 2
+    assert await store.requeue_since(0, now=1, actor="olga", reason="a test") == 2
     first, second = [message.position for message in await store.lost(0, 10)]
     assert await store.mark_published([Mark(first, 1, 1, context.events, 1, 7)]) == 0
     assert await store.mark_published([Mark(second, 1, 1, context.events, 1, 7)]) == 2

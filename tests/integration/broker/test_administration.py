@@ -145,21 +145,19 @@ async def test_what_is_administered_leaves_who_and_what_by_the_token(broker: Any
     await broker.member("alice").delete("/v1/topics/demo/news/subscriptions/alice")
     await broker.admin.delete("/v1/topics/demo/news")
     await broker.admin.delete("/v1/topics/demo/news")  # is not there: nothing was done
-    rows = await postgres.fetch("SELECT actor, verb, subject FROM mesh.operator_log WHERE id > $1 ORDER BY id", begun)
+    rows = await postgres.fetch("SELECT actor, verb, noun, key FROM mesh.operator_log WHERE id > $1 ORDER BY id", begun)
     assert [tuple(row) for row in rows] == [
-        ("administrator", "POST /v1/topics", "demo news"),
-        ("alice of demo", "POST /v1/topics/{mesh}/{name}/subscriptions", "demo news"),
-        ("alice of demo", "DELETE /v1/topics/{mesh}/{name}/subscriptions/{member}", "demo news alice"),
-        ("administrator", "DELETE /v1/topics/{mesh}/{name}", "demo news"),
+        ("administrator", "create", "topic", "demo news"),
+        ("alice of demo", "subscribe", "topic", "demo news alice"),
+        ("alice of demo", "unsubscribe", "topic", "demo news alice"),
+        ("administrator", "delete", "topic", "demo news"),
     ]
     with pytest.raises(asyncpg.PostgresError):
         await postgres.execute("UPDATE mesh.operator_log SET actor = 'nobody'")
 
 
 async def test_what_cannot_be_logged_is_not_done(broker: Any, postgres: Any) -> None:
-    await postgres.execute(
-        "ALTER TABLE mesh.operator_log ADD CONSTRAINT no_more CHECK (subject <> 'demo news') NOT VALID"
-    )
+    await postgres.execute("ALTER TABLE mesh.operator_log ADD CONSTRAINT no_more CHECK (key <> 'demo news') NOT VALID")
     try:
         assert (await broker.admin.post("/v1/topics", {"mesh": "demo", "name": "news"})).status == 500
     finally:

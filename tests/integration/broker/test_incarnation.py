@@ -133,9 +133,9 @@ async def test_an_operator_who_restored_says_so_and_a_running_broker_knows(
         assert len(seen) == 3
         assert len((await alice.get("/v1/history")).body["messages"]) == 3
     async with connected(own.database_url) as connection:
-        logged = await connection.fetch("SELECT * FROM mesh.operator_log WHERE verb = 'broker restored'")
+        logged = await connection.fetch("SELECT * FROM mesh.operator_log WHERE noun = 'database'")
         assert [line["actor"] for line in logged] == [acting(connection)] * 2
-        assert {line["subject"] for line in logged} < seen
+        assert {line["key"] for line in logged} < seen
 
 
 async def test_a_failover_begins_an_incarnation_before_anything_is_accepted(

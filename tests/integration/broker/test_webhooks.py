@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.webhooks import MOST_PER_TOPIC
+from broker.administration import MOST_PER_TOPIC
 from postroom.delivery.webhooks.settings import AddressSettings
 
 PATH = "/v1/topics/demo/orders/webhooks"

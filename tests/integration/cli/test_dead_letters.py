@@ -427,16 +427,16 @@ def test_what_was_done_is_kept_with_who_the_token_says_in_the_transaction_of_the
     async def logged(_: Context) -> list[tuple[str, ...]]:
         async with open_pool(station.database) as pool:
             rows = await pool.fetch(
-                "SELECT actor, verb, subject, reason FROM mesh.operator_log WHERE subject LIKE $1 ORDER BY id",
+                "SELECT actor, verb, noun, key, outcome, reason FROM mesh.operator_log WHERE key LIKE $1 ORDER BY id",
                 f"{station.name} %",
             )
             return [tuple(row) for row in rows]
 
     dropped, replayed = station.work(logged)
     assert dropped == (
-        "administrator", "POST /v1/dead_letters/drop", f"{station.name} {first['id']}", "a test order"
+        "administrator", "drop", "dead letter", f"{station.name} {first['id']}", "dropped", "a test order"
     )  # fmt: skip
-    assert (replayed[1], replayed[3]) == ("POST /v1/dead_letters/replay", "mended")
+    assert (replayed[1], replayed[4], replayed[5]) == ("replay", "replayed", "mended")
     assert {note["actor"] for note in station.user.run("dlq", "log", "--json").json} == {"administrator"}
 
 

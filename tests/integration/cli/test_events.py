@@ -62,8 +62,37 @@ def test_who_dropped_an_event_is_who_the_token_says_and_its_line_in_the_log_comm
     assert user.run("worker", "events", "drop", poison, "--reason", "a test", "--yes").code == 0
     (noted,) = user.run("worker", "events", "log", "--json").json
     assert noted["dropped_by"] == "administrator"
-    (line,) = asyncio.run(fetch(database_url, "SELECT actor, verb, subject, reason FROM mesh.operator_log"))
-    assert tuple(line) == ("administrator", "POST /v1/unpublished/events/drop", poison, "a test")
+    (line,) = asyncio.run(fetch(database_url, "SELECT actor, verb, noun, key, outcome, reason FROM mesh.operator_log"))
+    assert tuple(line) == ("administrator", "drop", "event", poison, "dropped", "a test")
+
+
+def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was(
+    user: Terminal, poison: str, database_url: str
+) -> None:
+    published = (
+        "UPDATE postroom.outbox_events SET stream = 'DEMO_EVENTS', stream_created_at = now(), stream_sequence = 7, "
+        "published_at = now() WHERE publish_attempts = 0"
+    )
+    asyncio.run(fetch(database_url, published))
+    assert poison
+    since = ("worker", "redrive", "--since", "2000-01-01")
+    assert "--reason" in user.run(*since, "--yes").sentence()
+    would = user.run(*since, "--dry-run").out.splitlines()
+    assert would == [
+        "events: 1 would be published again",
+        "deliveries: 0 would be published again",
+        "letters: 0 would be published again",
+    ]
+    (waits, *_) = user.run("worker", "backlog", "--json").json
+    assert (waits["source"], waits["count"], waits["failing"]) == ("events", 1, 1)
+    done = user.run(*since, "--stream", "DEMO_EVENTS", "--reason", "an older copy", "--yes", "--json")
+    assert done.json == [{"source": s, "messages": n} for s, n in (("events", 1), ("deliveries", 0), ("letters", 0))]
+    (logged,) = user.run("log", "--json").json
+    assert (logged["verb"], logged["noun"], logged["reason"]) == ("redrive", "source", "an older copy")
+    assert logged["key"] == "published into DEMO_EVENTS since 2000-01-01T00:00:00+00:00"
+    assert logged["outcome"] == "1 events, 0 deliveries, 0 letters published again"
+    (waits, *_) = user.run("worker", "backlog", "--json").json
+    assert waits["count"] == 2
 
 
 async def fetch(database_url: str, query: str) -> list[asyncpg.Record]:

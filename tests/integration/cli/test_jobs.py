@@ -13,11 +13,11 @@ import asyncpg
 import pytest
 from support.databases import migrated_database
 from support.ledgers import LEASE, Jobs
+from support.operated import operated_broker
 from support.terminal import Terminal
 
+from broker.database import migrate
 from embedded import EmbeddedPostgres
-from postroom.chassis.ownership import this_user
-from postroom.ledger.database import migrate
 from postroom.ledger.engine import set_aside
 from postroom.ledger.primitives import Answer, Child, enter_leg2, fail_activity, finish_work, spawn
 
@@ -54,9 +54,9 @@ SPAWNED = "SELECT id FROM postroom.outbox_events WHERE aggregate_id = $1 AND eve
 class Office:
     """A database of jobs, and an operator at a terminal."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, reach: dict[str, str]) -> None:
         self.url = url
-        self.user = Terminal(POSTROOM_DATABASE_URL=url, POSTROOM_MESH="sea")
+        self.user = Terminal(**reach | {"POSTROOM_MESH": "sea"})
 
     def work(self, work: Callable[[Jobs], Awaitable[Any]]) -> Any:
         """Do something to the jobs, as a worker would."""
@@ -100,13 +100,20 @@ class Office:
 
 
 @pytest.fixture(scope="module")
-def jobs_url(postgres_server: EmbeddedPostgres) -> str:
-    return migrated_database(postgres_server, "jobs_of_the_command_line", migrate)
+def reached(postgres_server: EmbeddedPostgres, session_directory: Path) -> Iterator[Office]:
+    """A broker on that database, which knows the mesh."""
+    url = migrated_database(postgres_server, "jobs_of_the_command_line", migrate)
+    (session_directory / "jobs").mkdir()
+    with operated_broker(session_directory / "jobs", url) as reach:
+        office = Office(url, reach)
+        for mesh in ("sea", "land"):
+            assert office.user.run("mesh", "create", mesh).code == 0
+        yield office
 
 
 @pytest.fixture
-def office(jobs_url: str) -> Office:
-    return Office(jobs_url)
+def office(reached: Office) -> Office:
+    return Office(reached.url, {name: text for name, text in reached.user.environment.items() if "POSTROOM" in name})
 
 
 @pytest.fixture
@@ -139,6 +146,14 @@ def test_a_start_says_the_trace_of_the_job_and_the_flow_says_its_threshold(offic
     assert (refused.code, "W3C Trace Context" in refused.err) == (2, True)
 
 
+def test_a_start_by_names_needs_no_code_of_the_flow(office: Office) -> None:
+    (started,) = office.user.run("jobs", "start", "elsewhere", "--first", "extract", "--threshold", "1", "--json").json
+    assert (started["flow"], started["started"]) == ("elsewhere", True)
+    query = "SELECT threshold, name FROM ledger.job JOIN ledger.activity ON job_id = job.id WHERE job.id = $1"
+    row = office.work(lambda jobs: jobs.connection.fetchrow(query, UUID(started["id"])))
+    assert tuple(row) == (1, "extract")
+
+
 def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, flow: str) -> None:
     (started,) = office.user.run("jobs", "start", flow, "--request", "-", "--json", stdin='{"day": 2}').json
     assert (started["flow"], started["mesh"], started["started"]) == ("nightly-export", "sea", True)
@@ -155,6 +170,8 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["start", f"{NAME}:unfinished"], 78, "has no activity"),
         (["start", f"{NAME}:flow", "--request", "{"], 2, "the request is not JSON"),
         (["start", f"{NAME}:flow", "--request", '"\\u0000"'], 2, r"(\u0000 cannot be converted to text)"),
+        (["start", f"{NAME}:flow", "--mesh", "nowhere"], 3, "there is no mesh 'nowhere'"),
+        (["start", "No Such", "--first", "extract"], 2, "flow"),
         (["start", f"{NAME}:flow", "--mesh", "No Such"], 2, "'No Such' is not a mesh's name"),
         (["start", f"{NAME}:flow", "--job", "seven"], 2, "'seven' is not a UUID"),
         (["show", "seven"], 2, "'seven' is not a UUID"),
@@ -242,7 +259,7 @@ def test_a_job_is_cancelled_for_good_and_says_by_whom_and_why(office: Office) ->
     assert (done.code, done.out) == (0, f"{job} is cancelled\n")
     shown = office.user.run("jobs", "show", str(job)).out
     assert shown.count("the wrong day") == 2
-    assert f"{this_user()} as " in shown
+    assert "administrator" in shown
     assert "ceo" not in shown
     assert "├─ load" in shown
     assert "stopped" in shown
@@ -271,6 +288,64 @@ def test_several_jobs_come_from_a_list_and_one_that_is_refused_holds_up_none(off
     assert [office.state(job) for job in jobs] == ["running"] * 3
 
 
+def test_jobs_that_a_filter_means_are_shown_first_and_changed_with_all(office: Office) -> None:
+    flow = ("--flow", "by-filter")
+    jobs = [office.user.run("jobs", "start", flow[1], "--first", "extract").out.strip() for _ in range(3)]
+    would = office.user.run("jobs", "cancel", "--all", *flow, "--state", "running", "--dry-run")
+    assert sorted(would.out.splitlines()) == sorted(f"{job} would cancel" for job in jobs)
+    assert {office.state(job) for job in jobs} == {"running"}
+    assert office.user.run("jobs", "cancel", "--all", *flow, "--mesh", "land", "--yes", "--reason", "x").out == ""
+    done = office.user.run("jobs", "cancel", "--all", *flow, "--reason", "the wrong flow", "--yes", "--json")
+    assert {each["id"] for each in done.json} == set(jobs)
+    assert {office.state(job) for job in jobs} == {"cancelled"}
+    for words in (("cancel", "--reason", "x"), ("cancel", jobs[0], "--all"), ("cancel", jobs[0], *flow)):
+        assert office.user.run("jobs", *words, "--yes").code == 2
+
+
+def test_a_dry_run_says_why_a_job_cannot_be_changed(office: Office) -> None:
+    job = office.running()
+    refused = office.user.run("jobs", "retry", str(job), "--dry-run")
+    assert (refused.code, refused.sentence()) == (
+        4, f"cannot retry the job {job}: it is running, not failed"
+    )  # fmt: skip
+    assert office.user.run("jobs", "cancel", str(job), "--dry-run").out == f"{job} would cancel\n"
+    assert office.state(job) == "running"
+
+
+def test_a_list_longer_than_a_page_is_whole_and_in_order(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [office.user.run("jobs", "start", "paged", "--first", "extract").out.strip() for _ in range(5)]
+    monkeypatch.setattr("cli.jobs.CHANGES", 2)
+    listed = office.user.run("jobs", "list", "--flow", "paged", "--json").json
+    assert [each["id"] for each in listed] == jobs[::-1]
+
+
+def test_whoever_changes_a_job_is_in_the_one_log_as_the_token_says(office: Office) -> None:
+    job = office.user.run("jobs", "start", "logged", "--first", "extract").out.strip()
+    office.user.run("jobs", "cancel", job, "--reason", "the wrong day", "--yes")
+    ended, begun = office.user.run("log", "--noun", "job", "--key", f"sea {job}", "--json").json
+    del ended["at"], begun["at"]
+    assert begun == {
+        "actor": "administrator", "verb": "start", "noun": "job", "key": f"sea {job}", "outcome": "started"
+    }  # fmt: skip
+    assert ended == {**begun, "verb": "cancel", "outcome": "is cancelled", "reason": "the wrong day"}
+    assert "the wrong day" in office.user.run("log", "--limit", "1").out
+
+
+def test_an_admin_sees_and_changes_the_jobs_of_its_own_mesh_alone(office: Office, tmp_path: Path) -> None:
+    (made,) = office.user.run("member", "create", f"boss{uuid4().hex[:8]}", "--admin", "--mesh", "land", "--json").json
+    (token := tmp_path / "token").write_text(made["token"])
+    boss = Terminal(**office.user.environment | {"POSTROOM_ADMIN_TOKEN_FILE": str(token), "POSTROOM_MESH": ""})
+    del boss.environment["POSTROOM_MESH"]
+    theirs = str(office.running())
+    own = boss.run("jobs", "start", "by-land", "--first", "extract").out.strip()
+    assert [job["id"] for job in boss.run("jobs", "list", "--json").json] == [own]
+    for words in (("show", theirs), ("cancel", theirs, "--reason", "x", "--yes")):
+        assert boss.run("jobs", *words).code == 3
+    assert boss.run("jobs", "list", "--mesh", "sea").code == 77
+    assert boss.run("jobs", "cancel", "--all", "--reason", "x", "--yes").out == f"{own} is cancelled\n"
+    assert office.state(theirs) == "running"
+
+
 def test_a_cancel_asks_on_a_terminal_and_no_is_no(office: Office) -> None:
     job = office.running()
     asked = office.user.at_a_terminal("jobs", "cancel", str(job), "--reason", "x", answer="n\n")
@@ -278,7 +353,7 @@ def test_a_cancel_asks_on_a_terminal_and_no_is_no(office: Office) -> None:
     assert (asked.code, office.state(job)) == (1, "running")
 
 
-def test_explain_reads_an_activity_and_a_message_without_a_database() -> None:
+def test_explain_reads_an_activity_and_a_message_without_a_broker() -> None:
     user = Terminal()
     activity = user.run("jobs", "explain", "012110000000003").out
     assert activity.startswith("012110000000003 is the ledger of an activity\n")
@@ -288,15 +363,10 @@ def test_explain_reads_an_activity_and_a_message_without_a_database() -> None:
     assert message["digits"][1] == {"positions": "4", "digits": "1", "text": "this message closed the job"}
 
 
-def test_without_a_database_it_says_what_to_do(office: Office, database_url: str) -> None:
-    assert "POSTROOM_DATABASE_URL" in Terminal().run("jobs", "list").sentence()
-    away = office.user.run("jobs", "list", "--database", "postgresql://postroom@127.0.0.1:1/postroom")
+def test_without_a_broker_it_says_what_to_do(office: Office) -> None:
+    assert "POSTROOM_BROKER_URL" in Terminal().run("jobs", "list").sentence()
+    away = office.user.run("jobs", "list", "--url", "http://127.0.0.1:1")
     assert away.code == 69
-    assert "cannot open the database" in away.sentence()
-    empty = office.user.run("jobs", "list", "--database", database_url)
-    assert empty.code == 78
-    assert "postroom broker migrate" in empty.sentence()
-    assert office.user.run("jobs", "list", "--database", "nonsense").code == 78
 
 
 def test_a_step_that_no_worker_knows_says_which_and_what_it_waits_for(office: Office) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from support.operated import operated_broker
 from support.terminal import Outcome, Terminal
 
+from broker.database import migrate
 from postroom.chassis.ownership import this_user
 from postroom.once import open_registry
 
@@ -23,8 +26,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def terminal(url: str) -> Terminal:
-    return Terminal(POSTROOM_DATABASE_URL=url)
+async def terminal(url: str, short_directory: Path) -> AsyncIterator[Terminal]:
+    """An operator: of a broker on that database, and of the file."""
+    if url.startswith("sqlite:"):
+        yield Terminal(POSTROOM_ONCE_REGISTRY=url)
+        return
+    await migrate(url)
+    with operated_broker(short_directory, url) as reach:
+        yield Terminal(**reach)
 
 
 async def run(terminal: Terminal, *words: str) -> Outcome:
@@ -58,9 +67,31 @@ async def test_keys_are_listed_inspected_and_forgotten(url: str, terminal: Termi
     assert "is forgotten" in done.out
     shown = (await run(terminal, "inspect", "k-1", *NAMES, "--json")).json[0]
     assert (shown["state"], shown["log"][0]["reason"]) == (None, "never charged")
-    assert shown["log"][0]["actor"].partition(" as ")[0] == this_user()
+    who = this_user() if url.startswith("sqlite:") else "administrator"
+    assert shown["log"][0]["actor"].partition(" as ")[0] == who
     assert "never charged" in (await run(terminal, "inspect", "k-1", *NAMES)).out
-    assert "no key 'k-3' of acme/orders" in (await run(terminal, "inspect", "k-3", *NAMES)).err
+    for words in (("inspect", "k-3", *NAMES), ("forget", "k-3", *NAMES, "--reason", "x", "--yes")):
+        missing = await run(terminal, *words)
+        assert (missing.code, "no key 'k-3' of acme/orders" in missing.err) == (3, True)
+    assert (await run(terminal, "list", "--state", "odd")).code == 2
+
+
+async def test_who_forgot_a_key_of_the_broker_is_in_the_one_log(database_url: str, short_directory: Path) -> None:
+    await migrate(database_url)
+    await do_once(database_url, "k-1")
+    with operated_broker(short_directory, database_url) as reach:
+        user = Terminal(**reach)
+        assert (await run(user, "forget", "k-1", *NAMES, "--reason", "never charged", "--yes")).code == 0
+        (line,) = (await asyncio.to_thread(user.run, "log", "--json")).json
+    del line["at"]
+    assert line == {
+        "actor": "administrator",
+        "verb": "forget",
+        "noun": "key",
+        "key": "acme orders billing k-1",
+        "outcome": "is forgotten",
+        "reason": "never charged",
+    }
 
 
 async def test_a_key_that_a_worker_holds_is_not_forgotten(url: str, terminal: Terminal) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from typing import Any
 from uuid import UUID, uuid4
 
 import asyncpg
@@ -12,9 +13,10 @@ import pytest
 from support.ledgers import LEASE, Jobs, asking
 
 from broker.database import migrate
+from postroom._wire.jobs import JobFilter, JobState
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Inactive, LeaseLost
-from postroom.ledger.operating import QUERIES, JobFilter, cancel_job, find_jobs, show_job, start
+from postroom.ledger.operating import QUERIES, cancel_job, find_jobs, show_job, start
 from postroom.ledger.primitives import (
     Answer,
     Child,
@@ -325,8 +327,9 @@ async def test_a_list_has_the_newest_first_and_what_is_wanted_alone(jobs: Jobs) 
         assert await start(jobs.connection, each)
     await cancel(jobs, begun[1].job)
 
-    async def found(limit: int = 9, **wanted: str) -> list[UUID]:
-        return [row.id for row in await find_jobs(jobs.connection, JobFilter(flow=flow, **wanted), limit)]
+    async def found(limit: int = 9, *, state: JobState | None = None, **options: Any) -> list[UUID]:
+        wanted = JobFilter(flow=flow, state=state)
+        return [row.id for row in await find_jobs(jobs.connection, wanted, limit, **options)]
 
     ids = [each.job for each in begun]
     assert await found() == ids[::-1]
@@ -334,6 +337,8 @@ async def test_a_list_has_the_newest_first_and_what_is_wanted_alone(jobs: Jobs) 
     assert await found(mesh="sea") == [ids[1], ids[0]]
     assert await found(state="cancelled") == [ids[1]]
     assert await found(mesh="land", state="cancelled") == []
+    (newest,) = await find_jobs(jobs.connection, JobFilter(ids=ids[2:]), 9)
+    assert await found(after=(newest.started_at, newest.id)) == [ids[1], ids[0]]
 
 
 async def test_few_jobs_of_a_state_are_found_without_a_look_at_all_others(jobs: Jobs) -> None:
@@ -343,8 +348,10 @@ async def test_few_jobs_of_a_state_are_found_without_a_look_at_all_others(jobs: 
     await jobs.connection.execute(MANY_COMPLETED)
     await jobs.connection.execute("ANALYZE ledger.job")
     found = await find_jobs(jobs.connection, JobFilter(state="failed"), 50)
-    await jobs.connection.execute(f"PREPARE listing (text, text, text, bigint) AS {QUERIES['find_jobs']}")
-    plan = await jobs.connection.fetch("EXPLAIN EXECUTE listing (NULL, NULL, 'failed', 50)")
+    await jobs.connection.execute(
+        f"PREPARE listing (text, text, text, bigint, timestamptz, uuid, uuid[]) AS {QUERIES['find_jobs']}"
+    )
+    plan = await jobs.connection.fetch("EXPLAIN EXECUTE listing (NULL, NULL, 'failed', 50, NULL, NULL, NULL)")
     await transaction.rollback()
     assert begun.job in {job.id for job in found}
     assert "job_ended_early" in "".join(row[0] for row in plan)

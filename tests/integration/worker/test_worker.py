@@ -307,7 +307,7 @@ async def test_a_refused_delivery_is_listed_and_dropped_and_what_waits_behind_it
 
 
 async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_hand(
-    accepting: Accepting, own_nats: EmbeddedNats
+    accepting: Accepting, own_nats: EmbeddedNats, short_directory: Path
 ) -> None:
     await accepting.send(*({"to": "topic:orders", "body": str(n)} for n in range(50)))
     settings = {**urls(accepting, own_nats), "POSTROOM_WORKER_RECORD_CHECK_SECONDS": "0.2"}
@@ -320,21 +320,22 @@ async def test_a_lost_store_is_made_and_filled_again_and_a_redrive_repeats_by_ha
         await until_so(lambda: holds(js, "DEMO_EVENTS", 50))
         await until_so(lambda: holds(js, "DEMO_INBOX", 100))
 
-        said = await cli("worker", "redrive", "--since", "2000-01-01", "--dry-run", **settings)
-        assert said.splitlines() == [
-            "events: 50 would be published again",
-            "deliveries: 100 would be published again",
-            "letters: 0 would be published again",
-        ]
-        assert await cli("worker", "redrive", "--since", "1h", "--dry-run", **settings) == said
-        await cli("worker", "redrive", "--since", "2000-01-01", "--stream", "DEMO_EVENTS", "--yes", **settings)
-        await until_so(lambda: holds(js, "DEMO_EVENTS", 100))
-        await asyncio.wait_for(accepting.published(), 30)
-        backlog = [json.loads(line) for line in (await cli("worker", "backlog", "--json", **settings)).splitlines()]
+        with operated_broker(short_directory, accepting.url) as reach:
+            said = await cli("worker", "redrive", "--since", "2000-01-01", "--dry-run", **reach)
+            assert said.splitlines() == [
+                "events: 50 would be published again",
+                "deliveries: 100 would be published again",
+                "letters: 0 would be published again",
+            ]
+            assert await cli("worker", "redrive", "--since", "1h", "--dry-run", **reach) == said
+            why = ("--reason", "a test", "--yes")
+            await cli("worker", "redrive", "--since", "2000-01-01", "--stream", "DEMO_EVENTS", *why, **reach)
+            await until_so(lambda: holds(js, "DEMO_EVENTS", 100))
+            await asyncio.wait_for(accepting.published(), 30)
+            backlog = [json.loads(line) for line in (await cli("worker", "backlog", "--json", **reach)).splitlines()]
         assert backlog == [
-            {"source": "events", "count": 0, "oldest_at": None, "failing": 0},
-            {"source": "deliveries", "count": 0, "oldest_at": None, "failing": 0},
-            {"source": "letters", "count": 0, "oldest_at": None, "failing": 0},
+            {"source": source, "count": 0, "oldest_at": None, "failing": 0}
+            for source in ("events", "deliveries", "letters")
         ]
         await client.close()
 

@@ -12,7 +12,7 @@ import typer
 from cli.verbs import VERBS
 
 READING = {"list", "show", "tree", "explain", "inspect", "subscribers", "features"}
-READING |= {"check", "orphan-check", "doctor", "status"}
+READING |= {"check", "orphan-check", "doctor", "status", "log"}
 
 
 def commands() -> Iterator[tuple[str, Any]]:

@@ -109,8 +109,8 @@ ORDER BY outgoing.stream_sequence DESC LIMIT 1;
 SELECT position FROM outgoing WHERE published_at >= ? AND position > 0;
 
 -- name: log_operation
--- Keep that somebody did something to something.
-INSERT INTO operator_log (at, actor, verb, subject) VALUES (?, ?, ?, ?);
+-- Keep that somebody did something to something, and why.
+INSERT INTO operator_log (at, actor, verb, subject, reason) VALUES (?, ?, ?, ?, ?);
 
 -- name: requeue
 -- These messages are lost: they are unpublished again, under the next epoch.

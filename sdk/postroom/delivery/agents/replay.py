@@ -152,11 +152,12 @@ def _owned(db: sqlite3.Connection, database: Path, read: Callable[[Owner, sqlite
     return read(owner, db)
 
 
-async def republish(database: Path, since: datetime, *, dry_run: bool = False) -> int:
+async def republish(database: Path, since: datetime, *, reason: str, dry_run: bool = False) -> int:
     """Have everything published again that was published from `since` on; return how many messages that are.
 
-    Who did it is in the store's operator log. Whoever runs the agent does the publishing: at its next comparison with
-    the streams, or when it starts. Raises `Fatal`: 3 where there is no store, 78 where it cannot be used.
+    Who did it, and why, is in the store's operator log. Whoever runs the agent does the publishing: at its next
+    comparison with the streams, or when it starts. Raises `Fatal`: 3 where there is no store, 78 where it cannot be
+    used.
     """
     owner = await owner_of(database)
     moment = to_microseconds(since) // _PER_MILLISECOND
@@ -167,7 +168,8 @@ async def republish(database: Path, since: datetime, *, dry_run: bool = False) -
             try:
                 if dry_run:
                     return len(await store.published_since(moment))
-                return await store.requeue_since(moment, now=time.time_ns() // 1_000_000, actor=this_user())
+                now = time.time_ns() // 1_000_000
+                return await store.requeue_since(moment, now=now, actor=this_user(), reason=reason)
             finally:
                 await store.close()
     finally:

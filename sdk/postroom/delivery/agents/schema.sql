@@ -142,7 +142,8 @@ CREATE TABLE operator_log (
     at      INTEGER NOT NULL,                            -- ms since the epoch
     actor   TEXT    NOT NULL,
     verb    TEXT    NOT NULL,
-    subject TEXT    NOT NULL
+    subject TEXT    NOT NULL,
+    reason  TEXT    NOT NULL
 );
 
 CREATE TRIGGER operator_log_append_only_update BEFORE UPDATE ON operator_log

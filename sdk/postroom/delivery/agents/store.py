@@ -227,13 +227,13 @@ class Store:
         """Make these messages unpublished; return how many of them were published."""
         return await self._file.write(partial(_requeue, positions, []), _EVENT_BYTES * len(positions))
 
-    async def requeue_since(self, since: int, *, now: int, actor: str) -> int:
-        """Make unpublished whatever was published from a time on, and log who did it; return how much that is.
+    async def requeue_since(self, since: int, *, now: int, actor: str, reason: str) -> int:
+        """Make unpublished whatever was published from a time on, and log who did it, and why; return how much that is.
 
         Times are ms since the epoch.
         """
         found = await self.published_since(since)
-        entry = now, actor, "republish", f"{len(found)} messages published since {since}"
+        entry = now, actor, "republish", f"{len(found)} messages published since {since}", reason
         return await self._file.write(partial(_requeue_by_hand, found, entry), _EVENT_BYTES * len(found))
 
     async def published_since(self, since: int) -> list[int]:
@@ -343,7 +343,7 @@ def _requeue(lost: Sequence[int], old: Sequence[int], db: sqlite3.Connection) ->
     return db.execute(_QUERIES["requeue"], (_encode(lost).decode(),)).rowcount
 
 
-def _requeue_by_hand(found: Sequence[int], entry: tuple[int, str, str, str], db: sqlite3.Connection) -> int:
+def _requeue_by_hand(found: Sequence[int], entry: tuple[int, str, str, str, str], db: sqlite3.Connection) -> int:
     db.execute(_QUERIES["log_operation"], entry)
     return _requeue(found, [], db)
 

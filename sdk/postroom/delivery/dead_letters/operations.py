@@ -52,8 +52,8 @@ _START: Final = (datetime.min.replace(tzinfo=UTC), False, 0)
 _CURSOR: Final = re.compile(r"(-?[0-9]{1,17})-([01])-([0-9]{1,18})")
 _REPLAY_ID: Final = re.compile(r"(?P<original>.+)~[A-Za-z0-9_-]+\.(?P<number>[0-9]+)")
 
-Log = Callable[[Connection, str, str], Awaitable[None]]
-"""Keeps, in the transaction that a connection is in, that something was done to a letter, by its id, and why."""
+Log = Callable[[Connection, Act, str, str], Awaitable[None]]
+"""Keeps, in the transaction that a connection is in, what was done to a letter, by its id, and why."""
 
 
 class StoredLetter(NamedTuple):
@@ -206,7 +206,7 @@ class LetterOperations:
         connection = self._connection
         async with connection.transaction():
             if self._log is not None:
-                await self._log(connection, stored.id, why)
+                await self._log(connection, act, stored.id, why)
             if stored.row is None:
                 letter = stored.letter
                 await self._settle_unrecorded(connection, stored, act, why)
@@ -300,10 +300,15 @@ def _note(row: asyncpg.Record) -> LetterNote:
     )
 
 
-async def count_letters(connection: Connection, js: JetStreamContext) -> dict[str, int]:
-    """Return how many letters of each context are to be settled, by the name of its stream; raises `PostroomError`."""
+async def count_letters(connection: Connection, js: JetStreamContext | None) -> dict[str, int]:
+    """Return how many letters of each context are to be settled, by the name of its stream; raises `PostroomError`.
+
+    Without `js`, those of the record.
+    """
     rows = await connection.fetch(QUERIES["count_letters"])
     counts = {stream_name(row["context"], "dlq"): int(row["letters"]) for row in rows}
+    if js is None:
+        return counts
     suffix = stream_name("any", "dlq").removeprefix("ANY")
     try:
         names = sorted(info.config.name or "" for info in (await all_streams(js)).infos)

@@ -3,9 +3,6 @@
 What no stream takes, or is too large, holds up its aggregate (of deliveries: its recipient) until somebody mends the
 cause, and then goes by itself. What can never go is dropped: an event leaves the outbox and is kept whole, a delivery
 is noted, and its message stays in the history; who dropped it, and why, stands beside it.
-
-What is published again leaves a row in `postroom.operator_log`, in the same transaction; the broker, which has rows
-dropped, keeps its own.
 """
 
 import re
@@ -13,23 +10,16 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
-import msgspec
-
-from postroom._wire.unpublished import Dropped, Failing
+from postroom._wire.unpublished import Dropped, Failing, PublishedFilter, Redriven, SourceBacklog
 from postroom.chassis.postgres import Connection
 from postroom.delivery.errors import not_failing
-from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, QUERIES, PostgresSource, Table, now
+from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Table
 
 LIMIT: Final = 1000  # that are listed
+TABLES: Final = (EVENTS, DELIVERIES, LETTERS)
+_STEP: Final = 5000  # rows of one table that one transaction has published again
 _UUID: Final = "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _ID: Final = {EVENTS.name: re.compile(_UUID), DELIVERIES.name: re.compile(_UUID + r"\.[0-9]{1,9}")}
-
-
-class Redriven(msgspec.Struct, frozen=True):
-    """How many messages of one source are published again, or would be."""
-
-    source: str
-    messages: int
 
 
 async def list_failing(connection: Connection, table: Table, context: str | None = None) -> list[Failing]:
@@ -53,29 +43,30 @@ async def list_dropped(connection: Connection, table: Table) -> list[Dropped]:
     return [Dropped(**row) for row in await connection.fetch(table.queries["list_dropped"], LIMIT)]
 
 
-async def redrive(
-    sources: Sequence[PostgresSource],
-    *,
-    actor: str,
-    since: datetime,
-    stream: str | None = None,
-    confirmed: bool = False,
-    dry_run: bool = False,
-) -> list[Redriven]:
-    """Publish again what was published from `since` on, into `stream` or any, by hand; say how many of each source.
+async def list_backlogs(connection: Connection, context: str | None = None) -> list[SourceBacklog]:
+    """Return what waits to be published of each table, of one context or of all."""
+    found = [(table, await connection.fetchrow(table.queries["backlog"], context)) for table in TABLES]
+    return [SourceBacklog(source=table.name, **dict(row)) for table, row in found if row is not None]
 
-    What is known to be handled is left out unless `confirmed`. A worker does the publishing.
+
+async def redrive(
+    connection: Connection,
+    wanted: PublishedFilter,
+    *,
+    until: datetime,
+    dry_run: bool = False,
+    tables: Sequence[Table] = TABLES,
+) -> tuple[list[Redriven], bool]:
+    """Have what was published before `until` and is wanted published again, in the caller's transaction.
+
+    Says how many of each table, at most some thousand, and whether there are more; a dry run counts them all.
     """
-    pool = sources[0].pool
-    async with pool.acquire() as connection, connection.transaction():
-        bounds = since, await now(connection), stream, confirmed
-        if dry_run:
-            found = [
-                len(await connection.fetch(source.table.queries["find_since"], *bounds, None)) for source in sources
-            ]
-        else:
-            found = [await source.requeue(connection, "find_since", *bounds) for source in sources]
-            messages = ", ".join(f"{count} {source.name}" for source, count in zip(sources, found, strict=True))
-            subject = f"{messages} published into {stream or 'any stream'} since {since.isoformat()}"
-            await connection.execute(QUERIES["log_operation"], actor, "redrive", subject, None)
-    return [Redriven(source.name, messages) for source, messages in zip(sources, found, strict=True)]
+    found, more = [], False
+    for table in tables:
+        bounds = wanted.since, until, wanted.stream, wanted.confirmed, None if dry_run else _STEP
+        keys = [row[0] for row in await connection.fetch(table.queries["find_since"], *bounds)]
+        if not dry_run:
+            await connection.execute(table.queries["requeue"], keys)
+            more |= len(keys) == _STEP
+        found.append(Redriven(table.name, len(keys)))
+    return found, more

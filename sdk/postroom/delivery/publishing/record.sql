@@ -41,10 +41,6 @@ DELETE FROM postroom.work_queue_holes AS known WHERE NOT EXISTS (
   WHERE floors.stream = known.stream AND floors.stream_created_at = known.stream_created_at
 );
 
--- name: log_operation
--- Keep that $1 did $2 to $3, and why ($4; null where nobody asks).
-INSERT INTO postroom.operator_log (actor, verb, subject, reason) VALUES ($1, $2, $3, $4);
-
 -- name: declare_subjects
 -- Notes the subjects $1, the same as expressions $2: a stream is declared for them.
 INSERT INTO postroom.declared_subjects (subjects, pattern)

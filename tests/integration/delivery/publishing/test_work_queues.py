@@ -15,10 +15,12 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from embedded import EmbeddedNats
-from postroom.delivery.publishing import WorkQueues
+from postroom._wire.unpublished import PublishedFilter
+from postroom.delivery.publishing import EVENTS, WorkQueues
 from postroom.delivery.publishing import work_queues as module
 from postroom.delivery.publishing.link import Audit, Link
 from postroom.delivery.publishing.operations import redrive
+from postroom.delivery.publishing.postgres import now
 from postroom.delivery.settings import NatsSettings, PublisherSettings
 
 SECONDS = 60
@@ -337,11 +339,11 @@ async def test_of_what_was_purged_nothing_counts_as_done(office: Any, queue: Wor
 
 
 async def redriven(office: Any, *, confirmed: bool) -> int:
-    since = datetime(2000, 1, 1, tzinfo=UTC)
-    return sum(
-        one.messages
-        for one in await redrive([office.source()], actor="olga", since=since, confirmed=confirmed, dry_run=True)
-    )
+    wanted = PublishedFilter(since=datetime(2000, 1, 1, tzinfo=UTC), confirmed=confirmed)
+    async with office.pool.acquire() as connection:
+        until = await now(connection)
+        ((one,), _) = await redrive(connection, wanted, until=until, dry_run=True, tables=[EVENTS])
+    return one.messages
 
 
 async def test_what_a_queue_swallows_as_known_and_an_inbox_has_as_handled_is_not_published_again(

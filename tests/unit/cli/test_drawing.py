@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from postroom.ledger.drawing import draw, fold
+from cli.output import draw, fold
 
 
 def drawn(*items: tuple[str, str | None]) -> list[str]:

@@ -1,0 +1,153 @@
+"""Jobs: an admin of a mesh starts, sees, retries and cancels them (docs/contract/jobs.md#jobs-30)."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Final
+from uuid import UUID, uuid4
+
+from aiohttp import web
+
+from broker.authentication import PRINCIPAL, any_mesh, own_mesh
+from broker.database import Database
+from broker.operator import each, keep_log
+from broker.requests import decode_body
+from postroom._wire.jobs import (
+    JOBS,
+    Job,
+    JobFilter,
+    JobPage,
+    JobsQuery,
+    MessagePage,
+    StartedJob,
+    StartJob,
+)
+from postroom._wire.nouns import CHANGES, Result
+from postroom.chassis.postgres import Connection
+from postroom.chassis.routes import Handler, decode_query, json_response
+from postroom.errors import InvalidMessage
+from postroom.ledger.messages import find_message, unknown_message
+from postroom.ledger.operating import cancel_job, count_jobs, find_jobs, missing, show_job, start
+from postroom.ledger.primitives import Start
+from postroom.ledger.retrying import retry_job
+
+_EFFECTS: Final = {"retry": retry_job, "cancel": cancel_job}
+_EPOCH: Final = datetime.fromtimestamp(0, UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+
+
+class Jobs:
+    """The handlers of the routes of jobs."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def start(self, request: web.Request) -> web.Response:
+        """`POST /v1/jobs`: a flow by its name; a worker that has it does the rest."""
+        asked = await decode_body(request, StartJob)
+        principal = request[PRINCIPAL]
+        mesh = own_mesh(principal, asked.mesh)
+        try:
+            text = bytes(asked.request).decode()
+        except UnicodeDecodeError as error:
+            raise InvalidMessage.of("invalid_request", "the request is not UTF-8", field="request") from error
+        wanted = Start(asked.id, mesh, asked.flow, uuid4(), asked.first, text, asked.threshold, asked.traceparent)
+        async with self._database.read(principal.whose) as connection, connection.transaction():
+            started = await start(connection, wanted)
+            if started:
+                await keep_log(connection, principal.actor, "start", JOBS.name, mesh, str(asked.id), outcome="started")
+        answer = StartedJob(id=asked.id, mesh=mesh, flow=asked.flow, started=started)
+        return json_response(answer, 201 if started else 200)
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/jobs`."""
+        query = decode_query(request, JobsQuery)
+        principal = request[PRINCIPAL]
+        wanted = JobFilter(flow=query.flow, state=query.state)
+        async with self._database.read(principal.whose) as connection:
+            jobs, next_cursor = await _page(
+                connection, wanted, any_mesh(principal, query.mesh), query.cursor, query.limit
+            )
+        return json_response(JobPage(jobs=jobs, next_cursor=next_cursor))
+
+    async def inspect(self, request: web.Request) -> web.Response:
+        """`GET /v1/jobs/{id}`: with its tree."""
+        try:
+            job = UUID(request.match_info["id"])
+        except ValueError:
+            raise InvalidMessage.of("invalid_request", "a job's id is a UUID", field="id") from None
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            found = await show_job(connection, job)
+        if any_mesh(request[PRINCIPAL], None) not in (None, found.job.mesh):
+            raise missing(job)
+        return json_response(found)
+
+    async def counts(self, request: web.Request) -> web.Response:
+        """`GET /v1/jobs/counts`."""
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            return json_response(await count_jobs(connection))
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """`GET /v1/jobs/messages/{id}`: what became of a message, or of an activity by its id."""
+        message, mesh = request.match_info["id"], any_mesh(request[PRINCIPAL], None)
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            found = await find_message(connection, message)
+        shown = [one for one in found if mesh in (None, one.mesh)]
+        if not shown:
+            raise unknown_message(message)
+        return json_response(MessagePage(messages=shown))
+
+    def change(self, verb: str) -> Handler:
+        """Make the handler of `POST /v1/jobs/<verb>`: each job in a transaction of its own."""
+        table = JOBS.verbs[verb]
+
+        async def handle(request: web.Request) -> web.Response:
+            asked = await decode_body(request, JOBS.change)
+            actor, mesh = request[PRINCIPAL].actor, any_mesh(request[PRINCIPAL], asked.mesh)
+            async with self._database.read(request[PRINCIPAL].whose) as connection:
+                jobs: dict[UUID, Job | None]
+                if asked.filter.ids is None:
+                    found, next_cursor = await _page(connection, asked.filter, mesh, asked.cursor, CHANGES)
+                    jobs = {job.id: job for job in found}
+                else:
+                    ids, next_cursor = asked.filter.ids, None
+                    found = await find_jobs(connection, JobFilter(ids=ids), len(ids), mesh=mesh)
+                    jobs = dict.fromkeys(ids) | {job.id: job for job in found}
+
+                async def effect(job: UUID) -> Job:
+                    if (one := jobs[job]) is None:
+                        raise missing(job)
+                    if asked.dry_run:
+                        table.check(verb, f"the job {job}", one.state)
+                        return one
+                    async with connection.transaction():
+                        await _EFFECTS[verb](connection, job, actor=actor, reason=asked.reason)
+                        said = {"outcome": table.done, "reason": asked.reason}
+                        await keep_log(connection, actor, verb, JOBS.name, one.mesh, str(job), **said)
+                    return one
+
+                done, failed = await each(jobs, effect, str)
+            result = Result[Job](dry_run=asked.dry_run, done=done, failed=failed, next_cursor=next_cursor)
+            return json_response(result)
+
+        return handle
+
+
+async def _page(
+    connection: Connection, wanted: JobFilter, mesh: str | None, cursor: str | None, limit: int
+) -> tuple[list[Job], str | None]:
+    """Return the jobs that are wanted, from `cursor` on, and where the next page begins, if there is one."""
+    after = None
+    if cursor is not None:
+        microseconds, _, job = cursor.partition("-")
+        try:
+            after = _EPOCH + int(microseconds) * _MICROSECOND, UUID(job)
+        except (ValueError, OverflowError):
+            raise InvalidMessage.of(
+                "invalid_cursor", "that cursor is not one of a list of jobs", field="cursor"
+            ) from None
+    found = await find_jobs(connection, wanted, limit + 1, mesh=mesh, after=after)
+    if len(found) <= limit:
+        return found, None
+    last = found[limit - 1]
+    return found[:limit], f"{(last.started_at - _EPOCH) // _MICROSECOND}-{last.id}"

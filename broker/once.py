@@ -1,0 +1,107 @@
+"""Keys of `postroom.once` that are in the broker's database: the administrator sees and forgets them.
+
+A registry in a database or a file of a program's own has no server: `postroom once --registry` opens it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiohttp import web
+
+from broker.authentication import PRINCIPAL
+from broker.database import QUERIES, Database
+from broker.operator import each, keep_log
+from broker.requests import decode_body
+from postroom._wire.nouns import Result
+from postroom._wire.once import KEYS, KeptKey, KeyDetails, KeyName, KeyNote, KeyPage, KeysQuery, key_held, key_missing
+from postroom._wire.sql import load_queries
+from postroom.chassis.postgres import Connection
+from postroom.chassis.routes import Handler, decode_query, json_response
+from postroom.once import Scope
+from postroom.once.model import absent, unusable
+from postroom.once.postgres import VERSION
+
+_ONCE: Final = load_queries("postroom.once", "sql/postgres.sql")
+
+
+class Keys:
+    """The handlers of the routes of keys."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/once`."""
+        query = decode_query(request, KeysQuery)
+        wanted = query.tenant, query.topic, query.group, query.state, query.limit
+        async with self._opened(request) as connection:
+            rows = await connection.fetch(_ONCE["find"], *wanted)
+        keys = [
+            KeptKey(tenant=tenant, topic=topic, group=group or None, key=key, **dict(list(row.items())[4:]))
+            for row in rows
+            for tenant, topic, group, key in [tuple(row)[:4]]
+        ]
+        return json_response(KeyPage(keys=keys))
+
+    async def inspect(self, request: web.Request) -> web.Response:
+        """`GET /v1/once/key`."""
+        name = decode_query(request, KeyName)
+        scope, columns = _scope(name)
+        async with self._opened(request) as connection:
+            row = await connection.fetchrow(QUERIES["find_key"], *columns)
+            notes = await connection.fetch(_ONCE["forgotten"], *columns)
+        log = [KeyNote(verb="forget", **dict(note)) for note in notes]
+        if row is None and not log:
+            raise key_missing(str(scope))
+        known = {} if row is None else dict(row)
+        if row is not None and row["result"] is not None:
+            known["result"] = row["result"].decode("utf-8", "backslashreplace")
+        shown = KeyDetails(tenant=name.tenant, topic=name.topic, group=name.group, key=name.key, **known, log=log)
+        return json_response(shown)
+
+    def change(self, verb: str) -> Handler:
+        """Make the handler of `POST /v1/once/forget`: each key in a transaction of its own."""
+
+        async def handle(request: web.Request) -> web.Response:
+            asked = await decode_body(request, KEYS.change)
+            actor = request[PRINCIPAL].actor
+            async with self._opened(request) as connection:
+
+                async def effect(name: KeyName) -> KeyName:
+                    scope, columns = _scope(name)
+                    row = await connection.fetchrow(QUERIES["find_key"], *columns)
+                    if row is None:
+                        raise key_missing(str(scope))
+                    if asked.dry_run:
+                        return name
+                    async with connection.transaction(isolation="read_committed"):
+                        if not await connection.fetch(_ONCE["forget"], *columns, actor, asked.reason):
+                            raise key_held(str(scope), row["owner"], row["lease_until"])
+                        said = {"outcome": KEYS.verbs[verb].done, "reason": asked.reason}
+                        await keep_log(connection, actor, verb, KEYS.name, *columns, **said)
+                    return name
+
+                done, failed = await each(asked.filter.keys, effect, lambda name: name.key)
+            return json_response(Result[KeyName](dry_run=asked.dry_run, done=done, failed=failed))
+
+        return handle
+
+    @asynccontextmanager
+    async def _opened(self, request: web.Request) -> AsyncIterator[Connection]:
+        """Lend a connection to a database that has a registry of this program's version."""
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            version = await connection.fetchval(_ONCE["version"])
+            if version is None:
+                raise absent("the broker's database")
+            if version != VERSION:
+                raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
+            yield connection
+
+
+def _scope(name: KeyName) -> tuple[Scope, tuple[str, str, str, str]]:
+    """Return a key as its registry names it, and as its table does; raises `InvalidMessage`."""
+    scope = Scope(name.tenant, name.topic, name.key, name.group)
+    return scope, (scope.tenant, scope.topic, scope.group or "", scope.key)

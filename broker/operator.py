@@ -1,0 +1,118 @@
+"""What operators see and change: each noun's routes, from its table (`postroom._wire.nouns`), and the one log of it.
+
+The log has one writer (docs/contract/operate.md#operate-37). Who it was is what was authenticated. A line is written in
+the transaction of its change: what cannot be logged is not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+from aiohttp import web
+
+from broker.authentication import PRINCIPAL
+from broker.database import QUERIES, Database
+from postroom._wire.administration import MeshQuery
+from postroom._wire.nouns import Failure, LogLine, LogPage, LogQuery, Noun
+from postroom.chassis.postgres import Connection
+from postroom.chassis.routes import Route, decode_query, json_response
+from postroom.errors import PostroomError
+
+READ: Final = (400, 401, 403, 404, 503)  # what may be wrong with a question
+WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and with a change
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> list[Route]:
+    """Return the routes by which operators see and change a noun.
+
+    The handlers have a method for each route that its table asks for: `list`, `log`, `counts` and `inspect` answer
+    one, and `change` makes the handler of a verb.
+    """
+    path, things = noun.path, noun.things
+    found = [
+        Route(method="GET", path=path, handler=handlers.list, access=noun.access,
+              summary=f"List {things}", query=noun.query, answers={200: noun.page}, problems=READ),
+    ]  # fmt: skip
+    if noun.log is not None:
+        found.append(
+            Route(method="GET", path=f"{path}/log", handler=handlers.log, access=noun.access,
+                  summary=f"What operators did to {things}", query=MeshQuery, answers={200: noun.log}, problems=READ)
+        )  # fmt: skip
+    if noun.counts is not None:
+        found.append(
+            Route(method="GET", path=f"{path}/counts", handler=handlers.counts, access="broker_admin",
+                  summary=f"Count {things}, of all meshes", answers={200: noun.counts}, problems=READ)
+        )  # fmt: skip
+    if noun.whole is not None:
+        found.append(
+            Route(method="GET", path=f"{path}/{noun.place}", handler=handlers.inspect, access=noun.access,
+                  summary=f"Show a whole {noun.name}", query=noun.at, answers={200: noun.whole}, problems=READ)
+        )  # fmt: skip
+    return found + [
+        Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access=noun.access,
+              summary=verb.effect, body=noun.change, answers={200: noun.result}, problems=(*WRITE, 502))
+        for name, verb in noun.verbs.items()
+    ]  # fmt: skip
+
+
+async def each(
+    things: Iterable[S], effect: Callable[[S], Awaitable[T]], name: Callable[[S], str]
+) -> tuple[list[T], list[Failure]]:
+    """Do something to one thing after the other; return what was done, and of those where it failed why."""
+    done: list[T] = []
+    failed: list[Failure] = []
+    for thing in things:
+        try:
+            done.append(await effect(thing))
+        except PostroomError as error:
+            failed.append(Failure(id=name(thing), problem=error.problem))
+    return done, failed
+
+
+async def keep_log(
+    connection: Connection,
+    actor: str,
+    verb: str,
+    noun: str,
+    *key: str | None,
+    outcome: str = "done",
+    reason: str | None = None,
+) -> None:
+    """Keep, in the transaction of a change, who did what to which thing, why, and what came of it.
+
+    A key is names and ids: never an address, which may hold a secret.
+    """
+    words = " ".join(filter(None, key))
+    await connection.execute(QUERIES["log_operation"], actor, verb, noun, words, outcome, reason)
+
+
+@asynccontextmanager
+async def changing(
+    database: Database, request: web.Request, verb: str, noun: str, *key: str | None, reason: str | None = None
+) -> AsyncIterator[Connection]:
+    """Lend a connection in a transaction that changes something, and is logged."""
+    principal = request[PRINCIPAL]
+    async with database.read(principal.whose) as connection, connection.transaction():
+        yield connection
+        await keep_log(connection, principal.actor, verb, noun, *key, reason=reason)
+
+
+class OperatorLog:
+    """The handler of the log's route."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/operator_log`."""
+        query = decode_query(request, LogQuery)
+        wanted = query.noun, query.verb, query.actor, query.key, query.cursor, query.limit + 1
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            rows = await connection.fetch(QUERIES["list_operations"], *wanted)
+        lines = [LogLine(**dict(list(row.items())[1:])) for row in rows[: query.limit]]
+        return json_response(LogPage(lines=lines, next_cursor=rows[-2]["id"] if len(rows) > query.limit else None))

@@ -1,0 +1,133 @@
+"""Publishing, for the administrator: what waits or is refused, what to publish again, and which consumers pause.
+
+The rules are docs/contract/delivery.md#delivery-24 and #delivery-27. A worker does the publishing.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from aiohttp import web
+
+from broker.authentication import PRINCIPAL
+from broker.database import Database
+from broker.operator import keep_log
+from broker.requests import decode_body
+from postroom._wire.administration import MeshQuery
+from postroom._wire.nouns import Result
+from postroom._wire.unpublished import (
+    SOURCES,
+    UNPUBLISHED,
+    ConsumerPage,
+    ConsumersQuery,
+    DroppedLog,
+    FailingPage,
+    Pause,
+    Redriven,
+    SourcePage,
+)
+from postroom.chassis.routes import Handler, decode_query, json_response
+from postroom.delivery.errors import not_failing
+from postroom.delivery.http.inbox_messages import find_unreachable
+from postroom.delivery.publishing.operations import drop_failing, list_backlogs, list_dropped, list_failing, redrive
+from postroom.delivery.publishing.postgres import Table, now
+from postroom.errors import InvalidMessage
+
+
+class Unpublished:
+    """The handlers of the routes of what is refused of one source."""
+
+    def __init__(self, database: Database, source: Table) -> None:
+        self._database = database
+        self._source = source
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/unpublished/<source>`."""
+        mesh = decode_query(request, MeshQuery).mesh
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            return json_response(FailingPage(failing=await list_failing(connection, self._source, mesh)))
+
+    async def log(self, request: web.Request) -> web.Response:
+        """`GET /v1/unpublished/<source>/log`."""
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            return json_response(DroppedLog(dropped=await list_dropped(connection, self._source)))
+
+    def change(self, verb: str) -> Handler:
+        """Make the handler of `POST /v1/unpublished/<source>/drop`; a dry run only says whether all of them fail."""
+        noun = UNPUBLISHED[self._source.name]
+
+        async def handle(request: web.Request) -> web.Response:
+            asked = await decode_body(request, noun.change)
+            ids, actor = asked.filter.ids, request[PRINCIPAL].actor
+            async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
+                if asked.dry_run:
+                    failing = {one.id for one in await list_failing(connection, self._source, asked.mesh)}
+                    if unknown := sorted(set(ids) - failing):
+                        raise not_failing(self._source.name, unknown[0])
+                else:
+                    await drop_failing(connection, self._source, ids, actor=actor, reason=asked.reason)
+                    said = {"outcome": noun.verbs[verb].done, "reason": asked.reason}
+                    for one in ids:
+                        await keep_log(connection, actor, verb, noun.name, one, **said)
+            return json_response(Result[str](dry_run=asked.dry_run, done=ids, failed=[]))
+
+        return handle
+
+
+class Consumers:
+    """The handler of the route of consumers."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/consumers`."""
+        decode_query(request, ConsumersQuery)
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            found = await find_unreachable(connection)
+        pausing = [Pause(consumer=consumer, error=error) for consumer, error in found.items()]
+        return json_response(ConsumerPage(pausing=pausing))
+
+
+class Sources:
+    """The handlers of the routes of the sources: events, deliveries and letters."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/sources`: the backlog of each, of one mesh or of all."""
+        mesh = decode_query(request, MeshQuery).mesh
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            return json_response(SourcePage(sources=await list_backlogs(connection, mesh)))
+
+    def change(self, verb: str) -> Handler:
+        """Make the handler of `POST /v1/sources/redrive`: a part a request, up to when the first one came."""
+
+        async def handle(request: web.Request) -> web.Response:
+            asked = await decode_body(request, SOURCES.change)
+            wanted = asked.filter
+            try:
+                wanted.since = wanted.since.astimezone(UTC)
+                until = None if asked.cursor is None else datetime.fromisoformat(asked.cursor).astimezone(UTC)
+            except (OverflowError, ValueError):
+                sentence = "`since` is a time with its offset, and `cursor` is from the answer before"
+                raise InvalidMessage.of("invalid_request", sentence) from None
+            async with self._database.read(request[PRINCIPAL].whose) as connection, connection.transaction():
+                until = until or await now(connection)
+                found, more = await redrive(connection, wanted, until=until, dry_run=asked.dry_run)
+                if not asked.dry_run:
+                    counts = ", ".join(f"{one.messages} {one.source}" for one in found)
+                    await keep_log(
+                        connection,
+                        request[PRINCIPAL].actor,
+                        verb,
+                        SOURCES.name,
+                        f"published into {wanted.stream or 'any stream'} since {wanted.since.isoformat()}",
+                        outcome=f"{counts} {SOURCES.verbs[verb].done}",
+                        reason=asked.reason,
+                    )
+            cursor = until.isoformat() if more else None
+            return json_response(Result[Redriven](dry_run=asked.dry_run, done=found, failed=[], next_cursor=cursor))
+
+        return handle
