@@ -104,7 +104,7 @@ def list_(
     else:
         line("no keys")
     if len(found) > limit:
-        note(f"There are more keys: --limit {2 * limit}")
+        note(f"There are more keys: --limit {min(2 * limit, MAX_PAGE)}")
 
 
 @app.command()

@@ -6,12 +6,41 @@ from broker.config import PREFIX as BROKER_PREFIX
 from broker.config import BrokerConfig
 from daemon.config import PREFIX as DAEMON_PREFIX
 from daemon.config import DaemonConfig
+from postroom._wire.dead_letters import DEAD_LETTERS
+from postroom._wire.jobs import JOBS
+from postroom._wire.once import KEYS
+from postroom._wire.operations import VERBS as ROW_VERBS
+from postroom._wire.unpublished import SOURCES, UNPUBLISHED
 from postroom.chassis.config import reference
 from postroom.delivery.settings import StreamSettings
 from postroom.worker.config import AGENT_PREFIX, CONSUMER_PREFIX, AgentConfig, ConsumerConfig, WorkerConfig
 from postroom.worker.config import PREFIX as WORKER_PREFIX
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
+VERBS = Path(__file__).with_name("verbs.md")
+NOUNS = (DEAD_LETTERS, *UNPUBLISHED.values(), SOURCES, JOBS, KEYS)
+
+_VERBS = """# What operators can do
+
+Each verb takes a reason, which is kept with who did it (`postroom outbox inspect` shows it for rows, `postroom log`
+for what is shared), means things by their ids or by a filter, and says with `dry_run` which, before anything changes.
+
+This page is written by `make docs` from the tables that routes, clients and commands follow from.
+
+## Rows of the daemon
+
+On its socket: `POST /v1/outbox/{{id}}/<verb>` for one row, `POST /v1/outbox/<verb>` for many.
+
+| verb | of rows that are | what it does |
+|---|---|---|
+{rows}
+## What is shared
+
+At the broker: `GET` lists, `POST` changes.
+
+| thing | route | who | verb | of those that are | what it does |
+|---|---|---|---|---|---|
+{nouns}"""
 
 _CONFIGURATION = """# Configuration
 
@@ -68,5 +97,23 @@ def configuration() -> str:
     )
 
 
+def verbs() -> str:
+    """Return docs/verbs.md."""
+    held = {None: "", True: ", held", False: ", not held"}
+    rows = "".join(
+        f"| `{name}` | {' or '.join(sorted(verb.states))}{held[verb.held]} | {verb.effect} |\n"
+        for name, verb in ROW_VERBS.items()
+    )
+    who = {"mesh_admin": "an admin of the mesh", "broker_admin": "the administrator"}
+    nouns = "".join(
+        f"| {noun.name} | `{noun.path}` | {who[noun.access]} | `{name}` | {' or '.join(sorted(verb.states)) or 'any'} |"
+        f" {verb.effect} |\n"
+        for noun in NOUNS
+        for name, verb in noun.verbs.items()
+    )
+    return _VERBS.format(rows=rows, nouns=nouns)
+
+
 if __name__ == "__main__":
     CONFIGURATION.write_text(configuration(), "utf-8")
+    VERBS.write_text(verbs(), "utf-8")

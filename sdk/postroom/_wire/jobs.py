@@ -179,7 +179,7 @@ JOBS: Final[Noun[JobsQuery, JobPage, JobTree, Any, JobCounts, JobFilter, Job]] =
             frozenset({"failed"}),
         ),
         "cancel": Verb(
-            "End jobs permanently, in any state: no step of them commits any more, and later messages are ignored.",
+            "End running or closed jobs permanently: no step of them commits any more, and later messages are ignored.",
             "is cancelled",
             frozenset({"running", "closed"}),
         ),

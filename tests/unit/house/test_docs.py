@@ -15,6 +15,11 @@ def test_the_configuration_reference_is_what_the_types_say():
     assert generator["CONFIGURATION"].read_text() == generator["configuration"](), "run `make docs`"
 
 
+def test_the_page_of_verbs_is_what_the_tables_say():
+    generator = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+    assert generator["VERBS"].read_text() == generator["verbs"](), "run `make docs`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_leads_to_a_file(page):
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
