@@ -1,17 +1,15 @@
-"""How a verb reaches the daemon or the broker: it hands over a coroutine function, and gets its result back."""
+"""How a verb reaches the daemon or the broker: it hands over what to do with a client, and gets the result back."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from cli.lines import read_plain_file
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from postroom import AsyncClient, BrokerClient
+    from postroom import BrokerClient, Client
 
 T = TypeVar("T")
 
@@ -21,19 +19,16 @@ TIMEOUT: Final = 10.0  # seconds that one exchange may take
 
 def with_daemon(
     socket: Path | None,
-    work: Callable[[AsyncClient], Awaitable[T]],
+    work: Callable[[Client], T],
     *,
-    patience: float | None = None,
-    timeout: float | None = None,
+    patience: float = PATIENCE,
+    timeout: float = TIMEOUT,
 ) -> T:
     """Run `work` with a client of the daemon and return what it returns; `patience` and `timeout` are in seconds."""
-    from postroom import AsyncClient  # noqa: PLC0415
+    from postroom import Client  # noqa: PLC0415
 
-    async def run() -> T:
-        async with AsyncClient(socket, patience=patience or PATIENCE, timeout=timeout or TIMEOUT) as client:
-            return await work(client)
-
-    return asyncio.run(run())
+    with Client(socket, patience=patience, timeout=timeout) as client:
+        return work(client)
 
 
 def with_broker(
@@ -44,6 +39,8 @@ def with_broker(
     timeout: float = TIMEOUT,
 ) -> T:
     """Run `work` with a client of the broker at `url`, as whom the token in `token_file` speaks for."""
+    import asyncio  # noqa: PLC0415
+
     from postroom import BrokerClient  # noqa: PLC0415
 
     if url is None:
@@ -72,6 +69,8 @@ async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
 
 def read_token(file: Path | None) -> str:
     """Read a bearer token from its file."""
+    from cli.lines import read_plain_file  # noqa: PLC0415 - brings Typer, which some come without
+
     if file is None:
         raise Fatal(Exit.USAGE, "no token is configured: set POSTROOM_ADMIN_TOKEN_FILE, or --token-file")
     try:

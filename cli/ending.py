@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
-
-import typer
 
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal
 
@@ -24,7 +22,7 @@ class Ending(NamedTuple):
 
 def ending(error: BaseException) -> Ending:
     """Find the exit code and the sentence for whatever a command raised."""
-    for kind, describe in _ENDINGS:
+    for kind, describe in _kinds():
         if isinstance(error, kind):
             return describe(error)
     return of_the_client(error)
@@ -74,22 +72,25 @@ def say(end: Ending) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered has nowhere to go
     if end.sentence:
         head = "" if end.sentence.startswith("Usage:") else "postroom: "
-        typer.echo(head + printable(end.sentence), err=True)
+        print(head + printable(end.sentence), file=sys.stderr, flush=True)  # noqa: T201
     return int(end.exit_code)
 
 
-_ENDINGS: Final[tuple[tuple[type[BaseException], Callable[[Any], Ending]], ...]] = (
-    (SystemExit, of_exit),
-    (typer.Exit, lambda error: Ending(error.exit_code)),
-    (typer.Abort, lambda _: Ending(Exit.FAILED, "nothing was done")),
-    (KeyboardInterrupt, lambda _: Ending(INTERRUPTED, "interrupted")),
-    (typer.TyperException, of_usage),
-    (Fatal, lambda error: Ending(error.exit_code, str(error))),
-    (BrokenPipeError, lambda _: Ending(READER_GONE)),
-    (OSError, of_the_system),
-    (UnicodeEncodeError, of_an_argument),
-)
-"""The first kind that an error is decides; what is none of them comes from the clients, or is a bug."""
+def _kinds() -> Iterator[tuple[type[BaseException], Callable[[Any], Ending]]]:
+    """Yield the kinds of errors and their endings: the first kind that an error is decides.
+
+    What is none of them comes from the clients, or is a bug.
+    """
+    yield SystemExit, of_exit
+    if (typer := sys.modules.get("typer")) is not None:  # else nothing of its can have been raised
+        yield typer.Exit, lambda error: Ending(error.exit_code)
+        yield typer.Abort, lambda _: Ending(Exit.FAILED, "nothing was done")
+        yield typer.TyperException, of_usage
+    yield KeyboardInterrupt, lambda _: Ending(INTERRUPTED, "interrupted")
+    yield Fatal, lambda error: Ending(error.exit_code, str(error))
+    yield BrokenPipeError, lambda _: Ending(READER_GONE)
+    yield OSError, of_the_system
+    yield UnicodeEncodeError, of_an_argument
 
 
 def printable(text: str) -> str:

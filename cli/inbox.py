@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -14,7 +14,7 @@ from cli.noun import Json, Socket, moment, named, noun
 from cli.output import ago, json_line, line, note, table
 
 if TYPE_CHECKING:
-    from postroom import AsyncClient, InboxMessage, InboxQuery
+    from postroom import Client, InboxMessage, InboxQuery
 
 app = noun("Read what the daemon has received, and follow it.")
 
@@ -61,11 +61,11 @@ def list_(
         else:
             shown.append(message)
 
-    async def work(client: AsyncClient) -> str | None:
+    def work(client: Client) -> str | None:
         from postroom import InboxQuery  # noqa: PLC0415
 
         query = InboxQuery(sender=sender, destination=destination, since=moment, cursor=cursor)
-        return await _read(client, query, None if everything else limit, show)
+        return _read(client, query, None if everything else limit, show)
 
     next_cursor = with_daemon(socket, work)
     if shown:
@@ -89,20 +89,18 @@ def tail(
     moment = since
     _check(destination)
 
-    async def work(client: AsyncClient) -> None:
+    def work(client: Client) -> None:
         from postroom import EventsQuery, InboxQuery  # noqa: PLC0415
 
-        await client.inbox(InboxQuery(limit=1))  # says at once where there is no daemon, or no inbox
+        client.inbox(InboxQuery(limit=1))  # says at once where there is no daemon, or no inbox
         query = EventsQuery(sender=sender, destination=destination, since=moment)
-        async with aclosing(client.events(query, patience=_FOR_EVER)) as messages:
-            await _follow(messages, as_json=as_json)
+        with closing(client.events(query, patience=_FOR_EVER)) as messages:
+            _follow(messages, as_json=as_json)
 
     with_daemon(socket, work)
 
 
-async def _read(
-    client: AsyncClient, query: InboxQuery, limit: int | None, show: Callable[[InboxMessage], None]
-) -> str | None:
+def _read(client: Client, query: InboxQuery, limit: int | None, show: Callable[[InboxMessage], None]) -> str | None:
     """Show at most `limit` messages; returns the cursor that continues the list."""
     from msgspec.structs import replace  # noqa: PLC0415
 
@@ -111,7 +109,7 @@ async def _read(
     count, cursor = 0, query.cursor
     while True:
         size = MAX_PAGE if limit is None else min(MAX_PAGE, limit - count)
-        page = await client.inbox(replace(query, cursor=cursor, limit=size))
+        page = client.inbox(replace(query, cursor=cursor, limit=size))
         count, cursor = count + len(page.messages), page.next_cursor
         for message in page.messages:
             show(message)
@@ -119,10 +117,10 @@ async def _read(
             return cursor
 
 
-async def _follow(messages: AsyncIterator[InboxMessage], *, as_json: bool) -> None:
+def _follow(messages: Iterator[InboxMessage], *, as_json: bool) -> None:
     import sys  # noqa: PLC0415
 
-    async for message in messages:
+    for message in messages:
         if as_json:
             json_line(message)
         else:

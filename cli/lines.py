@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 import typer
 
+from cli.message import body_of
 from cli.noun import time_of
 from postroom.chassis.exits import Exit, Fatal
 
@@ -145,15 +146,6 @@ def moment_of(text: str | None) -> datetime | None:
             f"{text!r} is not a time with an offset, as in 2026-11-21T09:00:00Z", param_hint="--not-before"
         )
     return moment
-
-
-def body_of(data: bytes) -> str | bytes:
-    """Return what a message's body is: text where it is UTF-8 without NUL, else bytes."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError:
-        return data
-    return data if "\0" in text else text
 
 
 def plain_lines(to: str, common: Common, id_prefix: str | None) -> Callable[[bytes, int], SendRequest]:

@@ -23,7 +23,7 @@ from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
     from daemon.postroomd import Recovery
-    from postroom import AsyncClient
+    from postroom import Client
 
 app = noun("See and repair what the daemon keeps.")
 
@@ -98,11 +98,11 @@ def list_(
     """List rows, oldest first; never their payloads."""
     query, shown = filters.query(cursor), list[OutboxRow]()
 
-    async def work(client: AsyncClient) -> str | None:
+    def work(client: Client) -> str | None:
         count, after = 0, query.cursor
         while True:
             size = MAX_PAGE if everything else min(MAX_PAGE, limit - count)
-            page = await client.list_rows(replace(query, cursor=after, limit=size))
+            page = client.list_rows(replace(query, cursor=after, limit=size))
             count, after = count + len(page.rows), page.next_cursor
             if as_json:
                 for row in page.rows:
@@ -126,9 +126,9 @@ def inspect(*, ids: Ids = None, as_json: Json = False, socket: Socket = None) ->
     if not wanted:
         raise Fatal(Exit.USAGE, "name a row by its id or client_message_id (`postroom outbox list` shows them)")
 
-    async def work(client: AsyncClient) -> None:
+    def work(client: Client) -> None:
         for place, row_id in enumerate(wanted):
-            chain = await client.inspect(row_id)
+            chain = client.inspect(row_id)
             if place and not as_json:
                 line("")
             json_line(chain) if as_json else show_chain(chain)
@@ -237,19 +237,19 @@ def export(
     """Write every row as a line of JSON: for audits and spreadsheets. Never payloads."""
     query = filters.query()
 
-    async def write(client: AsyncClient, stream: TextIO | None) -> int:
+    def write(client: Client, stream: TextIO | None) -> int:
         count = 0
-        async for row in client.export(query):
+        for row in client.export(query):
             json_line(row, stream)
             count += 1
         return count
 
-    async def work(client: AsyncClient) -> int:
+    def work(client: Client) -> int:
         if output is None:
-            return await write(client, None)
+            return write(client, None)
         try:
             with output.open("x", encoding="utf-8") as stream:  # a file that exists is never overwritten
-                return await write(client, stream)
+                return write(client, stream)
         except OSError as error:
             raise Fatal(Exit.IO_ERROR, f"cannot write {output}: {error.strerror}") from error
 
@@ -319,10 +319,9 @@ def _change_one(verb: Verb, row_id: str, change: Change, reason: str, successor:
     if VERBS[verb].retires:
         confirm(f"{verb.capitalize()} {row_id}?", yes=change.yes)
 
-    async def act(client: AsyncClient) -> OutboxRow:
-        return await client.act(verb, row_id, reason=reason, force=change.force, **successor)
-
-    row = with_daemon(change.socket, act)
+    row = with_daemon(
+        change.socket, lambda client: client.act(verb, row_id, reason=reason, force=change.force, **successor)
+    )
     if change.as_json:
         json_line(row)
     elif verb == "requeue":
@@ -342,8 +341,8 @@ def _bulk(verb: Verb, meant: Sequence[RowFilter], change: Change, reason: str, *
     force = change.force and not dry_run
     for rows in meant:
 
-        async def ask(client: AsyncClient, rows: RowFilter = rows) -> BulkResult:
-            return await client.bulk(verb, rows, reason=reason, dry_run=dry_run, force=force)
+        def ask(client: Client, rows: RowFilter = rows) -> BulkResult:
+            return client.bulk(verb, rows, reason=reason, dry_run=dry_run, force=force)
 
         part = with_daemon(change.socket, ask, timeout=BULK_SECONDS)
         total.matched += part.matched

@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
-import typer
-
 from cli.ending import printable
 from postroom.chassis.exits import Exit, Fatal
 
@@ -50,7 +48,7 @@ def line(text: str) -> None:
 
 def note(text: str) -> None:
     """Say something beside the output: on standard error."""
-    typer.echo(printable(text), err=True)
+    print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -159,6 +157,8 @@ def confirm(question: str, *, yes: bool) -> None:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise Fatal(Exit.USAGE, f"{question} Add --yes: there is no terminal to ask on")
+    import typer  # noqa: PLC0415
+
     typer.confirm(question, abort=True, err=True)
 
 
@@ -170,6 +170,8 @@ def reason_or_ask(reason: str | None, *, dry_run: bool = False) -> str:
     if dry_run:
         return "dry run"
     if reason is None and sys.stdin.isatty() and sys.stderr.isatty():
+        import typer  # noqa: PLC0415
+
         reason = typer.prompt("Reason", err=True)
     if reason is None or not reason.strip():
         raise Fatal(Exit.USAGE, "give a reason with --reason TEXT: it is kept in the operator log")

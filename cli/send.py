@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TextIO
+from typing import Annotated, Final, TextIO
 
 import typer
 
-from cli.connect import with_daemon
-from cli.lines import Common, body_of, json_lines, meta_of, moment_of, open_source, plain_lines, read_plain_file
+from cli.brief import PRIORITIES
+from cli.lines import Common, json_lines, meta_of, moment_of, open_source, plain_lines, read_plain_file
+from cli.message import send_one
 from cli.noun import Json, Socket, duration, named, noun
-from cli.output import json_line, line, note
 from cli.sending import send_lines
 from postroom.chassis.exits import Exit, Fatal
 
-if TYPE_CHECKING:
-    from postroom import AsyncClient, OutboxRow, PostroomError, SendResult
-
 app = noun()
 
-PRIORITIES = ("now", "next", "low")
 _WAIT_SECONDS: Final = 60.0
 
 
@@ -77,10 +72,7 @@ def send(
         _refuse_options(id_prefix=id_prefix, errors=errors)
         patience = (_WAIT_SECONDS if timeout is None else timeout) if wait else None
         content = read_plain_file(body_file) if body_file is not None else (body or "").encode(errors="surrogateescape")
-        with_daemon(
-            socket,
-            _one(_destination(to), content, common, client_message_id, patience, as_json=as_json),
-        )
+        send_one(socket, _destination(to), content, common._asdict(), client_message_id, wait=patience, as_json=as_json)
         return
     _refuse_options(id=client_message_id, wait=wait or None)
     parse = json_lines(id_prefix) if ndjson else plain_lines(_destination(to), common, id_prefix)
@@ -127,57 +119,3 @@ def _errors_file(file: Path | None) -> Iterator[TextIO | None]:
         raise Fatal(Exit.USAGE, f"cannot write {file}: {error.strerror}") from error
     with stream:
         yield stream
-
-
-def _one(
-    to: str, content: bytes, common: Common, client_message_id: str | None, wait: float | None, *, as_json: bool
-) -> Callable[[AsyncClient], Awaitable[None]]:
-    """Make the work of sending one message and, if wanted, waiting for what becomes of it."""
-    from postroom import TryAgain, Unavailable  # noqa: PLC0415
-
-    async def work(client: AsyncClient) -> None:
-        try:
-            result = await client.send(to, body_of(content), **common._asdict(), client_message_id=client_message_id)
-        except (TryAgain, Unavailable) as error:
-            raise _repeatable(error) from error
-        if wait is None:
-            json_line(result) if as_json else line(_receipt(result))
-            return
-        row = await _settled(client, result.client_message_id, wait)
-        json_line(row) if as_json else line(f"{row.client_message_id} {row.status}")
-        _judge(row)
-
-    return work
-
-
-async def _settled(client: AsyncClient, message_id: str, seconds: float) -> OutboxRow:
-    """Wait for what becomes of the message; whoever ends that with Ctrl-C is told that the message is kept."""
-    try:
-        return await client.wait(message_id, seconds)
-    except asyncio.CancelledError:
-        what_tells = f"`postroom outbox inspect {message_id}` shows how far it is"
-        note(f"{message_id} is kept, and the daemon keeps trying: {what_tells}")
-        raise
-
-
-def _repeatable(error: PostroomError) -> PostroomError:
-    """Name the id under which a message that may have been kept can be sent again without a second one."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
-    sentence = f"{error}; then repeat it with --id {error.client_message_id}, which does not send a second message"
-    return type(error)(replace(error.problem, detail=sentence))
-
-
-def _receipt(result: SendResult) -> str:
-    return f"{result.client_message_id} {result.status}" + (" (duplicate)" if result.duplicate else "")
-
-
-def _judge(row: OutboxRow) -> None:
-    """Raise `Fatal` unless the broker has accepted the message."""
-    if row.status == "done":
-        return
-    if row.status in {"dead", "aborted"}:
-        raise Fatal(
-            Exit.FAILED, f"{row.client_message_id} is {row.status}: {row.last_error or 'an operator retired it'}"
-        )
-    raise Fatal(Exit.TRY_AGAIN, f"{row.client_message_id} is kept and still {row.status}: the daemon keeps trying")

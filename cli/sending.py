@@ -15,7 +15,7 @@ from cli.output import json_line, line, note
 from postroom.chassis.exits import Exit
 
 if TYPE_CHECKING:
-    from postroom import AsyncClient, BatchResult, SendRequest
+    from postroom import BatchResult, Client, SendRequest
     from postroom.errors import Problem
 
 PATIENCE: Final = 30.0  # seconds without any answer from a daemon that was there before
@@ -52,9 +52,9 @@ class Sending:
         """How far it is."""
         return Count(self._queued, self._duplicates, self._failed, self._source.blank)
 
-    async def run(self, client: AsyncClient, show: Callable[[int, Count], None]) -> None:
+    def run(self, client: Client, show: Callable[[int, Count], None]) -> None:
         """Send everything, calling `show` with the bytes read so far; raises what stops the whole."""
-        async for results in client.send_many_in_chunks(self._source):
+        for results in client.send_many_in_chunks(self._source):
             for result in results:
                 self._settle(result)
             sys.stdout.flush()  # whoever reads the results may be waiting for them

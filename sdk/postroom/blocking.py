@@ -7,15 +7,23 @@ on a loop in a thread of its own. A test goes through `AsyncClient` and finds ea
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+)
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from postroom._wire.message import SendRequest
 from postroom._wire.retry import Patience
@@ -24,9 +32,10 @@ from postroom._wire.sockets import BlockingPool
 from postroom._wire.transport import Exchanges
 from postroom.client import AsyncClient
 
-__all__ = ["Client"]
+if TYPE_CHECKING:
+    from postroom._wire.loop_thread import LoopThread
 
-_CANCEL_SECONDS: Final = 10.0  # for what is interrupted to wind up
+__all__ = ["Client"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -39,29 +48,29 @@ def _blocking(
 
     @functools.wraps(method)
     def call(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return self._run(method(self._requests, *args, **kwargs))
+        return cast(_R, self._run(getattr(self._requests, method.__name__)(*args, **kwargs)))
 
     return call
 
 
 def _iterating(
     method: Callable[Concatenate[AsyncClient, _P], AsyncIterator[_R]],
-) -> Callable[Concatenate[Client, _P], Iterator[_R]]:
+) -> Callable[Concatenate[Client, _P], Generator[_R, None, None]]:
     """Make the generator that takes each item of `method`'s from the client's own loop."""
 
     @functools.wraps(method)
-    def iterate(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> Iterator[_R]:
-        streams = self._streaming()
-        items = method(streams.client, *args, **kwargs)
+    def iterate(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> Generator[_R, None, None]:
+        loop, client = self._streaming()
+        items = method(client, *args, **kwargs)
         try:
             while True:
                 try:
-                    yield streams.run(_next(items))
+                    yield loop.run(_next(items))
                 except StopAsyncIteration:
                     return
         finally:
-            if isinstance(items, AsyncGenerator) and streams.alive:
-                streams.run(_close(items))
+            if isinstance(items, AsyncGenerator) and loop.alive:
+                loop.run(_close(items))
 
     return iterate
 
@@ -83,8 +92,8 @@ class Client:
 
     def __init__(self, socket: Path | str | None = None, *, timeout: float = 10.0, patience: float = 30.0) -> None:
         self._requests = _Requests(socket, timeout=timeout, patience=patience)
-        self._open_streams = functools.partial(AsyncClient, socket, timeout=timeout, patience=patience)
-        self._streams: _Streams | None = None
+        self._make_streamer = functools.partial(AsyncClient, socket, timeout=timeout, patience=patience)
+        self._streams: tuple[LoopThread, AsyncClient] | None = None  # once there is one
         self._lock = threading.Lock()
         self._process: int | None = os.getpid()  # the one that may use it
 
@@ -103,7 +112,9 @@ class Client:
         self._process = None
         _run_to_end(self._requests.close())
         if self._streams is not None:
-            self._streams.close()
+            loop, streamer = self._streams
+            loop.run(streamer.close())
+            loop.close()
 
     send = _blocking(AsyncClient.send)
     send_many_in_chunks = _iterating(AsyncClient.send_many_in_chunks)
@@ -139,12 +150,14 @@ class Client:
             self._refuse()
         return _run_to_end(work)
 
-    def _streaming(self) -> _Streams:
+    def _streaming(self) -> tuple[LoopThread, AsyncClient]:
         with self._lock:
             if self._process != os.getpid():
                 self._refuse()
             if self._streams is None:
-                self._streams = _Streams(self._open_streams)
+                from postroom._wire.loop_thread import LoopThread  # noqa: PLC0415 - brings asyncio
+
+                self._streams = LoopThread(), self._make_streamer()
             return self._streams
 
     def _refuse(self) -> NoReturn:
@@ -172,46 +185,3 @@ def _run_to_end(work: Coroutine[Any, Any, _R]) -> _R:
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
     raise RuntimeError("a request without a loop has waited for one")
-
-
-class _Streams:
-    """An `AsyncClient` on a loop in a thread of its own."""
-
-    def __init__(self, client: Callable[[], AsyncClient]) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="postroom-client", daemon=True)
-        self._thread.start()
-        self.client = client()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs; after a fork it does not."""
-        return self._thread.is_alive()
-
-    def run(self, work: Coroutine[Any, Any, _R]) -> _R:
-        """Run `work` to its end on the loop."""
-        if not self.alive:
-            work.close()
-            raise RuntimeError("this client was closed")
-        ended = threading.Event()
-
-        async def watched() -> _R:
-            task = asyncio.ensure_future(work)
-            task.add_done_callback(lambda _: ended.set())
-            return await task
-
-        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            if future.cancel():  # interrupted, as by Ctrl-C: wait until the work has really ended
-                ended.wait(_CANCEL_SECONDS)
-            raise
-
-    def close(self) -> None:
-        """Close the client's connections, and end the thread."""
-        if self.alive:
-            self.run(self.client.close())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()

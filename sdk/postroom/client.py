@@ -18,9 +18,6 @@ from msgspec.structs import replace
 
 from postroom._wire.administration import Subscription, Topic, TopicList
 from postroom._wire.arguments import Body, check_id, check_seconds, check_traceparent, compose, encode
-from postroom._wire.batch import Batch, feed
-from postroom._wire.connections import Pool, unix_dial
-from postroom._wire.events import Following
 from postroom._wire.message import Priority, SendRequest, refuse
 from postroom._wire.operations import (
     MAX_PAGE,
@@ -80,6 +77,8 @@ class AsyncClient(Calls):
         super().__init__(Transport(self._pool(str(path)), "http://localhost", peer, timeout), patience)
 
     def _pool(self, path: str) -> Exchanges:
+        from postroom._wire.connections import Pool, unix_dial  # noqa: PLC0415 - the blocking client needs no asyncio
+
         return Pool(unix_dial(path))
 
     async def send(
@@ -141,6 +140,8 @@ class AsyncClient(Calls):
         self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]
     ) -> AsyncGenerator[list[BatchResult], None]:
         """Do as `send_many` does, but yield the results that arrived together as one list."""
+        from postroom._wire.batch import Batch, feed  # noqa: PLC0415 - nor does it, unless it streams
+
         async with aclosing(feed(messages)) as source:
             batch = Batch(self._transport, source, self._patience())
             async with aclosing(batch.results()) as chunks:
@@ -195,6 +196,8 @@ class AsyncClient(Calls):
         A connection that breaks is opened again, and the stream resumes where it was: nothing is lost or repeated.
         Raises when there was no answer for `patience` seconds (default: the client's own).
         """
+        from postroom._wire.events import Following  # noqa: PLC0415 - the same
+
         seconds = self._patience_seconds if patience is None else patience
         following = Following(self._transport, query or EventsQuery(), after, Patience(seconds))
         async with aclosing(following.messages()) as messages:

@@ -269,6 +269,10 @@ class Pool:
     def _take(self) -> Connection | None:
         if self._closed:
             raise RuntimeError("this client is closed")
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if loop is not self._loop:
+            raise RuntimeError("this client belongs to another event loop: create one in this loop")
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:

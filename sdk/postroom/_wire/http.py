@@ -15,10 +15,16 @@ from urllib.parse import SplitResult, quote, urlsplit
 MAX_HEAD: Final = 32 * 1024  # bytes of all heads of one answer, the interim ones (1xx) and the trailers among them
 _MAX_SIZE_LINE: Final = 256  # bytes of the line before a chunk
 
-_START: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?")
-_FIELD: Final = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t ]*([\t\x20-\x7e\x80-\xff]*)")
+_TEXT: Final = rb"[\t\x20-\x7e\x80-\xff]*"
+_FIELD: Final = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:" + _TEXT
+_HEAD: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: " + _TEXT + rb")?((?:\r\n" + _FIELD + rb")*)")
+_ABOUT_BODY: Final = re.compile(
+    rb"\r\n(content-length|transfer-encoding|content-encoding|content-type|connection):[\t ]*([^\r]*?)[\t ]*(?=\r|$)",
+    re.IGNORECASE,
+)
+_TRAILER: Final = re.compile(_FIELD)
 _LENGTH: Final = re.compile(rb"[0-9]{1,18}")
-_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
+_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(?:;" + _TEXT + rb")?")
 _UNSAFE: Final = re.compile("[\0\r\n]")
 _BODILESS: Final = frozenset({204, 304})
 _HTTP: Final = b"HTTP/1."
@@ -205,31 +211,29 @@ class AnswerReader:
             self._next = "data" if self._left else "trailers"
         elif line:
             self._head_bytes += len(line)
-            if self._head_bytes > MAX_HEAD or not _FIELD.fullmatch(line):
+            if self._head_bytes > MAX_HEAD or not _TRAILER.fullmatch(line):
                 raise Garbled("the trailers of its answer cannot be read")
         else:
             self.ended = True
 
 
-@lru_cache(maxsize=32)  # the answers to one kind of request have the same head, but for the second in it
 def _read_head(data: bytes) -> Head:
-    start, *lines = data.split(b"\r\n")
-    status = _START.fullmatch(start)
-    if status is None:
-        raise Garbled("it does not speak HTTP/1.1")
+    head = _HEAD.fullmatch(data)
+    if head is None:
+        started = data.startswith(_HTTP)
+        raise Garbled("a header of its answer cannot be read" if started else "it does not speak HTTP/1.1")
+    old, status, lines = head.groups()
+    return _head_of(int(status), old == b"0", *_ABOUT_BODY.findall(lines))
+
+
+@lru_cache(maxsize=32)  # the answers to one kind of request say the same of their bodies
+def _head_of(status: int, old: bool, *lines: tuple[bytes, bytes]) -> Head:  # noqa: FBT001 - part of the key
     fields: dict[bytes, bytes] = {}
-    for line in lines:
-        field = _FIELD.fullmatch(line)
-        if field is None:
-            raise Garbled("a header of its answer cannot be read")
-        name, value = field[1].lower(), field[2].rstrip(b"\t ")
-        if name in fields and name in {b"content-length", b"transfer-encoding", b"content-type", b"content-encoding"}:
+    for written, value in lines:
+        name = written.lower()
+        if name in fields and name != b"connection":
             raise Garbled(f"its answer has more than one {name.decode()}")
-        fields[name] = fields[name] + b", " + value if name in fields else value
-    return _head_of(int(status[2]), fields, old=status[1] == b"0")
-
-
-def _head_of(status: int, fields: dict[bytes, bytes], *, old: bool) -> Head:
+        fields[name] = fields[name] + b"," + value if name in fields else value
     length, coding = fields.get(b"content-length"), fields.get(b"transfer-encoding")
     if status == 101:  # noqa: PLR2004
         raise Garbled("it changes to another protocol, which was not asked for")

@@ -6,7 +6,6 @@ the relay, the publisher, a consumer's schedule and a message's own policy, a co
 What is tried again carries the id it was first tried with, so a try whose answer was lost can't become two messages.
 """
 
-import asyncio
 import math
 import random
 import time
@@ -48,6 +47,12 @@ class Backoff(NamedTuple):
 CLIENT: Final = Backoff(0.05, 5.0)
 
 
+async def _sleep(seconds: float) -> None:
+    import asyncio  # noqa: PLC0415 - a command that is answered at once does without it
+
+    await asyncio.sleep(seconds)
+
+
 class Patience:
     """How long to go on trying: `pause` waits before the next try, or raises the error once `seconds` are over.
 
@@ -59,7 +64,7 @@ class Patience:
         seconds: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        sleep: Callable[[float], Awaitable[None]] = _sleep,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._seconds = seconds

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,44 @@ def test_one_message_is_sent_and_its_id_printed(terminal: Terminal) -> None:
 def test_the_receipt_as_json(terminal: Terminal) -> None:
     sent = terminal.run("send", "dm:bob", "hello", "--id", "a", "--json", "--priority", "now", "--reply-to", "m")
     assert sent.json == [{"client_message_id": "a", "outbox_id": sent.json[0]["outbox_id"], "status": "queued"}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("topic:orders", "hello", "--id", "a"),
+        ("topic:orders", "hello", "--id", "a", "--json"),
+        ("dm:bob", "hello", "--id", "b", "--priority", "low", "--reply-to", "m"),
+        ("topic:orders", "\udcff\0", "--id", "c"),
+        ("topic:orders", "other", "--id", "taken"),
+        ("orders", "hello"),
+        ("topic:", "hello"),
+        ("topic:orders", "hello", "--id", "a b"),
+        ("topic:\udcff", "hello"),
+        ("topic:orders", "hello", "--id", "\udcff"),
+        ("topic:orders", "hello", "--id", "a", "--reply-to", "m\n"),
+    ],
+)
+def test_a_plain_send_is_the_same_without_typer(terminal: Terminal, daemon: LoneDaemon, line: tuple[str, ...]) -> None:
+    terminal.run("send", "topic:orders", "hello", "--id", "taken")
+    first = terminal.run("send", *line)
+    again = terminal.run("send", *line, f"--socket={daemon.socket}")  # a form that only Typer reads
+    assert first.code == again.code
+    assert first.err == again.err
+    assert first.out == again.out.replace(" (duplicate)", "").replace(',"duplicate":true', "")
+
+
+def test_a_plain_send_imports_nothing_that_takes_long(terminal: Terminal, daemon: LoneDaemon) -> None:
+    program = "import sys; from cli.main import run; run(sys.argv[1:]); print(*sys.modules, sep='\\n', file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "send", "topic:orders", "hello"],
+        env={**terminal.environment, "POSTROOM_SOCKET": str(daemon.socket)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith(" queued\n")
+    assert not {"aiohttp", "asyncio", "pydantic", "rich", "typer"} & set(done.stderr.split())
 
 
 def test_the_same_id_again_is_a_duplicate_and_other_content_a_conflict(terminal: Terminal) -> None:
