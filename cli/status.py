@@ -64,8 +64,6 @@ async def _answer(asked: Awaitable[dict[str, Any]], *, of_the_broker: bool = Fal
 
     That a broker does not answer is said in its own row, and says nothing of the servers that it was asked about.
     """
-    from aiohttp import ClientError  # noqa: PLC0415
-
     from postroom import PostroomError, Unavailable  # noqa: PLC0415
 
     try:
@@ -74,7 +72,7 @@ async def _answer(asked: Awaitable[dict[str, Any]], *, of_the_broker: bool = Fal
         if of_the_broker:
             return {}
         return {"state": "silent"} if isinstance(error, TimeoutError) else {"state": "failing", "problem": str(error)}
-    except (PostroomError, ClientError) as error:
+    except PostroomError as error:
         return {"state": "failing", "problem": str(error)}
 
 

@@ -14,20 +14,20 @@ from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
-
 from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.nats import is_free
 from embedded.processes import tethered
-from postroom import AsyncClient, PostroomError
+from postroom import AsyncClient, PostroomError, TryAgain
+from postroom._wire.connections import Pool, url_dial
+from postroom._wire.peer import Peer
+from postroom._wire.transport import Transport
 from postroom.broker import BrokerClient
 
 _PORTS: Final = range(20_000, 32_768)  # below those that the kernel hands out, so that a port stays free for its owner
 _TRIES: Final = 100
 _PROBE_SECONDS: Final = 2.0
-_BACKLOG: Final = "postroom_worker_backlog_messages"
+_BACKLOG: Final = re.compile(r'^postroom_worker_backlog_messages\{source="([^"]*)"\} (\S+)$', re.MULTILINE)
 
 
 def module_command(module: str, *arguments: object) -> list[str]:
@@ -63,7 +63,7 @@ class Program(EmbeddedServer):
         async def ask() -> bool:
             try:
                 await asyncio.wait_for(self._probe(), _PROBE_SECONDS)
-            except (PostroomError, aiohttp.ClientError, TimeoutError):
+            except (PostroomError, TimeoutError):
                 return False
             return True
 
@@ -75,7 +75,7 @@ class Program(EmbeddedServer):
 
     @abstractmethod
     def _probe(self) -> Awaitable[object]:
-        """Ask the program something; raises `PostroomError` or `ClientError` where it does not answer well."""
+        """Ask the program something; raises `PostroomError` where it does not answer well."""
 
 
 class PortProgram(Program):
@@ -102,10 +102,18 @@ class PortProgram(Program):
 class PageProgram(PortProgram):
     """A program that serves a page about itself there, and nothing else."""
 
-    async def _probe(self) -> object:
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/health") as answer:
-            answer.raise_for_status()
-            return answer.status
+    def _probe(self) -> Awaitable[object]:
+        return self._page("/health")
+
+    async def _page(self, path: str) -> str:
+        """Return a page of its own; raises `PostroomError` where it does not serve it."""
+        peer = Peer(self.name, self.url, f"see {self.log_file}")
+        transport = Transport(Pool(url_dial(self.url, None)), self.url, peer, _PROBE_SECONDS)
+        try:
+            async with transport.open("GET", path, silence=_PROBE_SECONDS) as answer:
+                return b"\n".join([line async for lines in transport.lines(answer) for line in lines]).decode()
+        finally:
+            await transport.close()
 
 
 class BrokerProgram(PortProgram):
@@ -201,13 +209,11 @@ class WorkerProgram(PageProgram):
         }
 
     async def backlog(self) -> dict[str, int]:
-        """Ask the worker what waits to be published, by what it is; raises `ClientError` where it does not answer."""
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as answer:
-            answer.raise_for_status()
-            found = {family.name: family for family in text_string_to_metric_families(await answer.text())}
-        if _BACKLOG not in found:  # Postgres did not answer the worker
-            raise aiohttp.ClientError
-        return {sample.labels["source"]: round(sample.value) for sample in found[_BACKLOG].samples}
+        """Ask the worker what waits to be published, by what it is; raises `PostroomError` where it cannot say."""
+        found = _BACKLOG.findall(await self._page("/metrics"))
+        if not found:  # Postgres did not answer the worker
+            raise TryAgain.of("database_unavailable", "the worker cannot ask Postgres what is unpublished")
+        return {source: round(float(count)) for source, count in found}
 
 
 def toml(settings: Mapping[str, Any]) -> str:
