@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import cache
 from typing import Final, cast
 
 from postroom._wire.http import AnswerReader, Garbled, Head, Site, Unreachable, chunk
@@ -84,10 +85,12 @@ class Connection(asyncio.Protocol):
     def release(self, *, sent: bool = True) -> bool:
         """Do as `finish` does, for a request that was `sent` in one piece."""
         answer, self._answer = self._answer, None
+        taken = self._limit is not None or not self._pieces  # else reading may be paused
         self._pieces, self._size, self.fresh = [], 0, False
         transport = self._transport
         if (
             sent
+            and taken
             and answer is not None
             and answer.keeps_alive
             and transport is not None
@@ -281,14 +284,15 @@ class Pool:
 
     async def _connect(self, seconds: float) -> Connection:
         connection = Connection(self._open.discard)
+        self._open.add(connection)
         try:
             async with asyncio.timeout(seconds):
                 await self._dial(connection)
-        except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
-            raise Unreachable from error
-        self._open.add(connection)
+        except BaseException as error:
+            self._open.discard(connection)
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                raise Unreachable from error
+            raise
         return connection
 
     def _give_back(self, connection: Connection, *, usable: bool) -> None:
@@ -331,7 +335,12 @@ def url_dial(url: str, tls: ssl.SSLContext | None) -> Dial:
 
     async def dial(connection: Connection) -> None:
         site = Site.of(url)
-        context = (tls or ssl.create_default_context()) if site.tls else None
+        context = (tls or _default_tls()) if site.tls else None
         await asyncio.get_running_loop().create_connection(lambda: connection, site.host, site.port, ssl=context)
 
     return dial
+
+
+@cache
+def _default_tls() -> ssl.SSLContext:
+    return ssl.create_default_context()

@@ -365,6 +365,29 @@ async def test_an_answer_that_nobody_takes_is_not_all_kept(serve: Serve) -> None
             assert await answer.read(5)
 
 
+async def test_a_stream_that_is_left_early_leaves_no_paused_connection(talk: Talk) -> None:
+    line = b" " * 999 + b"\n"
+    body = line * 2000
+    counts: list[int] = []
+
+    async def export(reader: Reader, writer: Writer) -> None:
+        counts.append(0)
+        while True:
+            request = await read_request(reader)
+            counts[-1] += 1
+            if request.startswith(b"GET"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            else:
+                writer.write(ACCEPTED)
+            await writer.drain()
+
+    async with AsyncClient(await talk(export), patience=0) as client:
+        async with client._transport.open("GET", "/", silence=5) as answer:
+            assert await answer.read(5)
+        await client.send("topic:orders", "hello")
+    assert counts == [1, 1]
+
+
 async def test_threads_that_ask_at_once_get_their_own_answers(talk: Talk) -> None:
     async def echo(reader: Reader, writer: Writer) -> None:
         while True:
