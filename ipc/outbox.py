@@ -10,7 +10,8 @@ from aiohttp import web
 from ipc.answers import JSON, json_answer
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
-from outbox import RowFilter, now_ms
+from outbox import RowFilter
+from postroom._wire.ids import now_ms
 from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, prepare_request
 from postroom._wire.operations import (
     MAX_PAGE,

@@ -7,6 +7,7 @@ from outbox.model import (
     ClaimedRow,
     DoneRow,
     OutboxCounts,
+    OutboxSettings,
     RelayControl,
     RowFilter,
     Settlement,
@@ -14,8 +15,7 @@ from outbox.model import (
     Verdict,
     to_datetime,
 )
-from outbox.outbox import Outbox, now_ms
-from outbox.settings import OutboxSettings
+from outbox.outbox import Outbox
 from postroom._wire.operations import Verb
 
 __all__ = [
@@ -33,6 +33,5 @@ __all__ = [
     "Unanswered",
     "Verb",
     "Verdict",
-    "now_ms",
     "to_datetime",
 ]

@@ -7,8 +7,6 @@ send gets the answer that it would have got alone, in its turn. Where an id may 
 all may fit, the ids are looked up first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -17,8 +15,7 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from outbox.errors import outbox_full
-from outbox.lanes import lane_for
-from outbox.model import AcceptedRow, Caller, Existing
+from outbox.model import AcceptedRow, Caller, Existing, lane_for
 from outbox.settled import answers, find_moved, least_key
 from outbox.transaction import Transaction, room_of
 from postroom._wire.message import PreparedSend, Priority
@@ -45,17 +42,17 @@ class Accept(NamedTuple):
         """Count the rows of the sends."""
         return cls(sends, caller, sum(map(_ordinary_rows, sends)))
 
-    def parts(self, most: int) -> Iterator[Accept]:
+    def parts(self, most: int) -> Iterator[Self]:
         """Split it, so that no part writes more than `most` rows of ordinary size, one large message alone excepted."""
         part: list[PreparedSend] = []
         rows = 0
         for send in self.sends:
             if part and rows + _ordinary_rows(send) > most:
-                yield Accept(part, self.caller, rows)
+                yield self._replace(sends=part, rows=rows)
                 part, rows = [], 0
             part.append(send)
             rows += _ordinary_rows(send)
-        yield Accept(part, self.caller, rows)
+        yield self._replace(sends=part, rows=rows)
 
     def run(self, transaction: Transaction) -> AcceptOutcome:
         """Accept them."""
@@ -106,46 +103,42 @@ def _ordinary_rows(send: PreparedSend) -> int:
 def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[AcceptOutcome]:
     """Accept the sends of all of `group` in order; the outcomes are per member of the group, per send."""
     rows = [row for accept in group for row in _new_rows(transaction, accept)]
-    answers = iter(_accept(transaction, rows))
+    looked_up = (
+        _room(rows) > transaction.headroom or transaction.next_seq is not None or _may_be_moved(transaction, rows)
+    )
+    answers = iter(_accept_what_is_new(transaction, rows) if looked_up else _write(transaction, rows))
     return [[next(answers) for _ in accept.sends] for accept in group]
 
 
 def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:
     submitted_by = f"{accept.caller.uid}:{accept.caller.gid}"
     new_id, now, dated = transaction.new_id, transaction.now, transaction.dated
-    return [_new_row(send, new_id(), now, dated, submitted_by) for send in accept.sends]
-
-
-def _new_row(send: PreparedSend, row_id: str, now: int, dated: int, submitted_by: str) -> _NewRow:
-    not_before = None if send.not_before is None else to_milliseconds(send.not_before)
-    due = now if not_before is None else max(now, not_before)
-    return _NewRow(
-        row_id,
-        send.client_message_id,
-        send.fingerprint,
-        dated,
-        due,
-        lane_for(send.priority, due, now),
-        send.priority,
-        send.destination,
-        submitted_by,
-        not_before,
-        len(send.payload),
-        send.payload,
-        room_of(len(send.payload)),
-    )
+    rows = []
+    for send in accept.sends:
+        not_before = None if send.not_before is None else to_milliseconds(send.not_before)
+        due = now if not_before is None else max(now, not_before)
+        row = _NewRow(
+            new_id(),
+            send.client_message_id,
+            send.fingerprint,
+            dated,
+            due,
+            lane_for(send.priority, due, now),
+            send.priority,
+            send.destination,
+            submitted_by,
+            not_before,
+            len(send.payload),
+            send.payload,
+            room_of(len(send.payload)),
+        )
+        rows.append(row)
+    return rows
 
 
 def to_milliseconds(moment: datetime) -> int:
     """Turn a time with an offset into ms since the epoch, never early."""
     return -((_EPOCH - moment) // timedelta(milliseconds=1))
-
-
-def _accept(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:
-    looked_up = (
-        _room(rows) > transaction.headroom or transaction.next_seq is not None or _may_be_moved(transaction, rows)
-    )
-    return _accept_what_is_new(transaction, rows) if looked_up else _write(transaction, rows)
 
 
 def _may_be_moved(transaction: Transaction, rows: Sequence[_NewRow]) -> bool:
@@ -179,8 +172,12 @@ def _accept_what_is_new(transaction: Transaction, rows: Sequence[_NewRow]) -> Ac
             headroom -= row.room
             known.add(row.client_message_id)
             new.append(row)
-    if new:
-        _write_numbered(transaction, new)
+    if new:  # the first gets the number that is next, which the table may not know
+        numbered = [(transaction.next_seq, *new[0][:_COLUMNS])]
+        _, first = transaction.insert(_QUERIES["insert_numbered"], numbered)
+        transaction.next_seq = None
+        transaction.insert(_QUERIES["insert"], [row[:_COLUMNS] for row in new[1:]])
+        _complete(transaction, new, range(first, first + len(new)))
     existing = _find(transaction, rows)
     return [
         _answer(row, existing[row.client_message_id])
@@ -188,14 +185,6 @@ def _accept_what_is_new(transaction: Transaction, rows: Sequence[_NewRow]) -> Ac
         else outbox_full(transaction.max_bytes)
         for row in rows
     ]
-
-
-def _write_numbered(transaction: Transaction, rows: Sequence[_NewRow]) -> None:
-    """Insert rows whose ids are free; the first gets the number that is next, which the table may not know."""
-    _, first = transaction.insert(_QUERIES["insert_numbered"], [(transaction.next_seq, *rows[0][:_COLUMNS])])
-    transaction.next_seq = None
-    transaction.insert(_QUERIES["insert"], [row[:_COLUMNS] for row in rows[1:]])
-    _complete(transaction, rows, range(first, first + len(rows)))
 
 
 def _complete(transaction: Transaction, written: Sequence[_NewRow], seqs: Sequence[int]) -> None:

@@ -1,7 +1,5 @@
 """What goes wrong in the outbox, each as a sentence, and SQLite's errors mapped to answers in one place."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 from typing import Final

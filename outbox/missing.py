@@ -4,25 +4,19 @@ A comparison is with one incarnation of the database, goes row by row, and is ke
 Each batch is written down in one transaction, so that what is missing is what the last comparison says.
 """
 
-from __future__ import annotations
-
-import os
-import sqlite3
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
-from outbox.model import Caller, Comparison, DoneRow, Missing
+from outbox.model import Caller
 from outbox.operating import Order, log
 from outbox.relaying import WalkedPast
 from outbox.settled import text_of
 from outbox.transaction import Transaction
 from postroom._wire.sql import load_queries
-from postroom.chassis.ownership import user_name
 
 _QUERIES: Final = load_queries("outbox", "sql/missing.sql")
-_SCAN: Final = 500  # rows that one look-up asks for at most
 _SENT_AGAIN: Final = "the broker's database came back older, and has this message from another daemon"
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -59,7 +53,7 @@ class Note(NamedTuple):
         if transaction.execute(_QUERIES["compared"], values):
             transaction.execute(_QUERIES["found"], {"seqs": _encode([seq for seq, _, _ in self.found]).decode()})
             ids = {"found": _encode([each for each in self.found if each[1]]).decode()}
-            order = Order(Caller(os.getuid(), os.getgid(), user_name(os.getuid())), _SENT_AGAIN)
+            order = Order(Caller.itself(), _SENT_AGAIN)
             for row_id, *was in transaction.db.execute(_QUERIES["other_ids"], ids).fetchall():
                 log(transaction, "compare", order, row_id, _was(*was))
             transaction.execute(_QUERIES["take_ids"], ids)
@@ -120,27 +114,3 @@ class Resend(NamedTuple):
 
 def _was(broker_message_id: str | None, history_id: int | None) -> str:
     return f"was {broker_message_id}, history_id {history_id}"
-
-
-def read_comparison(db: sqlite3.Connection) -> Comparison | None:
-    """Return what was last compared; None where nothing ever was."""
-    found = db.execute(_QUERIES["comparison"]).fetchone()
-    return None if found is None else Comparison(*found)
-
-
-def read_last_history_id(db: sqlite3.Connection) -> int:
-    """Return the number that the broker gave the last done row, 0 where there is none."""
-    return int(db.execute(_QUERIES["last_history_id"]).fetchone()[0])
-
-
-def read_stretch(comparison: Comparison, db: sqlite3.Connection) -> tuple[list[DoneRow], int]:
-    """Return the next rows to compare, and up to which row that goes."""
-    values = {**comparison._asdict(), "scan": _SCAN}
-    rows = db.execute(_QUERIES["stretch"], values).fetchall()
-    last = rows[-1][0] if len(rows) == _SCAN else comparison.until
-    return [DoneRow(seq, text_of(name), fingerprint) for seq, name, fingerprint, wanted in rows if wanted], last
-
-
-def read_missing(db: sqlite3.Connection) -> Missing:
-    """Count what is missing."""
-    return Missing(*db.execute(_QUERIES["missing"]).fetchone())

@@ -1,16 +1,68 @@
-"""The outbox's words: what goes in and out of its operations, and the one table of its state machine.
+"""The outbox's words: what is configured, what goes in and out, where rows wait, and the table of its state machine.
 
 The five states are docs/contract/send.md#send-51. `held` and `not_before` are columns beside them.
 """
 
-from __future__ import annotations
-
+import os
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple, Self
 
+import msgspec
+
+from postroom._wire.message import Priority
 from postroom._wire.operations import RowFilter as RowFilter  # noqa: PLC0414 - one of this module's words too
 from postroom._wire.sends import RowStatus
+from postroom.chassis.ownership import user_name
+
+DUE: Final[dict[Priority, int]] = {"now": 0, "next": 1, "low": 2}  # the lanes that a claim takes from, in this order
+WAITING: Final = 3  # the lane of rows that wait until next_attempt_at
+HELD: Final = 4  # that of rows that an operator has to release
+LANES: Final = (*DUE.values(), WAITING, HELD)
+
+
+def lane_for(priority: Priority, next_attempt_at: int, now: int) -> int:
+    """Return where a pending row waits that nobody holds: the column `lane`, see schema.sql; times in ms."""
+    return WAITING if next_attempt_at > now else DUE[priority]
+
+
+class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The limits of one outbox: the section `[outbox]` of the daemon's config."""
+
+    max_bytes: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1024 * 1024,
+            description="Room for waiting rows (pending, inflight and dead), in bytes of the file: a "
+            "warning at 80 %, new messages are refused (507) at 95 %. Done and aborted "
+            "rows never count: when all rows together "
+            "need more than 90 %, the payloads of the oldest of those are deleted.",
+        ),
+    ] = 2 * 1024 * 1024 * 1024
+    keep_payloads: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0,
+            le=36_500,
+            description="How long the payloads of done and aborted rows are kept while there is room, in days. About "
+            "140 bytes of each such row stay forever (id, fingerprint, outcome), in addition to `max_bytes`.",
+        ),
+    ] = 7
+    max_group_rows: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1, le=10_000, description="Messages that may share a transaction; a large one counts as several."
+        ),
+    ] = 1000
+    checkpoint_bytes: Annotated[
+        int,
+        msgspec.Meta(
+            ge=4096,
+            le=32 * 1024 * 1024,
+            description="About how much the write-ahead log gathers, in bytes, before it is moved into the file: less "
+            "makes shorter and more frequent pauses.",
+        ),
+    ] = 1024 * 1024
 
 
 class Caller(NamedTuple):
@@ -19,6 +71,11 @@ class Caller(NamedTuple):
     uid: int
     gid: int
     name: str | None = None
+
+    @classmethod
+    def itself(cls) -> Self:
+        """Return the user that this process runs as."""
+        return cls(os.getuid(), os.getgid(), user_name(os.getuid()))
 
     def __str__(self) -> str:
         return f"uid {self.uid}" + (f" ({self.name})" if self.name else "")

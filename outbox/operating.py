@@ -3,24 +3,40 @@
 The rules begin at docs/contract/send.md#send-83. A verb that the row's state forbids is a `Conflict` that says why.
 """
 
-from __future__ import annotations
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple, Self
 
-from typing import Final, NamedTuple
+import msgspec
 
+from outbox import errors
 from outbox.accepting import to_milliseconds
-from outbox.errors import id_taken, payload_pruned, reason_missing, row_not_found, unanswered, wrong_state
-from outbox.lanes import HELD, lane_for
-from outbox.model import Caller
+from outbox.model import HELD, Accepted, Caller, RowFilter, Unanswered, lane_for
+from outbox.reading import Reader, seq_of
 from outbox.relaying import WalkedPast
 from outbox.settled import find_moved, find_row, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire.message import PreparedSend, Priority
-from postroom._wire.operations import VERBS, Verb
-from postroom._wire.sends import RowStatus
+from postroom._wire.operations import MAX_IDS, VERBS, Verb
+from postroom._wire.sends import BulkFailure, BulkResult, OutboxRow, RowStatus
 from postroom._wire.sql import load_queries
+from postroom.chassis.store import Store
+from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/operate.sql")
+_ROWS: Final = MAX_IDS  # after which one request ends: its answer stays far below what a client reads
+_UNANSWERED: Final[tuple[RowStatus, ...]] = ("pending", "dead")  # the states of a row that may be unanswered
+_ASK_SECONDS: Final = 5.0  # below the patience of whoever waits for the verb
 _RESUMED: Final = 1000  # rows that a resume makes due; the others wait until their time, a minute at most as a rule
+
+LookUp = Callable[[Sequence[Unanswered]], Awaitable[Sequence[Accepted | None]]]
+"""Asks the broker for rows: in their order, what it has of each, None where it has it not.
+
+Raises `PostroomError` where it cannot be asked, or where a post of one of them may still be under way there.
+"""
+
+_encode: Final = msgspec.json.Encoder().encode
+_decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 
 
 class _Row(NamedTuple):
@@ -51,10 +67,10 @@ class Order(NamedTuple):
     force: bool = False
     doubt: str | None = None
 
-    def checked(self) -> Order:
+    def checked(self) -> Self:
         """Return the order; raises `InvalidMessage` where it gives no reason."""
         if not self.reason.strip():
-            raise reason_missing()
+            raise errors.reason_missing()
         return self
 
 
@@ -71,16 +87,20 @@ class Act(NamedTuple):
 
     def run(self, transaction: Transaction) -> str:
         """Do it; returns the row's id, of a requeue the successor's."""
-        row = _get(transaction, self.row_id)
+        seq = find_row(transaction.db, self.row_id)
+        if seq is None:
+            raise errors.row_not_found(self.row_id)
+        row = _Row(*transaction.db.execute(_QUERIES["get"], (seq,)).fetchone())
+        row = row._replace(id=unpack(row.id), client_message_id=unpack(row.client_message_id))
         if self.verb == "requeue" and row.pruned and self.patch is None:
-            raise payload_pruned(row.id, row.status)
+            raise errors.payload_pruned(row.id, row.status)
         why = why_not(self.verb, row.status, held=bool(row.held))
         if why is not None:
-            raise wrong_state(self.verb, row.id, why)
+            raise errors.wrong_state(self.verb, row.id, why)
         forced = None
         if VERBS[self.verb].retires and row.unanswered_at is not None:
             if not self.order.force:
-                raise unanswered(self.verb, row.id, self.order.doubt or "it was posted again meanwhile")
+                raise errors.unanswered(self.verb, row.id, self.order.doubt or "it was posted again meanwhile")
             forced = "forced: the broker may have accepted it"
         successor = detail = None
         now = transaction.now
@@ -105,7 +125,7 @@ class Act(NamedTuple):
         if transaction.value(_QUERIES["is_taken"], (client_message_id,)) or find_moved(
             transaction.db, [client_message_id], transaction.salt
         ):
-            raise id_taken(client_message_id)
+            raise errors.id_taken(client_message_id)
         successor = transaction.new_id()
         _abort(transaction, row, successor)
         now, patch = transaction.now, self.patch
@@ -176,14 +196,6 @@ class Control(NamedTuple):
         log(transaction, "pause" if self.paused else "resume", self.order, None, detail)
 
 
-def _get(transaction: Transaction, row_id: str) -> _Row:
-    seq = find_row(transaction.db, row_id)
-    if seq is None:
-        raise row_not_found(row_id)
-    row = _Row(*transaction.db.execute(_QUERIES["get"], (seq,)).fetchone())
-    return row._replace(id=unpack(row.id), client_message_id=unpack(row.client_message_id))
-
-
 _STATE: Final[dict[RowStatus, str]] = {
     "pending": "it is pending",
     "inflight": "it is inflight, its outcome is not known yet: wait for it",
@@ -212,3 +224,134 @@ def log(transaction: Transaction, verb: str, order: Order, row_id: str | None, d
     """Write a line of the operator log."""
     line = {"at": transaction.now, "verb": verb, "actor": str(order.caller), "reason": order.reason.strip()}
     transaction.execute(_QUERIES["log"], {**line, "row_id": row_id, "detail": detail})
+
+
+class Learned(NamedTuple):
+    """What the broker was found to have, by row id: these rows are done; and why it could not be asked, if so."""
+
+    accepted: dict[str, Accepted]
+    doubt: str | None = None
+
+
+class Outcomes:
+    """What became of rows that the broker was sent and did not answer for is asked, never guessed.
+
+    Before a verb retires such a row, the broker is asked for its id. What it has is done; what it has not may be
+    retired; and while it cannot be asked, the row's outcome stays unknown, and only force retires it.
+    """
+
+    def __init__(self, reader: Reader, store: Store, look_up: LookUp | None, changed: Callable[[str], None]) -> None:
+        self._reader = reader
+        self._store = store
+        self._look_up = look_up
+        self._changed = changed
+
+    async def learn(self, row_ids: Sequence[str]) -> Learned:
+        """Ask for those of the rows whose outcome is unknown; nothing is asked where there is none."""
+        rows = await self._reader.unanswered(row_ids)
+        if not rows:
+            return Learned({})
+        if self._look_up is None:
+            return Learned({}, "there is no broker to ask")
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                found = await self._look_up(rows)
+        except TimeoutError:
+            return Learned({}, f"the broker did not answer within {_ASK_SECONDS:g} s")
+        except PostroomError as error:
+            return Learned({}, f"the broker cannot be asked: {error}")
+        settled = await self._store.submit(_Learn(rows, found))
+        for row_id in settled:
+            self._changed(row_id)
+        accepted = {row.row_id: one for row, one in zip(rows, found, strict=True) if one is not None}
+        return Learned({row_id: accepted[row_id] for row_id in settled})
+
+
+class _Learn(NamedTuple):
+    """Write down what the broker said; a row that was posted again since it was asked is left alone."""
+
+    asked: Sequence[Unanswered]
+    found: Sequence[Accepted | None]
+
+    @property
+    def rows(self) -> int:
+        """How many rows it may write."""
+        return len(self.asked)
+
+    def run(self, transaction: Transaction) -> list[str]:
+        """Settle what was accepted; returns the ids of those rows that are done."""
+        answers = list(zip(self.asked, self.found, strict=True))
+        found = _encode([(row.row_id, row.unanswered_at, *one) for row, one in answers if one is not None]).decode()
+        absent = _encode([(row.row_id, row.unanswered_at) for row, one in answers if one is None]).decode()
+        for status in _UNANSWERED:
+            values = {"found": found, "status": status, "now": transaction.now}
+            room = transaction.value(_QUERIES["room"], values)
+            transaction.changed(status, "done", transaction.execute(_QUERIES["accepted"], values), room)
+        transaction.execute(_QUERIES["not_accepted"], {"absent": absent})
+        return _decode_ids(transaction.value(_QUERIES["done_of"], {"found": found}))
+
+
+class Bulk(NamedTuple):
+    """One verb for many rows, each as if it had a transaction of its own (docs/contract/send.md#send-92)."""
+
+    verb: Verb
+    order: Order
+    reader: Reader
+    store: Store
+    outcomes: Outcomes
+    walked: WalkedPast
+    changed: Callable[[str], None]
+
+    async def run(self, row_filter: RowFilter, now: int, *, dry_run: bool, cursor: str | None) -> BulkResult:
+        """Do the verb to every matching row, as `Outbox.bulk` says."""
+        result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
+        order = self.order
+        unseen = set(row_filter.ids or ())
+        after: str | None = None
+        if cursor is None:
+            until = await self.reader.last_seq()  # not the successors that it writes itself
+        else:
+            after, _, end = cursor.partition("-")
+            until = seq_of(end)
+        async for page in self.reader.pages(row_filter, now, after, until):
+            unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
+            order = await self._do(order, page.rows, result)
+            if row_filter.ids is None and page.next_cursor is not None and result.matched >= _ROWS:
+                result.next_cursor = f"{page.next_cursor}-{until}"
+                return result
+        async for page in self.reader.pages(RowFilter(ids=sorted(unseen)), now, None, until):
+            unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
+            result.skipped += [row.id for row in page.rows]
+        result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
+        return result
+
+    async def _do(self, order: Order, rows: Sequence[OutboxRow], result: BulkResult) -> Order:
+        """Do the verb to those of a page whose state allows it, or say which they are; return the order to go on by."""
+        result.matched += len(rows)
+        able = [row.id for row in rows if why_not(self.verb, row.status, held=row.held) is None]
+        result.skipped += [row.id for row in rows if why_not(self.verb, row.status, held=row.held) is not None]
+        if result.dry_run:
+            result.done += able
+            return order
+        if VERBS[self.verb].retires and order.doubt is None:  # a broker that is away is asked once
+            learned = await self.outcomes.learn(able)
+            order = order._replace(doubt=learned.doubt)
+            for row_id, accepted in learned.accepted.items():
+                self._note(row_id, errors.already_accepted(self.verb, row_id, accepted.broker_message_id), result)
+            able = [row_id for row_id in able if row_id not in learned.accepted]
+        futures = [self.store.submit(Act(self.verb, row_id, order, self.walked)) for row_id in able]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        for row_id, outcome in zip(able, outcomes, strict=True):
+            self._note(row_id, outcome, result)
+        return order
+
+    def _note(self, row_id: str, outcome: object, result: BulkResult) -> None:
+        if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":
+            result.skipped.append(row_id)  # it changed since it was listed
+        elif isinstance(outcome, PostroomError):
+            result.failed.append(BulkFailure(id=row_id, code=outcome.code, detail=str(outcome)))
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            result.done.append(row_id)
+            self.changed(row_id)

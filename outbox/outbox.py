@@ -1,21 +1,16 @@
 """The outbox as the rooms above use it: one object that owns the file, its writer and its readers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import os
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Self
 
 import structlog
 
+from outbox import errors
 from outbox.accepting import Accept, Known
-from outbox.bulk import Bulk
-from outbox.errors import ANSWERS, already_accepted, cut_short, damaged, ids_lost, write_failed
 from outbox.missing import Begin, Note, Resend, Resent
 from outbox.model import (
     Accepted,
@@ -26,26 +21,23 @@ from outbox.model import (
     DoneRow,
     Missing,
     OutboxCounts,
+    OutboxSettings,
     RelayControl,
     RowFilter,
     Settlement,
     Verdict,
 )
-from outbox.operating import Act, Control, Log, Order
-from outbox.outcomes import LookUp, Outcomes
-from outbox.reading import Reader
+from outbox.operating import Act, Bulk, Control, Log, LookUp, Order, Outcomes
+from outbox.reading import Reader, Watchers
 from outbox.relaying import Claim, ClaimResult, Expire, Reclaim, Settle, WalkedPast
-from outbox.settings import OutboxSettings
 from outbox.settled import Prune
-from outbox.watchers import Watchers
 from outbox.writer import PART_ROWS, Queue, Transactor
-from postroom._wire.ids import new_id
+from postroom._wire.ids import new_id, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import user_name
 from postroom.chassis.sqlite import Schema
 from postroom.chassis.store import OwnedFile, Store
 from postroom.errors import PostroomError
@@ -63,11 +55,6 @@ _CHUNK: Final = 200  # rows that one transaction of a long job may touch
 _DAY_MS: Final = 86_400_000
 _PRUNE_EVERY: Final = 600.0  # seconds
 _EXPIRY_CHUNK: Final = 200  # of each lane
-
-
-def now_ms() -> int:
-    """Return the time in ms since the epoch."""
-    return time.time_ns() // 1_000_000
 
 
 class Outbox:
@@ -98,7 +85,7 @@ class Outbox:
         self._work.set()
         self._next_due: int | None = None
         self._watchers = Watchers()
-        self._urged: Callable[[], None] = _nobody
+        self._urged: Callable[[], None] = lambda: None  # the relay, where there is one
         self._outcomes = Outcomes(self._reader, store, look_up, self._changed)
 
     @classmethod
@@ -130,22 +117,21 @@ class Outbox:
         def prepare(db: sqlite3.Connection) -> None:
             recoveries, missing = db.execute(_RECOVERED["unaccepted"]).fetchone()
             if accept_lost_ids:
-                actor = Caller(os.getuid(), os.getgid(), user_name(os.getuid()))
-                db.execute(_RECOVERED["accept"], {"now": now_ms(), "actor": str(actor)})
+                db.execute(_RECOVERED["accept"], {"now": now_ms(), "actor": str(Caller.itself())})
             elif recoveries:
-                raise ids_lost(file.path, missing)
+                raise errors.ids_lost(file.path, missing)
             transactor.start(db)
 
         file = OwnedFile(directory, NAME)
         if not file.path.exists() and file.damaged is not None:
             file.end(clean=False)
-            raise cut_short(file.path, file.damaged)
+            raise errors.cut_short(file.path, file.damaged)
         store = await Store.open(
             file,
             SCHEMA,
-            ANSWERS,
+            errors.ANSWERS,
             prepare=prepare,
-            damaged=damaged,
+            damaged=errors.damaged,
             transactor=transactor,
             queue=Queue(),
             group=settings.max_group_rows,
@@ -355,7 +341,7 @@ class Outbox:
             row_id = (await self._reader.row(row_id)).id
             learned = await self._outcomes.learn([row_id])
             if (accepted := learned.accepted.get(row_id)) is not None:
-                raise already_accepted(verb, row_id, accepted.broker_message_id)
+                raise errors.already_accepted(verb, row_id, accepted.broker_message_id)
             order = order._replace(doubt=learned.doubt)
         came = await self._store.submit(Act(verb, row_id, order, self._walked, new_client_message_id, patch))
         self._changed(row_id if verb == "requeue" else came)
@@ -490,13 +476,9 @@ class Outbox:
         """Return never; raise `Fatal` (74) once a commit's outcome is unknown. A task for `run_until_stopped`."""
         await self._store.failed.wait()
         if self._store.failure is not None:
-            raise write_failed(self._store.path, self._store.failure)
+            raise errors.write_failed(self._store.path, self._store.failure)
 
     def _changed(self, row_id: str) -> None:
         """Wake whoever waits for work or for this row: it may be due now, or settled."""
         self._work.set()
         self._watchers.settled([row_id])
-
-
-def _nobody() -> None:
-    """Stand in for the relay where there is none."""

@@ -7,8 +7,6 @@ pages that the tables lead to come those that a damaged page of the log should h
 leads to any more.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -343,15 +341,12 @@ def _varint(content: bytes, start: int) -> tuple[int, int]:
     for place in range(start, min(start + _VARINT, len(content))):
         byte = content[place]
         if place == start + _VARINT - 1:
-            return _signed(value << 8 | byte), place + 1
+            value = value << 8 | byte
+            return value - (value >> 63 << 64), place + 1  # signed
         value = value << 7 | byte & 0x7F
         if byte < 0x80:  # noqa: PLR2004 - the last byte
             return value, place + 1
     raise Wrong
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
 
 
 def _types(content: bytes, start: int) -> tuple[list[int], int]:

@@ -1,17 +1,19 @@
-"""Reading the outbox beside its writer: read-only, one short transaction at a time, so that the WAL can be emptied."""
+"""Reading the outbox beside its writer: read-only, one short transaction at a time, so that the WAL can be emptied.
 
-from __future__ import annotations
+And waiting until a row settles.
+"""
 
+import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from outbox.errors import row_not_found
-from outbox.missing import read_comparison, read_last_history_id, read_missing, read_stretch
 from outbox.model import (
     ClaimedRow,
     Comparison,
@@ -24,7 +26,7 @@ from outbox.model import (
     to_datetime,
 )
 from outbox.relaying import read_claimed
-from outbox.settled import find_moved, find_row, find_rows, read_salt, unpack
+from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
 from postroom._wire.message import Priority
 from postroom._wire.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 from postroom._wire.sql import load_queries
@@ -34,11 +36,15 @@ from postroom.chassis.store import Store
 from postroom.errors import InvalidMessage
 
 _QUERIES: Final = load_queries("outbox", "sql/read.sql")
+_COMPARING: Final = load_queries("outbox", "sql/missing.sql")
 _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
 MAX_SEQ: Final = 2**63 - 1
 _PAGE_ROWS: Final = 500  # of `pages`
 _SCAN: Final = 2000  # rows that one short read transaction looks at
+_COMPARED_AT_ONCE: Final = 500  # rows
 _SCANS_PER_PAGE: Final = 50  # after which a page is returned as full as it is, with a cursor
+_WALKS: Final = {"pending": "walk_pending", "inflight": "walk_status", "dead": "walk_status"}
+T = TypeVar("T")
 
 
 class StoredRow(NamedTuple):
@@ -126,9 +132,20 @@ class Reader:
     def __init__(self, store: Store) -> None:
         self._store = store
 
+    async def _read(self, read: Callable[..., T], *arguments: Any) -> T:
+        """Call `read` with the connection and `arguments`: all its queries see the same rows."""
+        return await self._store.read(lambda db: in_snapshot(db, lambda: read(db, *arguments)))
+
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send."""
-        return await self._store.read(partial(_find, client_message_id))
+
+        def read(db: sqlite3.Connection) -> OutboxRow | None:
+            found = db.execute(_QUERIES["seq_of_client_message_id"], (client_message_id,)).fetchone()
+            moved = {} if found else find_moved(db, [client_message_id], read_salt(db))
+            seq = found[0] if found else moved.get(client_message_id)
+            return None if seq is None else _stored(db, seq)
+
+        return await self._read(read)
 
     async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
         """Return the rows of these sends, in any order."""
@@ -139,7 +156,7 @@ class Reader:
             parameters = (_encode(ids).decode(), _encode(moved).decode())
             return [row.view() for row in _decode_rows(_value(db, "rows_by_client_message_id", parameters))]
 
-        return await self._store.read(lambda db: in_snapshot(db, lambda: read(db)))
+        return await self._read(read)
 
     async def settled_of(self, row_ids: Sequence[str]) -> list[str]:
         """Return those of the rows that are done, dead or aborted."""
@@ -148,11 +165,25 @@ class Reader:
 
     async def row(self, row_id: str) -> OutboxRow:
         """Return a row by its id, else by its client_message_id; raises `NotFound`."""
-        return await self._store.read(lambda db: in_snapshot(db, lambda: _row(db, row_id)))
+        return await self._read(_row, row_id)
 
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row with its requeue chain and what operators did to any of it; raises `NotFound`."""
-        return await self._store.read(lambda db: in_snapshot(db, lambda: _inspect(db, row_id)))
+
+        def read(db: sqlite3.Connection) -> RowChain:
+            row = _row(db, row_id)
+            chain = [row]
+            while found := db.execute(
+                _QUERIES["predecessor"], {"id": chain[0].id, "seq": find_row(db, chain[0].id)}
+            ).fetchone():
+                chain.insert(0, _stored(db, found[0]))
+            while (after := chain[-1].superseded_by) is not None and (seq := find_row(db, after)) is not None:
+                chain.append(_stored(db, seq))
+            ids = _encode([link.id for link in chain]).decode()
+            log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
+            return RowChain(row=row, chain=chain, log=log)
+
+        return await self._read(read)
 
     async def last_seq(self) -> int:
         """Return the `seq` of the youngest row, 0 where there is none."""
@@ -169,7 +200,7 @@ class Reader:
         rows: list[OutboxRow] = []
         for _ in range(_SCANS_PER_PAGE):
             walk = _Walk(row_filter, after or 0, until, limit - len(rows), now)
-            found, after = await self._store.read(walk.step)
+            found, after = await self._read(walk.step)
             rows += found
             if after is None or len(rows) == limit:
                 break
@@ -194,19 +225,23 @@ class Reader:
 
     async def comparison(self) -> Comparison | None:
         """Return how far the done rows were compared with the broker's database; None where they never were."""
-        return await self._store.read(read_comparison)
+        found = await self._store.read(lambda db: db.execute(_COMPARING["comparison"]).fetchone())
+        return None if found is None else Comparison(*found)
 
     async def last_history_id(self) -> int:
         """Return the number that the broker gave the last done row, 0 where there is none."""
-        return await self._store.read(read_last_history_id)
+        return await self._store.read(lambda db: int(db.execute(_COMPARING["last_history_id"]).fetchone()[0]))
 
     async def stretch(self, comparison: Comparison) -> tuple[list[DoneRow], int]:
         """Return the next rows to compare, and up to which row that goes."""
-        return await self._store.read(partial(read_stretch, comparison))
+        values = {**comparison._asdict(), "scan": _COMPARED_AT_ONCE}
+        rows = await self._store.read(lambda db: db.execute(_COMPARING["stretch"], values).fetchall())
+        last = rows[-1][0] if len(rows) == _COMPARED_AT_ONCE else comparison.until
+        return [DoneRow(seq, text_of(name), fingerprint) for seq, name, fingerprint, wanted in rows if wanted], last
 
     async def missing(self) -> Missing:
         """Count the done rows that the broker's database lost."""
-        return await self._store.read(read_missing)
+        return Missing(*await self._store.read(lambda db: db.execute(_COMPARING["missing"]).fetchone()))
 
     async def claimed(self, seqs: Sequence[int]) -> list[ClaimedRow]:
         """Return the rows that a claim took, in its order."""
@@ -214,7 +249,13 @@ class Reader:
 
     async def counts(self, now: int) -> OutboxCounts:
         """Return the kept counters and the sizes on disk."""
-        tally, used_bytes, oldest, due_since = await self._store.read(partial(_counts, now))
+
+        def read(db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None, int | None]:
+            tally = db.execute(_QUERIES["tally"]).fetchone()
+            (used_bytes,) = db.execute(CONNECTION["used_bytes"]).fetchone()
+            return tally, used_bytes, _value(db, "oldest_pending", ()), _value(db, "due_since", {"now": now})
+
+        tally, used_bytes, oldest, due_since = await self._store.read(read)
         return OutboxCounts(
             rows=dict(zip(("pending", "inflight", "done", "dead", "aborted"), tally, strict=False)),
             payload_bytes=tally[5],
@@ -243,31 +284,9 @@ class _Walk(NamedTuple):
 
     def step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
         """Return the rows found, and after which row to go on: None at the end."""
-        return in_snapshot(db, lambda: self._step(db))
-
-    def _step(self, db: sqlite3.Connection) -> tuple[list[OutboxRow], int | None]:
-        named = _encode(sorted(find_rows(db, self.filter.ids or []))).decode()
-        candidates = _value(db, self._walk(), {**self._parameters(), "named": named})
-        seqs = _decode_seqs(candidates)
-        found = _decode_page(_value(db, "page", {**self._parameters(), "seqs": candidates}))
-        rows = [row.view() for _, row in found]
-        if len(found) == self.limit:
-            return rows, found[-1][0]
-        return rows, seqs[-1] if len(seqs) == _SCAN else None
-
-    def _walk(self) -> str:
-        if self.filter.ids is not None:
-            return "walk_ids"
-        if self.filter.status == "pending":
-            return "walk_pending"
-        if self.filter.status in ("inflight", "dead"):
-            return "walk_status"
-        return "walk_all"
-
-    def _parameters(self) -> dict[str, Any]:
         wanted = self.filter
         age = wanted.older_than_seconds
-        return {
+        parameters = {
             "after": self.after,
             "until": self.until,
             "limit": self.limit,
@@ -278,20 +297,19 @@ class _Walk(NamedTuple):
             "code": wanted.code,
             "enqueued_before": None if age is None else self.now - int(age * 1000),
         }
+        walk = "walk_ids" if wanted.ids is not None else _WALKS.get(wanted.status or "", "walk_all")
+        named = _encode(sorted(find_rows(db, wanted.ids or []))).decode()
+        candidates = _value(db, walk, {**parameters, "named": named})
+        seqs = _decode_seqs(candidates)
+        found = _decode_page(_value(db, "page", {**parameters, "seqs": candidates}))
+        rows = [row.view() for _, row in found]
+        if len(found) == self.limit:
+            return rows, found[-1][0]
+        return rows, seqs[-1] if len(seqs) == _SCAN else None
 
 
 def _value(db: sqlite3.Connection, query: str, parameters: Any) -> Any:
     return db.execute(_QUERIES[query], parameters).fetchone()[0]
-
-
-def _find(client_message_id: str, db: sqlite3.Connection) -> OutboxRow | None:
-    def find() -> OutboxRow | None:
-        found = db.execute(_QUERIES["seq_of_client_message_id"], (client_message_id,)).fetchone()
-        moved = {} if found else find_moved(db, [client_message_id], read_salt(db))
-        seq = found[0] if found else moved.get(client_message_id)
-        return None if seq is None else _stored(db, seq)
-
-    return in_snapshot(db, find)
 
 
 def _row(db: sqlite3.Connection, row_id: str) -> OutboxRow:
@@ -305,34 +323,6 @@ def _stored(db: sqlite3.Connection, seq: int) -> OutboxRow:
     return _decode_row(_value(db, "row", (seq,))).view()
 
 
-def _inspect(db: sqlite3.Connection, row_id: str) -> RowChain:
-    row = _row(db, row_id)
-    chain = [row]
-    while (before := _predecessor(db, chain[0])) is not None:
-        chain.insert(0, before)
-    while (after := _successor(db, chain[-1])) is not None:
-        chain.append(after)
-    ids = _encode([link.id for link in chain]).decode()
-    log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
-    return RowChain(row=row, chain=chain, log=log)
-
-
-def _predecessor(db: sqlite3.Connection, row: OutboxRow) -> OutboxRow | None:
-    found = db.execute(_QUERIES["predecessor"], {"id": row.id, "seq": find_row(db, row.id)}).fetchone()
-    return None if found is None else _stored(db, found[0])
-
-
-def _successor(db: sqlite3.Connection, row: OutboxRow) -> OutboxRow | None:
-    seq = None if row.superseded_by is None else find_row(db, row.superseded_by)
-    return None if seq is None else _stored(db, seq)
-
-
-def _counts(now: int, db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None, int | None]:
-    tally = db.execute(_QUERIES["tally"]).fetchone()
-    (used_bytes,) = db.execute(CONNECTION["used_bytes"]).fetchone()
-    return tally, used_bytes, _value(db, "oldest_pending", ()), _value(db, "due_since", {"now": now})
-
-
 def seq_of(cursor: str | None) -> int:
     """Read a cursor as the `seq` of the last row of a page, 0 where there is none; raises `InvalidMessage`."""
     if cursor is None:
@@ -340,3 +330,42 @@ def seq_of(cursor: str | None) -> int:
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= _CURSOR_DIGITS):
         raise InvalidMessage.of("invalid_cursor", "the cursor is not one that a list returned", field="cursor")
     return int(cursor)
+
+
+class AllSettled(asyncio.Event):
+    """Set when the last of some rows is done, dead or aborted."""
+
+    def __init__(self, row_ids: Iterable[str]) -> None:
+        super().__init__()
+        self.unsettled = set(row_ids)
+
+
+class Watchers:
+    """Events by row id. Costs nothing while nobody waits."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, set[AllSettled]] = {}
+
+    @contextmanager
+    def watch(self, *row_ids: str) -> Iterator[AllSettled]:
+        """Register for as long as the block runs; look at the rows once more inside it, before waiting."""
+        event = AllSettled(row_ids)
+        for row_id in row_ids:
+            self._events.setdefault(row_id, set()).add(event)
+        try:
+            yield event
+        finally:
+            for row_id in row_ids:
+                events = self._events.get(row_id, set())
+                events.discard(event)
+                if not events:
+                    self._events.pop(row_id, None)
+
+    def settled(self, row_ids: Iterable[str]) -> None:
+        """Wake whoever waits for these rows and for no others any more."""
+        if self._events:
+            for row_id in row_ids:
+                for event in self._events.get(row_id, ()):
+                    event.unsettled.discard(row_id)
+                    if not event.unsettled:
+                        event.set()

@@ -8,8 +8,6 @@ row or index has; where neither can be believed it is unknown, and no recovery w
 without (`outbox_recovery` in schema.sql).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3
@@ -23,12 +21,12 @@ import msgspec
 from msgspec import Meta
 
 from outbox.errors import recovery_failed
-from outbox.outbox import NAME, SCHEMA, now_ms
+from outbox.outbox import NAME, SCHEMA
 from outbox.pages import Pages, Records, in_order
 from outbox.settled import PACKED_BYTES, checksum_of, find_moved, following, key_of, number_of, pack, read_salt, text_of
 from outbox.settled import QUERIES as SETTLED
 from outbox.transaction import room_of
-from postroom._wire.ids import is_client_message_id
+from postroom._wire.ids import is_client_message_id, now_ms
 from postroom._wire.message import Envelope, check_envelope
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Exit, Fatal
@@ -331,7 +329,10 @@ class _Salvage:
         self._new.execute(_QUERIES["drop_trigger"])
         self._read_indexes()
         saved = self._keep_moved()
-        self._keep_payloads()
+        for seq, message in self._rows("outbox_payload", _Payload):  # those without a row go again
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                msgspec.json.decode(message.payload, type=Envelope)
+                self._new.execute(_QUERIES["keep_payload"], (seq, message.payload))
         saved += self._keep_rows()
         missing = self._missing(saved)
         buried = self._bury()
@@ -339,7 +340,8 @@ class _Salvage:
         self._new.execute(keeps_payloads)
         self._new.execute(_QUERIES["recount"])
         lines, lost_lines = self._keep_log()
-        self._keep_controls()
+        for control, _ in self._keys("relay_control", _Control):
+            self._new.execute(_QUERIES["keep_control"], msgspec.structs.astuple(control))
         for at, recovery in self._rows("outbox_recovery", _Recovered):
             self._new.execute(_QUERIES["keep_recovery"], (at, *msgspec.structs.astuple(recovery)[1:]))
         self._new.execute(_QUERIES["keep_recovery"], (self._now, saved, missing, buried, None, None))
@@ -411,13 +413,6 @@ class _Salvage:
         (kept,) = self._new.execute(_QUERIES["is_kept"], (seq, client_message_id)).fetchone()
         return bool(kept or find_moved(self._new, [client_message_id], self._salt))
 
-    def _keep_payloads(self) -> None:
-        """Write every message; those without a row go again."""
-        for seq, row in self._rows("outbox_payload", _Payload):
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                msgspec.json.decode(row.payload, type=Envelope)
-                self._new.execute(_QUERIES["keep_payload"], (seq, row.payload))
-
     def _keep_rows(self) -> int:
         """Write the other rows; returns how many."""
         rows = self._rows("outbox", _Live)
@@ -427,7 +422,8 @@ class _Salvage:
         return sum(self._keep_row(seq, row, strict=strict) for seq, row in chain(sample, rows))
 
     def _keep_row(self, seq: int, row: _Live, *, strict: bool) -> bool:
-        name, row_id, sound_name, sound_id = self._indexed(seq)
+        indexed = self._new.execute(_QUERIES["indexed"], (seq,)).fetchone()
+        name, row_id, sound_name, sound_id = indexed or (None, None, 0, 0)
         if not is_client_message_id(row.client_message_id) or self._is_kept(seq, row.client_message_id):
             return False
         if (sound_name and name != row.client_message_id) or (sound_id and row_id != row.id):
@@ -474,10 +470,6 @@ class _Salvage:
         self._room += room_of(row.payload_bytes)
         self._payload_bytes += row.payload_bytes
         return True
-
-    def _indexed(self, seq: int) -> tuple[str | None, str | None, int, int]:
-        found = self._new.execute(_QUERIES["indexed"], (seq,)).fetchone()
-        return (None, None, 0, 0) if found is None else found
 
     def _payload(self, seq: int, row: _Live) -> bytes | None:
         found = self._new.execute(_QUERIES["payload"], (seq,)).fetchone()
@@ -555,8 +547,3 @@ class _Salvage:
         entries = (key.seq for key, sound in self._keys("operator_log_row", _Entry) if sound)
         last = max(filter(self._is_number, entries), default=0)
         return lines, max(0, max(last, self._highest["operator_log"]) - lines)
-
-    def _keep_controls(self) -> None:
-        """Write what operators told the relay."""
-        for control, _ in self._keys("relay_control", _Control):
-            self._new.execute(_QUERIES["keep_control"], msgspec.structs.astuple(control))

@@ -1,15 +1,12 @@
 """What the relay does with rows: claim, settle, expire (docs/contract/send.md#send-58)."""
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
-from outbox.lanes import ALL, DUE
-from outbox.model import ClaimedRow, Settlement, Verdict
+from outbox.model import DUE, LANES, ClaimedRow, Settlement, Verdict
 from outbox.transaction import Transaction
 from postroom._wire.sql import load_queries
 
@@ -181,15 +178,12 @@ class Settle(NamedTuple):
             (Verdict.RETRY, "settle_retry", retry),
         ):
             if rows:
-                settled += self._apply(transaction, verdict, query, rows)
+                parameters = {"now": transaction.now, "settlements": _encode(rows).decode()}
+                room = transaction.value(_QUERIES["room"], parameters) if verdict is Verdict.DONE else 0
+                changed = transaction.execute(_QUERIES[query], parameters)
+                transaction.changed("inflight", verdict.value, changed, room)
+                settled += changed
         return settled
-
-    def _apply(self, transaction: Transaction, verdict: Verdict, query: str, rows: Sequence[object]) -> int:
-        parameters = {"now": transaction.now, "settlements": _encode(rows).decode()}
-        room = transaction.value(_QUERIES["room"], parameters) if verdict is Verdict.DONE else 0
-        changed = transaction.execute(_QUERIES[query], parameters)
-        transaction.changed("inflight", verdict.value, changed, room)
-        return changed
 
 
 class Expire(NamedTuple):
@@ -201,7 +195,7 @@ class Expire(NamedTuple):
 
     before: int  # ms since the epoch
     scan: int
-    places: Mapping[int, int] = dict.fromkeys(ALL, 0)  # the `seq` after which to look, by lane
+    places: Mapping[int, int] = dict.fromkeys(LANES, 0)  # the `seq` after which to look, by lane
 
     @property
     def rows(self) -> int:

@@ -8,8 +8,6 @@ another lie together, and a hash of all of it. A row's own id needs no index: su
 (`Transactor` sees to it over restarts), so they are searched for by halves.
 """
 
-from __future__ import annotations
-
 import re
 import sqlite3
 from base64 import b32hexencode
@@ -85,24 +83,21 @@ class Prune(NamedTuple):
         """Prune; returns how many rows were pruned, and after which to go on (None at the end)."""
         parameters = {"after": self.after, "scan": self.rows, "before": self.settled_before}
         found, last = transaction.db.execute(QUERIES["prunable"], parameters).fetchone()
-        if rows := _decode_prunable(found):
-            _move(transaction, rows)
+        if not (rows := _decode_prunable(found)):
+            return 0, last
+        common = {shared: number_of(transaction.db, shared) for shared in {_shared(row) for row in rows}}
+        kept = [_kept(transaction, row, common[_shared(row)]) for row in rows]
+        transaction.insert(QUERIES["move"], kept)
+        keys = [(key_of(row.client_message_id, transaction.salt), row.seq) for row in rows]
+        transaction.insert(QUERIES["key"], sorted(keys))
+        transaction.highest_key = max(transaction.highest_key, *(key for key, _ in keys))
+        seqs = (_encode([row.seq for row in rows]).decode(),)
+        transaction.execute(QUERIES["leave"], seqs)
+        transaction.execute(QUERIES["leave_payloads"], seqs)
+        transaction.moved(len(rows), sum(row.payload_bytes for row in rows), sum(row.room for row in rows))
+        newest, newest_moved = transaction.db.execute(QUERIES["newest"]).fetchone()
+        transaction.next_seq = newest_moved + 1 if newest_moved > newest else None
         return len(rows), last
-
-
-def _move(transaction: Transaction, rows: Sequence[_Prunable]) -> None:
-    common = {shared: number_of(transaction.db, shared) for shared in {_shared(row) for row in rows}}
-    kept = [_kept(transaction, row, common[_shared(row)]) for row in rows]
-    transaction.insert(QUERIES["move"], kept)
-    keys = [(key_of(row.client_message_id, transaction.salt), row.seq) for row in rows]
-    transaction.insert(QUERIES["key"], sorted(keys))
-    transaction.highest_key = max(transaction.highest_key, *(key for key, _ in keys))
-    seqs = (_encode([row.seq for row in rows]).decode(),)
-    transaction.execute(QUERIES["leave"], seqs)
-    transaction.execute(QUERIES["leave_payloads"], seqs)
-    transaction.moved(len(rows), sum(row.payload_bytes for row in rows), sum(row.room for row in rows))
-    newest, newest_moved = transaction.db.execute(QUERIES["newest"]).fetchone()
-    transaction.next_seq = newest_moved + 1 if newest_moved > newest else None
 
 
 def _shared(row: _Prunable) -> tuple[str, str, str, str]:

@@ -1,7 +1,5 @@
 """One write transaction, as the operations see it: the connection, the time, fresh ids, and the counters' changes."""
 
-from __future__ import annotations
-
 import re
 import sqlite3
 from collections import Counter

@@ -10,8 +10,6 @@ rotation, and none more than `PART_ROWS`, so that a caller with a few large batc
 all of them. A caller that is alone fills the group.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 import time

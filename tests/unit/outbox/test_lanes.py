@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.accepting import to_milliseconds
-from outbox.lanes import DUE, HELD, WAITING, lane_for
+from outbox.model import DUE, HELD, WAITING, lane_for
 
 MOMENTS = st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31), timezones=st.just(UTC))  # noqa: DTZ001 - with UTC
 

@@ -1,4 +1,4 @@
-from outbox.watchers import Watchers
+from outbox.reading import Watchers
 
 
 def test_only_who_waits_for_the_row_is_woken() -> None:
