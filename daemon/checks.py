@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 from broker_client import BrokerLink, RequestFailed, max_age_hours
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
-from ipc.tcp_guard import LocalToken
+from ipc.peers import LocalToken
 from postroom.chassis.exits import Fatal, Finding
 from postroom.chassis.listener import refuse_path
 from postroom.delivery.nats import connect

@@ -13,7 +13,7 @@ from msgspec import Meta, field
 
 from broker_client import BrokerClientSettings, RelaySettings
 from inbox import InboxSettings
-from ipc.limits import Limits
+from ipc.shares import Limits
 from outbox import OutboxSettings
 from postroom._wire.administration import SLUG_PATTERN
 from postroom.chassis.config import load

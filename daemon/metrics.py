@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from broker_client import LATENCY_BOUNDS as POST_BOUNDS
 from broker_client import Relay
 from daemon.receiver import Receiver
-from ipc.limits import LATENCY_BOUNDS as ACCEPT_BOUNDS
-from ipc.limits import Counters
+from ipc.services import LATENCY_BOUNDS as ACCEPT_BOUNDS
+from ipc.services import Counters
 from outbox import Outbox
 from postroom.chassis.routes import exposition
 

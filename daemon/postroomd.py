@@ -22,12 +22,10 @@ from broker_client import BrokerLink, Relay
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
-from ipc.limits import Counters
-from ipc.peers import DestinationRule, Policy
+from ipc.peers import DestinationRule, LocalToken, Policy, TcpGuard, rotate
 from ipc.routes import routes
 from ipc.server import Server
-from ipc.services import NoInbox, Services
-from ipc.tcp_guard import LocalToken, TcpGuard, rotate
+from ipc.services import Counters, NoInbox, Services
 from outbox import Outbox
 from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
 from outbox.recover import recover as recover_directory

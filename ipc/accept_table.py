@@ -5,12 +5,10 @@ was no row. To a caller of another uid every cell says the same, and nothing abo
 (docs/contract/send.md#send-40).
 """
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Final, Literal, NamedTuple
 
-from outbox.model import AcceptedRow, Caller
+from outbox import AcceptedRow, Caller
 from postroom._wire.fingerprint import prefix
 from postroom._wire.message import PreparedSend
 from postroom._wire.sends import RowStatus, SendResult
@@ -69,10 +67,25 @@ def answer(row: AcceptedRow, send: PreparedSend, caller: Caller) -> Answered | P
             202, SendResult(client_message_id=send.client_message_id, outbox_id=row.row_id, status="queued"), False
         )
     if row.submitted_uid != caller.uid:
-        return _taken_by_another(send)
+        return Conflict.of(
+            CODE,
+            "this id is taken: use a new one",
+            conflict=OTHER_CALLER.conflict,
+            request_fingerprint=prefix(send.fingerprint),
+        )
     cell = TABLE[row.status, row.fingerprint == send.fingerprint]
     if isinstance(cell, Taken):
-        return _taken(cell, row, send)
+        since = datetime.fromtimestamp(row.enqueued_at / 1000, UTC).isoformat(timespec="milliseconds")
+        return Conflict.of(
+            CODE,
+            _SENTENCE[cell.conflict.rpartition("_")[2]].format(status=row.status),
+            conflict=cell.conflict,
+            request_fingerprint=prefix(send.fingerprint),
+            reason=row.last_error if cell.shows_reason else None,
+            broker_message_id=row.broker_message_id if cell.shows_broker_message_id else None,
+            since=since.replace("+00:00", "Z"),
+            destination=row.destination,
+        )
     result = SendResult(
         client_message_id=send.client_message_id, outbox_id=row.row_id, status=cell.status, duplicate=True
     )
@@ -80,29 +93,3 @@ def answer(row: AcceptedRow, send: PreparedSend, caller: Caller) -> Answered | P
         result.broker_message_id = row.broker_message_id
         result.history_id = row.history_id
     return Answered(cell.http_status, result, True)
-
-
-def _taken(cell: Taken, row: AcceptedRow, send: PreparedSend) -> Conflict:
-    return Conflict.of(
-        CODE,
-        _SENTENCE[cell.conflict.rpartition("_")[2]].format(status=row.status),
-        conflict=cell.conflict,
-        request_fingerprint=prefix(send.fingerprint),
-        reason=row.last_error if cell.shows_reason else None,
-        broker_message_id=row.broker_message_id if cell.shows_broker_message_id else None,
-        since=_rfc3339(row.enqueued_at),
-        destination=row.destination,
-    )
-
-
-def _taken_by_another(send: PreparedSend) -> Conflict:
-    return Conflict.of(
-        CODE,
-        "this id is taken: use a new one",
-        conflict=OTHER_CALLER.conflict,
-        request_fingerprint=prefix(send.fingerprint),
-    )
-
-
-def _rfc3339(ms: int) -> str:
-    return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -4,8 +4,6 @@ An aiohttp response builds a case-insensitive multi-dict of headers and serialis
 what a send costs. An `Answer` is the same on the wire, and obeys the same contract (prepare, write_eof).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from email.utils import formatdate
@@ -54,19 +52,18 @@ class Answer(web.StreamResponse):
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the caller has disconnected")
+        if self._keep_alive:
+            connection = "Connection: keep-alive\r\n" if request.version == HttpVersion10 else ""
+        else:
+            connection = "Connection: close\r\n"
         body = b"" if request.method == hdrs.METH_HEAD else self._body_bytes
-        transport.write(f"{self._head}{self._connection(request)}\r\n".encode("latin-1") + body)
+        transport.write(f"{self._head}{connection}\r\n".encode("latin-1") + body)
         if request.protocol.writing_paused:
             await request.writer.drain()
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Do nothing: an answer is complete from the start."""
-
-    def _connection(self, request: web.BaseRequest) -> str:
-        if not self._keep_alive:
-            return "Connection: close\r\n"
-        return "Connection: keep-alive\r\n" if request.version == HttpVersion10 else ""
 
 
 def json_answer(value: Any, status: int = 200, headers: str = "") -> Answer:

@@ -21,8 +21,7 @@ from ipc.accept_table import Answered, answer
 from ipc.request import Request, check_media, start_body
 from ipc.services import Services
 from ipc.shares import NOBODY, TURN, Budget
-from outbox.errors import stopped
-from outbox.model import AcceptedRow, Caller
+from outbox import AcceptedRow, stopped
 from postroom._wire.message import PreparedSend, prepare
 from postroom._wire.sends import BatchResult
 from postroom.chassis.routes import NDJSON
@@ -91,7 +90,11 @@ class Batch:
                     splitter.release(chunk.size)
                     for start in range(0, len(outcomes), _ANSWERS):
                         await self._request.take_turn(_ANSWERS * _ANSWER)
-                        await response.write(_encode_lines(self._results(chunk, outcomes, start)))
+                        results = [
+                            self._result(chunk.first + place, chunk.lines[place], outcomes[place])
+                            for place in range(start, min(start + _ANSWERS, len(outcomes)))
+                        ]
+                        await response.write(_encode_lines(results))
                 await reader
             finally:
                 reader.cancel()
@@ -100,25 +103,22 @@ class Batch:
 
     async def _read_chunks(self, chunks: asyncio.Queue[Chunk | None], splitter: Splitter) -> None:
         """Put what arrives into `chunks`, and None at its end; once cancelled there is nobody to tell."""
+        connection = self._request.connection
+        first = 1
         try:
-            await self._put_chunks(chunks, splitter)
+            async for lines in arrived_lines(self._request, splitter):
+                if lines:
+                    connection.between_lines = True  # if it takes long now, that is not the caller's doing
+                    size = sum(len(line) for line in lines if isinstance(line, bytes))
+                    await chunks.put(Chunk(first, size, await self._prepared(lines)))
+                    first += len(lines)
+                if connection.between_lines:
+                    connection.begin()
+                connection.between_lines = not splitter.unfinished
         except Exception:
             await chunks.put(None)
             raise
         await chunks.put(None)
-
-    async def _put_chunks(self, chunks: asyncio.Queue[Chunk | None], splitter: Splitter) -> None:
-        connection = self._request.connection
-        first = 1
-        async for lines in arrived_lines(self._request, splitter):
-            if lines:
-                connection.between_lines = True  # if it takes long now, that is not the caller's doing
-                size = sum(len(line) for line in lines if isinstance(line, bytes))
-                await chunks.put(Chunk(first, size, await self._prepared(lines)))
-                first += len(lines)
-            if connection.between_lines:
-                connection.begin()
-            connection.between_lines = not splitter.unfinished
 
     async def _prepared(self, lines: Sequence[bytes | PostroomError]) -> list[PreparedSend | PostroomError]:
         """Check the lines, no more in a turn than others can wait for."""
@@ -129,52 +129,37 @@ class Batch:
             if work > _TURN_OF_LINES:
                 await self._request.take_turn(work)
                 work = 0
-            prepared.append(self._prepare(line))
+            if isinstance(line, PostroomError):
+                prepared.append(line)
+                continue
+            try:
+                prepared.append(prepare(line, max_body_bytes=self._limits.body_bytes))
+            except PostroomError as error:
+                prepared.append(error)
         return prepared
-
-    def _prepare(self, line: bytes | PostroomError) -> PreparedSend | PostroomError:
-        if isinstance(line, PostroomError):
-            return line
-        try:
-            return prepare(line, max_body_bytes=self._limits.body_bytes)
-        except PostroomError as error:
-            return error
 
     async def _accept(self, chunk: Chunk) -> list[AcceptedRow | PostroomError]:
         """Put the good lines of a chunk on disk together; returns what became of every line."""
         sends = [line for line in chunk.lines if not isinstance(line, PostroomError)]
-        rows = iter(await self._rows(sends))
-        return [line if isinstance(line, PostroomError) else next(rows) for line in chunk.lines]
-
-    def _results(self, chunk: Chunk, outcomes: Sequence[AcceptedRow | PostroomError], start: int) -> list[BatchResult]:
-        return [
-            self._result(chunk.first + place, chunk.lines[place], outcomes[place])
-            for place in range(start, min(start + _ANSWERS, len(outcomes)))
-        ]
-
-    async def _rows(self, sends: list[PreparedSend]) -> Sequence[AcceptedRow | PostroomError]:
-        """Accept the sends; what goes wrong with all of them is each one's problem."""
         try:
-            return await self._services.destinations.accept(self._services.outbox, sends, self._request.caller)
-        except PostroomError as error:
-            return [error] * len(sends)
+            rows = await self._services.destinations.accept(self._services.outbox, sends, self._request.caller)
+        except PostroomError as error:  # what goes wrong with all of them is each one's problem
+            rows = [error] * len(sends)
+        following = iter(rows)
+        return [line if isinstance(line, PostroomError) else next(following) for line in chunk.lines]
 
     def _result(self, number: int, line: PreparedSend | PostroomError, row: AcceptedRow | PostroomError) -> BatchResult:
         sends = self._services.counters.sends
-        outcome = _outcome(line, row, self._request.caller)
+        outcome: Answered | PostroomError
+        if isinstance(line, PostroomError):
+            outcome = line
+        else:
+            outcome = row if isinstance(row, PostroomError) else answer(row, line, self._request.caller)
         if isinstance(outcome, PostroomError):
             sends[outcome.code] += 1
             return BatchResult(line=number, problem=outcome.problem)
         sends[outcome.result.status] += 1
         return BatchResult(line=number, result=outcome.result)
-
-
-def _outcome(
-    line: PreparedSend | PostroomError, row: AcceptedRow | PostroomError, caller: Caller
-) -> Answered | PostroomError:
-    if isinstance(line, PostroomError):
-        return line
-    return row if isinstance(row, PostroomError) else answer(row, line, caller)
 
 
 async def arrived_lines(request: Request, splitter: Splitter) -> AsyncIterator[list[bytes | PostroomError]]:
@@ -259,15 +244,13 @@ class Splitter:
         if self._refusal is not None:
             return
         try:
-            self._hold(piece)
+            self._take(piece)
         except PostroomError as refusal:
             self._refusal = refusal
             self.release(len(self._partial))
             self._partial.clear()
-
-    def _hold(self, piece: bytes) -> None:
-        self._take(piece)
-        self._partial += piece
+        else:
+            self._partial += piece
 
     def _take(self, piece: bytes) -> None:
         if len(self._partial) + len(piece) > self._limit:

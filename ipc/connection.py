@@ -5,13 +5,12 @@ credentials, read once on accept; deadlines for a body that does not come to an 
 problem+json where the parser refuses a request (bad-input.md, "Before HTTP" and "HTTP").
 """
 
-from __future__ import annotations
-
 import asyncio
 import select
 import socket
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final, cast
 
 from aiohttp import web
@@ -22,7 +21,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from ipc.answers import problem_answer
 from ipc.peers import peer_of
 from ipc.shares import Budget, Turns
-from outbox.model import Caller
+from outbox import Caller
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.errors import Problem
 
@@ -155,7 +154,7 @@ class Crowd:
             return None
         (greediest, *_) = self._having[self._most]
         idle, busy = self._idle[greediest], self._busy[greediest]
-        for guest in list(_first(idle, _LOOKS)):
+        for guest in list(islice(idle, _LOOKS)):
             if guest is not newcomer and guest.idle_since is not None:
                 return guest
             idle[guest] = idle.pop(guest)  # to the end of the row
@@ -199,7 +198,3 @@ class Crowd:
             del self._sizes[uid]
         if now > self._most or (before == self._most and before not in self._having):
             self._most = now
-
-
-def _first(row: Row, count: int) -> list[Connection]:
-    return [guest for guest, _ in zip(row, range(count), strict=False)]

@@ -5,8 +5,6 @@ are in the outbox, so that they outlive the process, and the relay is notified. 
 passed on to the broker as the member that the daemon acts as.
 """
 
-from __future__ import annotations
-
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -15,7 +13,7 @@ from aiohttp import web
 from ipc.answers import JSON, Answer, json_answer
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
-from outbox.model import to_datetime
+from outbox import to_datetime
 from postroom._wire.message import parse_destination
 from postroom._wire.operations import PauseRequest, ResumeRequest
 from postroom._wire.sends import Health, Ready, Version
@@ -35,27 +33,6 @@ class Control:
 
     async def health(self, _request: Request) -> web.StreamResponse:
         """Say whether all is well, and if not, why."""
-        return json_answer(await self._health())
-
-    async def ready(self, _request: Request) -> web.StreamResponse:
-        """Say whether a send would be accepted now; it never depends on the broker."""
-        if not self._services.outbox.healthy:
-            raise TryAgain.of("not_ready", "the outbox cannot be written", retryable=True, retry_after=1.0)
-        return json_answer(Ready(ready=True))
-
-    async def metrics(self, _request: Request) -> web.StreamResponse:
-        """Expose the metrics in Prometheus' text format."""
-        return Answer(HTTPStatus.OK, await self._services.expose(), EXPOSITION)
-
-    async def version(self, _request: Request) -> web.StreamResponse:
-        """Name the program, its version and its mesh."""
-        return json_answer(Version(name="postroomd", version=self._services.version, mesh=self._services.mesh))
-
-    async def openapi(self, _request: Request) -> web.StreamResponse:
-        """Describe every route (OpenAPI 3.1)."""
-        return json_answer(self.document)
-
-    async def _health(self) -> Health:
         counts = await self._services.outbox.counts()
         missing, progress = await self._services.outbox.missing(), await self._services.outbox.comparison()
         relay = self._services.relay.status()
@@ -82,7 +59,7 @@ class Control:
             reasons.append(f"the outbox is nearly full of waiting rows: {advice}")
         if (trouble := self._services.inbox.trouble()) is not None:
             reasons.append(f"nothing arrives in the inbox: {trouble}")
-        return Health(
+        health = Health(
             status="degraded" if reasons else "ok",
             reasons=reasons,
             rows=dict(counts.rows.items()),
@@ -94,6 +71,25 @@ class Control:
             missing=missing.rows,
             missing_without_payload=missing.without_payload,
         )
+        return json_answer(health)
+
+    async def ready(self, _request: Request) -> web.StreamResponse:
+        """Say whether a send would be accepted now; it never depends on the broker."""
+        if not self._services.outbox.healthy:
+            raise TryAgain.of("not_ready", "the outbox cannot be written", retryable=True, retry_after=1.0)
+        return json_answer(Ready(ready=True))
+
+    async def metrics(self, _request: Request) -> web.StreamResponse:
+        """Expose the metrics in Prometheus' text format."""
+        return Answer(HTTPStatus.OK, await self._services.expose(), EXPOSITION)
+
+    async def version(self, _request: Request) -> web.StreamResponse:
+        """Name the program, its version and its mesh."""
+        return json_answer(Version(name="postroomd", version=self._services.version, mesh=self._services.mesh))
+
+    async def openapi(self, _request: Request) -> web.StreamResponse:
+        """Describe every route (OpenAPI 3.1)."""
+        return json_answer(self.document)
 
 
 class RelayDesk:

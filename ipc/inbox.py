@@ -6,8 +6,6 @@ its pages from the file at its own pace: one that does not read holds up nobody,
 `limits.stall_seconds`, or once what its uid has not read would exceed `limits.buffered_bytes`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from inbox import Inbox, MessageFilter, StoredMessage
+from inbox import MessageFilter, StoredMessage
 from ipc.answers import json_answer
 from ipc.request import Request
 from ipc.services import Services
@@ -61,6 +59,7 @@ class InboxDesk:
     async def events(self, request: Request) -> web.StreamResponse:
         """Stream messages as they are filed, until the reader goes or the daemon stops."""
         query = decode_query(request, EventsQuery)
+        wanted = MessageFilter(query.sender, query.destination)
         inbox = self._services.inbox.opened()
         with self._reader(request):
             async with self._lanes.of(request.caller.uid):
@@ -72,18 +71,15 @@ class InboxDesk:
             while not end.done():
                 arrival = inbox.arrival()  # taken first: what is filed from here on sets it
                 async with self._lanes.of(request.caller.uid):
-                    messages, after = await self._read(inbox, after, MessageFilter(query.sender, query.destination))
+                    try:
+                        messages, after = await inbox.following(after, _PAGE, wanted, most_bytes=_PAGE_BYTES)
+                    except TryAgain as error:  # an answer cannot begin a second time
+                        raise ConnectionResetError("the inbox was closed") from error
                 if messages:
                     await self._write(request, response, messages)
                 elif not await self._arrives(arrival, end):
                     await response.write(b": still here\nid: %d\n\n" % after)
         return response
-
-    async def _read(self, inbox: Inbox, after: int, wanted: MessageFilter) -> tuple[Sequence[StoredMessage], int]:
-        try:
-            return await inbox.following(after, _PAGE, wanted, most_bytes=_PAGE_BYTES)
-        except TryAgain as error:
-            raise ConnectionResetError("the inbox was closed") from error  # an answer cannot begin a second time
 
     async def _write(self, request: Request, response: web.StreamResponse, messages: Sequence[StoredMessage]) -> None:
         """Write the events, which the caller's share of memory holds until they have been read."""

@@ -1,7 +1,5 @@
 """`/v1/outbox…`: how an operator sees the rows and repairs them (docs/contract/send.md#send-14)."""
 
-from __future__ import annotations
-
 from typing import Final, TypeVar
 
 import msgspec

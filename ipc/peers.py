@@ -4,27 +4,49 @@ The uid and gid of a Unix peer are read once, when the connection is accepted, f
 those of the process that called connect(2). Whoever presents the local token over TCP can read a file that only the
 daemon's user can read, and counts as that user.
 
+The loopback TCP port is protected from other users and from web pages (docs/contract/send.md#send-6): every request
+needs the local token; its `Host` must name this machine, and no header may say that a page of another origin sent it.
+The token is a file of mode 0600 that `postroom daemon rotate-token` replaces. The daemon notices a new file by itself,
+and accepts the token before it for 60 s more, so that a rotation refuses nobody. A token in a query string ends up in
+logs and histories: it is refused on every socket.
+
 `DestinationRule` says which destinations the config lets callers use (docs/contract/send.md#send-19).
 """
 
-from __future__ import annotations
-
+import hmac
 import os
+import secrets
 import socket
+import stat
 import struct
-from collections.abc import Awaitable, Collection, Sequence
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
-from outbox import Outbox
-from outbox.model import AcceptedRow, Caller
+import structlog
+from aiohttp import hdrs, web
+
+from outbox import AcceptedRow, Caller, Outbox
 from postroom._wire.message import PreparedSend
-from postroom.chassis.ownership import user_name
-from postroom.errors import NotPermitted, PostroomError
+from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.ownership import hand_over, private_directory, user_name
+from postroom.errors import InvalidMessage, NotPermitted, PostroomError
 
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ROOT: Final = 0
+GRACE_SECONDS: Final = 60.0
+_TOKEN_BYTES: Final = 32  # of randomness
+_MIN_LENGTH: Final = 16  # characters; an empty or forgotten file must not let everybody in
+_LOCAL_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_TOKEN_PARAMETERS: Final = frozenset({"token", "access_token", "auth", "authorization", "api_key", "bearer"})
+_OWN_SITES: Final = frozenset({"same-origin", "none"})
+
+_log = structlog.get_logger(__name__)
 
 
 def peer_of(sock: socket.socket) -> Caller:
@@ -59,7 +81,7 @@ class DestinationRule:
 
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self._patterns = tuple(patterns)
-        self._matches = lru_cache(maxsize=1024)(self._match)
+        self._matches = lru_cache(maxsize=1024)(lambda to: any(fnmatchcase(to, each) for each in self._patterns))
 
     def check(self, destination: str) -> None:
         """Raise `NotPermitted` (403) for a destination that the config does not allow."""
@@ -91,10 +113,112 @@ class DestinationRule:
         """Tell whether callers may send there."""
         return not self._patterns or self._matches(destination)
 
-    def _match(self, destination: str) -> bool:
-        return any(fnmatchcase(destination, pattern) for pattern in self._patterns)
-
 
 def _refusal(destination: str) -> NotPermitted:
     detail = f"this daemon may not send to {destination} (config: allow_destinations)"
     return NotPermitted.of("destination_not_allowed", detail, field="to")
+
+
+class LocalToken:
+    """The token in `file`, and the one before it while its grace lasts."""
+
+    def __init__(self, file: Path, *, clock: Callable[[], float] = time.time) -> None:
+        """Read the token; raises `Fatal` (78) where the file cannot be read or others could read it."""
+        self._file = file
+        self._clock = clock
+        self._identity, self._token = _read(file)
+        self._previous = ""
+        self._previous_until = 0.0
+
+    def matches(self, token: str) -> bool:
+        """Tell, in constant time, whether `token` is the current one or one in its grace."""
+        self._notice_rotation()
+        given = token.encode(errors="surrogateescape")  # as the header had it, were it no UTF-8
+        current = hmac.compare_digest(given, self._token.encode())
+        before = hmac.compare_digest(given, self._previous.encode()) and self._clock() < self._previous_until
+        return current or before
+
+    def _notice_rotation(self) -> None:
+        try:
+            if _identity(os.stat(self._file)) == self._identity:  # noqa: PTH116 - a microsecond, on every request
+                return
+            identity, token = _read(self._file)
+        except (OSError, Fatal):
+            return  # half-way through a rotation, or a file others can read: what was read before stays good
+        self._previous, self._previous_until = self._token, identity[2] / 1e9 + GRACE_SECONDS
+        self._identity, self._token = identity, token
+
+
+def rotate(file: Path) -> None:
+    """Write a fresh token into `file`, 0600, in one step; raises `Fatal` where the directory is not writable.
+
+    The file belongs to the owner of its directory, so that root may rotate the token of a daemon.
+    """
+    try:
+        private_directory(file.parent, may_be_anothers=True)
+        fd, name = tempfile.mkstemp(prefix=".token-", dir=file.parent)  # 0600 from the start
+        with os.fdopen(fd, "w", encoding="ascii") as stream:
+            hand_over(stream.fileno(), file.parent)
+            stream.write(secrets.token_urlsafe(_TOKEN_BYTES) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(name).replace(file)
+    except OSError as error:
+        raise Fatal(Exit.IO_ERROR, f"cannot write the token file {file}: {error.strerror}") from error
+
+
+def _read(file: Path) -> tuple[tuple[int, int, int], str]:
+    try:
+        with file.open(encoding="utf-8") as stream:
+            status = os.fstat(stream.fileno())
+            token = stream.read(4096).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        detail = f"cannot read the token file {file}: {error}; `postroom daemon rotate-token` writes one"
+        raise Fatal(Exit.CONFIG, detail) from error
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise Fatal(Exit.CONFIG, f"the token file {file} can be read by others: chmod 600 it, and rotate the token")
+    if len(token) < _MIN_LENGTH:
+        raise Fatal(Exit.CONFIG, f"the token file {file} has no token: `postroom daemon rotate-token` writes one")
+    return _identity(status), token
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+class TcpGuard:
+    """Checks every request that came over TCP, before its handler sees it."""
+
+    def __init__(self, token: LocalToken) -> None:
+        self._token = token
+
+    def check(self, request: web.BaseRequest) -> None:
+        """Raise `InvalidMessage` (400) or `NotPermitted` (401, 403) for a request that may not come in."""
+        hosts = request.headers.getall(hdrs.HOST, [])
+        if len(hosts) != 1 or _host_name(f"//{hosts[0]}") not in _LOCAL_HOSTS:
+            raise NotPermitted.of("foreign_host", "the Host must be localhost, 127.0.0.1 or [::1]")
+        headers = request.headers
+        sources = [value for name in (hdrs.ORIGIN, hdrs.REFERER) for value in headers.getall(name, [])]
+        foreign_site = headers.get("Sec-Fetch-Site", "none").lower() not in _OWN_SITES
+        if foreign_site or any(_host_name(source) not in _LOCAL_HOSTS for source in sources):
+            raise NotPermitted.of("foreign_origin", "a page of another origin may not use this socket")
+        scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        if scheme.lower() != "bearer" or not self._token.matches(token.strip()):
+            _log.warning("local_token_refused", path=request.path[:200])
+            raise NotPermitted.of("unauthorized", "a request over TCP needs Authorization: Bearer <local token>")
+
+
+def refuse_tokens_in_query(request: web.BaseRequest, caller: Caller) -> None:
+    """Raise `InvalidMessage` (400), and log, where the query string carries a token."""
+    if _TOKEN_PARAMETERS.isdisjoint(name.lower() for name in request.query):
+        return
+    _log.warning("token_in_query", path=request.path[:200], caller=str(caller))
+    detail = "a token in the query string ends up in logs: send Authorization: Bearer, and rotate this one"
+    raise InvalidMessage.of("token_in_query", detail)
+
+
+def _host_name(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

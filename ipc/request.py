@@ -4,8 +4,6 @@
 `/v1/%73end`, `//v1/send` and `/v1/../v1/send` are other paths, and 404.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
@@ -17,9 +15,8 @@ from aiohttp.http import HttpVersion11
 
 from ipc.answers import problem_of
 from ipc.connection import Connection
-from ipc.limits import Limits
-from ipc.shares import Budget
-from outbox.model import Caller
+from ipc.shares import Budget, Limits
+from outbox import Caller
 from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.routes import Route
 from postroom.errors import InvalidMessage, NotFound, PostroomError
@@ -70,15 +67,11 @@ class BodyReader:
         length = request.content_length
         if length is not None and length > self._limit:
             self._refuse(f"{length} bytes")
-        return await self._receive(request)
-
-    async def _receive(self, request: Request) -> bytes:
-        """Take in the body as it comes; what has arrived, not what is promised, draws on the budget."""
-        uid = request.caller.uid
-        start_body(request, self._budget, request.content_length or 1)
+        uid = request.caller.uid  # what has arrived, not what is promised, draws on its share of the budget
+        start_body(request, self._budget, length or 1)
         received = bytearray()
         try:
-            while chunk := await request.content.readany():
+            while chunk := await content.readany():
                 if len(received) + len(chunk) > self._limit:
                     self._refuse(f"more than {self._limit} bytes")
                 self._budget.take(len(chunk), uid)

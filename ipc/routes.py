@@ -3,8 +3,6 @@
 `access` is `caller` (every peer that the socket admits) or `operator` (a uid in the config's `operators`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ipc.control import EXPOSITION, Control, RelayDesk, Topics

@@ -1,7 +1,5 @@
 """`/v1/send`, `/v1/send/batch`, `/v1/sends` and `/v1/sends/{client_message_id}`: handing in, and asking after it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from time import perf_counter
@@ -17,9 +15,9 @@ from ipc.batch import Batch
 from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
 from ipc.shares import TURN
-from outbox.model import Caller
+from outbox import Caller
 from postroom._wire.ids import is_client_message_id
-from postroom._wire.message import PreparedSend, decode_request, prepare_request
+from postroom._wire.message import decode_request, prepare_request
 from postroom._wire.operations import SendsQuery, WaitQuery
 from postroom._wire.sends import SETTLED, OutboxRow, SendList
 from postroom.chassis.routes import decode_query
@@ -55,7 +53,17 @@ class Sends:
             body = await self._read(request)
             self._budget.take(len(body), caller.uid)  # until it is on disk
             try:
-                prepared = await self._prepared(request, body)
+                headers = request.headers
+                key = idempotency_key(headers.getall(_IDEMPOTENCY_KEY, ()))
+                traceparent = headers.get(_TRACEPARENT)
+                if len(body) > _SMALL_BODY_BYTES:
+                    await request.take_turn(len(body))
+                decoded = decode_request(body)
+                if len(body) > TURN:
+                    await request.take_turn(len(body))
+                prepared = prepare_request(
+                    decoded, idempotency_key=key, traceparent=traceparent, max_body_bytes=self._body_bytes
+                )
                 (row,) = await self._destinations.accept(self._outbox, (prepared,), caller)
             finally:
                 self._budget.give_back(len(body), caller.uid)
@@ -67,10 +75,10 @@ class Sends:
             raise
         self._counters.sends[outcome.result.status] += 1
         self._counters.accept.observe(perf_counter() - began)
-        headers = _REPLAYED if outcome.replayed else ""
+        lines = _REPLAYED if outcome.replayed else ""
         if outcome.http_status == 202:  # noqa: PLR2004 - the accept table's own number
-            headers += f"Location: /v1/sends/{prepared.client_message_id}\r\n"
-        return Answer(outcome.http_status, _encode(outcome.result), JSON, headers)
+            lines += f"Location: /v1/sends/{prepared.client_message_id}\r\n"
+        return Answer(outcome.http_status, _encode(outcome.result), JSON, lines)
 
     async def batch(self, request: Request) -> web.StreamResponse:
         """Accept a stream of messages, one JSON object a line, and answer each as soon as it is on disk."""
@@ -108,17 +116,14 @@ class Sends:
             return rows
         with self._waits.holding(1, request.caller.uid):
             request.only_waits()
-            await self._wait(request, unsettled, seconds)
+            waiting = asyncio.ensure_future(self._outbox.wait_all(unsettled, seconds))
+            ends: set[asyncio.Future[Any]] = {waiting, request.connection.until_end()}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                waiting.result()
+            else:
+                waiting.cancel()
         return await self._visible(ids, request.caller)
-
-    async def _wait(self, request: Request, unsettled: Sequence[str], seconds: float) -> None:
-        waiting = asyncio.ensure_future(self._outbox.wait_all(unsettled, seconds))
-        ends: set[asyncio.Future[Any]] = {waiting, request.connection.until_end()}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            waiting.result()
-        else:
-            waiting.cancel()
 
     async def _visible(self, ids: Sequence[str], caller: Caller) -> list[OutboxRow]:
         """Find the rows; another uid's does not exist for anyone but an operator."""
@@ -126,17 +131,6 @@ class Sends:
         may_operate = self._services.policy.may_operate(caller)
         rows = await self._outbox.find_all(known) if known else []
         return [row for row in rows if may_operate or submitted_by(row, caller)]
-
-    async def _prepared(self, request: Request, data: bytes) -> PreparedSend:
-        headers = request.headers
-        key = idempotency_key(headers.getall(_IDEMPOTENCY_KEY, ()))
-        traceparent = headers.get(_TRACEPARENT)
-        if len(data) > _SMALL_BODY_BYTES:
-            await request.take_turn(len(data))
-        decoded = decode_request(data)
-        if len(data) > TURN:
-            await request.take_turn(len(data))
-        return prepare_request(decoded, idempotency_key=key, traceparent=traceparent, max_body_bytes=self._body_bytes)
 
 
 def idempotency_key(values: list[str] | tuple[str, ...]) -> str | None:

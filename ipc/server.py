@@ -7,8 +7,6 @@ No uid can keep the others out: it accepts few connections a turn of the loop, a
 held is shared, and work goes by turns (ipc/shares.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import Sequence
@@ -24,11 +22,10 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from ipc.answers import Answer, problem_answer, problem_of
 from ipc.connection import Connection, Crowd
-from ipc.limits import Counters, Limits
-from ipc.peers import Policy, peer_of
+from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.request import MethodNotAllowed, Request, Table
-from ipc.shares import REQUEST, REST, Budget, Turns
-from ipc.tcp_guard import TcpGuard, refuse_tokens_in_query
+from ipc.services import Counters
+from ipc.shares import REQUEST, REST, Budget, Limits, Turns
 from postroom.chassis.listener import TimedServer
 from postroom.chassis.routes import BROKEN_BODY, INTERNAL_ERROR, Route
 from postroom.errors import InvalidMessage, NotPermitted, PostroomError
@@ -202,7 +199,7 @@ class Server(TimedServer):
     async def _routed(self, request: Request, connection: Connection) -> web.StreamResponse:
         route = self._table.fixed.get((request.method, request.raw_path))
         if route is None:
-            refuse_tokens_in_query(request)
+            refuse_tokens_in_query(request, connection.caller)
             route, request.params = self._table.find(request.method, request.rel_url.raw_path)
             if route.query is None and request.query_string:
                 raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters")

@@ -1,5 +1,7 @@
 """Shares: what one uid may have of the daemon beside others, so that none of them leaves nothing to the rest.
 
+`Limits` says how much a caller may ask for, and how slow it may be (docs/contract/send.md#send-27).
+
 What is held (bytes, requests, waits, readers) is a `Budget`. A limit of the config is what one uid may hold. All
 together may hold twice that, and nobody more than is still free: whoever comes alone has the whole limit, and finds
 room however much another uid holds.
@@ -12,15 +14,17 @@ outbox's thread needs the interpreter for what is being written, and whoever com
 piece of work that is larger than a turn rests as many turns, which is no reason for anybody's small ones to wait.
 """
 
-from __future__ import annotations
-
 import asyncio
+import resource
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Annotated, Final
 from weakref import WeakValueDictionary
 
+import msgspec
+
+from postroom._wire.message import MAX_BODY_BYTES
 from postroom.errors import TryAgain
 
 NOBODY: Final = -1  # whoever has no uid
@@ -31,6 +35,56 @@ _ALONE: Final = 64  # the same of a uid beside which nobody is: a newcomer waits
 REST: Final = 0.001  # seconds, after the work of one turn
 _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work
 _PRESENT_SECONDS: Final = 1.0  # how long somebody who asked for nothing more counts as being there
+_FDS_KEPT_FREE: Final = 64  # for the database, the broker's connections, logs and whatever else the process opens
+MIB: Final = 1024 * 1024
+
+Bytes = Annotated[int, msgspec.Meta(ge=1024)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Limits on size, count and time; a caller that exceeds one is refused or disconnected, and nothing is written.
+
+    What is held at once is per uid; all together may hold twice that, each no more than is still free.
+    """
+
+    body_bytes: Annotated[Bytes, msgspec.Meta(description="Largest body of a message, in bytes (413).")] = (
+        MAX_BODY_BYTES
+    )
+    request_bytes: Annotated[
+        Bytes, msgspec.Meta(description="Largest request, or line of a batch: the JSON around a body, in bytes (413).")
+    ] = 4 * MIB  # text that JSON writes as \uXXXX grows up to threefold
+    buffered_bytes: Annotated[Bytes, msgspec.Meta(description="Bytes of requests held in memory at once (429).")] = (
+        64 * MIB
+    )
+    requests_in_flight: Annotated[Count, msgspec.Meta(description="Requests being answered at once (429).")] = 1024
+    waits: Annotated[
+        Count, msgspec.Meta(description="Look-ups that wait for a send to settle, in addition to those requests (429).")
+    ] = 1024
+    connections: Annotated[
+        Count, msgspec.Meta(description="Open connections; always kept below the limit on file descriptors.")
+    ] = 4096
+    headers: Annotated[Count, msgspec.Meta(description="Header fields of one request (400).")] = 100
+    header_seconds: Annotated[
+        Seconds, msgspec.Meta(description="Time for the head of a request, from its first byte, in seconds.")
+    ] = 10.0
+    body_seconds: Annotated[
+        Seconds, msgspec.Meta(description="Time for the body of a request, or for a line of a batch, in seconds.")
+    ] = 30.0
+    stall_seconds: Annotated[
+        Seconds, msgspec.Meta(description="Time without a byte within a body, or without a reply being read.")
+    ] = 30.0
+    idle_seconds: Annotated[
+        Seconds, msgspec.Meta(description="Time that a connection may idle between two requests, in seconds.")
+    ] = 75.0
+
+    def connection_cap(self) -> int:
+        """Return how many connections may be open, so that file descriptors remain for everything else."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY:
+            return self.connections
+        return max(1, min(self.connections, soft - _FDS_KEPT_FREE))
 
 
 class Budget:

@@ -1,5 +1,6 @@
 """The SQLite outbox: schema, the one writer with its group commit, accept, claim, settle, requeue, prune."""
 
+from outbox.errors import stopped
 from outbox.model import (
     Accepted,
     AcceptedRow,
@@ -33,5 +34,6 @@ __all__ = [
     "Unanswered",
     "Verb",
     "Verdict",
+    "stopped",
     "to_datetime",
 ]

@@ -18,12 +18,11 @@ import pytest
 from support.wire import Reply, encode, parse
 
 from inbox import Inbox
-from ipc.limits import Counters, Limits
-from ipc.peers import DestinationRule, Policy, peer_of
+from ipc.peers import DestinationRule, LocalToken, Policy, TcpGuard, peer_of
 from ipc.routes import routes
 from ipc.server import Server
-from ipc.services import Services
-from ipc.tcp_guard import LocalToken, TcpGuard
+from ipc.services import Counters, Services
+from ipc.shares import Limits
 from outbox import Outbox, OutboxSettings
 from outbox.model import Caller
 from postroom._wire.administration import Subscription, TopicList

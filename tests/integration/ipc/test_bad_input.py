@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 from support.wire import MALFORMED, SECRET
 
-from ipc.limits import Limits
+from ipc.shares import Limits
 from outbox.model import Caller, Settlement, Verdict
 from postroom._wire.message import prepare
 

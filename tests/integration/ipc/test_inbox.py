@@ -12,8 +12,8 @@ import pytest
 from support.inboxes import Opened, message
 
 from inbox import Inbox, InboxSettings
-from ipc.limits import Limits
 from ipc.peers import Policy
+from ipc.shares import Limits
 from postroom import AsyncClient, InboxQuery
 from postroom._wire.sends import InboxMessage, InboxPage
 from postroom.errors import TryAgain

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ipc.limits import Limits
+from ipc.shares import Limits
 from outbox.model import Caller
 
 READY = b"GET /v1/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from support.wire import encode
 
-from ipc.limits import Limits
 from ipc.peers import Policy
+from ipc.shares import Limits
 from outbox import OutboxSettings
 from outbox.model import Caller, Settlement, Verdict
 from postroom._wire.ids import is_client_message_id

@@ -14,8 +14,7 @@ from support.inboxes import Opened, message
 
 import ipc.batch
 from inbox import Inbox, InboxSettings
-from ipc.limits import Limits
-from ipc.shares import TURN, Budget
+from ipc.shares import TURN, Budget, Limits
 from postroom.errors import TryAgain
 
 MALLORY, ALICE = 61_001, 61_002

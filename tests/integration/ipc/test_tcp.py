@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.wire import Reply, encode, parse
 
-from ipc.tcp_guard import rotate
+from ipc.peers import rotate
 
 
 @pytest.fixture

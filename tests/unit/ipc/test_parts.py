@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.batch import Splitter
-from ipc.limits import LATENCY_BOUNDS, Latency
-from ipc.peers import DestinationRule, Policy, peer_of
+from ipc.peers import GRACE_SECONDS, DestinationRule, LocalToken, Policy, peer_of, rotate
 from ipc.request import _is_media
 from ipc.sends import idempotency_key
+from ipc.services import LATENCY_BOUNDS, Latency
 from ipc.shares import Budget
-from ipc.tcp_guard import GRACE_SECONDS, LocalToken, rotate
 from outbox.model import Caller
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import user_name
