@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from broker_client.features import recognised_hours
+from broker_client.features import HOUR, recognised_hours
 from broker_client.link import BrokerLink
 from outbox import Outbox
 from postroom._wire.accept import Features
@@ -19,7 +19,6 @@ from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
-_HOUR: Final = 3_600_000  # ms
 _RETRY_SECONDS: Final = 5.0  # after a look-up that failed
 
 
@@ -56,7 +55,7 @@ class Comparison:
         Rows are compared as long as their ids are surely recognised; older ones the broker may have swept.
         """
         hours = recognised_hours(features)
-        since = 0 if hours is None else self._clock() - hours * _HOUR
+        since = 0 if hours is None else self._clock() - hours * HOUR
         if await self._outbox.comparison() is not None:
             _log.warning("broker_database_changed", incarnation=name)
         await self._outbox.begin_comparison(name, since)

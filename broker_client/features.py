@@ -86,13 +86,6 @@ def assumed_max_age_hours(features: Features | None, override: int | None) -> in
     return max_age_hours(assumed, None) if override is None else override
 
 
-def margin_hours(features: Features | None, max_age: int) -> int:
-    """Return how many hours lie between `max_age` and the end of the broker's window, at least 24."""
-    dedupe = (features.client_message_id_dedupe if features else None) or DEFAULT_DEDUPE
-    window = min(dedupe.dedupe_retention_days or 0, MOST_RETENTION_DAYS) * _DAY
-    return max(LEAST_MARGIN_HOURS, window - max_age)
-
-
 class KeptFeatures:
     """The features that the broker last showed, kept on disk for a start while it is away."""
 
@@ -163,7 +156,9 @@ class FeatureCheck:
     @property
     def margin_ms(self) -> int:
         """Between the age at which a row goes dead and the end of the broker's window: how wrong a clock may be."""
-        return margin_hours(self.features, self.max_age_hours) * HOUR
+        dedupe = (self.features.client_message_id_dedupe if self.features else None) or DEFAULT_DEDUPE
+        window = min(dedupe.dedupe_retention_days or 0, MOST_RETENTION_DAYS) * _DAY
+        return max(LEAST_MARGIN_HOURS, window - self.max_age_hours) * HOUR
 
     def is_due(self) -> bool:
         """Tell whether nothing may be posted before the check: the token is new, or gone, or the last one is old."""

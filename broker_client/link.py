@@ -75,7 +75,15 @@ class BrokerLink:
 
         The broker recognises an id that it has accepted (its dedupe row), so posting a batch twice is harmless.
         """
-        reply = self._succeeded(await self._request("POST", "/v1/accept", encode_batch(rows)))
+        items = [
+            RawAcceptItem(
+                client_message_id=row.client_message_id,
+                request_fingerprint=row.fingerprint.hex(),
+                message=msgspec.Raw(row.payload),  # spliced in as it lies in the outbox, never decoded
+            )
+            for row in rows
+        ]
+        reply = self._succeeded(await self._request("POST", "/v1/accept", _encode({"messages": items})))
         answers = _decoded(reply, _decode_answers).answers
         _check_answers(rows, answers)
         return answers
@@ -155,19 +163,6 @@ class BrokerLink:
 
     def _without_token(self, text: str) -> str:
         return text.replace(self._channel.token.read(), MASK)
-
-
-def encode_batch(rows: Sequence[ClaimedRow]) -> bytes:
-    """Encode the body of `POST /v1/accept`; each payload is spliced in as it lies in the outbox, never decoded."""
-    items = [
-        RawAcceptItem(
-            client_message_id=row.client_message_id,
-            request_fingerprint=row.fingerprint.hex(),
-            message=msgspec.Raw(row.payload),
-        )
-        for row in rows
-    ]
-    return _encode({"messages": items})
 
 
 def failure_of(status: int, code: str = "") -> Failure:

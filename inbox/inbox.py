@@ -18,14 +18,14 @@ from inbox.errors import ANSWERS, invalid_cursor, invalid_event_id
 from postroom._wire.administration import HistoryMessage
 from postroom._wire.ids import new_id, now_ms
 from postroom._wire.sql import load_queries
-from postroom.chassis.sqlite import Schema, in_snapshot
+from postroom.chassis import sqlite
 from postroom.chassis.store import OwnedFile, Store, set_aside
 from postroom.errors import PostroomError
 
 T = TypeVar("T")
 
 NAME: Final = "inbox"  # of its files
-SCHEMA: Final = Schema.of("inbox", "PSTI")
+SCHEMA: Final = sqlite.Schema.of("inbox", "PSTI")
 _READ: Final = load_queries("inbox", "sql/read.sql")
 _WRITE: Final = load_queries("inbox", "sql/write.sql")
 _PAGE_BYTES: Final = 8 * 1024 * 1024  # of messages, after which a page ends
@@ -224,7 +224,7 @@ class Inbox:
 
     async def _read(self, read: Callable[..., T], *arguments: Any) -> T:
         """Call `read` with the connection and `arguments`: all its queries see the same rows."""
-        return await self._store.read(lambda db: in_snapshot(db, lambda: read(db, *arguments)))
+        return await self._store.read(lambda db: sqlite.in_snapshot(db, lambda: read(db, *arguments)))
 
     def _wake_readers(self) -> None:
         """Wake whoever waits now; who comes later gets an event of its own time."""

@@ -53,7 +53,7 @@ class Note(NamedTuple):
         if transaction.execute(_QUERIES["compared"], values):
             transaction.execute(_QUERIES["found"], {"seqs": _encode([seq for seq, _, _ in self.found]).decode()})
             ids = {"found": _encode([each for each in self.found if each[1]]).decode()}
-            order = Order(Caller.itself(), _SENT_AGAIN)
+            order = Order(Caller.this_process(), _SENT_AGAIN)
             for row_id, *was in transaction.db.execute(_QUERIES["other_ids"], ids).fetchall():
                 log(transaction, "compare", order, row_id, _was(*was))
             transaction.execute(_QUERIES["take_ids"], ids)

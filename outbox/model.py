@@ -73,7 +73,7 @@ class Caller(NamedTuple):
     name: str | None = None
 
     @classmethod
-    def itself(cls) -> Self:
+    def this_process(cls) -> Self:
         """Return the user that this process runs as."""
         return cls(os.getuid(), os.getgid(), user_name(os.getuid()))
 

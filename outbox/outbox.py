@@ -9,8 +9,7 @@ from typing import Final, Self
 
 import structlog
 
-from outbox import errors
-from outbox.accepting import Accept, Known
+from outbox import accepting, errors, operating, reading, relaying, writer
 from outbox.missing import Begin, Note, Resend, Resent
 from outbox.model import (
     Accepted,
@@ -27,25 +26,21 @@ from outbox.model import (
     Settlement,
     Verdict,
 )
-from outbox.operating import Act, Bulk, Control, Log, LookUp, Order, Outcomes
-from outbox.reading import Reader, Watchers
-from outbox.relaying import Claim, ClaimResult, Expire, Reclaim, Settle, WalkedPast
 from outbox.settled import Prune
-from outbox.writer import PART_ROWS, Queue, Transactor
 from postroom._wire.ids import new_id, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
 from postroom._wire.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
 from postroom._wire.sql import load_queries
+from postroom.chassis import sqlite
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.sqlite import Schema
 from postroom.chassis.store import OwnedFile, Store
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 
 NAME: Final = "outbox"  # of its files
-SCHEMA: Final = Schema.of("outbox", "PSTR")
+SCHEMA: Final = sqlite.Schema.of("outbox", "PSTR")
 _RECOVERED: Final = load_queries("outbox", "sql/recover.sql")
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
@@ -68,25 +63,25 @@ class Outbox:
     def __init__(
         self,
         store: Store,
-        transactor: Transactor,
+        transactor: writer.Transactor,
         *,
         settings: OutboxSettings,
-        walked: WalkedPast,
+        walked: relaying.WalkedPast,
         clock: Callable[[], int],
-        look_up: LookUp | None,
+        look_up: operating.LookUp | None,
     ) -> None:
         self._store = store
         self._transactor = transactor
         self._settings = settings
-        self._reader = Reader(store)
+        self._reader = reading.Reader(store)
         self._walked = walked
         self._clock = clock
         self._work = asyncio.Event()
         self._work.set()
         self._next_due: int | None = None
-        self._watchers = Watchers()
+        self._watchers = reading.Watchers()
         self._urged: Callable[[], None] = lambda: None  # the relay, where there is one
-        self._outcomes = Outcomes(self._reader, store, look_up, self._changed)
+        self._outcomes = operating.Outcomes(self._reader, store, look_up, self._changed)
 
     @classmethod
     async def open(
@@ -98,7 +93,7 @@ class Outbox:
         clock: Callable[[], int] = now_ms,
         earliest: int = 0,
         new_id: Callable[[], str] = new_id,
-        look_up: LookUp | None = None,
+        look_up: operating.LookUp | None = None,
     ) -> Self:
         """Lock `directory`, check the file after an unclean stop, migrate it, put inflight rows back, and start.
 
@@ -109,15 +104,15 @@ class Outbox:
         while the disk is full or fails.
         """
         settings = settings or OutboxSettings()
-        walked = WalkedPast()
-        transactor = Transactor(
+        walked = relaying.WalkedPast()
+        transactor = writer.Transactor(
             clock=clock, earliest=earliest, new_id=new_id, max_bytes=settings.max_bytes, walked=walked
         )
 
         def prepare(db: sqlite3.Connection) -> None:
             recoveries, missing = db.execute(_RECOVERED["unaccepted"]).fetchone()
             if accept_lost_ids:
-                db.execute(_RECOVERED["accept"], {"now": now_ms(), "actor": str(Caller.itself())})
+                db.execute(_RECOVERED["accept"], {"now": now_ms(), "actor": str(Caller.this_process())})
             elif recoveries:
                 raise errors.ids_lost(file.path, missing)
             transactor.start(db)
@@ -133,12 +128,12 @@ class Outbox:
             prepare=prepare,
             damaged=errors.damaged,
             transactor=transactor,
-            queue=Queue(),
+            queue=writer.Queue(),
             group=settings.max_group_rows,
             checkpoint_bytes=settings.checkpoint_bytes,
         )
         try:
-            await store.submit(Reclaim())
+            await store.submit(relaying.Reclaim())
         except PostroomError as error:
             await store.close()
             raise Fatal(Exit.TRY_AGAIN, f"cannot take back the rows that were inflight: {error}") from error
@@ -162,8 +157,8 @@ class Outbox:
         A send that fails alone (507) has its error in its place. Concurrent calls share a transaction; a call with more
         than a transaction may hold takes several.
         """
-        accept = Accept.of(sends, caller)
-        most = min(self._settings.max_group_rows, PART_ROWS)
+        accept = accepting.Accept.of(sends, caller)
+        most = min(self._settings.max_group_rows, writer.PART_ROWS)
         if len(sends) == 1 or accept.rows <= most:
             outcomes = await self._store.submit(accept)
         else:
@@ -177,7 +172,7 @@ class Outbox:
 
     async def known(self, sends: Sequence[PreparedSend], caller: Caller) -> list[AcceptedRow | None]:
         """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
-        return await self._store.submit(Known(Accept.of(sends, caller)))
+        return await self._store.submit(accepting.Known(accepting.Accept.of(sends, caller)))
 
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send, None where the id is free."""
@@ -213,7 +208,7 @@ class Outbox:
         which is meant for the few destinations that an operator paused. May return nothing although rows are due,
         after it walked past many excluded ones; `wait_for_work` then returns at once.
         """
-        claim = Claim(min(limit, CLAIM_AT_ONCE), max_bytes, frozenset(excluded), self._walked)
+        claim = relaying.Claim(min(limit, CLAIM_AT_ONCE), max_bytes, frozenset(excluded), self._walked)
         result = await self._claim(claim)
         seqs = list(result.seqs)
         size = result.size
@@ -227,7 +222,7 @@ class Outbox:
             size += result.size
         return await self._reader.claimed(seqs) if seqs else []
 
-    async def _claim(self, claim: Claim) -> ClaimResult:
+    async def _claim(self, claim: relaying.Claim) -> relaying.ClaimResult:
         """Run one transaction of a claim, and remember when to look again."""
         result = await self._store.submit(claim)
         self._next_due = result.next_due
@@ -237,7 +232,7 @@ class Outbox:
 
     async def settle(self, settlements: Sequence[Settlement]) -> int:
         """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed."""
-        settled = await self._store.submit(Settle(settlements, self._walked))
+        settled = await self._store.submit(relaying.Settle(settlements, self._walked))
         self._watchers.settled(s.row_id for s in settlements if s.verdict is not Verdict.RETRY)
         if any(s.verdict is Verdict.RETRY for s in settlements):
             self._work.set()
@@ -248,7 +243,7 @@ class Outbox:
 
         It begins when the row was enqueued, or at its `not_before` where that is later.
         """
-        expire = Expire(before_ms, _EXPIRY_CHUNK)
+        expire = relaying.Expire(before_ms, _EXPIRY_CHUNK)
         total = 0
         while expire.places:
             ids, places = await self._store.submit(expire)
@@ -287,8 +282,8 @@ class Outbox:
         reason: str,
     ) -> None:
         """Keep on disk that a destination (None for everything) is paused, or goes on at a rate."""
-        order = Order(caller, reason).checked()
-        await self._store.submit(Control(destination or "", paused, rate_per_second, order, self._walked))
+        order = operating.Order(caller, reason).checked()
+        await self._store.submit(operating.Control(destination or "", paused, rate_per_second, order, self._walked))
         self._work.set()
         if not paused:
             self._urged()
@@ -334,7 +329,7 @@ class Outbox:
         patch's own. `patch` comes from `_wire.message.prepare`: its payload, destination, priority and fingerprint
         replace the row's. 409 where the id was ever used, or the payload was pruned.
         """
-        order = Order(caller, reason, force).checked()
+        order = operating.Order(caller, reason, force).checked()
         if new_client_message_id is not None:
             check_client_message_id(new_client_message_id, "new_client_message_id")
         if VERBS[verb].retires:
@@ -343,7 +338,7 @@ class Outbox:
             if (accepted := learned.accepted.get(row_id)) is not None:
                 raise errors.already_accepted(verb, row_id, accepted.broker_message_id)
             order = order._replace(doubt=learned.doubt)
-        came = await self._store.submit(Act(verb, row_id, order, self._walked, new_client_message_id, patch))
+        came = await self._store.submit(operating.Act(verb, row_id, order, self._walked, new_client_message_id, patch))
         self._changed(row_id if verb == "requeue" else came)
         if verb == "flush":
             self._urged()
@@ -366,8 +361,8 @@ class Outbox:
         the filter names by id but otherwise rules out, `failed` the rest with reasons, ids that name no row among them.
         After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
         """
-        order = Order(caller, reason, force).checked()
-        bulk = Bulk(verb, order, self._reader, self._store, self._outcomes, self._walked, self._changed)
+        order = operating.Order(caller, reason, force).checked()
+        bulk = operating.Bulk(verb, order, self._reader, self._store, self._outcomes, self._walked, self._changed)
         result = await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
         if verb == "flush" and result.done and not dry_run:
             self._urged()
@@ -415,7 +410,7 @@ class Outbox:
 
         They are pending again; those whose payload is gone are named, noted in the operator log, and missing no more.
         """
-        order = Order(caller, reason).checked()
+        order = operating.Order(caller, reason).checked()
         total = Resent([], [], 0)
         while total.after is not None and len(total.row_ids) + len(total.without_payload) < MAX_IDS:
             part = await self._store.submit(Resend(total.after, _CHUNK, order, self._walked))
@@ -428,9 +423,11 @@ class Outbox:
 
         Rows, ids, fingerprints and outcomes stay for ever.
         """
-        order = Order(caller, reason).checked()
+        order = operating.Order(caller, reason).checked()
         total = await self._prune(settled_before_ms)
-        await self._store.submit(Log("prune", order, f"{total} payloads of rows settled before {settled_before_ms} ms"))
+        await self._store.submit(
+            operating.Log("prune", order, f"{total} payloads of rows settled before {settled_before_ms} ms")
+        )
         return total
 
     async def prune_by_age(self) -> None:

@@ -30,8 +30,7 @@ from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, 
 from postroom._wire.message import Priority
 from postroom._wire.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 from postroom._wire.sql import load_queries
-from postroom.chassis.sqlite import QUERIES as CONNECTION
-from postroom.chassis.sqlite import in_snapshot
+from postroom.chassis import sqlite
 from postroom.chassis.store import Store
 from postroom.errors import InvalidMessage
 
@@ -134,7 +133,7 @@ class Reader:
 
     async def _read(self, read: Callable[..., T], *arguments: Any) -> T:
         """Call `read` with the connection and `arguments`: all its queries see the same rows."""
-        return await self._store.read(lambda db: in_snapshot(db, lambda: read(db, *arguments)))
+        return await self._store.read(lambda db: sqlite.in_snapshot(db, lambda: read(db, *arguments)))
 
     async def find(self, client_message_id: str) -> OutboxRow | None:
         """Return the row of a send."""
@@ -252,7 +251,7 @@ class Reader:
 
         def read(db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None, int | None]:
             tally = db.execute(_QUERIES["tally"]).fetchone()
-            (used_bytes,) = db.execute(CONNECTION["used_bytes"]).fetchone()
+            (used_bytes,) = db.execute(sqlite.QUERIES["used_bytes"]).fetchone()
             return tally, used_bytes, _value(db, "oldest_pending", ()), _value(db, "due_since", {"now": now})
 
         tally, used_bytes, oldest, due_since = await self._store.read(read)

@@ -29,12 +29,8 @@ from outbox.transaction import room_of
 from postroom._wire.ids import is_client_message_id, now_ms
 from postroom._wire.message import Envelope, check_envelope
 from postroom._wire.sql import load_queries
+from postroom.chassis import ownership, sqlite, store, wal
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.ownership import hand_over
-from postroom.chassis.sqlite import PARTS
-from postroom.chassis.sqlite import QUERIES as CONNECTION
-from postroom.chassis.store import OwnedFile, move, set_aside
-from postroom.chassis.wal import PAGE
 from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/recover.sql")
@@ -241,14 +237,19 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
 
     Raises `Fatal`: 69 where a daemon runs there, 78 where there is no outbox, 75 on a full disk, 74 on one that fails.
     """
-    file = OwnedFile(directory, NAME, may_be_anothers=True)
+    file = store.OwnedFile(directory, NAME, may_be_anothers=True)
     saved = False
     try:
-        source = _source(file)
+        source = file.path
+        if not source.exists():  # a kill left none: what was set aside has the rows, with what stayed behind of it
+            if file.damaged is None:
+                raise Fatal(Exit.CONFIG, f"there is no outbox in {file.path.parent}")
+            store.move(file.path, file.damaged)
+            source = file.damaged
         now = clock()
         fresh, recovery = _salvage(source, file.path, now)
         if source == file.path:
-            recovery = recovery._replace(damaged=set_aside(source, now))
+            recovery = recovery._replace(damaged=store.set_aside(source, now))
         fresh.rename(file.path)
         _sync(file.path.parent)
         saved = True
@@ -259,20 +260,10 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     return recovery
 
 
-def _source(file: OwnedFile) -> Path:
-    """Return the outbox, or where a kill left none the file that was set aside, with what stayed behind of it."""
-    if file.path.exists():
-        return file.path
-    if file.damaged is None:
-        raise Fatal(Exit.CONFIG, f"there is no outbox in {file.path.parent}")
-    move(file.path, file.damaged)
-    return file.damaged
-
-
 def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
     """Fill a new file beside the database; return it, whole and on disk."""
     fresh = database.with_name(f"{database.name}.recovering")
-    for part in PARTS:
+    for part in sqlite.PARTS:
         Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
     _create(fresh)
     with (
@@ -281,10 +272,10 @@ def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
     ):
         new.executescript(_QUERIES["pragmas"])
         SCHEMA.migrate(new, fresh)
-        new.execute(CONNECTION["begin"])
+        new.execute(sqlite.QUERIES["begin"])
         recovery = _Salvage(pages, new, now).run(source)
-        new.execute(CONNECTION["commit"])
-        new.execute(CONNECTION["checkpoint_truncate"]).fetchall()
+        new.execute(sqlite.QUERIES["commit"])
+        new.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall()
     _sync(fresh)
     return fresh, recovery
 
@@ -302,7 +293,7 @@ def _create(file: Path) -> None:
     """Create the file, 0600 from the start, as its directory's owner's: root may recover the outbox of a daemon."""
     created = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        hand_over(created, file.parent)
+        ownership.hand_over(created, file.parent)
     finally:
         os.close(created)
 
@@ -367,7 +358,7 @@ class _Salvage:
 
     def _is_number(self, value: int) -> bool:
         """Tell whether something may have this number: each takes some of the file, for ever."""
-        return 0 < value <= max(1_000_000, self._pages.count * PAGE // _LEAST_OF_ROW)
+        return 0 < value <= max(1_000_000, self._pages.count * wal.PAGE // _LEAST_OF_ROW)
 
     def _read_indexes(self) -> None:
         """Note what the indexes say of each number."""
