@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -117,6 +118,26 @@ async def test_a_broken_connection_is_resumed_with_the_same_ids(serve: Serve) ->
     assert len(peer.kept) == 2000
     assert peer.requests > 1
     assert any(count > 1 for count in peer.kept.values())
+
+
+async def test_a_daemon_that_ends_right_after_its_last_answer_leaves_no_error_behind(serve: Serve) -> None:
+    class Ending(Peer):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse(headers=NDJSON)
+            await response.prepare(request)
+            line, _ = await request.content.readchunk()
+            await response.write(msgspec.json.encode(self.answer(1, line, request)) + b"\n")
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+
+    lost: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+    path = await serve(Ending().handle)
+    assert [result.line for result in await run(path, messages(1), patience=0)] == [1]
+    gc.collect()  # whose error nobody looked at is found now
+    await asyncio.sleep(0)
+    assert lost == []
 
 
 async def test_a_request_that_broke_off_takes_no_more_messages(serve: Serve) -> None:
