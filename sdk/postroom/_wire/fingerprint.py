@@ -7,7 +7,7 @@ Computed once when an outbox row is written, computed anew by the broker, and co
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -57,16 +57,16 @@ def _canonical(value: Any) -> Any:
 
 def _each(values: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
     kinds = set(map(type, values))
-    if kinds <= _AS_THEY_ARE or (kinds <= _MAYBE_AS_THEY_ARE and _are_plain(values)):
+    if kinds <= _AS_THEY_ARE or (kinds <= _MAYBE_AS_THEY_ARE and _are_plain(values, kinds)):
         return values
     return [_canonical(value) for value in values]
 
 
-def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
+def _are_plain(values: Sequence[Any], kinds: set[type]) -> bool:
     """Tell whether msgspec writes all numbers among `values` as RFC 8785 does, without a step for each of them."""
-    integers = [value for value in values if type(value) is int]
-    fractions = [value for value in values if type(value) is float]
-    sizes = [abs(value) for value in fractions]
+    integers = _of_kind(int, values, kinds)
+    fractions = _of_kind(float, values, kinds)
+    sizes = list(map(abs, fractions))
     return (not integers or (min(integers) > -_EXACT and max(integers) < _EXACT)) and (
         not sizes
         or (
@@ -75,6 +75,12 @@ def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
             and not any(map(float.is_integer, fractions))
         )
     )
+
+
+def _of_kind(kind: type, values: Sequence[Any], kinds: set[type]) -> Sequence[Any]:
+    if kind not in kinds:
+        return ()
+    return values if len(kinds) == 1 else [value for value in values if type(value) is kind]
 
 
 def _number(value: Any) -> Any:

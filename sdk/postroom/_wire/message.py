@@ -372,9 +372,9 @@ def _quotes_of_value(value: Any) -> int:
 
 
 def _quotes_of_values(values: list[Any]) -> int:
-    kinds = list(map(type, values))
-    quotes = 2 * kinds.count(str)
-    if dict in kinds or list in kinds:
+    kinds = set(map(type, values))
+    quotes = 2 * list(map(type, values)).count(str) if str in kinds else 0
+    if not _NODES.isdisjoint(kinds):
         quotes += sum(map(_quotes_of_value, values))
     return quotes
 
