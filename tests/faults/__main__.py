@@ -3,7 +3,7 @@
     --soak          the long column
     --seed N        the seed of what is run, to see again what it showed
     --scale X       a part of the trials and the load, while developing; such a run shows nothing
-    --write         put the table into docs/reliability.md
+    --write         put the table into docs/reliability.md; where goals are named, their rows
 
 Prints a line as each goal ends, and the table in the end. Exit code 1 where a goal was missed or its run was void, 0
 else; what could not run on this machine is named.
@@ -29,7 +29,7 @@ from support.session import session_directory
 from embedded.processes import tethered
 from faults import brokers, clocks, damage, disk, fuzz, growth, jobs, kills, neighbours, older, pairs, points, streams  # noqa: F401 - each makes its goals known
 from faults.campaign import GOALS, Campaign, Goal, Servers, Shown
-from faults.report import line, table
+from faults.report import line, replaced, table
 from faults.sizes import SIZES
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--soak", action="store_true", help="the long column")
     parser.add_argument("--seed", type=int, help="the seed of every goal that is run")
     parser.add_argument("--scale", type=float, default=1.0, help="a part of the trials and the load")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"put the table, or the goals' rows, into {PAGE.name}")
     parser.add_argument("--lane", action="store_true", help="run one goal for another campaign, which reads its result")
     options = parser.parse_args()
     if unknown := set(options.goals) - set(GOALS):
@@ -67,7 +67,9 @@ def main() -> int:
     _say(f"\n{text}")
     if options.write:
         before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        whole, _, after = rest.partition(END)
+        text = replaced(text, whole) if options.goals else text
+        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
     return 0 if all(each.held or each.lacking for each in shown) else 1
 
 

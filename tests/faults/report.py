@@ -20,6 +20,13 @@ def table(shown: Sequence[Shown], *, seconds: float, soak: bool, scale: float) -
     return head + "\n" + names + "|---|---|---|---|---|---|---|---|---|\n" + "\n".join(map(_row, shown))
 
 
+def replaced(rows: str, whole: str) -> str:
+    """Return the table `whole` with `rows`, another table, in the places of its own rows of the same goals."""
+    new = {row.split()[1]: row for row in rows.splitlines() if row.startswith("| F")}
+    kept = [new.pop(row.split()[1], row) if row.startswith("| F") else row for row in whole.strip().splitlines()]
+    return "\n".join([*kept, *new.values()])
+
+
 def _row(shown: Shown) -> str:
     struck = ", ".join(f"{what}: {count:,}" for what, count in sorted(shown.struck.items())) or "-"
     bound = f"{3 / shown.trials:.2%}" if shown.held and shown.trials else "-"
