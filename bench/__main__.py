@@ -17,7 +17,7 @@ from typing import Final
 
 import uvloop
 
-from bench import accept, commands, delivery, jobs, sends, spark, way
+from bench import accept, clients, commands, delivery, jobs, sends, spark, way
 from bench.driver import Void
 from bench.goals import GOALS
 from bench.report import PAGE, Measure, Results, machine, write
@@ -29,6 +29,7 @@ Benchmark = Callable[[Path, float, Results], AsyncIterator[Measure]]
 BENCHMARKS: Final[dict[str, Benchmark]] = {
     "send": sends.single,
     "random-ids": sends.random_ids,
+    "clients": clients.clients,
     "batch": sends.batch,
     "backlog": sends.backlog,
     "accept": accept.accept,

@@ -13,6 +13,13 @@ GOALS: Final[Mapping[str, Mapping[str, Goal]]] = {
         "one connection, of raw one-row commits": Goal(0.5),
         "64 connections, p99": Goal(25, at_most=True),
     },
+    "clients": {
+        "one task, of JetStream": Goal(0.8),
+        "64 tasks, of JetStream": Goal(2),
+        "64 tasks, relay at work, of JetStream": Goal(1),
+        "64 tasks: CPU of both": Goal(200, at_most=True),
+        "64 tasks: CPU of both, of JetStream's": Goal(1, at_most=True),
+    },
     "batch": {"of raw SQLite, 256 rows a commit": Goal(0.7)},
     "backlog": {
         "1,000,000 rows, sends of the empty outbox": Goal(0.7),
