@@ -142,7 +142,14 @@ class Administration:
         """`POST /v1/topics/{mesh}/{name}/subscriptions`: 201, or 200 where the member was subscribed already."""
         wanted = await decode_body(request, api.Subscribe)
         mesh, topic = path_mesh(request), request.match_info["name"]
-        member = _subscriber(request, wanted.member)
+        principal, member = request[PRINCIPAL], wanted.member
+        if member is not None:
+            _require_self_or_admin(request, member)
+        elif isinstance(principal, Member):
+            member = principal.name
+        else:
+            sentence = "the administrator is not a member: pass the member to subscribe (`member`)"
+            raise NotPermitted.of("member_required", sentence)
         async with changing(self._database, request, "subscribe", "topic", mesh, topic, member) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             row = await connection.fetchrow(QUERIES["subscribe"], topic_id, member_id)
@@ -236,9 +243,14 @@ class Webhooks:
         """`DELETE /v1/topics/{mesh}/{name}/webhooks/{webhook}`: nothing is posted there once the workers know."""
         mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
         async with changing(self._database, request, "delete", "webhook", mesh, topic, webhook) as connection:
-            key = await _topic_id(connection, mesh, topic), _webhook_id(webhook)
+            topic_id = await _topic_id(connection, mesh, topic)
+            missing = NotFound.of("webhook_not_found", f"the topic has no webhook {webhook[:64]!r}")
+            try:
+                key = topic_id, UUID(webhook)
+            except ValueError:
+                raise missing from None
             if await connection.fetchval(QUERIES["delete_webhook"], *key) is None:
-                raise _no_webhook(webhook)
+                raise missing
         return web.Response(status=204)
 
 
@@ -255,18 +267,6 @@ def _require_self_or_admin(request: web.Request, name: str) -> None:
     principal = request[PRINCIPAL]
     if isinstance(principal, Member) and principal.role != "admin" and principal.name != name:
         raise NotPermitted.of("not_permitted", f"only an admin of the mesh may do this for {name}")
-
-
-def _subscriber(request: web.Request, asked: str | None) -> str:
-    principal = request[PRINCIPAL]
-    if asked is not None:
-        _require_self_or_admin(request, asked)
-        return asked
-    if isinstance(principal, Member):
-        return principal.name
-    raise NotPermitted.of(
-        "member_required", "the administrator is not a member: pass the member to subscribe (`member`)"
-    )
 
 
 async def _mesh_id(connection: Connection, slug: str) -> int:
@@ -300,14 +300,3 @@ def _missing(noun: str, name: str) -> NotFound:
 
 def _exists(noun: str, name: str, why: str = "") -> Conflict:
     return Conflict.of(f"{noun}_exists", f"the {noun} {name} exists already {why}".rstrip())
-
-
-def _webhook_id(text: str) -> UUID:
-    try:
-        return UUID(text)
-    except ValueError as error:
-        raise _no_webhook(text) from error
-
-
-def _no_webhook(webhook: str) -> NotFound:
-    return NotFound.of("webhook_not_found", f"the topic has no webhook {webhook[:64]!r}")

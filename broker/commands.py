@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from broker.config import BrokerConfig, events_kept, load_config
 from broker.database import QUERIES, check_version, migrate
@@ -68,7 +68,7 @@ async def check_orphans(config: BrokerConfig) -> Exit:
     return Exit.FAILED if violations else Exit.OK
 
 
-COMMANDS: Final[Mapping[str, Callable[[BrokerConfig], Awaitable[Exit]]]] = {
+COMMANDS: Final[Mapping[str, Callable[[BrokerConfig], Coroutine[Any, Any, Exit]]]] = {
     "run": run_broker,
     "migrate": migrate_database,
     "orphan-check": check_orphans,
@@ -81,11 +81,7 @@ def main(command: str, config_file: Path | None) -> int:
     try:
         config = load_config(config_file)
         logs.configure(config.log_level)
-        return int(runtime.run(_call(command, config)))
+        return int(runtime.run(COMMANDS[command](config)))
     except Fatal as fatal:
         sys.stderr.write(f"postroom broker: {fatal}\n")
         return int(fatal.exit_code)
-
-
-async def _call(command: str, config: BrokerConfig) -> Exit:
-    return await COMMANDS[command](config)

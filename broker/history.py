@@ -17,18 +17,16 @@ instance notices that nobody waits for the answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Final
 from uuid import UUID
 
-import asyncpg
 from aiohttp import web
 
 from broker.accept import Accepting, answer_taken
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
 from broker.store import Taken
-from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse, SentMessage
+from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse
 from postroom._wire.administration import HistoryPage, HistoryQuery
 from postroom._wire.message import parse_destination
 from postroom.chassis.postgres import Connection
@@ -71,7 +69,12 @@ class History:
                 )
             values = (mesh_id, query.after, LOOK_AT, query.limit, MAX_PAGE_BYTES, _reader(principal), kind, ref)
             rows = await connection.fetch(QUERIES["read_history"], *values)
-        return json_response(_page(rows, query.limit, str(incarnation)))
+        messages = [history_message(row) for row in rows if row["history_id"] is not None]
+        looked_at, looked_to, matched = rows[0]["looked_at"], rows[0]["looked_to"], rows[0]["matched"]
+        next_after = looked_to if looked_at == LOOK_AT else None
+        if messages and (len(messages) < matched or matched == query.limit):
+            next_after = messages[-1].history_id
+        return json_response(HistoryPage(messages=messages, next_after=next_after, incarnation=str(incarnation)))
 
     async def get_message(self, request: web.Request) -> web.Response:
         """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
@@ -93,15 +96,6 @@ class History:
 def _reader(principal: Principal) -> int | None:
     """Return the member whose eyes the history is read with; None sees everything."""
     return principal.member_id if isinstance(principal, Member) and principal.role != "admin" else None
-
-
-def _page(rows: Sequence[asyncpg.Record], limit: int, incarnation: str) -> HistoryPage:
-    messages = [history_message(row) for row in rows if row["history_id"] is not None]
-    looked_at, looked_to, matched = rows[0]["looked_at"], rows[0]["looked_to"], rows[0]["matched"]
-    if messages and (len(messages) < matched or matched == limit):
-        return HistoryPage(messages=messages, next_after=messages[-1].history_id, incarnation=incarnation)
-    next_after = looked_to if looked_at == LOOK_AT else None
-    return HistoryPage(messages=messages, next_after=next_after, incarnation=incarnation)
 
 
 class LookUp:
@@ -129,7 +123,14 @@ class LookUp:
             except TimeoutError:
                 sentence = "earlier posts are still running, and may have these ids: ask again"
                 raise TryAgain.of("posts_at_work", sentence, retryable=True, retry_after=1.0) from None
-        answers = [_answer(sender, each, taken.get(each.client_message_id)) for each in asked.messages]
+        answers = []
+        for each in asked.messages:
+            name = each.client_message_id
+            if (row := taken.get(name)) is not None:
+                answers.append(answer_taken(sender, name, bytes.fromhex(each.request_fingerprint), row))
+                continue
+            problem = NotFound.of("not_accepted", f"no message was accepted under the id {name}").problem
+            answers.append(AcceptAnswer(status=problem.status, client_message_id=name, problem=problem))
         return AcceptResponse(answers=answers)
 
     async def _find(self, connection: Connection, sender: Member, ids: set[str]) -> dict[str, Taken]:
@@ -146,11 +147,3 @@ async def _until_written(connection: Connection) -> None:
     while under_way:
         await asyncio.sleep(_LOOK_SECONDS)
         under_way = await connection.fetchval(QUERIES["accepts_under_way"], under_way)
-
-
-def _answer(sender: Member, asked: SentMessage, row: Taken | None) -> AcceptAnswer:
-    name = asked.client_message_id
-    if row is not None:
-        return answer_taken(sender, name, bytes.fromhex(asked.request_fingerprint), row)
-    problem = NotFound.of("not_accepted", f"no message was accepted under the id {name}").problem
-    return AcceptAnswer(status=problem.status, client_message_id=name, problem=problem)

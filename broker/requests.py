@@ -20,6 +20,7 @@ from postroom.errors import InvalidMessage, PostroomError
 B = TypeVar("B", bound=msgspec.Struct)
 
 CONFIG = web.AppKey("config", BrokerConfig)
+_UNSAID = "application/octet-stream"  # what aiohttp reports where the client names no type
 ROOM = web.AppKey("room", Shares)  # for bodies, in bytes
 
 
@@ -37,23 +38,17 @@ async def received(request: web.Request) -> AsyncIterator[bytes]:
     if size > config.max_request_bytes:
         raise _too_large(config)
     async with request.app[ROOM].hold(request[PRINCIPAL].whose, size):
-        yield await _read(request, config)
-
-
-async def _read(request: web.Request, config: BrokerConfig) -> bytes:
-    try:
-        async with asyncio.timeout(config.body_seconds):
-            return await request.read()
-    except TimeoutError:
-        sentence = f"the body did not arrive within {config.body_seconds:g} s"
-        raise PostroomError.of("request_timeout", sentence, retryable=True) from None
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large(config) from None
-    except (ConnectionError, web.RequestPayloadError):  # the caller has disconnected, or said that more would come
-        raise InvalidMessage.of("incomplete_body", "the body ended too early") from None
-
-
-_UNSAID = "application/octet-stream"  # what aiohttp reports where the client names no type
+        try:
+            async with asyncio.timeout(config.body_seconds):
+                body = await request.read()
+        except TimeoutError:
+            sentence = f"the body did not arrive within {config.body_seconds:g} s"
+            raise PostroomError.of("request_timeout", sentence, retryable=True) from None
+        except web.HTTPRequestEntityTooLarge:
+            raise _too_large(config) from None
+        except (ConnectionError, web.RequestPayloadError):  # the caller has disconnected, or said that more would come
+            raise InvalidMessage.of("incomplete_body", "the body ended too early") from None
+        yield body
 
 
 def _too_large(config: BrokerConfig) -> InvalidMessage:

@@ -32,22 +32,14 @@ app = noun()
 def doctor(*, as_json: Json = False, socket: Socket = None, url: Url = None, token_file: TokenFile = None) -> None:
     """Check files, SQLite, sockets, permissions and every dependency, and show what to do."""
 
-    async def collect() -> list[Finding]:
-        return [finding async for finding in _look_at_everything(socket, url, token_file)]
+    async def look() -> list[Finding]:
+        """Look from the ground up: at the machine, the daemon, the broker, the servers behind it."""
+        found = [*_python(), *_sqlite(), *_directories(), *_token(token_file)]
+        for asked in (_daemon(socket), _broker(url, token_file), look_at_servers()):
+            found += [finding async for finding in asked]
+        return found
 
-    show_findings(asyncio.run(collect()), as_json=as_json)
-
-
-async def _look_at_everything(socket: Path | None, url: str | None, token_file: Path | None) -> AsyncIterator[Finding]:
-    """Yield what is found, from the ground up: the machine, the daemon, the broker, the servers behind it."""
-    for finding in (*_python(), *_sqlite(), *_directories(), *_token(token_file)):
-        yield finding
-    async for finding in _daemon(socket):
-        yield finding
-    async for finding in _broker(url, token_file):
-        yield finding
-    async for finding in look_at_servers():
-        yield finding
+    show_findings(asyncio.run(look()), as_json=as_json)
 
 
 def _python() -> Iterator[Finding]:
@@ -74,7 +66,9 @@ def _directories() -> Iterator[Finding]:
     if os.getuid() and "XDG_RUNTIME_DIR" not in os.environ:
         remedy = "log in through PAM (`loginctl enable-linger`), or set socket.path and POSTROOM_SOCKET"
         yield Finding("runtime directory", "warning", "XDG_RUNTIME_DIR is not set", remedy)
-    state = _state_directory()
+    # where `postroom up` keeps everything, else where services and users keep their state
+    named = os.environ.get("POSTROOM_STATE") or os.environ.get("XDG_STATE_HOME")
+    state = Path(named or ("~/.local/state" if os.getuid() else "/var/lib")).expanduser()
     existing = next(path for path in (state, *state.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     room = f"{free // 1024**2} MiB free below {existing}"
@@ -84,12 +78,6 @@ def _directories() -> Iterator[Finding]:
         yield Finding("disk", "ok", room)
     if not os.access(existing, os.W_OK):
         yield Finding("state directory", "warning", f"{existing} can't be written", "set state_directory")
-
-
-def _state_directory() -> Path:
-    """Return where `postroom up` keeps everything, else where services and users keep their state."""
-    named = os.environ.get("POSTROOM_STATE") or os.environ.get("XDG_STATE_HOME")
-    return Path(named or ("~/.local/state" if os.getuid() else "/var/lib")).expanduser()
 
 
 def _token(file: Path | None) -> Iterator[Finding]:
