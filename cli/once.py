@@ -34,6 +34,7 @@ from postroom.chassis.ownership import this_user
 from postroom.errors import error_for
 
 if TYPE_CHECKING:
+    from postroom.claims.model import Row
     from postroom.once import Scope, Store
 
 T = TypeVar("T")
@@ -192,14 +193,21 @@ async def _kept(store: Store, query: KeysQuery) -> list[KeptKey]:
     return [msgspec.convert({**kept._asdict(), **vars(kept.scope)}, KeptKey) for kept in found]
 
 
+async def _look_up(store: Store, scope: Scope) -> Row | None:
+    return (await store.look_up([scope.columns])).get(scope.columns)
+
+
 async def _whole(store: Store, name: KeyName) -> KeyDetails:
+    from postroom.once.model import state_of  # noqa: PLC0415
+
     scope = _scope(name)
-    row, log = await store.look(scope), await store.forgotten(scope)
+    row, log = await _look_up(store, scope), await store.forgotten(scope)
     if row is None and not log:
         raise key_missing(str(scope))
     known: dict[str, Any] = {}
     if row is not None:
-        known = {member: getattr(row, member) for member in ("state", "owner", "attempts", "lease_until", "last_error")}
+        known = {member: getattr(row, member) for member in ("owner", "attempts", "lease_until", "last_error")}
+        known["state"] = state_of(row)
         if row.result is not None:
             known |= {"encoding": row.result.encoding, "result": row.result.data.decode("utf-8", "backslashreplace")}
     notes = [KeyNote(verb="forget", **act._asdict()) for act in log]
@@ -210,8 +218,8 @@ async def _forget(store: Store, name: KeyName, why: str) -> None:
     scope = _scope(name)
     if await store.forget(scope, this_user(), why):
         return
-    row = await store.look(scope)
-    if row is None:
+    row = await _look_up(store, scope)
+    if row is None or row.owner is None:
         raise key_missing(str(scope))
     raise key_held(str(scope), row.owner, row.lease_until)
 

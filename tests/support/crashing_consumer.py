@@ -6,7 +6,6 @@ keep (a dead letter) and ack; COUNT says at which time that it comes by. STEP `n
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -52,7 +51,7 @@ async def main(file: Path, when: str, count: int) -> None:
         letters.keep = dying("keep", count, when, letters.keep)
         pull = services.consumer._pull
         pull.answer = dying("ack", count, when, pull.answer)  # type: ignore[method-assign]
-        await asyncio.gather(services.consumer.run(), handler.leases.run())
+        await services.consumer.run()
 
 
 if __name__ == "__main__":

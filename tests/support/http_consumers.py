@@ -68,10 +68,9 @@ async def settled(context: Context, durable: str = DURABLE) -> None:
 async def consuming(config: ConsumerConfig) -> AsyncIterator[HttpConsumer]:
     """Run a consumer for the length of the block, then let it finish."""
     async with open_consumer(config, worker_of(config)) as services:
-        tasks = [asyncio.create_task(services.consumer.run()), asyncio.create_task(services.handler.leases.run())]
+        task = asyncio.create_task(services.consumer.run())
         try:
             yield services
         finally:
             await services.finish()
-            tasks[1].cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)

@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from random import Random
-from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import structlog
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from postroom._wire.retry import Backoff, tell
+from postroom.claims.model import DONE, Dead, Done, Later, Outcome
 from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
 from postroom.delivery.dead_letters.letter import REPLAYED_FOR
 from postroom.delivery.message import Delivery, delivery_of
@@ -58,32 +59,6 @@ _ACK: Final = b"+ACK"
 _NAK: Final = b"-NAK"
 _IN_PROGRESS: Final = b"+WPI"
 _NANOSECONDS: Final = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The message has had its effect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Later:
-    """Not now: deliver it again, `seconds` from now."""
-
-    error: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """Never: it cannot be handled. `reason` is a snake_case word, `error` a sentence."""
-
-    reason: str
-    error: str
-    attempts: int | None = None  # None: as many as there were deliveries
-
-
-Outcome: TypeAlias = Done | Later | Dead
-DONE: Final = Done()
 
 
 class Attempts(NamedTuple):

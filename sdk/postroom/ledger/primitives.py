@@ -10,15 +10,17 @@ An entry leases its message to the caller, for `lease`. A step of a lease that r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
 from uuid import UUID, uuid4
 
 import asyncpg
 
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
+from postroom.claims.model import Claim, Key
 from postroom.ledger.digits import GuidLedger, decode_guid, render
 from postroom.ledger.errors import Duplicate, Exhausted, Forbidden, Held, Inactive, LeaseLost, Missing, Overflow
 
@@ -78,13 +80,13 @@ NO_ANSWER: Final = Answer()
 
 
 class Leg1(NamedTuple):
-    """An attempt of leg 1, leased to `owner`; `attempt` counts from the job's last retry on, from 1.
+    """An attempt of leg 1, which `claim` leases; `attempt` counts from the job's last retry on, from 1.
 
     `last_error` is why the one before failed.
     """
 
     activity: UUID
-    owner: UUID
+    claim: Claim
     job: UUID
     context: str
     name: str
@@ -96,7 +98,7 @@ class Leg1(NamedTuple):
 
 
 class Leg2(NamedTuple):
-    """An entry into leg 2 with one message, leased to `owner`; `ledger` is the message's, as the entry found it.
+    """An entry into leg 2 with one message, which `claim` leases; `ledger` is the message's, as the entry found it.
 
     `result` is what step 1 returned, where it is done. `attempt` counts the message's entries, from 1: since the last
     retry of the job, or, where it has closed the job, for its completion.
@@ -104,7 +106,7 @@ class Leg2(NamedTuple):
 
     activity: UUID
     guid: str
-    owner: UUID
+    claim: Claim
     job: UUID
     context: str
     name: str
@@ -142,12 +144,12 @@ async def enter_leg1(connection: Connection, activity: UUID, lease: timedelta, m
     Raises `Duplicate` where leg 1 is complete, which is counted too (docs/contract/jobs.md#jobs-11), `Overflow` for
     attempt 1000, `Exhausted` for one more than `most`, `Held`, `Inactive` and `Missing`.
     """
-    owner = uuid4()
+    owner, started = uuid4(), time.monotonic()
     found = await connection.fetchrow(QUERIES["enter_leg1"], activity, owner, lease, most)
     row = _done(found, activity, step="leg 1", needs="nothing")
     return Leg1(
         activity,
-        owner,
+        _claim((str(activity),), owner, row, started + lease.total_seconds()),
         row["job_id"],
         row["context"],
         row["name"],
@@ -165,7 +167,7 @@ async def complete_leg1(connection: Connection, leg1: Leg1, request: Request | N
     Returns the activity's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
     """
     asked = (None,) * 5 if request is None else request
-    row = await connection.fetchrow(QUERIES["complete_leg1"], leg1.activity, leg1.owner, *asked)
+    row = await connection.fetchrow(QUERIES["complete_leg1"], leg1.activity, leg1.claim.owner, *asked)
     return int(_done(row, leg1.activity, step="completing leg 1", needs="its entry")["ledger"])
 
 
@@ -186,7 +188,7 @@ async def enter_leg2(
     is due, was taken by another, `Overflow` for entry 100,000,000, `Exhausted` for an attempt more than `most`, or,
     of a message that has closed the job, for one more than `most_completions`, `Held`, `Inactive` and `Missing`.
     """
-    owner = uuid4()
+    owner, started = uuid4(), time.monotonic()
     found = await connection.fetchrow(
         QUERIES["enter_leg2"],
         activity,
@@ -203,7 +205,7 @@ async def enter_leg2(
     return Leg2(
         activity,
         guid,
-        owner,
+        _claim((str(activity), guid), owner, row, started + lease.total_seconds()),
         row["job_id"],
         row["context"],
         row["name"],
@@ -221,7 +223,7 @@ async def finish_work(connection: Connection, leg2: Leg2, result: str) -> int:
 
     Returns the message's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
     """
-    row = await connection.fetchrow(QUERIES["finish_work"], leg2.activity, leg2.guid, leg2.owner, result)
+    row = await connection.fetchrow(QUERIES["finish_work"], leg2.activity, leg2.guid, leg2.claim.owner, result)
     return int(_done(row, leg2.activity, step="step 1", needs="the entry")["ledger"])
 
 
@@ -244,7 +246,7 @@ async def spawn(
         QUERIES["spawn"],
         leg2.activity,
         leg2.guid,
-        leg2.owner,
+        leg2.claim.owner,
         result,
         [child.id for child in children],
         [child.name for child in children],
@@ -266,7 +268,7 @@ async def finish_job(connection: Connection, leg2: Leg2, result: str = "null") -
     Returns the message's ledger.
     Raises `Forbidden` for a message that did not close the job, `LeaseLost`, `Inactive` and `Missing`.
     """
-    row = await connection.fetchrow(QUERIES["finish_job"], leg2.activity, leg2.guid, leg2.owner, result)
+    row = await connection.fetchrow(QUERIES["finish_job"], leg2.activity, leg2.guid, leg2.claim.owner, result)
     return int(_done(row, leg2.activity, step="step 3", needs="the snapshot")["ledger"])
 
 
@@ -279,10 +281,10 @@ async def fail_activity(connection: Connection, activity: UUID, error: str) -> N
     _done(row, activity, step="failing", needs="nothing")
 
 
-async def renew(connection: Connection, entry: Leg1 | Leg2, lease: timedelta) -> None:
+async def renew(connection: Connection, claim: Claim, lease: timedelta) -> None:
     """Prolong a lease that still holds, by `lease` from now; raises `LeaseLost` where it ran out."""
-    query = QUERIES["renew_leg1"] if isinstance(entry, Leg1) else QUERIES["renew_leg2"]
-    if await connection.fetchrow(query, *_lease_of(entry), lease) is None:
+    query = QUERIES["renew_leg1" if len(claim.key) == 1 else "renew_leg2"]
+    if await connection.fetchrow(query, *claim.key, claim.owner, lease) is None:
         raise LeaseLost.of_entry()
 
 
@@ -291,12 +293,12 @@ async def release(connection: Connection, entry: Leg1 | Leg2, error: str | None 
 
     One that is lost stays so.
     """
-    query = QUERIES["release_leg1"] if isinstance(entry, Leg1) else QUERIES["release_leg2"]
-    await connection.execute(query, *_lease_of(entry), error)
+    query = QUERIES["release_leg1" if isinstance(entry, Leg1) else "release_leg2"]
+    await connection.execute(query, *entry.claim.key, entry.claim.owner, error)
 
 
-def _lease_of(entry: Leg1 | Leg2) -> tuple[Any, ...]:
-    return (entry.activity, entry.owner) if isinstance(entry, Leg1) else (entry.activity, entry.guid, entry.owner)
+def _claim(key: Key, owner: UUID, row: asyncpg.Record, until: float) -> Claim:
+    return Claim(key, str(owner), row["attempt"], row["last_error"], None, until)
 
 
 def _done(row: asyncpg.Record | None, activity: UUID, *, step: str, needs: str) -> asyncpg.Record:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 from uuid import UUID, uuid5
@@ -16,9 +16,11 @@ import structlog
 
 from postroom._wire.retry import tell
 from postroom.chassis.postgres import UNREACHABLE, Connection, Pool
+from postroom.claims import leases
+from postroom.claims.model import Claim
 from postroom.errors import PostroomError
 from postroom.flow import Activity, Context, Flow, InvalidFlow
-from postroom.ledger.errors import Fault
+from postroom.ledger.errors import Fault, LeaseLost
 from postroom.ledger.primitives import Leg1, Leg2, release, renew
 from postroom.retry_policy import RetryPolicy
 
@@ -26,7 +28,6 @@ _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-_RENEWALS: Final = 3  # of each lease, so that two may fail
 _ENDED: Final = (
     "the handler ended the transaction of its step, on `ctx.connection()`: the step commits when the handler "
     "returns, and rolls back when it raises; for a part of it use a nested `transaction()`"
@@ -63,6 +64,19 @@ class Running:
     pool: Pool
     flow: Flow
     lease: timedelta
+    leases: leases.Leases = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "leases", leases.Leases(self._renew, self.lease.total_seconds()))
+
+    async def _renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        renewed = []
+        for claim in claims:
+            with suppress(LeaseLost):
+                async with self.pool.acquire() as connection:
+                    await renew(connection, claim, self.lease)
+                renewed.append(claim)
+        return renewed
 
     def activity(self, name: str) -> Activity:
         """Return the activity that a row names; raises `InvalidFlow` where the flow has none of that name."""
@@ -143,15 +157,11 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
 
 async def under_lease(running: Running, entry: Leg1 | Leg2, work: Awaitable[T]) -> T:
     """Await a handler while its lease is renewed; where it is lost, the handler is cancelled: raises `LeaseLost`."""
-    working = asyncio.create_task(_contained(work))
-    renewing = asyncio.create_task(_renew(running, entry))
     try:
-        await asyncio.wait({working, renewing}, return_when=asyncio.FIRST_COMPLETED)
-        return await (renewing if renewing.done() else working)
-    finally:
-        working.cancel()
-        renewing.cancel()
-        await asyncio.wait({working, renewing})
+        async with running.leases.holding(entry.claim):
+            return await asyncio.create_task(_contained(work))  # a handler may cancel its own task
+    except leases.LeaseLost as lost:
+        raise LeaseLost.of_entry() from lost
 
 
 def most_attempts(policy: RetryPolicy | None) -> int:
@@ -183,17 +193,6 @@ async def _contained(work: Awaitable[T]) -> T:
         if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
             raise
         raise HandlerEnded(f"the handler ended with {tell(error)}") from error
-
-
-async def _renew(running: Running, entry: Leg1 | Leg2) -> Any:
-    """Renew a lease for ever; raises `LeaseLost`. Without Postgres, which alone knows who has it, it is tried again."""
-    while True:
-        await asyncio.sleep(running.lease.total_seconds() / _RENEWALS)
-        try:
-            async with running.pool.acquire() as connection:
-                await renew(connection, entry, running.lease)
-        except (asyncpg.PostgresError, *UNREACHABLE) as error:
-            _log.warning("lease_not_renewed", activity=str(entry.activity), error=str(error))
 
 
 async def _give_up(running: Running, entry: Leg1 | Leg2, error: str) -> None:

@@ -13,30 +13,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
-import msgspec
-
+from postroom._wire.sql import load_queries
+from postroom.claims.model import Claim as Run
+from postroom.claims.model import Claims, Done, Held, Key, Result, Row, Table
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, Unavailable
 
-State = Literal["PENDING", "COMMITTED", "FAILED"]
-Encoding = Literal["json", "bytes"]
+__all__ = ["Begun", "Done", "Held", "KeyHeld", "LeaseLost", "Result", "Run", "Scope", "Store"]
 
-TRANSITIONS: Final[frozenset[tuple[State | None, State]]] = frozenset(
-    {
-        (None, "PENDING"),  # begin
-        ("PENDING", "PENDING"),  # renew; begin, once the lease has run out
-        ("PENDING", "COMMITTED"),  # commit
-        ("PENDING", "FAILED"),  # fail
-        ("FAILED", "PENDING"),  # begin
-    }
-)
+State: TypeAlias = Literal["PENDING", "COMMITTED", "FAILED"]
+Begun: TypeAlias = Run | Done | Held
 
-LEASE_EXPIRED: Final = "lease_expired"  # the last error of an attempt that ended without a word
+COLUMNS: Final = ("tenant", "topic", "consumer_group", "key")
+PARTS: Final = load_queries("postroom.once", "sql/claims.sql")
 MAX_NAME: Final = 255  # characters of a tenant, a topic, a group
 MAX_KEY: Final = 512  # characters
 MAX_ERROR: Final = 2000  # characters
-MAX_RESULT: Final = 1024 * 1024  # bytes
+
+
+def table(name: str) -> Table:
+    """Describe the keys of a registry, whose table has this name."""
+    return Table(name, COLUMNS, "lease_until", "begun_at", expired="lease_expired", given=("state",))
+
+
+def state_of(row: Row) -> State:
+    """Name the state of a key."""
+    if row.done:
+        return "COMMITTED"
+    return "PENDING" if row.lease_until else "FAILED"
 
 
 @dataclass(frozen=True)
@@ -63,45 +68,14 @@ class Scope:
         if self.group == "":
             raise _invalid("group", "must not be empty: omit it (None) for the scope of the producer")
 
+    @property
+    def columns(self) -> Key:
+        """The key as its table has it: '' is the group of the producer."""
+        return self.tenant, self.topic, self.group or "", self.key
+
     def __str__(self) -> str:
         who = "" if self.group is None else f" for the group {self.group}"
         return f"the key {self.key[:64]!r} of {self.tenant}/{self.topic}{who}"
-
-
-class Result(NamedTuple):
-    """The result of a committed key as it is kept."""
-
-    encoding: Encoding
-    data: bytes
-
-    @classmethod
-    def of(cls, value: Any) -> Result:
-        """Encode `value`: bytes stay as they are, everything else is JSON.
-
-        Raises `InvalidMessage` where JSON has no words for it, or it is larger than 1 MiB.
-        """
-        result = cls("bytes", bytes(value)) if isinstance(value, (bytes, bytearray)) else cls("json", _json(value))
-        if len(result.data) > MAX_RESULT:
-            detail = f"the result has {len(result.data)} bytes, a registry keeps at most {MAX_RESULT}: keep a reference"
-            raise InvalidMessage.of("result_too_large", detail)
-        return result
-
-    @property
-    def value(self) -> Any:
-        """What a later attempt is given: the bytes, or what JSON kept of the value."""
-        return self.data if self.encoding == "bytes" else msgspec.json.decode(self.data)
-
-
-class Row(NamedTuple):
-    """A key as a store shows it; `now` is the store's clock, which alone decides whether a lease has run out."""
-
-    state: State
-    owner: str  # who holds it, or who settled it
-    attempts: int
-    lease_until: datetime | None  # set where PENDING
-    last_error: str | None
-    result: Result | None  # set where COMMITTED
-    now: datetime
 
 
 class KeyFilter(NamedTuple):
@@ -136,61 +110,11 @@ class Forgotten(NamedTuple):
     attempts: int
 
 
-class Run(NamedTuple):
-    """Go ahead: the key is yours until `lease_until` (None: the key is empty, and nothing is recorded)."""
+class Store(Claims, Protocol):
+    """A table of keys: their claims, and what operators and the retention do with them.
 
-    owner: str  # the token that fences `renew`, `commit` and `fail`
-    attempt: int  # 1 for the first
-    last_error: str | None  # of the attempt before
-    lease_until: datetime | None
-
-
-class Done(NamedTuple):
-    """It was done before, with this result."""
-
-    result: Result
-
-
-class Held(NamedTuple):
-    """Somebody else is at it, and holds the key until `until` at least, unless it settles before."""
-
-    until: datetime
-    seconds: float  # from now, by the store's clock
-
-
-Begun = Run | Done | Held
-
-
-class Store(Protocol):
-    """One table of keys. Whether a lease has run out is decided by the store's own clock, within the step.
-
-    A step that can't be taken raises `Unavailable`; it may have happened all the same. Taking `renew`, `commit` or
-    `fail` again with the same owner is harmless.
+    A step that can't be taken raises `Unavailable`; it may have happened all the same.
     """
-
-    async def take(self, scope: Scope, owner: str, lease: float) -> Row | None:
-        """Make a free key `PENDING` for `owner`, for `lease` seconds; None where it is not free.
-
-        A key is free where there is none, where it `FAILED`, and where its lease has run out. That attempt's last error
-        is then `lease_expired`.
-        """
-        ...
-
-    async def look(self, scope: Scope) -> Row | None:
-        """Return the key as it is."""
-        ...
-
-    async def renew(self, scope: Scope, owner: str, lease: float) -> datetime | None:
-        """Let the lease that `owner` still has run for `lease` seconds from now; None where it has none."""
-        ...
-
-    async def commit(self, scope: Scope, owner: str, result: Result) -> bool:
-        """Make a key that `owner` still has a lease on `COMMITTED`; say whether it did."""
-        ...
-
-    async def fail(self, scope: Scope, owner: str, error: str) -> bool:
-        """Make a key that `owner` still has a lease on `FAILED`; say whether it did."""
-        ...
 
     async def purge(self, age: float, limit: int) -> int:
         """Delete up to `limit` keys that ended more than `age` seconds ago: settled, or left to their lease's end."""
@@ -254,14 +178,6 @@ def unavailable(error: BaseException) -> Unavailable:
 def unusable(why: str) -> PostroomError:
     """Build the error for a store that somebody has to put right first."""
     return PostroomError.of("registry_unusable", f"the registry cannot be used: {why}")
-
-
-def _json(value: Any) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        detail = f"the result can be stored neither as JSON nor as bytes: {error}"
-        raise InvalidMessage.of("result_not_json", detail) from error
 
 
 def _check(name: str, value: str, most: int) -> None:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Final, Self
 
 import asyncpg
 from asyncpg.pool import PoolConnectionProxy
 
 from postroom._wire.sql import load_queries, read_sql
-from postroom.once.model import (
-    LEASE_EXPIRED,
-    Forgotten,
-    KeptKey,
-    KeyFilter,
-    Result,
-    Row,
-    Scope,
-    absent,
-    unavailable,
-    unusable,
-)
+from postroom.claims.postgres import PostgresClaims
+from postroom.once.model import PARTS, Forgotten, KeptKey, KeyFilter, Scope, absent, table, unavailable, unusable
 
 VERSION: Final = "version 1"
 _QUERIES: Final = load_queries("postroom.once", "sql/postgres.sql")
@@ -45,10 +36,11 @@ _PASSING: Final = (
 )
 
 
-class PostgresStore:
+class PostgresStore(PostgresClaims):
     """A `Store` on a pool, which it doesn't close unless it opened it."""
 
     def __init__(self, pool: asyncpg.Pool[asyncpg.Record], *, owned: bool = False) -> None:
+        super().__init__(table("postroom_once.idempotency_keys"), PARTS, self._timed)
         self._pool = pool
         self._owned = owned
 
@@ -88,56 +80,34 @@ class PostgresStore:
             raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
         return version is not None
 
-    async def take(self, scope: Scope, owner: str, lease: float) -> Row | None:
-        """See `Store.take`."""
-        return _row(await self._fetch("take", scope, owner, timedelta(seconds=lease), LEASE_EXPIRED))
-
-    async def look(self, scope: Scope) -> Row | None:
-        """See `Store.look`."""
-        return _row(await self._fetch("look", scope))
-
-    async def renew(self, scope: Scope, owner: str, lease: float) -> datetime | None:
-        """See `Store.renew`."""
-        row = await self._fetch("renew", scope, owner, timedelta(seconds=lease))
-        until: datetime | None = row["lease_until"] if row else None
-        return until
-
-    async def commit(self, scope: Scope, owner: str, result: Result) -> bool:
-        """See `Store.commit`."""
-        return await self._fetch("settle", scope, owner, "COMMITTED", None, *result) is not None
-
-    async def fail(self, scope: Scope, owner: str, error: str) -> bool:
-        """See `Store.fail`."""
-        return await self._fetch("settle", scope, owner, "FAILED", error, None, None) is not None
-
     async def purge(self, age: float, limit: int) -> int:
         """See `Store.purge`."""
-        ((purged,),) = await self._run("purge", timedelta(seconds=age), limit)
+        ((purged,),) = await self._run(_QUERIES["purge"], timedelta(seconds=age), limit)
         return int(purged)
 
     async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
         """See `Store.find`."""
         return [
             KeptKey(Scope(tenant, topic, key, group or None), *rest)
-            for tenant, topic, group, key, *rest in await self._run("find", *wanted, limit)
+            for tenant, topic, group, key, *rest in await self._run(_QUERIES["find"], *wanted, limit)
         ]
 
     async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
         """See `Store.forget`."""
-        return await self._fetch("forget", scope, actor, reason) is not None
+        return bool(await self._run(_QUERIES["forget"], *scope.columns, actor, reason))
 
     async def forgotten(self, scope: Scope) -> list[Forgotten]:
         """See `Store.forgotten`."""
-        return [Forgotten(*row) for row in await self._run("forgotten", *_key(scope))]
+        return [Forgotten(*row) for row in await self._run(_QUERIES["forgotten"], *scope.columns)]
 
     async def close(self) -> None:
         """See `Store.close`."""
         if self._owned:
             await self._pool.close()
 
-    async def _fetch(self, query: str, scope: Scope, *values: Any) -> asyncpg.Record | None:
-        rows = await self._run(query, *_key(scope), *values)
-        return rows[0] if rows else None
+    async def _timed(self, query: str, *values: Any) -> tuple[list[asyncpg.Record], float]:
+        started = time.monotonic()
+        return await self._run(query, *values), started
 
     async def _run(self, query: str, *values: Any) -> list[asyncpg.Record]:
         """Run one step as a transaction of the isolation level that it is written for, whatever the database's is.
@@ -149,7 +119,7 @@ class PostgresStore:
             self._pool.acquire() as connection,
             connection.transaction(isolation="read_committed", readonly=False),
         ):
-            return await connection.fetch(_QUERIES[query], *values)
+            return await connection.fetch(query, *values)
 
 
 async def _connect(url: str) -> asyncpg.Pool[asyncpg.Record]:
@@ -181,14 +151,3 @@ async def _mapped() -> AsyncIterator[None]:
         raise unavailable(error) from error
     except asyncpg.PostgresError as error:
         raise unusable(f"{type(error).__name__}: {error}") from error
-
-
-def _key(scope: Scope) -> tuple[str, str, str, str]:
-    return scope.tenant, scope.topic, scope.group or "", scope.key
-
-
-def _row(record: asyncpg.Record | None) -> Row | None:
-    if record is None:
-        return None
-    state, owner, attempts, until, last_error, encoding, data, now = record
-    return Row(state, owner, attempts, until, last_error, Result(encoding, data) if encoding else None, now)

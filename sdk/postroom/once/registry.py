@@ -9,18 +9,20 @@ attempt repeats it. Pass the same key to the service that has the effect, if it 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from postroom._wire.retry import STEADY, Backoff, Patience, retrying, tell
+from postroom.claims import leases
+from postroom.claims.model import Dead, Ended, Later
 from postroom.errors import Conflict, InvalidMessage, PostroomError
 from postroom.once.model import (
     MAX_ERROR,
@@ -32,7 +34,9 @@ from postroom.once.model import (
     Result,
     Run,
     Scope,
+    State,
     Store,
+    state_of,
     unusable,
 )
 
@@ -43,7 +47,6 @@ _DAY: Final = 86_400.0  # seconds
 _BETWEEN_PURGES: Final = 3600.0  # seconds
 _PURGED: Final = 1000  # keys of one transaction
 _LOOKS: Final = Backoff(0.05, 1.0, least=STEADY)  # pauses between two looks at a key that another holds
-_RENEWALS: Final = 3  # of each lease, so that two may fail
 _RACES: Final = 100  # how often a key may change between two steps before that is no coincidence
 
 
@@ -72,6 +75,7 @@ class Registry:
         self._store = store
         self._group = group
         self._wait = wait
+        self._leases = leases.Leases(self._renewed, lease, clock=clock, sleep=sleep)
 
     def once(self, tenant: str, topic: str, key: str) -> AbstractAsyncContextManager[Claim]:
         """Do something once: the block runs with a claim, whose `first` says whether to do it.
@@ -87,21 +91,20 @@ class Registry:
         Raises `KeyHeld` where another worker holds the key for longer than `wait`, `InvalidMessage` for a name or a
         result that can't be stored, and `Unavailable` where the store can't be reached.
         """
-        return _claimed(self, Scope(tenant, topic, key, self._group))
+        return self._claimed(Scope(tenant, topic, key, self._group))
 
     async def begin(self, scope: Scope) -> Begun:
         """Return whether to run, the result, or until when another holds the key; doesn't wait."""
         owner = new_owner()
         if not scope.key:
-            return Run(owner, 1, None, None)
+            return Run((), owner, 1, None, None, math.inf)
         for _ in range(_RACES):
-            if row := await self._store.take(scope, owner, self.lease):
-                return Run(owner, row.attempts, row.last_error, row.lease_until)
-            row = await self._store.look(scope)
-            if row is not None and row.result is not None:
-                return Done(row.result)
-            if row is not None and row.lease_until is not None and row.lease_until > row.now:
-                return Held(row.lease_until, (row.lease_until - row.now).total_seconds())
+            started = self.clock()
+            (begun,) = await self._store.claim([(*scope.columns, "PENDING")], owner, self.lease)
+            if isinstance(begun, Run):
+                begun.until = started + self.lease
+            if not isinstance(begun, Held | Dead) or (isinstance(begun, Held) and begun.seconds > 0):
+                return begun
         raise RuntimeError(f"{scope} was taken and released by others {_RACES} times: try again")
 
     async def begin_waiting(self, scope: Scope) -> Run | Done:
@@ -119,21 +122,19 @@ class Registry:
         """Let the lease run for another `lease` seconds from now; raises `LeaseLost`."""
         if not scope.key:
             return None
-        until = await self._store.renew(scope, owner, self.lease)
+        (until,) = await self._store.renew([(scope.columns, owner)], self.lease)
         if until is None:
             raise LeaseLost.of_scope(scope)
         return until
 
     async def commit(self, scope: Scope, owner: str, result: Result) -> None:
         """Record that it is done, and its result; raises `LeaseLost`. A second call by the same owner does nothing."""
-        if scope.key and not await self._store.commit(scope, owner, result):
-            await self._require_settled(scope, owner, "COMMITTED")
+        await self._settle(scope, owner, Done(result), "COMMITTED")
 
     async def fail(self, scope: Scope, owner: str, error: str) -> None:
         """Record why it failed and free the key; raises `LeaseLost`. A second call by the same owner does nothing."""
         words = error.encode("utf-8", "replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
-        if scope.key and not await self._store.fail(scope, owner, words[:MAX_ERROR]):
-            await self._require_settled(scope, owner, "FAILED")
+        await self._settle(scope, owner, Later(words[:MAX_ERROR]), "FAILED")
 
     async def purge(self, age: float, limit: int = 1000) -> int:
         """Forget up to `limit` keys that ended more than `age` seconds ago; return how many.
@@ -152,11 +153,38 @@ class Registry:
             if purged < _PURGED:
                 return forgotten
 
-    async def _require_settled(self, scope: Scope, owner: str, state: str) -> None:
-        """Accept a settlement that this owner has made before, whose answer it did not hear."""
-        row = await self._store.look(scope)
-        if row is None or (row.owner, row.state) != (owner, state):
+    async def _settle(self, scope: Scope, owner: str, outcome: Done | Later, state: State) -> None:
+        """Settle a key, or find that this owner has done so before, and did not hear the answer."""
+        if not scope.key or (await self._store.settle([Ended(scope.columns, owner, outcome)]))[0]:
+            return
+        row = (await self._store.look_up([scope.columns])).get(scope.columns)
+        if row is None or (row.owner, state_of(row)) != (owner, state):
             raise LeaseLost.of_scope(scope)
+
+    async def _renewed(self, claims: Sequence[Run]) -> list[Run]:
+        ends = await self._store.renew([(claim.key, claim.owner) for claim in claims], self.lease)
+        return [claim for claim, end in zip(claims, ends, strict=True) if end is not None]
+
+    @asynccontextmanager
+    async def _claimed(self, scope: Scope) -> AsyncIterator[Claim]:
+        begun = await self.begin_waiting(scope)
+        claim = Claim(begun)
+        if isinstance(begun, Done):
+            yield claim
+            return
+        try:
+            async with self._leases.holding(begun) if scope.key else nullcontext():
+                yield claim
+        except leases.LeaseLost as lost:
+            raise LeaseLost.of_scope(scope) from lost.__cause__
+        except BaseException as error:
+            try:
+                await _whole(self.fail(scope, begun.owner, tell(error)))
+            except PostroomError as failure:
+                error.add_note(f"The key stays held until its lease runs out: {failure}")
+            raise
+        patience = Patience(begun.until - self.clock(), clock=self.clock, sleep=self.sleep)
+        await _whole(retrying(lambda: self.commit(scope, begun.owner, claim.kept), patience))
 
 
 class Claim:
@@ -170,7 +198,7 @@ class Claim:
         self.first = isinstance(begun, Run)
         self.attempt = begun.attempt if isinstance(begun, Run) else 0
         self.last_error = begun.last_error if isinstance(begun, Run) else None
-        self.kept = begun.result if isinstance(begun, Done) else Result.of(None)
+        self.kept = (isinstance(begun, Done) and begun.result) or Result.of(None)
 
     @property
     def result(self) -> Any:
@@ -182,83 +210,6 @@ class Claim:
         if not self.first:
             raise Conflict.of("already_committed", "the key has its result already: set one only where `first`")
         self.kept = Result.of(value)
-
-
-@asynccontextmanager
-async def _claimed(registry: Registry, scope: Scope) -> AsyncIterator[Claim]:
-    """Run a block with a claim on `scope`; see `Registry.once`."""
-    begun = await registry.begin_waiting(scope)
-    claim = Claim(begun)
-    if isinstance(begun, Done):
-        yield claim
-        return
-    lease = _Lease(registry, scope, begun)
-    try:
-        async with lease:
-            yield claim
-    except BaseException as error:
-        await _whole(lease.give_up(error))
-        raise
-    await _whole(lease.insist(lambda: registry.commit(scope, begun.owner, claim.kept)))
-
-
-class _Lease:
-    """Renews a lease while the block runs. Once it is lost, the block is cancelled, and ends with `LeaseLost`."""
-
-    def __init__(self, registry: Registry, scope: Scope, run: Run) -> None:
-        self._registry = registry
-        self._scope = scope
-        self._run = run
-        self._extend(registry.clock())
-        self._lost = False
-
-    async def __aenter__(self) -> None:
-        self._block = asyncio.current_task()
-        self._cancelled_before = self._block.cancelling() if self._block else 0
-        self._renewing = asyncio.create_task(self._renew_for_ever(), name="idempotency lease")
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._renewing.cancel()
-        await asyncio.wait([self._renewing])
-        if not self._lost or self._block is None:
-            return
-        ours = self._block.uncancel() <= self._cancelled_before
-        if ours or not isinstance(error, asyncio.CancelledError):
-            raise LeaseLost.of_scope(self._scope) from self._renewing.exception()
-
-    async def insist(self, step: Callable[[], Awaitable[object]]) -> None:
-        """Take a step of the owner's, again and again while the store can't be reached and the lease may still run."""
-        left = self._until - self._registry.clock()
-        await retrying(step, Patience(left, clock=self._registry.clock, sleep=self._registry.sleep))
-
-    async def give_up(self, error: BaseException) -> None:
-        """Record why the block failed, where that can be done; the error itself is more important."""
-        if self._lost:
-            return
-        try:
-            await self._registry.fail(self._scope, self._run.owner, tell(error))
-        except PostroomError as failure:
-            error.add_note(f"The key stays held until its lease runs out: {failure}")
-
-    async def _renew_for_ever(self) -> None:
-        if self._run.lease_until is None:
-            return
-        try:
-            while True:
-                await self._registry.sleep(self._registry.lease / _RENEWALS)
-                since = self._registry.clock()
-                await self.insist(lambda: self._registry.renew(self._scope, self._run.owner))
-                self._extend(since)
-        except Exception:
-            self._lost = True
-            if self._block is not None:
-                self._block.cancel()
-            raise
-
-    def _extend(self, since: float) -> None:
-        self._until = since + self._registry.lease
 
 
 async def _whole(work: Coroutine[Any, Any, None]) -> None:

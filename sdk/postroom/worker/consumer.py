@@ -95,7 +95,6 @@ class HttpConsumer:
         """Return what runs until the stop, by name."""
         return {
             "consumer": run_alone(self.consumer),
-            "leases": self.handler.leases.run(),
             "retention": self.retention.run(),
         }
 

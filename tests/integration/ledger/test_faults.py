@@ -174,7 +174,7 @@ async def test_a_lease_that_ran_out_commits_nothing_and_is_not_renewed(jobs: Job
     start = await jobs.begin()
     leg1 = await enter_leg1(jobs.connection, start.root, LEASE)
     await jobs.end_leases(start.root)
-    for late in (complete_leg1(jobs.connection, leg1, asking()), renew(jobs.connection, leg1, LEASE)):
+    for late in (complete_leg1(jobs.connection, leg1, asking()), renew(jobs.connection, leg1.claim, LEASE)):
         with pytest.raises(LeaseLost):
             await late
     await jobs.ask(start.root)
@@ -190,7 +190,7 @@ async def test_a_lease_that_ran_out_commits_nothing_and_is_not_renewed(jobs: Job
         finish_work(jobs.connection, entry, "{}"),
         spawn(jobs.connection, entry, [Child(uuid4(), "load")]),
         finish_job(jobs.connection, entry),
-        renew(jobs.connection, entry, LEASE),
+        renew(jobs.connection, entry.claim, LEASE),
     ):
         with pytest.raises(LeaseLost):
             await late
@@ -203,7 +203,7 @@ async def test_a_lease_is_renewed_while_it_holds(jobs: Jobs) -> None:
     entry = await jobs.enter(start.root)
     query = "SELECT leased_until FROM ledger.guid WHERE activity_id = $1"
     before = await jobs.connection.fetchval(query, start.root)
-    await renew(jobs.connection, entry, 2 * LEASE)
+    await renew(jobs.connection, entry.claim, 2 * LEASE)
     assert await jobs.connection.fetchval(query, start.root) > before
     await finish_work(jobs.connection, entry, "{}")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from postroom.once import Registry, Store
+from postroom.once import Registry, Scope, Store
+from postroom.once.model import state_of
 from postroom.once.postgres import PostgresStore
 from postroom.once.sqlite import SqliteStore
 
@@ -27,6 +28,10 @@ class Bench:
     async def sleep(self, seconds: float) -> None:
         self.passed.append(seconds)
         await self.pass_time(seconds)
+
+    async def state(self, scope: Scope) -> str | None:
+        row = (await self.store.look_up([scope.columns])).get(scope.columns)
+        return row and state_of(row)
 
     def registry(self, *, group: str | None = None, lease: float = 30.0, wait: float = 0.0) -> Registry:
         return Registry(

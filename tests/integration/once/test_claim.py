@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
 
 import pytest
 
+from postroom.claims.model import Ended, Key
 from postroom.errors import Unavailable
 from postroom.once import Done, Held, KeyHeld, LeaseLost, Registry, Result, Run, Scope
-from postroom.once.registry import new_owner
+from postroom.once.model import state_of
 from postroom.once.sqlite import SqliteStore
 
 SCOPE = Scope("acme", "orders", "k-1")
@@ -57,21 +58,17 @@ class Fickle(SqliteStore):
     refusals = 0
     lost_answers = 0
 
-    async def commit(self, scope: Scope, owner: str, result: Result) -> bool:
+    async def settle(self, ended: Sequence[Ended]) -> list[bool]:
         self._away()
-        done = await super().commit(scope, owner, result)
+        settled = await super().settle(ended)
         if self.lost_answers:
             self.lost_answers -= 1
             raise _away()
-        return done
+        return settled
 
-    async def fail(self, scope: Scope, owner: str, error: str) -> bool:
+    async def renew(self, held: Sequence[tuple[Key, str]], lease: float) -> list[datetime | None]:
         self._away()
-        return await super().fail(scope, owner, error)
-
-    async def renew(self, scope: Scope, owner: str, lease: float) -> Any:
-        self._away()
-        return await super().renew(scope, owner, lease)
+        return await super().renew(held, lease)
 
     def _away(self) -> None:
         if self.refusals:
@@ -101,8 +98,8 @@ def registry(store: Fickle, time: Hourglass) -> Registry:
 
 
 async def state(store: Fickle) -> str | None:
-    row = await store.look(SCOPE)
-    return row and row.state
+    row = (await store.look_up([SCOPE.columns])).get(SCOPE.columns)
+    return row and state_of(row)
 
 
 async def test_a_lease_is_renewed_while_the_block_runs(registry: Registry, store: Fickle, time: Hourglass) -> None:
@@ -120,7 +117,7 @@ async def test_a_block_whose_lease_is_lost_is_cancelled(registry: Registry, stor
     task = asyncio.create_task(block())
     await time.until_somebody_sleeps()
     time.now += 31  # as if the process had been stopped
-    assert await store.take(SCOPE, new_owner(), 30)
+    assert isinstance(await registry.begin(SCOPE), Run)
     await time.turn(0)
     with pytest.raises(LeaseLost):
         await task

@@ -12,7 +12,7 @@ from support.waiting import until_so
 
 from postroom.chassis.postgres import migrate
 from postroom.delivery import ROOM
-from postroom.once import Result, Scope, Store, open_registry
+from postroom.once import Registry, Result, Run, Scope, Store, open_registry
 from postroom.once.sqlite import SqliteStore
 
 OLD, NEW = Scope("shop", "orders", "old", "billing"), Scope("shop", "orders", "new", "billing")
@@ -31,7 +31,9 @@ async def test_a_file_forgets_what_ended_too_long_ago_when_it_is_opened(
     async with open_registry(f"sqlite://{file}", group="billing", keep_days=keep_days):
         store = await SqliteStore.open(file)
 
-        assert (await store.look(OLD) is not None, await store.look(NEW) is not None) == (kept, True)
+        assert set(await store.look_up([OLD.columns, NEW.columns])) == {NEW.columns} | (
+            {OLD.columns} if kept else set()
+        )
         await store.close()
 
 
@@ -51,15 +53,17 @@ async def test_a_worker_forgets_what_its_database_has_kept_for_long_enough(
     await end(store, NEW)
 
     async def is_gone() -> bool:
-        return await store.look(OLD) is None
+        return not await store.look_up([OLD.columns])
 
     settings = {"POSTROOM_WORKER_DATABASE_URL": database_url, "POSTROOM_WORKER_NATS_URL": nats_url}
     with worker(**settings, POSTROOM_WORKER_ONCE_KEEP_DAYS="30"):
         await until_so(is_gone)
 
-    assert await store.look(NEW) is not None
+    assert await store.look_up([NEW.columns])
 
 
 async def end(store: Store, scope: Scope) -> None:
-    await store.take(scope, "me", 30)
-    await store.commit(scope, "me", Result.of("charged"))
+    registry = Registry(store)
+    run = await registry.begin(scope)
+    assert isinstance(run, Run)
+    await registry.commit(scope, run.owner, Result.of("charged"))

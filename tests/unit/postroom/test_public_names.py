@@ -11,7 +11,7 @@ import postroom
 from postroom import agent, blocking, broker, client, errors, flow, handler, once, retry_policy, signatures
 from postroom.spark import session
 
-RUN_BY_PROGRAMS = {"chassis", "delivery", "ledger", "worker"}  # of the extra `worker`
+RUN_BY_PROGRAMS = {"chassis", "claims", "delivery", "ledger", "worker"}  # of the extra `worker`
 PUBLIC = {
     postroom: {
         "AsyncClient",

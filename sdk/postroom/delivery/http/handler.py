@@ -35,9 +35,11 @@ import structlog
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.logs import clean
 from postroom.chassis.postgres import REFUSED
+from postroom.claims.leases import LeaseLost
+from postroom.claims.model import Claim, Held
 from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Done, Later, Outcome, Settle
 from postroom.delivery.http.client import HandlerClient, judge
-from postroom.delivery.http.inbox_messages import Claim, Held, InboxMessages, LeaseLost, Leases
+from postroom.delivery.http.inbox_messages import InboxMessages
 from postroom.delivery.http.requests import Incoming, Malformed, body, headers, read
 from postroom.delivery.message import Delivery
 
@@ -137,11 +139,10 @@ class HandlerCounters:
 
 
 class HttpHandler:
-    """A `delivery.consumer.Handler` that posts each message; `leases.run` goes beside it as a task."""
+    """A `delivery.consumer.Handler` that posts each message."""
 
     def __init__(self, inbox: InboxMessages, client: HandlerClient, *, attempts: Attempts, calls_at_once: int) -> None:
         self.counters = HandlerCounters()
-        self.leases = Leases(inbox)
         self.reach = Reach(client.name)
         self._inbox = inbox
         self._client = client
@@ -197,14 +198,14 @@ class HttpHandler:
                     return DONE
                 case Dead() as dead:
                     return dead
-                case Held(seconds):
+                case Held(_, seconds):
                     self.counters.held += 1
                     return Later("another attempt is running", seconds)
 
     async def _attempt(self, incoming: Incoming, claim: Claim, turn: AsyncExitStack) -> Outcome:
         """Call the handler, end the turn, and write down what came of it, unless the lease ran out."""
         try:
-            async with self.leases.holding(claim):
+            async with self._inbox.leases.holding(claim):
                 outcome, counts = await self._called(incoming, claim)
                 await turn.aclose()  # what is written meanwhile holds up no call
                 if await self._inbox.settle(claim, outcome, counts=counts):
@@ -212,7 +213,7 @@ class HttpHandler:
         except LeaseLost:
             pass
         self.counters.leases_lost += 1
-        _log.warning("lease_lost", message_id=claim.message_id, attempt=claim.attempt)
+        _log.warning("lease_lost", message_id=incoming.message_id, attempt=claim.attempt)
         return _LEASE_RAN_OUT
 
     async def _called(self, incoming: Incoming, claim: Claim) -> tuple[Outcome, bool]:

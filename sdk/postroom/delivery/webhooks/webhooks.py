@@ -114,12 +114,11 @@ class WebhookConsumer:
 
     async def run(self) -> None:
         """Deliver until stopped; raises `Unavailable` where the connection to NATS was closed for good."""
-        beside = [asyncio.create_task(task) for task in (self._handler.leases.run(), self._retention.run())]
+        retention = asyncio.create_task(self._retention.run())
         try:
             await self._consumer.run()
         finally:
-            for task in beside:
-                task.cancel()
+            retention.cancel()
             await self._client.close()
 
     async def stop(self) -> None:

@@ -5,49 +5,6 @@ PRAGMA busy_timeout = 5000;      -- ms
 PRAGMA journal_mode = TRUNCATE;
 PRAGMA synchronous = EXTRA;      -- what was answered is on disk
 
--- name: take
--- Make a free key PENDING: a new one, a failed one, one whose lease has run out. No row where it is not free.
-INSERT INTO idempotency_keys AS held
-    (tenant, topic, consumer_group, key, state, owner, attempts, begun_at, lease_until)
-VALUES (:tenant, :topic, :group, :key, 'PENDING', :owner, 1, :now, :until)
-ON CONFLICT (tenant, topic, consumer_group, key) DO UPDATE
-SET state = 'PENDING',
-    owner = excluded.owner,
-    attempts = held.attempts + 1,
-    begun_at = excluded.begun_at,
-    lease_until = excluded.lease_until,
-    settled_at = NULL,
-    last_error = CASE held.state WHEN 'PENDING' THEN :lease_expired ELSE held.last_error END
-WHERE held.state = 'FAILED' OR (held.state = 'PENDING' AND held.lease_until <= :now)
-RETURNING state, owner, attempts, lease_until, last_error, encoding, result;
-
--- name: look
--- One key as it is.
-SELECT state, owner, attempts, lease_until, last_error, encoding, result
-FROM idempotency_keys
-WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key);
-
--- name: renew
--- Let a lease that still runs run on.
-UPDATE idempotency_keys
-SET lease_until = :until
-WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key)
-  AND state = 'PENDING' AND owner = :owner AND lease_until > :now
-RETURNING lease_until;
-
--- name: settle
--- End a lease that still runs: COMMITTED with a result, or FAILED with an error.
-UPDATE idempotency_keys
-SET state = :state,
-    lease_until = NULL,
-    settled_at = :now,
-    last_error = coalesce(:error, last_error),
-    encoding = :encoding,
-    result = :result
-WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key)
-  AND state = 'PENDING' AND owner = :owner AND lease_until > :now
-RETURNING state;
-
 -- name: purge
 -- Forget the keys that ended before a moment, the oldest first.
 DELETE FROM idempotency_keys
@@ -74,17 +31,17 @@ LIMIT :limit;
 INSERT INTO operator_log (at, verb, actor, reason, tenant, topic, consumer_group, key, state, attempts)
 SELECT :now, 'forget', :actor, :reason, tenant, topic, consumer_group, key, state, attempts
 FROM idempotency_keys
-WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key)
+WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :consumer_group, :key)
   AND (state <> 'PENDING' OR lease_until <= :now)
 RETURNING id;
 
 -- name: forget
 -- Forget a key.
-DELETE FROM idempotency_keys WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key);
+DELETE FROM idempotency_keys WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :consumer_group, :key);
 
 -- name: forgotten
 -- When operators had a key forgotten, in order.
 SELECT at, actor, reason, state, attempts
 FROM operator_log
-WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :group, :key) AND verb = 'forget'
+WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :consumer_group, :key) AND verb = 'forget'
 ORDER BY id;

@@ -1,0 +1,20 @@
+-- How a message shows where it stands: what the steps of a claim (sdk/postroom/claims) are filled with.
+
+-- name: ended
+-- Whether nobody attempts it any more.
+known.processed_at IS NOT NULL OR known.dead_at IS NOT NULL
+
+-- name: begin
+-- What an attempt changes beside its owner.
+leased_until = excluded.leased_until
+
+-- name: settle
+-- What its end changes.
+processed_at = CASE WHEN verdict.done THEN greatest({now}, known.received_at) END,
+dead_at = CASE WHEN verdict.reason IS NOT NULL THEN {now} END,
+dead_reason = verdict.reason,
+owner = NULL
+
+-- name: look
+-- Whether it is processed, why it is dead; it has no result.
+known.processed_at IS NOT NULL, known.dead_reason, NULL, NULL
