@@ -213,39 +213,6 @@ class OutboxCounts(NamedTuple):
     due_ms: int  # for how long the row has been due that has waited longest
 
 
-class Cause(StrEnum):
-    """What may move a row from one state to another."""
-
-    CLAIM = "claim"
-    SETTLE = "settle"
-    RECOVER = "recover"  # start after a crash: inflight → pending
-    EXPIRE = "expire"  # older than max_age: pending → dead
-    REQUEUE = "requeue"
-    ABORT = "abort"
-    LOOK_UP = "look_up"  # before a requeue or an abort: the broker turns out to have it
-    RESEND = "resend"  # the broker's database lost it
-
-
-TRANSITIONS: Final[frozenset[tuple[RowStatus, RowStatus, Cause]]] = frozenset(
-    {
-        ("pending", "inflight", Cause.CLAIM),
-        ("inflight", "done", Cause.SETTLE),
-        ("inflight", "dead", Cause.SETTLE),
-        ("inflight", "pending", Cause.SETTLE),
-        ("inflight", "pending", Cause.RECOVER),
-        ("pending", "dead", Cause.EXPIRE),
-        ("pending", "aborted", Cause.REQUEUE),
-        ("dead", "aborted", Cause.REQUEUE),
-        ("pending", "aborted", Cause.ABORT),
-        ("dead", "aborted", Cause.ABORT),
-        ("pending", "done", Cause.LOOK_UP),
-        ("dead", "done", Cause.LOOK_UP),
-        ("done", "pending", Cause.RESEND),
-    }
-)
-"""Every move that exists; a test tries all the others. The database enforces the same set by a trigger."""
-
-
 def to_datetime(ms: int | None) -> datetime | None:
     """Turn milliseconds since the epoch into UTC."""
     return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)

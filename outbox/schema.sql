@@ -81,7 +81,7 @@ CREATE INDEX outbox_waiting ON outbox (next_attempt_at) WHERE lane = 3;
 CREATE INDEX outbox_by_status ON outbox (status) WHERE status IN ('inflight', 'done', 'dead', 'aborted');
 CREATE INDEX outbox_predecessor ON outbox (superseded_by) WHERE superseded_by IS NOT NULL;
 
--- The state machine (outbox/model.py: TRANSITIONS). AFTER and CASE, not BEFORE and IN: half the time of a claim.
+-- The state machine (docs/outbox-states.md). AFTER and CASE, not BEFORE and IN: half the time of a claim.
 CREATE TRIGGER outbox_transition AFTER UPDATE OF status ON outbox
 WHEN CASE OLD.status
      WHEN 'pending'  THEN NEW.status NOT IN ('inflight', 'dead') AND NEW.status NOT IN ('aborted', 'done')

@@ -12,7 +12,7 @@ from support.jetstream import Context, until
 
 from postroom.agent import Agent, Command, Emit, Envelope
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.agents.store import Look, Wanted
+from postroom.delivery.agents.store import TurnInput, TurnQuery
 from postroom.delivery.consumer import DONE, Outcome
 from postroom.delivery.message import Delivery
 from postroom.delivery.streams import ensure_stream
@@ -304,15 +304,15 @@ async def test_a_turn_takes_about_as_many_messages_as_it_can_handle(context: Con
     asked = 0
     async with running_agent(context, tmp_path, settings=settings, batch=len(orders)) as running:
         store: Any = running.runtime._store
-        look = store.look
+        look = store.read_turn
 
-        async def counted(wanted: Wanted) -> Look:
+        async def counted(wanted: TurnQuery) -> TurnInput:
             nonlocal asked
             asked += len(wanted.keys)
-            found: Look = await look(wanted)
+            found: TurnInput = await look(wanted)
             return found
 
-        store.look = counted
+        store.read_turn = counted
         await settled(context)
         assert running.runtime.state == Tally(200, 400)
     assert asked < 5 * len(orders)

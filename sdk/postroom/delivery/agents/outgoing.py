@@ -35,7 +35,7 @@ from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER,
 from postroom.delivery.nats import end_if_cancelled
 from postroom.delivery.publishing import Publisher, Record
 from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.source import Failed, Noted, Outgoing, Place, Search, identifying
+from postroom.delivery.publishing.source import Failed, Outgoing, Place, Placed, Search, identifying
 from postroom.delivery.publishing.streams import MOST_HOLES, read_holes
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 from postroom.delivery.subjects import dead_letter_subject
@@ -170,7 +170,7 @@ class StoreSource:
 
     async def newest_at(
         self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
-    ) -> Noted | None:
+    ) -> Placed | None:
         """Return what has the highest place of a stream in a range."""
         return await self._store.newest_at(stream, to_microseconds(created_at), first, last, missing)
 

@@ -32,7 +32,17 @@ from postroom.delivery.agents.group import Group, Job, dead
 from postroom.delivery.agents.outgoing import AgentCounters, AgentPublisher, stored
 from postroom.delivery.agents.replay import Differs, empty, rebuild
 from postroom.delivery.agents.settings import AgentSettings
-from postroom.delivery.agents.store import Attempt, Changes, Key, Look, Owner, Store, Wanted, durably, read_events
+from postroom.delivery.agents.store import (
+    Attempt,
+    Changes,
+    Key,
+    Owner,
+    Store,
+    TurnInput,
+    TurnQuery,
+    durably,
+    read_events,
+)
 from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
 from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
 from postroom.delivery.nats import connection_of
@@ -192,13 +202,13 @@ class AgentRuntime:
             await self._count_left_behind()
             jobs = self._next_jobs()
             keys = [self._key(job.delivery) for job in jobs]
-            look = await self._store.look(self._wanted(jobs, keys))
-            self._catch_up(look)
-            group = Group(self._memory, look.versions, look.tried)
-            await self._handle_group(group, jobs, keys, look)
+            given = await self._store.read_turn(self._query(jobs, keys))
+            self._catch_up(given)
+            group = Group(self._memory, given.versions, given.tried)
+            await self._handle_group(group, jobs, keys, given)
             if not group.changes.none:
                 await self._commit(group)
-            known = [position for _, position, _ in group.stored if position <= look.head.position]
+            known = [position for _, position, _ in group.stored if position <= given.head.position]
             group.outgoing += await self._unpublished_of(known)
         return group
 
@@ -221,25 +231,25 @@ class AgentRuntime:
             self._wake.clear()
         return jobs
 
-    def _wanted(self, jobs: Sequence[Job], keys: Sequence[Key]) -> Wanted:
+    def _query(self, jobs: Sequence[Job], keys: Sequence[Key]) -> TurnQuery:
         entities = [entity for job in jobs if (entity := job.delivery.headers.get(ENTITY_ID))]
         message_ids = [message_id for job in jobs if (message_id := job.delivery.message_id)]
-        return Wanted(keys, entities, message_ids, self._memory.position)
+        return TurnQuery(keys, entities, message_ids, self._memory.position)
 
     def _put_back(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             heapq.heappush(self._jobs, job)
             self._wake.set()
 
-    async def _handle_group(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], look: Look) -> None:
+    async def _handle_group(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], given: TurnInput) -> None:
         try:
-            await self._handle_jobs(group, jobs, keys, look)
+            await self._handle_jobs(group, jobs, keys, given)
         except asyncio.CancelledError:  # a stop, which no message is to blame for
             self._underway.end()
             raise
         self._underway.end()
 
-    async def _handle_jobs(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], look: Look) -> None:
+    async def _handle_jobs(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], given: TurnInput) -> None:
         now = asyncio.get_running_loop().time
         due = now() + self._settings.group_seconds
         for index, job in enumerate(jobs):
@@ -251,7 +261,7 @@ class AgentRuntime:
             if index and group.tried(job.delivery.message_id).last_error == ACK_TIMEOUT:
                 self._put_back(jobs[index:])
                 return
-            known = look.found.get(index) or group.find(keys[index])
+            known = given.found.get(index) or group.find(keys[index])
             if known is None:
                 await self._handle_one(group, job, keys[index])
             else:
@@ -326,10 +336,10 @@ class AgentRuntime:
         scope = scope_of(delivery, self._own)
         return idempotency_key(delivery), scope.workspace or "", scope.tenant or ""
 
-    def _catch_up(self, look: Look) -> None:
+    def _catch_up(self, given: TurnInput) -> None:
         """Apply what another process of this agent has stored since."""
         try:
-            self._memory = rebuild(self._agent, self._memory, look.news)
+            self._memory = rebuild(self._agent, self._memory, given.news)
         except Differs as difference:
             raise _altered(difference) from difference
 

@@ -21,7 +21,7 @@ from postroom.chassis import store
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import Schema, exit_after, is_full
 from postroom.delivery.agents.records import Role
-from postroom.delivery.publishing.source import Noted
+from postroom.delivery.publishing.source import Placed
 
 _log = structlog.get_logger(__name__)
 
@@ -124,7 +124,7 @@ class Changes(NamedTuple):
         return not (self.events or self.failed or self.handled)
 
 
-class Wanted(NamedTuple):
+class TurnQuery(NamedTuple):
     """What a turn asks about; `after` is the position that it knows already."""
 
     keys: Sequence[Key]
@@ -133,7 +133,7 @@ class Wanted(NamedTuple):
     after: int
 
 
-class Look(NamedTuple):
+class TurnInput(NamedTuple):
     """What a turn has to know: the head, the events since it last looked, what is known, and what was tried before."""
 
     head: Head
@@ -167,9 +167,9 @@ class Store:
         """Call a function that reads on the connection's thread; return what it returns."""
         return await self._file.run(read)
 
-    async def look(self, wanted: Wanted) -> Look:
+    async def read_turn(self, wanted: TurnQuery) -> TurnInput:
         """Find out in one step what a turn has to know."""
-        return await self._file.run(partial(_look, wanted))
+        return await self._file.run(partial(_read_turn, wanted))
 
     async def append(self, changes: Changes) -> None:
         """Commit events, the versions and the position that follow from them, and attempts: all or nothing."""
@@ -206,11 +206,11 @@ class Store:
 
     async def newest_at(
         self, stream: str, created_at: int, first: int, last: int, missing: Sequence[int]
-    ) -> Noted | None:
+    ) -> Placed | None:
         """Return what has the highest place of a stream in a range, but for `missing`; `created_at` as in `Mark`."""
         values = stream, created_at, first, last, _encode(missing).decode()
         row = await self._file.run(lambda db: db.execute(_QUERIES["newest_at"], values).fetchone())
-        return row and Noted(*row)
+        return row and Placed(*row)
 
     async def has_place(self, stream: str, created_at: int) -> bool:
         """Tell whether anything is noted in a stream; `created_at` as in `Mark`."""
@@ -283,9 +283,9 @@ def _claim(path: Path, owner: Owner, db: sqlite3.Connection) -> None:
         )
 
 
-def _look(wanted: Wanted, db: sqlite3.Connection) -> Look:
+def _read_turn(wanted: TurnQuery, db: sqlite3.Connection) -> TurnInput:
     head = read_head(db)
-    return Look(
+    return TurnInput(
         head,
         list(read_events(db, wanted.after)) if head.position > wanted.after else [],
         {index: (position, role) for index, position, role in _among(db, "find", wanted.keys)},

@@ -20,7 +20,7 @@ from postroom._wire.sql import Queries, load_queries, read_sql
 from postroom.chassis.postgres import Connection, Pool
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, RECORDED, DeadLetter
 from postroom.delivery.message import history_message
-from postroom.delivery.publishing.source import Failed, Noted, Outgoing, Place, Search, identifying
+from postroom.delivery.publishing.source import Failed, Outgoing, Place, Placed, Search, identifying
 from postroom.delivery.publishing.streams import Holes, subject_pattern
 from postroom.delivery.settings import PublisherSettings, RecordSettings
 
@@ -204,11 +204,11 @@ class PostgresSource:
 
     async def newest_at(
         self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
-    ) -> Noted | None:
+    ) -> Placed | None:
         """Return what has the highest place of a stream in a range."""
         query = self.table.queries["newest_at"]
         row = await self.pool.fetchrow(query, stream, created_at, first, last, list(missing))
-        return None if row is None else Noted(*row)
+        return None if row is None else Placed(*row)
 
     async def prune(self) -> None:
         """Delete the events whose time is over; letters stay until they are settled, deliveries go with messages."""

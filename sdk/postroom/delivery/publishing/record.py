@@ -30,7 +30,7 @@ from nats.js.errors import NotFoundError
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.message import MESSAGE_ID
 from postroom.delivery.publishing.link import Link
-from postroom.delivery.publishing.source import Noted, Search, Source, message_id
+from postroom.delivery.publishing.source import Placed, Search, Source, message_id
 from postroom.delivery.publishing.streams import Holes, StreamPicture, read_holes
 from postroom.delivery.settings import RecordSettings
 
@@ -123,7 +123,7 @@ async def _first_displaced(js: JetStreamContext, source: Source, stream: StreamP
     """
     holes = Holes(stream.created_at, stream.first_sequence, frozenset())
 
-    async def newest_up_to(sequence: int) -> tuple[Noted, bool] | None:
+    async def newest_up_to(sequence: int) -> tuple[Placed, bool] | None:
         """Return the newest row up to a number that has any message, and whether it is that message."""
         nonlocal holes
         place = stream.name, stream.created_at, holes.first_sequence, sequence

@@ -72,7 +72,7 @@ class Search(NamedTuple):
     until: datetime  # what was published after may not be there yet
 
 
-class Noted(NamedTuple):
+class Placed(NamedTuple):
     """What has a place in a stream: a message's id without the epoch, the epoch, and the number."""
 
     identity: str
@@ -106,7 +106,7 @@ class Source(Protocol):
 
     async def newest_at(
         self, stream: str, created_at: datetime, first: int, last: int, missing: Sequence[int]
-    ) -> Noted | None:
+    ) -> Placed | None:
         """Return what has the highest place of a stream from `first` to `last`, but for the numbers `missing`."""
         ...
 
