@@ -27,9 +27,8 @@ from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.errors import InvalidMessage
 from postroom.ledger.messages import find_message, unknown_message
-from postroom.ledger.operating import cancel_job, count_jobs, find_jobs, missing, show_job, start
+from postroom.ledger.operating import cancel_job, count_jobs, find_jobs, missing, retry_job, show_job, start
 from postroom.ledger.primitives import Start
-from postroom.ledger.retrying import retry_job
 
 _EFFECTS: Final = {"retry": retry_job, "cancel": cancel_job}
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)

@@ -23,9 +23,11 @@ from uuid import UUID
 import structlog
 
 from postroom._wire.sql import load_queries
+from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, Pool
+from postroom.chassis.runtime import load_named
 from postroom.errors import PostroomError
-from postroom.flow import Flow
+from postroom.flow import Flow, InvalidFlow, check_flow
 from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Reaction
 from postroom.ledger.legs import run_leg1, run_leg2
 from postroom.ledger.primitives import Answer, fail_activity
@@ -251,3 +253,14 @@ class Engine:
     def _policy(self, name: str) -> RetryPolicy | None:
         known = self.flow.activities.get(name)
         return None if known is None else known.retry_policy
+
+
+def load_flow(name: str) -> Flow:
+    """Import `module:flow`, also from the current directory; raises `Fatal` with what its author has to change."""
+    flow = load_named(name, what="a flow", example="module:flow, as in nightly_export:flow")
+    try:
+        check_flow(flow)
+    except InvalidFlow as error:
+        raise Fatal(Exit.CONFIG, str(error)) from error
+    found: Flow = flow
+    return found

@@ -18,12 +18,18 @@ from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobNote, Jo
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
 from postroom.errors import Conflict, InvalidMessage, NotFound
-from postroom.ledger.digits import decode_activity, render
-from postroom.ledger.errors import Duplicate
+from postroom.ledger.digits import LEG1_COMPLETE, decode_activity, enter_leg1, enter_leg2, is_set, render
+from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
 from postroom.ledger.states import Progress, state_of
 
 QUERIES: Final = load_queries("postroom.ledger", "operating.sql")
+_NOT_FAILED: Final = {
+    "running": "it is running: there is nothing to retry",
+    "closed": "every step is done, and its completion tasks are running",
+    "completed": "it is completed: start a new job",
+    "cancelled": "it was cancelled permanently: start a new job",
+}
 
 
 async def start(connection: Connection, job: Start) -> bool:
@@ -109,6 +115,39 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
             raise missing(job)
         if not row["done"]:
             raise _ended(job, row["state"])
+
+
+async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
+    """Let a failed job go on where it stopped, and emit `job_retried`.
+
+    The ledgers stay as they are: they say what is done, and that is not done again. The rest goes out again, through
+    the event outbox, together with the job's new state: the `activity_spawned` of what has not begun, and an
+    `activity_retried` for a message that leg 2 has not done, with its id and what it said. So does what came while the
+    job was failed, which was acknowledged and kept (`enter_leg2`).
+
+    Raises `NotFound`, and `Conflict` where the job has not failed, its activity has no attempt left, or its request
+    can't go out again because the outbox was pruned of it.
+    """
+    async with connection.transaction():
+        await hold(connection, job)
+        failed = await connection.fetchval(QUERIES["find_failed"], job)
+        try:  # another attempt that has no place in the ledger would fail at once, again
+            if failed is not None:
+                enter_leg2(failed) if is_set(failed, LEG1_COMPLETE) else enter_leg1(failed)
+        except Overflow as error:
+            raise Conflict.of("job_exhausted", f"the job {job} cannot be retried: {error}; start a new job") from error
+        pruned = await connection.fetchrow(QUERIES["find_pruned"], job)
+        if pruned is not None:  # it would wait for the answer to a request that nobody can send again
+            detail = (
+                f"the job {job} cannot be retried: {pruned['name']!r} has no answer to its request {pruned['id']}, and "
+                "the outbox has deleted that request by its age; start a new job"
+            )
+            raise Conflict.of("request_pruned", detail)
+        row = await connection.fetchrow(QUERIES["retry"], job, actor, reason)
+        if row is None:
+            raise missing(job)
+        if not row["done"]:
+            raise Conflict.of("job_not_failed", f"the job {job} cannot be retried: {_NOT_FAILED[row['state']]}")
 
 
 async def _check_mesh(connection: Connection, mesh: str) -> None:

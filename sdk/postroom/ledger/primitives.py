@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 from uuid import UUID, uuid4
 
 import asyncpg
@@ -305,13 +305,9 @@ def _done(row: asyncpg.Record | None, activity: UUID, *, step: str, needs: str) 
     """Return the row of a primitive that did what it was asked for; raise what refused it."""
     if row is None:
         raise Missing.of_activity(activity)
-    if row["verdict"] != "done":
-        _refuse(row, activity, step, needs)
-    return row
-
-
-def _refuse(row: asyncpg.Record, activity: UUID, step: str, needs: str) -> NoReturn:
     match row["verdict"]:
+        case "done":
+            return row
         case "inactive":
             raise Inactive.of_activity(activity, row["state"])
         case "duplicate":

@@ -263,20 +263,19 @@ async def open_registry(
 
 @asynccontextmanager
 async def _forgetting(registry: Registry, keep_days: float) -> AsyncIterator[None]:
+    async def hourly() -> None:
+        while True:
+            await registry.sleep(_BETWEEN_PURGES)
+            with suppress(PostroomError):  # a store that is away says so to each claim; the next hour makes up for it
+                await registry.forget_old(keep_days)
+
     await registry.forget_old(keep_days)
-    going_on = asyncio.create_task(_forget_hourly(registry, keep_days), name="idempotency retention")
+    going_on = asyncio.create_task(hourly(), name="idempotency retention")
     try:
         yield
     finally:
         going_on.cancel()
         await asyncio.wait([going_on])
-
-
-async def _forget_hourly(registry: Registry, keep_days: float) -> None:
-    while True:
-        await registry.sleep(_BETWEEN_PURGES)
-        with suppress(PostroomError):  # a store that is away now says so to each claim; the next hour makes up for it
-            await registry.forget_old(keep_days)
 
 
 def _is_postgres(url: str) -> bool:
@@ -286,7 +285,11 @@ def _is_postgres(url: str) -> bool:
 async def open_store(url: str, *, create: bool = True) -> Store:
     """Open the store at `url`, as `open_registry` does; without `create`, raises `NotFound` where there is none."""
     if _is_postgres(url):
-        return await _open_postgres(url, create=create)
+        try:
+            from postroom.once.postgres import PostgresStore  # noqa: PLC0415 - asyncpg is an extra
+        except ModuleNotFoundError as error:
+            raise unusable(f"{error.name} is missing: install postroom[postgres]") from error
+        return await PostgresStore.open(url, create=create)
     scheme, _, rest = url.partition(":")
     if url != "memory:" and not (scheme == "sqlite" and rest.startswith("///")):
         sentence = "a registry is at postgresql://…, sqlite:///absolute/path or memory:"
@@ -294,11 +297,3 @@ async def open_store(url: str, *, create: bool = True) -> Store:
     from postroom.once.sqlite import SqliteStore  # noqa: PLC0415 - some builds of Python have no sqlite3
 
     return await SqliteStore.open(Path(rest[2:]) if rest else None, create=create)
-
-
-async def _open_postgres(url: str, *, create: bool) -> Store:
-    try:
-        from postroom.once.postgres import PostgresStore  # noqa: PLC0415 - asyncpg is an extra
-    except ModuleNotFoundError as error:
-        raise unusable(f"{error.name} is missing: install postroom[postgres]") from error
-    return await PostgresStore.open(url, create=create)

@@ -64,7 +64,12 @@ class JobHandler:
             meaning = self._answer(delivery, meaning, askers)
         if isinstance(meaning, Dead):
             await settle(delivery, meaning)
-        elif meaning is None or meaning.flow != self._engine.flow.name or not self._is_awaited(meaning):
+        elif (
+            meaning is None
+            or meaning.flow != self._engine.flow.name
+            # an answer may have been set aside by a worker that could not know whether it is awaited
+            or (isinstance(meaning, Due) and not self._awaits(meaning.name, meaning.answer.event))
+        ):
             self._engine.counters.ignored += 1
             await settle(delivery, DONE)
         else:
@@ -80,10 +85,6 @@ class JobHandler:
         except InvalidMessage as error:
             return Dead(error.code, str(error))
         return Due(asker.activity, asker.name, self._engine.flow.name, answering.guid, answer)
-
-    def _is_awaited(self, meaning: Spawned | Due) -> bool:
-        """Tell whether a message is awaited: an answer may have been set aside by a worker that could not know."""
-        return isinstance(meaning, Spawned) or self._awaits(meaning.name, meaning.answer.event)
 
     def _awaits(self, name: str, event: str | None) -> bool:
         """Tell whether an event may be an activity's answer: any may be that of one that this worker lacks."""

@@ -23,7 +23,7 @@ from postroom.delivery.publishing import DELIVERIES, Backlog, PostgresSource, Pu
 from postroom.delivery.webhooks.settings import networks_of
 from postroom.delivery.webhooks.webhooks import Webhooks
 from postroom.ledger.database import open_jobs_pool
-from postroom.ledger.loading import load_flow
+from postroom.ledger.engine import load_flow
 from postroom.ledger.retention import JobRetention
 from postroom.worker.config import WorkerConfig
 from postroom.worker.jobs import Jobs

@@ -13,8 +13,8 @@ from support.ledgers import LEASE, Jobs
 
 from postroom.flow import Context, Flow, Job
 from postroom.ledger.engine import Engine, TryLater
+from postroom.ledger.operating import retry_job
 from postroom.ledger.primitives import Answer, Start, complete_leg1, enter_leg1, enter_leg2, release, spawn, start_job
-from postroom.ledger.retrying import retry_job
 from postroom.retry_policy import RetryPolicy
 
 COMMANDS = "SELECT id, payload::text FROM postroom.outbox_events WHERE event_type = 'pages' ORDER BY position"

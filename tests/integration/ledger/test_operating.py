@@ -16,7 +16,7 @@ from broker.database import migrate
 from postroom._wire.jobs import JobFilter, JobState
 from postroom.errors import Conflict, InvalidMessage, NotFound
 from postroom.ledger.errors import Duplicate, Inactive, LeaseLost
-from postroom.ledger.operating import QUERIES, cancel_job, find_jobs, show_job, start
+from postroom.ledger.operating import QUERIES, cancel_job, find_jobs, retry_job, show_job, start
 from postroom.ledger.primitives import (
     Answer,
     Child,
@@ -31,7 +31,6 @@ from postroom.ledger.primitives import (
     finish_work,
     spawn,
 )
-from postroom.ledger.retrying import retry_job
 
 MANY_COMPLETED = """
 INSERT INTO ledger.job (id, context, flow, state, semaphore, ended_at)

@@ -14,7 +14,7 @@ import pytest
 from support.ledgers import LEASE, Jobs, asking
 
 from postroom.ledger.errors import Duplicate, Fault, Reaction
-from postroom.ledger.operating import show_job
+from postroom.ledger.operating import retry_job, show_job
 from postroom.ledger.primitives import (
     Answer,
     Child,
@@ -26,7 +26,6 @@ from postroom.ledger.primitives import (
     finish_work,
     spawn,
 )
-from postroom.ledger.retrying import retry_job
 
 MOST_ACTIVITIES = 12
 MOST_CYCLES = 4

@@ -9,9 +9,8 @@ import pytest
 from support.ledgers import LEASE, Jobs
 
 from postroom.ledger.errors import Inactive
-from postroom.ledger.operating import show_job
+from postroom.ledger.operating import retry_job, show_job
 from postroom.ledger.primitives import Answer, Child, Start, enter_leg2, fail_activity, finish_job, spawn, start_job
-from postroom.ledger.retrying import retry_job
 
 
 async def with_children(jobs: Jobs, threshold: int, count: int) -> tuple[Start, list[UUID], bool]:

@@ -44,7 +44,7 @@ from postroom.delivery.agents.store import (
     read_events,
 )
 from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
-from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Outcome, Settle
+from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Settle
 from postroom.delivery.nats import connection_of
 from postroom.delivery.publishing.source import Outgoing
 from postroom.delivery.settings import NatsSettings
@@ -205,7 +205,12 @@ class AgentRuntime:
             given = await self._store.read_turn(self._query(jobs, keys))
             self._catch_up(given)
             group = Group(self._memory, given.versions, given.tried)
-            await self._handle_group(group, jobs, keys, given)
+            try:
+                await self._handle_jobs(group, jobs, keys, given)
+            except asyncio.CancelledError:  # a stop, which no message is to blame for
+                self._underway.end()
+                raise
+            self._underway.end()
             if not group.changes.none:
                 await self._commit(group)
             known = [position for _, position, _ in group.stored if position <= given.head.position]
@@ -240,14 +245,6 @@ class AgentRuntime:
         for job in jobs:
             heapq.heappush(self._jobs, job)
             self._wake.set()
-
-    async def _handle_group(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], given: TurnInput) -> None:
-        try:
-            await self._handle_jobs(group, jobs, keys, given)
-        except asyncio.CancelledError:  # a stop, which no message is to blame for
-            self._underway.end()
-            raise
-        self._underway.end()
 
     async def _handle_jobs(self, group: Group, jobs: Sequence[Job], keys: Sequence[Key], given: TurnInput) -> None:
         now = asyncio.get_running_loop().time
@@ -317,15 +314,12 @@ class AgentRuntime:
         async for missing in self.publisher.rounds(group.outgoing):
             ready = [stored for stored in waiting if stored[1] not in missing]
             waiting = [stored for stored in waiting if stored[1] in missing]
-            await self._settle([*group.settled, *((job, outcome) for job, _, outcome in ready)])
+            for job, outcome in [*group.settled, *((job, outcome) for job, _, outcome in ready)]:
+                await job.finish(outcome)
             group.settled.clear()
             if first:
                 self._room.release()  # what JetStream does not take now holds up nobody else
                 first = False
-
-    async def _settle(self, settled: Sequence[tuple[Job, Outcome]]) -> None:
-        for job, outcome in settled:
-            await job.finish(outcome)
 
     async def _unpublished_of(self, positions: Sequence[int]) -> list[Outgoing]:
         if not positions:

@@ -189,7 +189,12 @@ class Store:
 
         These are the ones whose place another has, and that other: the stream has lost one of the two.
         """
-        work = partial(_mark_published, [mark._asdict() for mark in marks])
+        values = [mark._asdict() for mark in marks]
+
+        def work(db: sqlite3.Connection) -> int:
+            db.executemany(_QUERIES["mark_published"], values)
+            return db.executemany(_QUERIES["requeue_displaced"], values).rowcount
+
         return await self._file.write(work, _EVENT_BYTES * len(marks))
 
     async def keep_letter(self, letter_id: str, subject: str, record: bytes) -> Stored | None:
@@ -234,7 +239,12 @@ class Store:
         """
         found = await self.published_since(since)
         entry = now, actor, "republish", f"{len(found)} messages published since {since}", reason
-        return await self._file.write(partial(_requeue_by_hand, found, entry), _EVENT_BYTES * len(found))
+
+        def work(db: sqlite3.Connection) -> int:
+            db.execute(_QUERIES["log_operation"], entry)
+            return _requeue(found, [], db)
+
+        return await self._file.write(work, _EVENT_BYTES * len(found))
 
     async def published_since(self, since: int) -> list[int]:
         """Return the positions of what was published from a time on (ms since the epoch)."""
@@ -245,7 +255,12 @@ class Store:
 
         Return how many messages; their events stay.
         """
-        return await self._file.write(partial(_prune, before, most), _EVENT_BYTES * most)
+
+        def work(db: sqlite3.Connection) -> int:
+            db.execute(_QUERIES["prune_letters"], (before,))
+            return db.execute(_QUERIES["prune"], {"before": before, "most": most}).rowcount
+
+        return await self._file.write(work, _EVENT_BYTES * most)
 
     async def lost(self, after: int, most: int) -> list[Stored]:
         """Return what was lost and is not published again yet, after a position, oldest first."""
@@ -313,20 +328,10 @@ def _append(changes: Changes, db: sqlite3.Connection) -> None:
         db.execute(_QUERIES["forget_attempts"], (_encode(changes.handled).decode(),))
 
 
-def _mark_published(marks: Sequence[dict[str, Any]], db: sqlite3.Connection) -> int:
-    db.executemany(_QUERIES["mark_published"], marks)
-    return db.executemany(_QUERIES["requeue_displaced"], marks).rowcount
-
-
 def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Stored | None:
     db.execute(_QUERIES["keep_letter"], letter)
     row = db.execute(_QUERIES["find_letter"], letter[:1]).fetchone()
     return row and Stored(*row)
-
-
-def _prune(before: int, most: int, db: sqlite3.Connection) -> int:
-    db.execute(_QUERIES["prune_letters"], (before,))
-    return db.execute(_QUERIES["prune"], {"before": before, "most": most}).rowcount
 
 
 def _find_lost(search: Losses, db: sqlite3.Connection) -> tuple[list[int], list[int]]:
@@ -341,11 +346,6 @@ def _find_lost(search: Losses, db: sqlite3.Connection) -> tuple[list[int], list[
 def _requeue(lost: Sequence[int], old: Sequence[int], db: sqlite3.Connection) -> int:
     db.execute(_QUERIES["forget_place"], (_encode(old).decode(),))
     return db.execute(_QUERIES["requeue"], (_encode(lost).decode(),)).rowcount
-
-
-def _requeue_by_hand(found: Sequence[int], entry: tuple[int, str, str, str, str], db: sqlite3.Connection) -> int:
-    db.execute(_QUERIES["log_operation"], entry)
-    return _requeue(found, [], db)
 
 
 def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, ...]) -> list[Stored]:

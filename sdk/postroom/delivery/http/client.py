@@ -120,7 +120,8 @@ class HandlerClient:
     async def call(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Post one request, signed where there is a secret, and return what came of it."""
         try:
-            return await self._exchange(body, {**headers, **self._signature(body)})
+            signature = {} if self._secret is None else {SIGNATURE: sign(self._secret, body, int(self._clock()))}
+            return await self._exchange(body, {**headers, **signature})
         except aiohttp.ClientSSLError as error:  # its certificate, or ours: nothing was sent
             return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {clean(str(error))}")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -139,9 +140,6 @@ class HandlerClient:
         """Tell an address that the guard refuses, which no waiting changes, from one where nobody is."""
         refused = isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.EACCES
         return "address_not_allowed" if refused and self._guard is not None else UNREACHABLE
-
-    def _signature(self, body: bytes) -> dict[str, str]:
-        return {} if self._secret is None else {SIGNATURE: sign(self._secret, body, int(self._clock()))}
 
     async def _exchange(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         async with self._open().post(self._url, data=body, headers=headers, allow_redirects=False) as response:

@@ -173,14 +173,12 @@ class HttpHandler:
             self.counters.malformed += 1
             await settle(delivery, Dead(error.reason, str(error)))
         else:
-            await settle(delivery, await self._tried(incoming))
-
-    async def _tried(self, incoming: Incoming) -> Outcome:
-        try:
-            return await self._outcome(incoming)
-        except REFUSED as error:
-            self.counters.malformed += 1
-            return Dead("refused_by_postgres", f"Postgres cannot store the message: {clean(str(error))}")
+            try:
+                outcome = await self._outcome(incoming)
+            except REFUSED as error:
+                self.counters.malformed += 1
+                outcome = Dead("refused_by_postgres", f"Postgres cannot store the message: {clean(str(error))}")
+            await settle(delivery, outcome)
 
     async def _outcome(self, incoming: Incoming) -> Outcome:
         """Attempt the message when its turn has come, or learn that there is no need to."""

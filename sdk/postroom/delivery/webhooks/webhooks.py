@@ -207,12 +207,14 @@ class Webhooks:
         if self._strays is None:
             self._strays = await self._find_strays(js)
         for key in self.running.keys() - wanted.keys():
-            gone = await self._end(key)
+            gone = await self._consumers.end(key)
+            _log.info("webhook_ended", webhook=key)
             self._strays.add((gone.stream, gone.webhook.durable))
         for key in wanted.keys() - self.running.keys() - self._unusable:
             await self._begin(js, wanted[key])
         for stream, durable in list(self._strays):
-            await self._delete(js, stream, durable)
+            with suppress(NotFoundError):
+                await js.delete_consumer(stream, durable)
             self._strays.discard((stream, durable))
             self._block = 0
         if self._block is not None:
@@ -231,15 +233,6 @@ class Webhooks:
             return
         self._consumers.begin(webhook.id, begun)
         _log.info("webhook_begun", webhook=webhook.id, stream=stream)
-
-    async def _end(self, key: str) -> WebhookConsumer:
-        ended = await self._consumers.end(key)
-        _log.info("webhook_ended", webhook=key)
-        return ended
-
-    async def _delete(self, js: JetStreamContext, stream: str, durable: str) -> None:
-        with suppress(NotFoundError):
-            await js.delete_consumer(stream, durable)
 
     async def _forget_removed(self, block: int) -> int | None:
         """Forget what webhooks that are gone were posted, in a stretch of the inbox; return where the next begins."""
