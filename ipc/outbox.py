@@ -10,7 +10,7 @@ from ipc.request import BodyReader, Request, check_media, decode_body
 from ipc.services import Services
 from outbox import RowFilter
 from postroom._wire.ids import now_ms
-from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, prepare_request
+from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, prepare
 from postroom._wire.operations import (
     MAX_PAGE,
     VERBS,
@@ -141,9 +141,7 @@ class OutboxDesk:
                 "the message replaces that of the row and must not have an id of its own: use new_client_message_id"
             )
             raise InvalidMessage.of("invalid_field", detail, field="message.client_message_id")
-        patch = prepare_request(
-            message, idempotency_key=new_client_message_id, max_body_bytes=self._services.limits.body_bytes
-        )
+        patch = prepare(message, idempotency_key=new_client_message_id, max_body_bytes=self._services.limits.body_bytes)
         self._services.destinations.check(patch.destination)
         return patch
 

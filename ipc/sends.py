@@ -17,7 +17,7 @@ from ipc.services import Services
 from ipc.shares import TURN
 from outbox import Caller
 from postroom._wire.ids import is_client_message_id
-from postroom._wire.message import decode_request, prepare_request
+from postroom._wire.message import decode_request, prepare
 from postroom._wire.operations import SendsQuery, WaitQuery
 from postroom._wire.sends import SETTLED, OutboxRow, SendList
 from postroom.chassis.routes import decode_query
@@ -61,7 +61,7 @@ class Sends:
                 decoded = decode_request(body)
                 if len(body) > TURN:
                     await request.take_turn(len(body))
-                prepared = prepare_request(
+                prepared = prepare(
                     decoded, idempotency_key=key, traceparent=traceparent, max_body_bytes=self._body_bytes
                 )
                 (row,) = await self._destinations.accept(self._outbox, (prepared,), caller)

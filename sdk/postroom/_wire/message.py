@@ -128,35 +128,17 @@ def refuse(code: str, detail: str, field: str | None = None) -> NoReturn:
 
 
 def prepare(
-    data: bytes,
+    send: bytes | SendRequest,
     *,
     idempotency_key: str | None = None,
     traceparent: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> PreparedSend:
-    """Decode and check one send; the `Idempotency-Key` wins over the body's `client_message_id`.
+    """Check one send, decoded or not; the `Idempotency-Key` wins over the body's `client_message_id`.
 
     Raises `InvalidMessage` (400 or 413) that names the field; nothing has been written then.
     """
-    return prepare_request(
-        decode_request(data),
-        idempotency_key=idempotency_key,
-        traceparent=traceparent,
-        max_body_bytes=max_body_bytes,
-    )
-
-
-def prepare_request(
-    request: SendRequest,
-    *,
-    idempotency_key: str | None = None,
-    traceparent: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
-) -> PreparedSend:
-    """Check a decoded send; the `Idempotency-Key` wins over the body's `client_message_id`.
-
-    Raises `InvalidMessage` (400 or 413) that names the field; nothing has been written then.
-    """
+    request = send if isinstance(send, SendRequest) else decode_request(send)
     if idempotency_key is not None:
         client_message_id = check_client_message_id(idempotency_key, "Idempotency-Key")
     elif request.client_message_id is not None:
