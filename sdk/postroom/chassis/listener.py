@@ -68,7 +68,13 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
     The mode is there when the file appears; the group is set before anyone can connect. Raises `Fatal`.
     """
     refuse_path(path)
-    gid = None if group is None else _group_id(group)
+    gid = None
+    if group is not None:
+        try:
+            gid = grp.getgrnam(group).gr_gid
+        except KeyError as error:
+            detail = f"the socket's group {group!r} does not exist on this machine"
+            raise Fatal(Exit.CONFIG, detail) from error
     try:
         private_directory(path.parent)
         with _only_starter(path.parent):
@@ -155,13 +161,6 @@ def _only_starter(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _group_id(group: str) -> int:
-    try:
-        return grp.getgrnam(group).gr_gid
-    except KeyError as error:
-        raise Fatal(Exit.CONFIG, f"the socket's group {group!r} does not exist on this machine") from error
 
 
 class Deadlines(Protocol):

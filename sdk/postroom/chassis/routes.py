@@ -132,7 +132,12 @@ def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, A
         names = [part[1:-1].split(":")[0] for part in route.path.split("/") if part.startswith("{")]
         parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
         if route.query is not None:
-            parameters += _query_parameters(route.query)
+            (_,), found = msgspec.json.schema_components([route.query])
+            query = found[route.query.__name__]
+            parameters += [
+                {"name": name, "in": "query", "required": name in query.get("required", ()), "schema": shape}
+                for name, shape in query["properties"].items()
+            ]
         operation: dict[str, Any] = {
             "summary": route.summary,
             "x-access": route.access,
@@ -154,15 +159,6 @@ def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, A
         "paths": paths,
         "components": {"schemas": components},
     }
-
-
-def _query_parameters(query: type[msgspec.Struct]) -> list[dict[str, Any]]:
-    (_,), components = msgspec.json.schema_components([query])
-    described = components[query.__name__]
-    return [
-        {"name": name, "in": "query", "required": name in described.get("required", ()), "schema": shape}
-        for name, shape in described["properties"].items()
-    ]
 
 
 def _answer(media: str, kind: Any, schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,13 @@ class Conditions(NamedTuple):
         """Return these conditions with those of `filters` that one of them can say."""
         found = self
         for filter_ in filters:
-            found = found._and(filter_)
+            kind, value = type(filter_).__name__, getattr(filter_, "value", None)
+            column = ".".join(getattr(filter_, "attribute", ()))
+            if column in _RANGES:
+                found = found._bounded(column, value, lower=kind in _LOWER, upper=kind in _UPPER)
+            elif kind == "EqualTo" and column in _EQUALS and isinstance(value, str) and getattr(found, column) is None:
+                said: dict[str, Any] = {column: value}
+                found = found._replace(**said) if column != "broker_message_id" or _is_uuid(value) else found
         return found
 
     def arguments(self, mesh_id: int, after: int, last: int) -> list[Any]:
@@ -159,15 +165,6 @@ class Conditions(NamedTuple):
             self.broker_message_id,
         ]
 
-    def _and(self, filter_: Filter) -> Self:
-        kind, value = type(filter_).__name__, getattr(filter_, "value", None)
-        column = ".".join(getattr(filter_, "attribute", ()))
-        if column in _RANGES:
-            return self._bounded(column, value, lower=kind in _LOWER, upper=kind in _UPPER)
-        if kind == "EqualTo" and column in _EQUALS and isinstance(value, str) and getattr(self, column) is None:
-            return self._with(**{column: value}) if column != "broker_message_id" or _is_uuid(value) else self
-        return self
-
     def _bounded(self, column: str, value: Any, *, lower: bool, upper: bool) -> Self:
         if isinstance(value, datetime) and value.tzinfo is None:
             value = value.replace(tzinfo=UTC)
@@ -176,10 +173,7 @@ class Conditions(NamedTuple):
             return self
         bounds = {least: _tighter(max, getattr(self, least), value)} if lower else {}
         bounds |= {most: _tighter(min, getattr(self, most), value)} if upper else {}
-        return self._with(**bounds)
-
-    def _with(self, **values: Any) -> Self:
-        return self._replace(**values)
+        return self._replace(**bounds)
 
 
 # The filters that bound a value from below, and from above.
