@@ -6,6 +6,7 @@ activity_retried                leg 2, in its body the activity and the message 
 any event that names a request  leg 2: in `X-Causation-Id`, or in its body as `answers`, the request's message id
 """
 
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -103,7 +104,10 @@ def read(delivery: Delivery) -> Meaning:
     event = subject.name
     if event in {SPAWNED, CYCLED, RETRIED}:
         return _own(event, guid, delivery)
-    request = _request(delivery)
+    request = _uuid(delivery.headers.get(CAUSATION_ID))
+    if request is None and _PRESENT in delivery.data:  # most events have no such member, and are not decoded for it
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            request = _uuid(_decode_answering(delivery.data).answers)
     return None if request is None else Answering(request, event, guid)
 
 
@@ -154,16 +158,6 @@ def _said(data: bytes) -> Any:
         return None if text is None else _decode(text)
     except msgspec.DecodeError:
         return text
-
-
-def _request(delivery: Delivery) -> UUID | None:
-    request = _uuid(delivery.headers.get(CAUSATION_ID))
-    if request is None and _PRESENT in delivery.data:  # most events have no such member, and are not decoded for it
-        try:
-            request = _uuid(_decode_answering(delivery.data).answers)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
-    return request
 
 
 def _uuid(text: Any) -> UUID | None:
