@@ -20,8 +20,6 @@ from support.post import PostOffice
 from embedded import EmbeddedPostgres, EmbeddedRedis
 from postroom.spark.session import do_without_names, find_java
 
-_HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="session")
 def spark(session_directory: Path) -> Iterator[SparkSession]:
