@@ -28,7 +28,7 @@ _CONSUMED: Final = 6_000
 _AGGREGATES: Final = 100
 _STREAM: Final = stream_name(MESH, "events")
 _SUBJECT: Final = event_subject(MESH, "placed", 1)
-_QUERIES: Final = load_queries("bench", "postgres.sql")
+_QUERIES: Final = load_queries("bench", "events.sql")
 _POLL_SECONDS: Final = 0.02
 _PATIENCE: Final = 120.0  # seconds
 

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import asyncpg
 import nats
 from nats.js import JetStreamContext
 
@@ -45,10 +44,12 @@ class Stack(NamedTuple):
 
 
 @asynccontextmanager
-async def broker(directory: Path, *, brokers: int = 1, settings_of_postgres: str = "") -> AsyncIterator[Broker]:
+async def broker(
+    directory: Path, *, brokers: int = 1, database: type[EmbeddedPostgres] = EmbeddedPostgres
+) -> AsyncIterator[Broker]:
     """Run Postgres (fsync on), Redis and brokers whose limiter never refuses, while the block lasts."""
     directory.mkdir(mode=0o711)  # noqa: ASYNC240 - nothing else runs yet
-    postgres, redis = EmbeddedPostgres(directory / "postgres"), EmbeddedRedis(directory / "redis")
+    postgres, redis = database(directory / "postgres"), EmbeddedRedis(directory / "redis")
     admin = secrets.token_urlsafe(32)
     (directory / "admin.token").touch(mode=0o600)
     (directory / "admin.token").write_text(admin)
@@ -63,10 +64,6 @@ async def broker(directory: Path, *, brokers: int = 1, settings_of_postgres: str
         }
         environment = {f"POSTROOM_BROKER_{name}": value for name, value in settings.items()}
         output_of(["broker", "migrate"], environment)
-        if settings_of_postgres:
-            connection = await asyncpg.connect(settings["DATABASE_URL"])
-            await connection.execute(settings_of_postgres)
-            await connection.close()
         parts, urls = {"Postgres": pid_of(postgres), "Redis": pid_of(redis)}, []
         for number in range(brokers):
             port = str(free_port())
