@@ -27,6 +27,14 @@ class Trip(NamedTuple):
     p50: float  # seconds
     p99: float
     cpu: Mapping[str, float]  # part -> seconds a message
+    wakeups: Mapping[str, float]  # part -> how often a thread of it is woken for a message
+
+
+class Usage(NamedTuple):
+    """What the parts of a system have used so far."""
+
+    cpu: Mapping[str, float]
+    wakeups: Mapping[str, int]
 
 
 async def full(place: Path, scale: float, results: Results) -> AsyncIterator[Measure]:
@@ -83,8 +91,7 @@ async def _systems(
 
 
 async def _full(system: System, numbers: range) -> Trip:
-    meter = Meter(system.parts)
-    before = meter.cpu()
+    before = _usage(system)
     if system.blocking is None:
         load = await drive(system.send, numbers, at_once=_AT_ONCE)
     else:
@@ -94,14 +101,14 @@ async def _full(system: System, numbers: range) -> Trip:
 
 
 async def _steady(system: System, numbers: range) -> Trip:
-    before = Meter(system.parts).cpu()
+    before = _usage(system)
     load = await drive_steadily(system.send, numbers, rate=_RATE)
     await system.handled.until(numbers.stop)
     return await _trip(system, load, before)
 
 
 async def _lone(system: System, numbers: range) -> Trip:
-    before = Meter(system.parts).cpu()
+    before = _usage(system)
 
     async def send(number: int) -> None:
         await system.send(number)
@@ -111,14 +118,21 @@ async def _lone(system: System, numbers: range) -> Trip:
     return await _trip(system, await drive(send, numbers, at_once=1), before)
 
 
-async def _trip(system: System, load: Load, before: Mapping[str, float]) -> Trip:
+def _usage(system: System) -> Usage:
+    meter = Meter(system.parts)
+    return Usage(meter.cpu(), meter.wakeups())
+
+
+async def _trip(system: System, load: Load, before: Usage) -> Trip:
     """Sum up what became of a load that was handled."""
     at = system.handled.at
     took = max(at[number] for number in load.began) - min(load.began.values())
     await asyncio.sleep(_SETTLE_SECONDS)
-    after = Meter(system.parts).cpu()
-    cpu = {part: (used - before[part]) / load.sent for part, used in after.items()}
-    return Trip(load.sent / took, *percentiles(at[number] - began for number, began in load.began.items()), cpu)
+    after = _usage(system)
+    cpu = {part: (used - before.cpu[part]) / load.sent for part, used in after.cpu.items()}
+    wakeups = {part: (count - before.wakeups[part]) / load.sent for part, count in after.wakeups.items()}
+    waited = percentiles(at[number] - began for number, began in load.began.items())
+    return Trip(load.sent / took, *waited, cpu, wakeups)
 
 
 def _latencies(found: Mapping[str, Trip]) -> Iterator[Measure]:
@@ -130,7 +144,10 @@ def _latencies(found: Mapping[str, Trip]) -> Iterator[Measure]:
 
 
 def _parts(name: str, trip: Trip) -> Iterator[Measure]:
-    """Say what CPU a message costs, in all processes and in each."""
+    """Say what a message costs, in all processes and in each."""
     yield Measure(f"{name}: CPU per message", sum(trip.cpu.values()) * 1e6, "µs")
     for part, seconds in trip.cpu.items():
         yield Measure(f"{name}: CPU per message", seconds * 1e6, "µs", part)
+    yield Measure(f"{name}: wake-ups per message", sum(trip.wakeups.values()), "")
+    for part, count in trip.wakeups.items():
+        yield Measure(f"{name}: wake-ups per message", count, "", part)
