@@ -80,15 +80,17 @@ async def backlog(place: Path, scale: float, _results: Results) -> AsyncIterator
                 yield Measure(f"{name}, sends of the empty outbox", found.per_second / alone.per_second, "x")
             yield Measure(f"{name}, resident memory", full.resident_bytes / 2**20, "MiB")
         for size, what in ((CLAIM_AT_ONCE, "a claim's transaction"), (CLAIM_ROWS, "a whole claim")):
-            yield Measure(f"{name}, {what}, p99", await _claims(here / "state", size) * 1e3, "ms")
+            yield Measure(
+                f"{name}, {what}, p99", await _claims(here / "state", size, max(1, round(_CLAIMS * scale))) * 1e3, "ms"
+            )
 
 
-async def _claims(state: Path, rows: int) -> float:
-    """Claim from a stopped daemon's outbox; return the p99 in seconds."""
+async def _claims(state: Path, rows: int, count: int) -> float:
+    """Claim so often from a stopped daemon's outbox; return the p99 in seconds."""
     outbox = await Outbox.open(state, OutboxSettings(max_bytes=64 * 2**30))
     took = []
     try:
-        for _ in range(_CLAIMS):
+        for _ in range(count):
             began = time.perf_counter()
             claimed = await outbox.claim(limit=rows)
             took.append(time.perf_counter() - began)

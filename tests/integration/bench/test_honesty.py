@@ -48,15 +48,15 @@ async def test_a_load_counts_each_acknowledgement_once(short_directory):
 
 @pytest.mark.parametrize(
     ("figures", "status"),
-    [([2.0, 3.0, 0.1], 0), ([0.9, 3.0, 0.5], 1), ([], 1), ([Void("a send failed")], 1)],
-    ids=["met by the median", "missed", "not measured", "void"],
+    [([2.0, 3.0, 0.1], 0), ([0.9, 3.0, 0.5], 1), ([], 1), ([Void("a send failed")], 1), ([OSError("broken")], 1)],
+    ids=["met by the median", "missed", "not measured", "void", "broken"],
 )
 def test_the_exit_code_says_whether_the_goals_were_met(figures, status, monkeypatch):
     waiting = iter(figures)
 
     async def benchmark(_place, _scale, _results):
         for found in waiting:
-            if isinstance(found, Void):
+            if isinstance(found, Exception):
                 raise found
             yield Measure("of the peer", found, "x")
 
