@@ -43,7 +43,7 @@ async def publish(place: Path, scale: float, _results: Results) -> AsyncIterator
         with worker(place, servers):
             await connection.execute(_QUERIES["emit"], MESH, _AGGREGATES, order(), count)
             began = time.perf_counter()
-            await until_count(lambda: _stored(js), 2 * count)
+            await _until_count(lambda: _stored(js), 2 * count)
             ours = time.perf_counter() - began
         await connection.close()
     yield Measure("events of a worker", count / ours, "/s")
@@ -80,15 +80,19 @@ async def agent(place: Path, scale: float, _results: Results) -> AsyncIterator[M
         environment = {"POSTROOM_NATS_URL": url, "POSTROOM_AGENT_STATE_DIRECTORY": str(place / "agent")}
         words = ["agent", "run", "bench.quiet:Quiet", "--tenant", MESH]
         with program(place / "agent.log", "cli", *words, environment=environment):
-            before = await until_count(lambda: _settled(js), 1)
-            began = time.perf_counter()
-            await until_count(lambda: _settled(js), count)
-            yield Measure(
-                "an agent whose `receive` does nothing", (count - before) / (time.perf_counter() - began), "/s"
-            )
+            rate = await rate_of(lambda: _settled(js), count)
+    yield Measure("an agent whose `receive` does nothing", rate, "/s")
 
 
-async def until_count(count: Callable[[], Awaitable[int]], least: int) -> int:
+async def rate_of(count: Callable[[], Awaitable[int]], least: int) -> float:
+    """Return how many are done a second, from when the first of them is; raises `Void`."""
+    before, began = await _until_count(count, 1), time.perf_counter()
+    if before >= least:
+        raise Void(f"all {least:,} were done before the first look")
+    return (await _until_count(count, least) - before) / (time.perf_counter() - began)
+
+
+async def _until_count(count: Callable[[], Awaitable[int]], least: int) -> int:
     """Ask until `count` has reached `least`, and return it; raises `Void`."""
     found = 0
     try:

@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 import asyncpg
 from nats.js import JetStreamContext
 
-from bench.delivery import until_count
+from bench.delivery import rate_of
 from bench.mailroom import MESH, running, streams, worker
 from bench.peer_jobs import AT_ONCE, PEERS, STEPS
 from bench.processes import output_of
@@ -42,9 +42,7 @@ async def jobs(place: Path, scale: float, results: Results) -> AsyncIterator[Mea
                     return int(await pool.fetchval(_QUERIES["done"]))
 
                 with worker(place, servers, FLOWS="bench.quiet:flow"):
-                    before, began = await until_count(done, 1), time.perf_counter()
-                    await until_count(done, count)
-                    ours = (count - before) / (time.perf_counter() - began)
+                    ours = await rate_of(done, count)
                 bare = await _bare(pool, count)
     yield Measure("leg-2 transitions of one worker", ours, "/s")
     yield Measure(f"of two bare transactions each, {AT_ONCE} connections", ours / bare, "x")
