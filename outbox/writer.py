@@ -34,7 +34,9 @@ WARN_AT: Final = 0.8  # of max_bytes
 PART_ROWS: Final = 64  # of a group that one caller may fill beside others: a millisecond
 _PRESENT_SECONDS: Final = 60.0  # after its last send, in which a caller counts as one that others share with
 _SET_BACK: Final = 60_000  # ms that the clock may go back without a look at what waits by it
-_SHORT_AT: Final = 0.9  # of max_bytes: from here on payloads of settled rows go before their time
+_SHORT_AT: Final = 0.9  # of max_bytes: from here on payloads of settled rows go before their time, between sends
+_PRESSING_AT: Final = 0.95  # of max_bytes: from here on sends wait for that
+_PAUSE_SECONDS: Final = 0.1  # since the last send: to prune a row costs the processor as much as to accept one
 _ENOUGH_AT: Final = 0.8  # of max_bytes: until this much is left
 _PRUNED_AT_ONCE: Final = 200  # rows: some 2 ms for which everybody waits
 _PRUNE_SECONDS: Final = 0.02  # that slices of a prune may take between two groups
@@ -135,7 +137,8 @@ class Transactor(store.Transactor):
         self._dated = earliest  # when the last row was enqueued
         self._salt = b""
         self._last_id = ""  # of a row
-        self._short = False
+        self._accepted_at = 0.0  # by the monotonic clock
+        self._short = self._pressing = False
         self._added = 0  # bytes of room that were taken since there was a look at what is left
         self._prune_after = 0.0  # by the monotonic clock
         self._warned = False
@@ -160,6 +163,7 @@ class Transactor(store.Transactor):
                 outcomes: list[Outcome] = []
                 for is_accept, neighbours in groupby(group, key=lambda operation: isinstance(operation, Accept)):
                     if is_accept:
+                        self._accepted_at = time.monotonic()
                         outcomes += accept_group(here, list(neighbours))  # type: ignore[arg-type]
                     else:
                         outcomes += [_run(here, operation) for operation in neighbours]
@@ -220,19 +224,27 @@ class Transactor(store.Transactor):
 
     @property
     def has_chores(self) -> bool:
-        """Whether there is too little room, and something that need not be kept."""
-        used, most = self.space.waiting + self.space.kept, self._max_bytes
-        self._short = self.space.kept > 0 and used > most * (_ENOUGH_AT if self._short else _SHORT_AT)
-        return self._short and time.monotonic() >= self._prune_after
+        """Whether there is too little room and something that need not be kept, and it is time to make some."""
+        used = (self.space.waiting + self.space.kept) / self._max_bytes
+        kept, now = self.space.kept > 0, time.monotonic()
+        self._short = kept and used > (_ENOUGH_AT if self._short else _SHORT_AT)
+        self._pressing = kept and used > (_ENOUGH_AT if self._pressing else _PRESSING_AT)
+        pause = now - self._accepted_at > _PAUSE_SECONDS
+        return (self._pressing or (self._short and pause)) and now >= self._prune_after
+
+    @property
+    def chores_in(self) -> float | None:
+        """Where room is short, there are some after the last send."""
+        return _PAUSE_SECONDS if self._short else None
 
     def do_chores(self, db: sqlite3.Connection) -> None:
-        """Where room is short, make twice the room that was added, in slices.
+        """Where room is short, make some in a slice; where it is pressing, twice the room that was added, in slices.
 
         Whoever waits meanwhile waits for a slice, or for as many as take `_PRUNE_SECONDS`.
         """
         added, self._added = self._added, 0
         made, until = 0, time.monotonic() + _PRUNE_SECONDS
-        while self.has_chores and (not made or (made < 2 * added and time.monotonic() < until)):
+        while self.has_chores and (not made or (self._pressing and made < 2 * added and time.monotonic() < until)):
             try:
                 freed = self._prune(db)
             except sqlite3.Error as error:

@@ -257,6 +257,11 @@ class Transactor:
         """Whether there is something to do although nobody waits."""
         return False
 
+    @property
+    def chores_in(self) -> float | None:
+        """Seconds after which there may be, if nobody comes before; None for never."""
+        return None
+
     def do_chores(self, db: sqlite3.Connection) -> None:
         """Do it; whoever waits meanwhile waits for it. What this raises fails the store."""
 
@@ -429,11 +434,12 @@ class Store:
 
     async def _run(self) -> None:
         while not (self._stopping and not self._waiting):
-            if not self._waiting:
-                self._wake.clear()
-                await self._wake.wait()
+            if self._waiting or self._transactor.has_chores:
+                await self._connection.run(self._drain)
                 continue
-            await self._connection.run(self._drain)
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._transactor.chores_in)
 
     # On the connection's thread
 
