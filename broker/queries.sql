@@ -295,7 +295,7 @@ LEFT JOIN mesh.mesh ON mesh.slug = $1;
 
 -- name: read_history
 -- A page of a mesh's history after a history_id: at most $3 rows are looked at, and of those the caller may see at most
--- $4 are returned, and as many as fit into $5 bytes of bodies (one at least). $6 is the member that reads, null for one
+-- $4 are returned, and as many as fit into $5 bytes of bodies and metas (one at least). $6 is the member that reads, null for one
 -- who may read everything; $7 and $8 are a destination, or null. Each row tells how far the page looked; there is one
 -- row without a message where the page is empty.
 WITH looked_at AS MATERIALIZED (
@@ -314,8 +314,11 @@ WITH looked_at AS MATERIALIZED (
   SELECT (SELECT count(*) FROM looked_at) AS looked_at, (SELECT max(history_id) FROM looked_at) AS looked_to,
     (SELECT count(*) FROM visible) AS matched
 ), page AS (
-  SELECT message.*, sum(octet_length(body)) OVER (ORDER BY history_id) - octet_length(body) AS bytes_before
-  FROM mesh.message JOIN visible USING (history_id) WHERE mesh_id = $1
+  SELECT sized.*, sum(bytes) OVER (ORDER BY history_id) - bytes AS bytes_before
+  FROM (
+    SELECT message.*, octet_length(body) + coalesce(octet_length(meta::text), 0) AS bytes
+    FROM mesh.message JOIN visible USING (history_id) WHERE mesh_id = $1
+  ) AS sized
 )
 SELECT extent.*, page.* FROM extent LEFT JOIN page ON page.bytes_before < $5 ORDER BY page.history_id;
 

@@ -59,6 +59,31 @@ async def test_a_page_holds_as_many_bytes_as_fit_and_one_message_at_least(
 
     assert await read_all(alice) == [[1], [2, 3, 4], [5]]
 
+    await alice.send(*(message(f"meta-{n}", body="", meta={"a": value}) for n, value in enumerate(("x" * 100, 1, 2))))
+    assert (await read_all(alice))[2:] == [[5, 6], [7, 8]]
+
+
+async def test_a_page_of_many_small_values_is_made_a_slice_at_a_time(
+    broker: Any, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_SLICE_BYTES", 1000)
+    alice = broker.member("alice")
+    await alice.send(*(message(f"id-{n}", meta={"a": [[]] * 400}) for n in range(50)))
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    make, made_in = history.history_message, set()
+    monkeypatch.setattr(history, "history_message", lambda row: made_in.add(turns) or make(row))
+    counting = asyncio.create_task(count())
+    assert await read_all(alice) == [list(range(1, 51))]
+    counting.cancel()
+    assert len(made_in) > 40
+
 
 async def test_a_reader_never_skips_a_message_that_commits_late(
     broker: Any, message: Message, postgres: Any, waiting_for_lock: Callable[[int], Awaitable[None]]
