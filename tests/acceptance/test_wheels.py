@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -297,9 +298,9 @@ def lowest(found: list[Requirement]) -> list[str]:
     return [f"{name}=={version}" for name, version in dict(bounds).items()]
 
 
-def environment(directory: Path, *packages: str | Path) -> Path:
+def environment(directory: Path, *packages: str | Path, python: str = sys.executable) -> Path:
     """Make an environment with these packages from an index, and return its directory of programs."""
-    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    subprocess.run([python, "-m", "venv", directory], check=True)
     subprocess.run([directory / "bin/pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
     return directory / "bin"
 
@@ -334,7 +335,12 @@ def test_the_lowest_versions_that_the_sdk_allows_send(daemon: LoneDaemon, wheels
 
 
 @pytest.mark.soak
-def test_up_runs_from_the_wheels_and_an_index(wheels: list[Path], short_directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_up_runs_from_the_wheels_and_an_index(
+    wheels: list[Path], short_directory: Path, tmp_path: Path, version: str
+) -> None:
+    if (python := shutil.which(f"python{version}")) is None:
+        pytest.skip(f"there is no Python {version} here")
     sdk, server = wheels
-    environment(tmp_path / "environment", sdk, f"{server}[embedded]")
+    environment(tmp_path / "environment", sdk, f"{server}[embedded]", python=python)
     send_through_up(tmp_path / "environment/bin/postroom", short_directory / "up")
