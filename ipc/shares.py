@@ -30,7 +30,7 @@ from postroom.errors import TryAgain
 NOBODY: Final = -1  # whoever has no uid
 _BUSY_RETRY: Final = 1.0  # seconds
 TURN: Final = 8 * 1024  # bytes, about a millisecond
-REQUEST: Final = 1024  # what reading and answering a request counts as
+REQUEST: Final = 1536  # what reading and answering a request counts as
 _ALONE: Final = 64  # the same of a uid beside which nobody is: a newcomer waits for some ten milliseconds at most
 REST: Final = 0.001  # seconds, after the work of one turn
 _LONGEST_REST: Final = 0.032  # seconds, after one large piece of work

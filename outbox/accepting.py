@@ -23,7 +23,7 @@ from postroom._wire.sql import load_queries
 from postroom.errors import PostroomError
 
 _QUERIES: Final = load_queries("outbox", "sql/accept.sql")
-_ORDINARY_BYTES: Final = 8192  # of a payload: what a row counts as one for, so that no transaction floods the WAL
+_ORDINARY_BYTES: Final = 2048  # of a payload: a row of more counts as several, since it takes as long as those
 _COLUMNS: Final = 11  # of a new row that `insert` writes
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
