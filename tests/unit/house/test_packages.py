@@ -68,8 +68,8 @@ def closure(distribution: str) -> set[str]:
     return found - {"postroom"}
 
 
-@pytest.mark.parametrize("name", ["aiohttp", "aiosqlite", "nats-py"])
-def test_what_is_used_by_private_names_has_an_upper_bound(name):
+@pytest.mark.parametrize("name", ["aiohttp", "aiosqlite", "msgspec", "nats-py"])
+def test_what_is_used_by_private_names_or_sentences_has_an_upper_bound(name):
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (requirement,) = (each for each in map(Requirement, lines) if each.name == name)
     assert {one.operator for one in requirement.specifier} == {">=", "<"}
