@@ -315,7 +315,7 @@ async def test_one_that_no_stream_takes_keeps_no_other_row_of_another_aggregate(
         await form.publish()
 
 
-@pytest.mark.parametrize("settings", [RecordSettings(horizon_days=1e-9)])
+@pytest.mark.parametrize("settings", [RecordSettings(horizon_days=-1)])
 async def test_what_is_older_than_the_horizon_stays_lost(form: Form) -> None:
     await form.put(5)
     await form.publish()
@@ -323,7 +323,7 @@ async def test_what_is_older_than_the_horizon_stays_lost(form: Form) -> None:
     assert await form.compare() == 0
 
 
-@pytest.mark.parametrize("settings", [RecordSettings(keep_days=1e-9)])
+@pytest.mark.parametrize("settings", [RecordSettings(keep_days=-1)])
 async def test_what_was_published_long_ago_is_forgotten(form: Form) -> None:
     await form.put(5)
     await form.publish()
