@@ -20,8 +20,9 @@ from bench.report import Measure, Results
 from bench.systems import SEES_PEERS, Missing, need
 from embedded import EmbeddedPostgres
 from postroom._wire.sql import load_queries
+from postroom.chassis.postgres import migrate
 from postroom.delivery.subjects import event_subject
-from postroom.ledger.database import migrate
+from postroom.ledger import ROOMS
 
 _TRANSITIONS: Final = 3000
 _QUERIES: Final = load_queries("bench", "jobs.sql")
@@ -33,7 +34,7 @@ async def jobs(place: Path, scale: float, results: Results) -> AsyncIterator[Mea
     count = max(1, round(_TRANSITIONS * scale / STEPS)) * STEPS
     async with streams(place / "nats") as (nats_url, js):
         with running(EmbeddedPostgres(place / "postgres")) as url:
-            await migrate(url)
+            await migrate(url, *ROOMS)
             async with asyncpg.create_pool(url, min_size=AT_ONCE, max_size=AT_ONCE) as pool:
                 await _prepare(pool, js, count)
                 servers = {"POSTROOM_NATS_URL": nats_url, "POSTROOM_DATABASE_URL": url}

@@ -49,10 +49,10 @@ class Keys:
     async def inspect(self, request: web.Request) -> web.Response:
         """`GET /v1/once/key`."""
         name = decode_query(request, KeyName)
-        scope, columns = _scope(name)
+        scope = Scope(name.tenant, name.topic, name.key, name.group)
         async with self._opened(request) as connection:
-            row = await connection.fetchrow(QUERIES["find_key"], *columns)
-            notes = await connection.fetch(_ONCE["forgotten"], *columns)
+            row = await connection.fetchrow(QUERIES["find_key"], *scope.columns)
+            notes = await connection.fetch(_ONCE["forgotten"], *scope.columns)
         log = [KeyNote(verb="forget", **dict(note)) for note in notes]
         if row is None and not log:
             raise key_missing(str(scope))
@@ -71,17 +71,17 @@ class Keys:
             async with self._opened(request) as connection:
 
                 async def effect(name: KeyName) -> KeyName:
-                    scope, columns = _scope(name)
-                    row = await connection.fetchrow(QUERIES["find_key"], *columns)
+                    scope = Scope(name.tenant, name.topic, name.key, name.group)
+                    row = await connection.fetchrow(QUERIES["find_key"], *scope.columns)
                     if row is None:
                         raise key_missing(str(scope))
                     if asked.dry_run:
                         return name
                     async with connection.transaction(isolation="read_committed"):
-                        if not await connection.fetch(_ONCE["forget"], *columns, actor, asked.reason):
+                        if not await connection.fetch(_ONCE["forget"], *scope.columns, actor, asked.reason):
                             raise key_held(str(scope), row["owner"], row["lease_until"])
                         said = {"outcome": KEYS.verbs[verb].done, "reason": asked.reason}
-                        await keep_log(connection, actor, verb, KEYS.name, *columns, **said)
+                        await keep_log(connection, actor, verb, KEYS.name, *scope.columns, **said)
                     return name
 
                 done, failed = await each(asked.filter.keys, effect, lambda name: name.key)
@@ -99,9 +99,3 @@ class Keys:
             if version != VERSION:
                 raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
             yield connection
-
-
-def _scope(name: KeyName) -> tuple[Scope, tuple[str, str, str, str]]:
-    """Return a key as its registry names it, and as its table does; raises `InvalidMessage`."""
-    scope = Scope(name.tenant, name.topic, name.key, name.group)
-    return scope, (scope.tenant, scope.topic, scope.group or "", scope.key)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
@@ -28,6 +27,7 @@ from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.incoming import Checked, Item, event
 from broker.shares import Slices
+from postroom._wire.ids import now_ms
 from postroom._wire.message import DestinationKind
 from postroom.delivery.subjects import command_subject, event_subject
 
@@ -183,11 +183,6 @@ def _subject(mesh: str, kind: DestinationKind, ref: str, version: int) -> str | 
             return command_subject(mesh, ref)
         case "dm":
             return None
-
-
-def now_ms() -> int:
-    """Return the wall clock in milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000
 
 
 class MessageIds:

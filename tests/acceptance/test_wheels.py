@@ -28,10 +28,11 @@ from packaging.version import Version
 from support.mailroom import LoneDaemon
 
 from embedded.processes import tethered
+from postroom.chassis.postgres import migrate
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.delivery.streams import default_streams, ensure_stream
-from postroom.ledger.database import migrate
+from postroom.ledger import ROOMS
 from postroom.ledger.primitives import Start, start_job
 
 REPOSITORY = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ asyncio.run(once())
 print(postroom.__file__)
 print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
-ROOMS = {"broker", "broker_client", "chassis", "cli", "daemon", "embedded", "ipc", "outbox"}
+SERVER = {"broker", "broker_client", "chassis", "cli", "daemon", "embedded", "ipc", "outbox"}
 
 
 def dependencies(distribution: str, seen: set[str]) -> set[str]:
@@ -122,7 +123,7 @@ def test_a_program_with_nothing_but_the_wheel_sends(daemon: LoneDaemon, wheels: 
     assert done.returncode == 0, done.stderr
     origin, modules = done.stdout.splitlines()
     assert Path(origin).is_relative_to(installed)
-    assert not ROOMS & set(modules.split())
+    assert not SERVER & set(modules.split())
 
 
 def test_the_sdk_needs_no_more_than_it_says() -> None:
@@ -240,7 +241,7 @@ def test_a_users_agent_flow_and_handler_run_in_their_own_environment_whatever_th
     }
 
     async def begin() -> None:
-        await migrate(database_url)
+        await migrate(database_url, *ROOMS)
         connection = await asyncpg.connect(database_url)
         await start_job(connection, Start(job, mesh, "closing", uuid4(), "ask", '{"of": "january"}'))
         await connection.close()

@@ -116,12 +116,15 @@ async def open_pool(
         )
 
 
-async def open_rooms(url: str, *rooms: str, name: str, connections: int) -> Pool:
+async def open_rooms(
+    url: str, *rooms: str, name: str, connections: int, settings: Mapping[str, str] | None = None
+) -> Pool:
     """Open a pool as `open_pool` does, and check that the tables of `rooms` are this program's; the caller closes it.
 
-    They are in the broker's database, or in one of a service's own that has nothing but them.
+    They are in the broker's database, or in one of a service's own that has nothing but them. Raises `Fatal`: 69 where
+    Postgres can't be reached, 78 where the tables are not this program's.
     """
-    pool = await open_pool(url, name=name, connections=connections)
+    pool = await open_pool(url, name=name, connections=connections, settings=settings)
     try:
         async with pool.acquire() as connection:
             await check_version(connection, *rooms, migrate_with="postroom broker migrate")

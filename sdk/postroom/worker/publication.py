@@ -22,7 +22,7 @@ from postroom.delivery.http.inbox_messages import open_inbox_pool
 from postroom.delivery.publishing import DELIVERIES, Backlog, PostgresSource, Publisher, Record, sources_of
 from postroom.delivery.webhooks.settings import networks_of
 from postroom.delivery.webhooks.webhooks import Webhooks
-from postroom.ledger.database import open_jobs_pool
+from postroom.ledger import ROOMS
 from postroom.ledger.engine import load_flow
 from postroom.ledger.retention import JobRetention
 from postroom.worker.config import WorkerConfig
@@ -145,7 +145,7 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
         if config.flows:
             flows = [load_flow(name) for name in config.flows]
             connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
-            working = await open_jobs_pool(config.database, name="postroom-worker jobs", connections=connections)
+            working = await open_rooms(config.database, *ROOMS, name="postroom-worker jobs", connections=connections)
             stack.push_async_callback(working.close)
             jobs = Jobs(working, config.nats, flows, config.jobs)
         yield Publication(

@@ -10,12 +10,13 @@ from support.databases import migrated_database
 from support.ledgers import Jobs
 
 from embedded import EmbeddedPostgres
-from postroom.ledger.database import migrate
+from postroom.chassis.postgres import migrate
+from postroom.ledger import ROOMS
 
 
 @pytest.fixture(scope="session")
 def jobs_database(postgres_server: EmbeddedPostgres) -> str:
-    return migrated_database(postgres_server, "jobs", migrate)
+    return migrated_database(postgres_server, "jobs", lambda url: migrate(url, *ROOMS))
 
 
 @pytest.fixture

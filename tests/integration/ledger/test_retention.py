@@ -10,9 +10,9 @@ import asyncpg
 import pytest
 from support.ledgers import Jobs
 
-from postroom.chassis.postgres import Pool
+from postroom.chassis.postgres import Pool, migrate
 from postroom.errors import Conflict
-from postroom.ledger.database import migrate
+from postroom.ledger import ROOMS
 from postroom.ledger.operating import cancel_job, start
 from postroom.ledger.primitives import Child, Start, fail_activity, finish_job, spawn
 from postroom.ledger.retention import JobRetention
@@ -22,7 +22,7 @@ TABLES = ("job", "activity", "guid", "request", "operator_log")
 
 @pytest.fixture
 async def jobs(database_url: str) -> AsyncIterator[Jobs]:
-    await migrate(database_url)
+    await migrate(database_url, *ROOMS)
     connection = await asyncpg.connect(database_url)
     yield Jobs(connection)
     await connection.close()

@@ -22,11 +22,12 @@ from support.mailroom import worker
 from support.waiting import until_so
 
 from embedded.processes import tethered
+from postroom.chassis.postgres import migrate, open_rooms
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 from postroom.flow import Context as FlowContext
 from postroom.flow import Flow
-from postroom.ledger.database import migrate, open_jobs_pool
+from postroom.ledger import ROOMS
 from postroom.ledger.primitives import Start, start_job
 from postroom.worker.config import JobSettings
 from postroom.worker.jobs import Jobs
@@ -104,7 +105,7 @@ class Office:
 
 @pytest.fixture
 async def office(nats_url: str, database_url: str) -> AsyncIterator[Office]:
-    await migrate(database_url)
+    await migrate(database_url, *ROOMS)
     client = await connect(NatsSettings(url=nats_url), name="test", patience=20)
     context = Context(client)
     await context.declare()
@@ -243,7 +244,7 @@ async def test_no_message_stops_a_flow_and_an_answer_that_postgres_refuses_is_bu
     async def _(_ctx: FlowContext, _answer: Any) -> None:
         pass
 
-    pool = await open_jobs_pool(office.url, name="test", connections=6)
+    pool = await open_rooms(office.url, *ROOMS, name="test", connections=6)
     jobs = Jobs(pool, NatsSettings(url=nats_url), [flow], JobSettings(check_seconds=0.05))
     running = asyncio.create_task(jobs.run())
     context = office.context

@@ -15,9 +15,10 @@ from support.handlers import serving
 from support.jetstream import Context
 from support.mailroom import worker
 
+from postroom.chassis.postgres import migrate
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
-from postroom.ledger.database import migrate
+from postroom.ledger import ROOMS
 from postroom.ledger.primitives import Start, start_job
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -48,7 +49,7 @@ def agent(context: Context, state: Path) -> str:
 async def test_a_worker_runs_a_flow_an_agent_and_a_consumer_beside_publishing(
     context: Context, nats_url: str, database_url: str, tmp_path: Path
 ) -> None:
-    await migrate(database_url)
+    await migrate(database_url, *ROOMS)
     connection = await asyncpg.connect(database_url)
     job, day = uuid4(), json.dumps({"day": "2031-01-01", "parts": 2})
     await start_job(connection, Start(job, context.name, "nightly-export", uuid4(), "extract", day))

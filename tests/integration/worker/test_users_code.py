@@ -15,9 +15,10 @@ import pytest
 from support.jetstream import Context
 
 from embedded.processes import tethered
+from postroom.chassis.postgres import migrate
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
-from postroom.ledger.database import migrate
+from postroom.ledger import ROOMS
 
 ROOT = Path(__file__).parents[3]
 WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
@@ -101,7 +102,7 @@ async def until_said(output: asyncio.StreamReader, event: str) -> AsyncIterator[
 async def test_a_process_that_runs_users_code_has_nothing_of_ours_but_the_library(
     kind: str, project: Path, context: Context, nats_url: str, database_url: str
 ) -> None:
-    await migrate(database_url)
+    await migrate(database_url, *ROOMS)
     words, ready = PROGRAMS[kind]
     environment = {
         "PATH": os.environ["PATH"],

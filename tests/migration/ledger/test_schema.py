@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncpg
 import pytest
 
-from postroom.ledger.database import migrate
+from postroom.chassis.postgres import migrate
+from postroom.ledger import ROOMS
 
 JOB = "INSERT INTO ledger.job (id, context, flow) VALUES ('00000000-0000-0000-0000-000000000001', 'sea', 'export')"
 ROOT = (
@@ -17,7 +18,7 @@ GUID = "INSERT INTO ledger.guid (activity_id, guid, job_id, ledger) SELECT id, '
 
 
 async def test_what_breaks_a_rule_of_the_ledgers_is_refused(database_url: str) -> None:
-    await migrate(database_url)
+    await migrate(database_url, *ROOMS)
     connection = await asyncpg.connect(database_url)
     for statement in (JOB, ROOT, READY, GUID):
         await connection.execute(statement)
@@ -103,7 +104,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("before", WAYS)
 async def test_a_job_goes_only_from_state_to_state_as_drawn(database_url: str, before: str) -> None:
-    await migrate(database_url)
+    await migrate(database_url, *ROOMS)
     connection = await asyncpg.connect(database_url)
     reached = set()
     for after, change in TRANSITIONS.items():

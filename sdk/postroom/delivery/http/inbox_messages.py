@@ -21,7 +21,7 @@ import structlog
 
 from postroom._wire.retry import Backoff
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, check_version, open_pool
+from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, open_rooms
 from postroom.claims.grouped import Grouped
 from postroom.claims.leases import Leases
 from postroom.claims.model import Claim, Ended, Outcome, State, Table
@@ -59,18 +59,8 @@ class Backlog(NamedTuple):
 
 
 async def open_inbox_pool(url: str, *, name: str, connections: int) -> Pool:
-    """Open a pool for `InboxMessages`; the caller closes it.
-
-    Raises `Fatal`: 69 where Postgres can't be reached, 78 where its tables are not this program's.
-    """
-    pool = await open_pool(url, name=name, connections=connections, settings=_PLAN_BY_KEY)
-    try:
-        async with pool.acquire() as connection:
-            await check_version(connection, ROOM, migrate_with="postroom broker migrate")
-    except BaseException:
-        await pool.close()
-        raise
-    return pool
+    """Open a pool for `InboxMessages`, as `open_rooms` does; the caller closes it."""
+    return await open_rooms(url, ROOM, name=name, connections=connections, settings=_PLAN_BY_KEY)
 
 
 async def get_inbox_backlog(connection: Connection | Pool, context: str, consumer: str | None = None) -> Backlog:
