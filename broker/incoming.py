@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import takewhile
 from typing import Annotated, Any, Final, NamedTuple, NoReturn
 from uuid import UUID
 
 import msgspec
 
-from postroom._wire.accept import RawAcceptItem
+from postroom._wire.accept import MAX_BATCH, RawAcceptItem
 from postroom._wire.administration import MemberName
 from postroom._wire.fingerprint import prefix
 from postroom._wire.ids import MAX_ID_LENGTH, is_client_message_id
@@ -34,11 +36,23 @@ _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f
 _Mentions: Final = Annotated[list[MemberName], msgspec.Meta(max_length=MAX_MENTIONS)]
 _MAX_EVENT_VERSION: Final = 999_999_999  # what a subject has room for
 
+# A list of the messages would be built whole, millions of them, before anybody could count it. This has as many places
+# as a batch may have messages, which are filled one after the other: what does not fit ends it.
+_Places: Final = msgspec.defstruct(
+    "_Places",
+    [(f"message_{place}", msgspec.Raw, msgspec.UNSET) for place in range(MAX_BATCH)],
+    array_like=True,
+    forbid_unknown_fields=True,
+)
+_Request: Final[Any] = msgspec.defstruct("_Request", [("messages", _Places)], forbid_unknown_fields=True)
+_AT_ONCE: Final = 2 * 1024 * 1024  # bytes of a batch that is split in one go: more than a relay posts, in some 4 ms
+
 _FIRST: Final = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"messages"[ \t\r\n]*:[ \t\r\n]*\[')
 _LAST: Final = re.compile(rb"\][ \t\r\n]*\}[ \t\r\n]*")
 _WINDOW: Final = 256 * 1024  # bytes of a message that may be passed over at once
 _TRAILING: Final = re.compile(r"JSON is malformed: trailing characters \(byte (\d+)\)")
 
+_decode_request: Final = msgspec.json.Decoder(_Request).decode
 _pass_over: Final = msgspec.json.Decoder(msgspec.Raw).decode
 _decode_item: Final = msgspec.json.Decoder(RawAcceptItem).decode
 _decode_message: Final = msgspec.json.Decoder(Envelope).decode
@@ -85,10 +99,19 @@ class Malformed(NamedTuple):
 
 
 def split(body: bytes, max_batch: int) -> Iterator[msgspec.Raw]:
-    """Yield the messages of a batch, each found when it is asked for: a large batch of small values takes long.
+    """Yield the messages of a batch, those of a large one each as it is asked for: small values may take long.
 
     Raises `InvalidMessage` where the batch itself is wrong, which may be after its first messages.
     """
+    places: tuple[Any, ...] = ()
+    if len(body) <= _AT_ONCE:
+        with suppress(*_MALFORMED):  # one by one it is found what is wrong, and where
+            places = msgspec.structs.astuple(_decode_request(body).messages)
+    messages = list(takewhile(lambda place: place is not msgspec.UNSET, places))
+    yield from messages if 0 < len(messages) <= max_batch else _one_by_one(body, max_batch)
+
+
+def _one_by_one(body: bytes, max_batch: int) -> Iterator[msgspec.Raw]:
     if (opening := _FIRST.match(body)) is None:
         _refuse_batch(max_batch, 'it is not {"messages": […]}')
     rest, start, count = memoryview(body), opening.end(), 0

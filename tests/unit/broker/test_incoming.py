@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker import incoming
 from broker.incoming import Checked, Item, Malformed, check, event, read_item, split
 from postroom._wire.message import Envelope, check_envelope
 from postroom.errors import InvalidMessage
 
 LIMIT = 1000  # bytes of a body
+BOTH_WAYS = pytest.mark.parametrize("divide", [split, incoming._one_by_one])
 LONG = {"a": ["]", '",'], "b": "x" * 300_000}  # longer than what is passed over at once
 
 json_values = st.recursive(
@@ -44,23 +47,27 @@ def item_of(message: Any, fingerprint: bytes = bytes(32)) -> Item:
     return Item(0, "id-1", fingerprint, msgspec.Raw(encode(message)))
 
 
+@BOTH_WAYS
 @given(st.binary() | json_values.map(encode) | st.lists(json_values).map(lambda items: encode({"messages": items})))
-def test_any_body_is_a_batch_or_refused(body: bytes) -> None:
+def test_any_body_is_a_batch_or_refused(divide: Callable[[bytes, int], Iterator[msgspec.Raw]], body: bytes) -> None:
     with suppress(InvalidMessage):
-        items = [read_item(position, raw) for position, raw in enumerate(split(body, 1000))]
+        items = [read_item(position, raw) for position, raw in enumerate(divide(body, 1000))]
         assert all(isinstance(item, (Item, Malformed)) for item in items)
 
 
+@BOTH_WAYS
 @given(
     st.lists(json_values | st.sampled_from([LONG, {"a": [{}, []], "b": '"]}, {'}]), min_size=1, max_size=4),
     st.sampled_from([None, 1]),
     st.sampled_from([b"", b" \r\n\t"]),
 )
-def test_a_batch_is_split_into_its_messages(messages: list[Any], indent: int | None, space: bytes) -> None:
+def test_a_batch_is_split_into_its_messages(
+    divide: Callable[[bytes, int], Iterator[msgspec.Raw]], messages: list[Any], indent: int | None, space: bytes
+) -> None:
     messages = json.loads(encode(messages))  # which has no infinity
     body = space + json.dumps({"messages": messages}, indent=indent).encode() + space
 
-    assert [json.loads(bytes(raw)) for raw in split(body, 4)] == messages
+    assert [json.loads(bytes(raw)) for raw in divide(body, 4)] == messages
 
 
 def test_what_only_begins_as_a_batch_is_refused() -> None:
@@ -74,14 +81,15 @@ def test_what_only_begins_as_a_batch_is_refused() -> None:
         assert refused.value.code == "invalid_batch", each
 
 
-def test_messages_beyond_the_limit_are_refused() -> None:
+@pytest.mark.parametrize("count", [4, 1001, 5000])
+def test_messages_beyond_the_limit_are_refused(count: int) -> None:
     with pytest.raises(InvalidMessage) as refused:
-        list(split(encode({"messages": [{}] * 4}), 3))
+        list(split(encode({"messages": [{}] * count}), 3))
     assert refused.value.code == "batch_too_large"
 
 
 def test_a_message_is_found_before_the_next_one_is_looked_at() -> None:
-    messages = split(b'{"messages":[{"a":1},' + b"[" * 100_000, 3)
+    messages = split(b'{"messages":[{"a":1},' + b"[" * 3_000_000, 3)
 
     assert bytes(next(messages)) == b'{"a":1}'
 
