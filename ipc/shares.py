@@ -194,7 +194,7 @@ class Turns:
 
     def _serve_lines(self) -> None:
         """Let those who wait share a turn, one piece of work each in rotation, and rest."""
-        done = 0
+        done = large = 0
         waiting = deque(self._lines)
         while waiting and done < TURN:
             uid = waiting.popleft()
@@ -211,13 +211,14 @@ class Turns:
                 turn.set_result(None)
                 self._spent[uid] = self._spent.get(uid, 0) + count
                 done += count
+                large = max(large, count)
         if self.alone:
             if self._lines:
                 self._arm()
             return
-        if done > TURN:
+        if large > TURN:  # small ones that are more than a turn together must not end the rest of a large one
             self._large_resting = True
-            self._loop.call_later(min(REST * done / TURN, _LONGEST_REST), self._end_large_rest)
+            self._loop.call_later(min(REST * large / TURN, _LONGEST_REST), self._end_large_rest)
         if done:
             self._resting = True
             self._loop.call_later(min(REST * done / TURN, REST), self._end_rest)

@@ -67,7 +67,8 @@ async def test_who_is_not_in_line_is_not_held_up_by_the_rest_of_those_who_are() 
         waiting.cancel()
 
 
-async def test_small_pieces_of_work_in_line_do_not_wait_while_a_large_one_rests() -> None:
+@pytest.mark.parametrize(("size", "count"), [(TURN, 10), (TURN * 3 // 4, 20)])  # of the latter two are a turn
+async def test_small_pieces_of_work_in_line_do_not_wait_while_a_large_one_rests(size: int, count: int) -> None:
     turns = Turns()
     order: list[int] = []
 
@@ -76,7 +77,7 @@ async def test_small_pieces_of_work_in_line_do_not_wait_while_a_large_one_rests(
         order.append(uid)
 
     working = [asyncio.create_task(work(MALLORY, 100 * TURN)) for _ in range(4)]
-    small = [asyncio.create_task(work(ALICE, TURN)) for _ in range(10)]
+    small = [asyncio.create_task(work(ALICE, size)) for _ in range(count)]
     await asyncio.gather(*small)
     assert order.count(MALLORY) < len(working)
     await asyncio.gather(*working)
