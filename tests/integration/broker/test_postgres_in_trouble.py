@@ -22,7 +22,9 @@ Trouble = Callable[[str], Any]
 REFUSING = "ALTER DATABASE {name} CONNECTION LIMIT 0"
 RENAMED = "ALTER DATABASE {name} RENAME TO {name}_away"
 READ_ONLY = "ALTER DATABASE {name} SET default_transaction_read_only = on"
-END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1"
+END_SESSIONS = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = $1 AND backend_type = 'client backend'
+"""
 
 
 @pytest.fixture
