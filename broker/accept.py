@@ -51,7 +51,7 @@ class Accepting:
 
     def __init__(self, store: AcceptStore, limiter: Limiter, metrics: Metrics, config: BrokerConfig) -> None:
         self._store = store
-        self._slices = store.slices
+        self.slices = store.slices
         self._limiter = limiter
         self._metrics = metrics
         self._config = config
@@ -65,7 +65,7 @@ class Accepting:
         """
         with self._metrics.accept_seconds.time(), self._noted(sender):
             batch = _Batch(self._metrics)
-            await self._slices.each(sender.whose, split(body, self._config.max_batch), batch.read)
+            await self.slices.each(sender.whose, split(body, self._config.max_batch), batch.read)
             self._metrics.batch_messages.observe(len(batch.answers))
             for _ in range(MAX_ROUNDS):
                 await self._round(sender, batch, wanted)
@@ -98,7 +98,7 @@ class Accepting:
         batch.settle_refused()
         await self._limit(sender, batch)
         check_one = partial(batch.check, self._config.max_inline_bytes)
-        await self._slices.each(sender.whose, batch.take_unchecked(), check_one)
+        await self.slices.each(sender.whose, batch.take_unchecked(), check_one)
         candidates = batch.candidates()
         if not candidates:
             return

@@ -75,7 +75,7 @@ def routes(services: Services) -> list[Route]:
     accept = _Accept(services)
     control = _Control(services)
     admin = Administration(services.database, services.authentication)
-    history = History(services.database)
+    history = History(services.database, services.accepting.slices)
     webhooks = Webhooks(services.database, services.guard)
     jobs = Jobs(services.database)
     topics = "/v1/topics/{mesh}/{name}"

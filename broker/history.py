@@ -20,12 +20,14 @@ import asyncio
 from typing import Any, Final
 from uuid import UUID
 
+import asyncpg
 import msgspec
 from aiohttp import web
 
 from broker.accept import Accepting, answer_taken
 from broker.authentication import PRINCIPAL, Member, Principal, own_mesh
 from broker.database import QUERIES, Database
+from broker.shares import Slices
 from broker.store import Taken
 from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse
 from postroom._wire.administration import HistoryPage, HistoryQuery
@@ -36,8 +38,8 @@ from postroom.delivery.message import history_message
 from postroom.errors import Gone, NotFound, TryAgain
 
 LOOK_AT: Final = 10_000  # rows of history that one page looks at, so that a page costs the same for every member
-MAX_PAGE_BYTES: Final = 8 * 1024 * 1024  # of bodies and metas
-_SLICE_BYTES: Final = 64 * 1024  # of a page that are made in one go: a millisecond or two
+MAX_PAGE_BYTES: Final = 2 * 1024 * 1024  # of bodies and metas: what is answered with in a millisecond or two
+_ROWS_AT_ONCE: Final = 16  # that Postgres makes and the broker holds: each may have a body of a megabyte
 _WAIT_SECONDS: Final = 3.0  # for posts that began before; below the patience of whoever asks
 _LOOK_SECONDS: Final = 0.01  # between two looks at the transactions
 
@@ -45,8 +47,9 @@ _LOOK_SECONDS: Final = 0.01  # between two looks at the transactions
 class History:
     """The handlers of the history routes."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, slices: Slices) -> None:
         self._database = database
+        self._slices = slices
 
     async def list_messages(self, request: web.Request) -> web.Response:
         """`GET /v1/history?mesh=&after=&limit=&destination=&incarnation=`."""
@@ -69,22 +72,17 @@ class History:
                     resume_after=resume_after,
                     incarnation=str(incarnation),
                 )
-            values = (mesh_id, query.after, LOOK_AT, query.limit, MAX_PAGE_BYTES, _reader(principal), kind, ref)
-            rows = await connection.fetch(QUERIES["read_history"], *values)
-            messages: list[Any] = []  # encoded
-            size = 0
-            for row in rows:  # others have a turn after each slice: the metas of a page may hold a million values
-                if row["history_id"] is not None:
-                    messages.append(msgspec.Raw(msgspec.json.encode(history_message(row))))
-                    size += len(messages[-1])
-                    if size > _SLICE_BYTES:
-                        size = 0
-                        await asyncio.sleep(0)
-        looked_at, looked_to, matched = rows[0]["looked_at"], rows[0]["looked_to"], rows[0]["matched"]
-        next_after = looked_to if looked_at == LOOK_AT else None
-        if messages and (len(messages) < matched or matched == query.limit):
-            next_after = rows[len(messages) - 1]["history_id"]
-        return json_response(HistoryPage(messages=messages, next_after=next_after, incarnation=str(incarnation)))
+            values = (mesh_id, query.after, LOOK_AT, query.limit, _reader(principal), kind, ref)
+            page = _Page()
+            async with connection.transaction(readonly=True):
+                cursor = await connection.cursor(QUERIES["read_history"], *values)
+                while page.size < MAX_PAGE_BYTES and (rows := await cursor.fetch(_ROWS_AT_ONCE)):
+                    await self._slices.each(principal.whose, rows, page.add)
+        next_after = page.looked_to if page.looked_at == LOOK_AT else None
+        if page.messages and (len(page.messages) < page.matched or page.matched == query.limit):
+            next_after = page.last
+        answer = HistoryPage(messages=page.messages, next_after=next_after, incarnation=str(incarnation))
+        return json_response(answer)
 
     async def get_message(self, request: web.Request) -> web.Response:
         """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
@@ -101,6 +99,25 @@ class History:
         if row is None:
             raise missing
         return json_response(history_message(row))
+
+
+class _Page:
+    """What a page holds so far, and how far it looked."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []  # encoded
+        self.size = 0  # bytes of bodies and metas
+        self.looked_at = self.matched = 0  # rows of the history, and those of them that the caller may see
+        self.looked_to: int | None = None  # the last history_id that was looked at
+        self.last: int | None = None  # that of the last message
+
+    def add(self, row: asyncpg.Record) -> None:
+        """Add a row of `read_history`; a page that is full leaves it to the next one."""
+        self.looked_at, self.looked_to, self.matched = row["looked_at"], row["looked_to"], row["matched"]
+        if row["history_id"] is not None and self.size < MAX_PAGE_BYTES:
+            self.messages.append(msgspec.Raw(msgspec.json.encode(history_message(row))))
+            self.size += len(row["body"]) + len(row["meta"] or "")
+            self.last = row["history_id"]
 
 
 def _reader(principal: Principal) -> int | None:

@@ -295,32 +295,27 @@ LEFT JOIN mesh.mesh ON mesh.slug = $1;
 
 -- name: read_history
 -- A page of a mesh's history after a history_id: at most $3 rows are looked at, and of those the caller may see at most
--- $4 are returned, and as many as fit into $5 bytes of bodies and metas (one at least). $6 is the member that reads, null for one
--- who may read everything; $7 and $8 are a destination, or null. Each row tells how far the page looked; there is one
--- row without a message where the page is empty.
+-- $4 are returned. $5 is the member that reads, null for one who may read everything; $6 and $7 are a destination, or
+-- null. Each row tells how far the page looked; there is one row without a message where the page is empty.
 WITH looked_at AS MATERIALIZED (
   SELECT history_id, sender_id, destination_kind, destination_id, destination_ref
   FROM mesh.message_history WHERE mesh_id = $1 AND history_id > $2 ORDER BY history_id LIMIT $3
 ), visible AS MATERIALIZED (
   SELECT history_id FROM looked_at
-  WHERE ($7::text IS NULL OR (destination_kind = $7 AND destination_ref = $8))
+  WHERE ($6::text IS NULL OR (destination_kind = $6 AND destination_ref = $7))
     AND (
-      $6::integer IS NULL OR sender_id = $6 OR (destination_kind = 'dm' AND destination_id = $6)
+      $5::integer IS NULL OR sender_id = $5 OR (destination_kind = 'dm' AND destination_id = $5)
       OR (destination_kind = 'topic'
-        AND destination_id IN (SELECT topic_id FROM mesh.topic_subscription WHERE member_id = $6))
+        AND destination_id IN (SELECT topic_id FROM mesh.topic_subscription WHERE member_id = $5))
     )
   ORDER BY history_id LIMIT $4
 ), extent AS (
   SELECT (SELECT count(*) FROM looked_at) AS looked_at, (SELECT max(history_id) FROM looked_at) AS looked_to,
     (SELECT count(*) FROM visible) AS matched
 ), page AS (
-  SELECT sized.*, sum(bytes) OVER (ORDER BY history_id) - bytes AS bytes_before
-  FROM (
-    SELECT message.*, octet_length(body) + coalesce(octet_length(meta::text), 0) AS bytes
-    FROM mesh.message JOIN visible USING (history_id) WHERE mesh_id = $1
-  ) AS sized
+  SELECT message.* FROM mesh.message JOIN visible USING (history_id) WHERE mesh_id = $1
 )
-SELECT extent.*, page.* FROM extent LEFT JOIN page ON page.bytes_before < $5 ORDER BY page.history_id;
+SELECT extent.*, page.* FROM extent LEFT JOIN page ON true ORDER BY page.history_id;
 
 -- name: read_message
 -- One message that the caller may see: $2 is its mesh and $3 the member that reads; null may read everything.

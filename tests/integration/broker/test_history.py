@@ -66,7 +66,8 @@ async def test_a_page_holds_as_many_bytes_as_fit_and_one_message_at_least(
 async def test_a_page_of_many_small_values_is_made_a_slice_at_a_time(
     broker: Any, message: Message, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "_SLICE_BYTES", 1000)
+    monkeypatch.setattr(history, "_ROWS_AT_ONCE", 50)
+    monkeypatch.setattr("broker.shares._SLICE_SECONDS", 0.0)
     alice = broker.member("alice")
     await alice.send(*(message(f"id-{n}", meta={"a": [[]] * 400}) for n in range(50)))
     turns = 0
