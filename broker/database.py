@@ -9,17 +9,20 @@ their connections. Tokens are looked up on one that is for nothing else, so that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final, Self
 
 import asyncpg
+import structlog
 
 from broker.shares import Shares
 from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
 from postroom.chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool
 from postroom.errors import InvalidMessage, TryAgain
+
+_log = structlog.get_logger(__name__)
 
 QUERIES: Final = load_queries("broker")
 
@@ -50,6 +53,8 @@ class Database:
         self.reading = reading
         self.tokens = tokens
         self._shares = Shares(_READING_CONNECTIONS)
+        self._unrung: set[str] = set()
+        self._ringing: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, url: str, *, connections: int) -> Self:
@@ -78,7 +83,29 @@ class Database:
 
     async def close(self) -> None:
         """Close every pool, waiting for what still runs on them."""
+        if self._ringing is not None:
+            await self._ringing
         await asyncio.gather(self.accepting.close(), self.reading.close(), self.tokens.close())
+
+    def ring(self, sources: Iterable[str]) -> None:
+        """Wake the publishers of `sources`, whose rows were committed (docs/contract/delivery.md#delivery-86).
+
+        Nobody waits for it. One ring is under way at a time; what is committed meanwhile shares the next.
+        """
+        self._unrung.update(sources)
+
+        async def ring() -> None:
+            try:
+                while self._unrung:
+                    rung, self._unrung = self._unrung, set()
+                    await self.accepting.execute(QUERIES["ring"], rung)
+            except (*UNREACHABLE, asyncpg.PostgresError) as error:
+                _log.info("publishers_not_woken", error=type(error).__name__)  # they look by themselves, only later
+            finally:
+                self._ringing = None
+
+        if self._unrung and self._ringing is None:
+            self._ringing = asyncio.create_task(ring(), name="bell")
 
     async def trouble(self) -> str | None:
         """Say why nothing can be accepted at present, as a sentence; None where Postgres answers and takes writes."""

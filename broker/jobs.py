@@ -25,6 +25,7 @@ from postroom._wire.jobs import (
 from postroom._wire.nouns import CHANGES, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
+from postroom.delivery.publishing.postgres import EVENTS
 from postroom.errors import InvalidMessage
 from postroom.ledger.messages import find_message, unknown_message
 from postroom.ledger.operating import cancel_job, count_jobs, find_jobs, missing, retry_job, show_job, start
@@ -55,6 +56,7 @@ class Jobs:
             started = await start(connection, wanted)
             if started:
                 await keep_log(connection, principal.actor, "start", JOBS.name, mesh, str(asked.id), outcome="started")
+        self._database.ring([EVENTS.name])
         answer = StartedJob(id=asked.id, mesh=mesh, flow=asked.flow, started=started)
         return json_response(answer, 201 if started else 200)
 

@@ -140,6 +140,10 @@ WITH sender AS MATERIALIZED (
 SELECT judged.position - 1 AS position, accepted.history_id, judged.refusal
 FROM judged LEFT JOIN accepted USING (position);
 
+-- name: ring
+-- Wakes the publishers of the sources $1. A notification costs a commit; this one need not be on disk.
+SELECT set_config('synchronous_commit', 'off', true), pg_notify('postroom_outbox', source) FROM unnest($1::text[]) AS source;
+
 -- name: find_members_by_token
 -- Whom each of these tokens speaks for; a revoked member has none.
 SELECT member.mesh_id, mesh.slug, member.id, member.name, member.role, member.token_sha256

@@ -29,11 +29,18 @@ from broker.incoming import Checked, Item, event
 from broker.shares import Slices
 from postroom._wire.ids import now_ms
 from postroom._wire.message import DestinationKind
+from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
 from postroom.delivery.subjects import command_subject, event_subject
 
 _WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections
 # For a turn, then for a connection: longer than they take under load, shorter than a daemon's patience.
 _WAIT_SECONDS: Final = 10.0
+# Which publishers have something to do for a message.
+_SOURCES: Final[dict[DestinationKind, tuple[str, ...]]] = {
+    "topic": (EVENTS.name, DELIVERIES.name),
+    "queue": (EVENTS.name,),
+    "dm": (DELIVERIES.name,),
+}
 _TIME_BYTES: Final = 6
 _RANDOM_BYTES: Final = 10
 
@@ -87,6 +94,7 @@ class AcceptStore:
     def __init__(self, database: Database, retention: RetentionConfig, ids: MessageIds) -> None:
         self.slices = Slices()
         self._pool = database.accepting
+        self._ring = database.ring
         self._ids = ids
         self._message_life = timedelta(days=retention.message_days)
         self._dedupe_life = dedupe_life(retention)
@@ -121,6 +129,7 @@ class AcceptStore:
             rows = await connection.fetch(QUERIES["accept"], *values)
         if not rows:
             raise TokenRevoked
+        self._ring(source for candidate in candidates for source in _SOURCES[candidate.checked.destination_kind])
         verdicts = {position: (history_id, refusal) for position, history_id, refusal in rows}
         return [Written(candidate, minted[index], *verdicts[index]) for index, candidate in enumerate(candidates)]
 

@@ -99,8 +99,11 @@ class PublisherSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     )
     aggregates: Annotated[int, Meta(ge=1, le=10_000, description="most aggregates in one transaction")] = 256
     idle_seconds: Annotated[
-        float, Meta(gt=0, le=60, description="longest pause between two checks of an empty backlog, in seconds")
-    ] = 0.05
+        float,
+        Meta(
+            gt=0, le=60, description="longest pause between two checks of a backlog that nobody calls for, in seconds"
+        ),
+    ] = 1
     ack_seconds: Annotated[
         float, Meta(gt=0, le=10, description="how long JetStream may take to acknowledge a batch, in seconds")
     ] = 5

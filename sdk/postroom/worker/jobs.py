@@ -7,7 +7,7 @@ request; any other is acknowledged. A consumer begins with what was published si
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 from uuid import UUID
@@ -42,9 +42,10 @@ _CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres an
 class JobHandler:
     """Gives the messages of one consumer to the engine of its flow."""
 
-    def __init__(self, engine: Engine, slots: asyncio.Semaphore) -> None:
-        """`slots` are shared by all flows of a worker: so many steps run at once."""
+    def __init__(self, engine: Engine, slots: asyncio.Semaphore, emitted: Callable[[], None]) -> None:
+        """`slots` are shared by all flows of a worker: so many steps run at once. `emitted` hears of each end."""
         self._engine = engine
+        self._emitted = emitted
         self._slots = slots
 
     async def handle(self, batch: Sequence[Delivery], settle: Settle) -> None:
@@ -111,6 +112,7 @@ class JobHandler:
             return Dead("refused_by_postgres", f"Postgres cannot store the message: {error}")
         except (asyncpg.PostgresError, *UNREACHABLE) as error:
             return Later(f"{type(error).__name__}: {error}", pause)
+        self._emitted()
         return DONE
 
 
@@ -126,7 +128,16 @@ def _read(delivery: Delivery) -> Meaning | Dead:
 class Jobs:
     """The flows of one worker: `run` it as a task."""
 
-    def __init__(self, pool: Pool, nats: NatsSettings, flows: Sequence[Flow], settings: JobSettings) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        nats: NatsSettings,
+        flows: Sequence[Flow],
+        settings: JobSettings,
+        *,
+        emitted: Callable[[], None],
+    ) -> None:
+        """Call `emitted` whenever a step may have written an event."""
         self.engines = {
             flow.name: Engine(pool, flow, lease=timedelta(seconds=settings.lease_seconds)) for flow in flows
         }
@@ -135,6 +146,7 @@ class Jobs:
         )
         self._pool = pool
         self._settings = settings
+        self._emitted = emitted
         self._slots = asyncio.Semaphore(settings.steps_at_once)
 
     async def run(self) -> None:
@@ -169,7 +181,7 @@ class Jobs:
             stream = await js.find_stream_name_by_subject(event_subject(place.mesh, SPAWNED))
         except NotFoundError:
             return  # nobody has declared it yet: the next look will find it
-        handler = JobHandler(self.engines[place.flow], self._slots)
+        handler = JobHandler(self.engines[place.flow], self._slots, self._emitted)
         consumer = Consumer(js, self._consumer(stream, place), handler, RecordedLetters(self._pool, place.mesh))
         self._consumers.begin((place.flow, place.mesh), consumer)
         _log.info("flow_begun", flow=place.flow, mesh=place.mesh, stream=stream)

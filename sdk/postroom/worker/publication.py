@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import asyncpg
@@ -19,7 +20,16 @@ from postroom.chassis.postgres import UNREACHABLE, Pool, open_rooms
 from postroom.delivery import ROOM
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
-from postroom.delivery.publishing import DELIVERIES, Backlog, PostgresSource, Publisher, Record, sources_of
+from postroom.delivery.publishing import (
+    DELIVERIES,
+    EVENTS,
+    Backlog,
+    Bell,
+    PostgresSource,
+    Publisher,
+    Record,
+    sources_of,
+)
 from postroom.delivery.webhooks.settings import networks_of
 from postroom.delivery.webhooks.webhooks import Webhooks
 from postroom.ledger import ROOMS
@@ -33,7 +43,7 @@ from postroom.worker.upkeep import Upkeep
 
 _log = structlog.get_logger(__name__)
 
-_CONNECTIONS: Final = 8  # one for each publisher, two for the upkeep, one for what is old, and some for who asks
+_CONNECTIONS: Final = 9  # one for each publisher, the bell, two for the upkeep, one for what is old, some for who asks
 _WEBHOOK_CONNECTIONS: Final = 3
 _LEASE_CONNECTIONS: Final = 4  # beside one for each step that runs
 
@@ -47,6 +57,7 @@ class Publication:
     record: Record
     upkeep: Upkeep
     publishers: list[Publisher]
+    bell: Bell
     webhooks: Webhooks | None  # None: this database has no meshes
     jobs: Jobs | None  # None: it has no flows
     job_retention: JobRetention
@@ -96,6 +107,7 @@ class Publication:
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return what runs until the stop, by name."""
         tasks = {f"publisher of {publisher.source.name}": publisher.run() for publisher in self.publishers}
+        tasks["bell"] = self.bell.run()
         tasks["upkeep"] = self.upkeep.run()
         tasks["job retention"] = self.job_retention.run()
         if self.orphan_check is not None:
@@ -133,6 +145,7 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
             )
             for source in sources
         ]
+        bell = Bell(pool, publishers)
         webhooks = jobs = orphan_check = None
         if has_broker:
             connections = _WEBHOOK_CONNECTIONS
@@ -147,13 +160,14 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
             connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
             working = await open_rooms(config.database, *ROOMS, name="postroom-worker jobs", connections=connections)
             stack.push_async_callback(working.close)
-            jobs = Jobs(working, config.nats, flows, config.jobs)
+            jobs = Jobs(working, config.nats, flows, config.jobs, emitted=partial(bell.ring, EVENTS.name))
         yield Publication(
             pool=pool,
             sources=sources,
             record=record,
             upkeep=upkeep,
             publishers=publishers,
+            bell=bell,
             webhooks=webhooks,
             jobs=jobs,
             job_retention=JobRetention(pool, config.jobs.keep_days),

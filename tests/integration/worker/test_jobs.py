@@ -245,7 +245,7 @@ async def test_no_message_stops_a_flow_and_an_answer_that_postgres_refuses_is_bu
         pass
 
     pool = await open_rooms(office.url, *ROOMS, name="test", connections=6)
-    jobs = Jobs(pool, NatsSettings(url=nats_url), [flow], JobSettings(check_seconds=0.05))
+    jobs = Jobs(pool, NatsSettings(url=nats_url), [flow], JobSettings(check_seconds=0.05), emitted=lambda: None)
     running = asyncio.create_task(jobs.run())
     context = office.context
     context.record = office.url

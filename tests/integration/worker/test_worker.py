@@ -112,6 +112,21 @@ def urls(accepting: Accepting, server: EmbeddedNats) -> dict[str, str]:
     return {"POSTROOM_DATABASE_URL": accepting.url, "POSTROOM_NATS_URL": server.url}
 
 
+async def test_workers_publish_what_a_broker_rings_for(accepting: Accepting, own_nats: EmbeddedNats) -> None:
+    patient = {f"POSTROOM_WORKER_{source}_IDLE_SECONDS": "60" for source in ("EVENTS", "DELIVERIES")}
+    listening = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
+    settings = urls(accepting, own_nats) | patient
+    with worker(**settings), worker(**settings):
+        while await accepting.pool.fetchval(listening) < 2:  # noqa: ASYNC110 - the database has no event for it
+            await asyncio.sleep(0.01)
+        for number in range(20):
+            await accepting.send({"to": "topic:orders", "body": f"{number}"}, {"to": "dm:bob", "body": f"{number}"})
+        await asyncio.wait_for(accepting.published(), 30)
+
+    bodies = [json.loads(one.data)["message"]["body"] for one in await read(own_nats, "DEMO_EVENTS")]
+    assert bodies == [f"{number}" for number in range(20)]
+
+
 async def read(server: EmbeddedNats, stream: str) -> list[Any]:
     client = await nats.connect(server.url)
     js = client.jetstream()

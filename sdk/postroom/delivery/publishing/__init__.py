@@ -1,5 +1,6 @@
 """Publishing: what a database holds goes into JetStream, once and in order, and again where a stream loses it."""
 
+from postroom.delivery.publishing.bell import CHANNEL, Bell
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Backlog, PostgresSource, sources_of
 from postroom.delivery.publishing.publisher import Publisher, PublisherCounters
 from postroom.delivery.publishing.record import Record
@@ -7,10 +8,12 @@ from postroom.delivery.publishing.source import Source
 from postroom.delivery.publishing.work_queues import WorkQueues
 
 __all__ = [
+    "CHANNEL",
     "DELIVERIES",
     "EVENTS",
     "LETTERS",
     "Backlog",
+    "Bell",
     "PostgresSource",
     "Publisher",
     "PublisherCounters",

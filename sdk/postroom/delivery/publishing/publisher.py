@@ -44,8 +44,7 @@ _log = structlog.get_logger(__name__)
 _MANY: Final = 100  # rows: a batch that large has a backlog behind it, and no pause after it
 _TROUBLE_SECONDS: Final = 0.5  # between two tries to reach NATS or Postgres
 _REFRESH_SECONDS: Final = 5.0  # how old the picture of the streams may be
-_LEAST_REST_SECONDS: Final = 0.005  # after a batch: what comes meanwhile shares the next
-_REST_SHARE: Final = 0.25  # of the time since something came: a rest adds no more to what it keeps waiting
+_LEAST_REST_SECONDS: Final = 0.005  # after a batch, where nobody wakes it
 
 Placed = list[tuple[Outgoing, Place]]
 
@@ -61,7 +60,7 @@ class PublisherCounters:
 
 
 class Pace:
-    """The rests between two looks at a backlog, at most `most` seconds each: longer the longer nothing comes."""
+    """The rests between two looks at a backlog that nobody calls for: as long as nothing came, up to `most` seconds."""
 
     def __init__(self, most: float) -> None:
         self._most = most
@@ -71,7 +70,7 @@ class Pace:
         """Return the seconds until the next look; `moved` says whether this one, at `now`, found anything."""
         if moved:
             self._busy_at = now
-        return min(max(_LEAST_REST_SECONDS, _REST_SHARE * (now - self._busy_at)), self._most)
+        return min(max(_LEAST_REST_SECONDS, now - self._busy_at), self._most)
 
 
 class Publisher:
@@ -100,11 +99,14 @@ class Publisher:
         self._connecting = asyncio.Lock()
         self._working = asyncio.Lock()
         self._stop = asyncio.Event()
+        self._woken = asyncio.Event()
 
     async def run(self) -> None:
         """Publish until `stop`; NATS or Postgres away is waited out."""
         clock, pace = asyncio.get_running_loop().time, Pace(self._settings.idle_seconds)
         while not self._stop.is_set():
+            self._woken.clear()  # whoever wakes it from here on has written what this look may not see
+            pausing = self._woken
             try:
                 async with self._working:
                     moved = await self.step()
@@ -115,14 +117,19 @@ class Publisher:
                 if error != self.counters.trouble:  # an outage repeats one error at every try
                     _log.warning("publishing_failed", source=self.source.name, error=error)
                 self.counters.trouble = error
-                pause, moved = _TROUBLE_SECONDS, 0
+                pause, moved, pausing = _TROUBLE_SECONDS, 0, self._stop  # waking it changes nothing
             if moved < _MANY:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), pause)
+                    await asyncio.wait_for(pausing.wait(), pause)
+
+    def wake(self) -> None:
+        """Have it look now: rows were committed. What comes while a batch is under way goes together in the next."""
+        self._woken.set()
 
     async def stop(self) -> None:
         """Finish the batch in hand and close the connection; harmless a second time."""
         self._stop.set()
+        self._woken.set()
         async with self._working:
             if self._link is not None:
                 await self._link.close()

@@ -1,0 +1,104 @@
+"""Publishers look as soon as they are called, whatever becomes of the bell; by themselves these would wait a minute."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from postroom.delivery.publishing import CHANNEL, EVENTS, Bell, PostgresSource
+from postroom.delivery.publishing.postgres import PostgresClaim
+from postroom.delivery.settings import PublisherSettings, RecordSettings
+
+PATIENT = PublisherSettings(ack_seconds=2, first_seconds=0.01, most_seconds=0.05, idle_seconds=60)
+LISTENERS = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+
+
+@pytest.fixture
+def rung(office: Any, running: Any) -> Callable[..., Any]:
+    """How to run publishers with a bell, from when it listens."""
+
+    @asynccontextmanager
+    async def run(*publishers: Any) -> AsyncIterator[Bell]:
+        bell = Bell(office.pool, publishers)
+        task = asyncio.create_task(bell.run())
+        try:
+            async with running(*publishers):
+                await listening(office)
+                yield bell
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+    return run
+
+
+async def listening(office: Any) -> int:
+    while (pid := await office.pool.fetchval(LISTENERS)) is None:  # noqa: ASYNC110 - the database has no event for it
+        await asyncio.sleep(0.005)
+    return int(pid)
+
+
+async def notify(office: Any, source: str = "") -> None:
+    await office.pool.execute("SELECT pg_notify($1, $2)", CHANNEL, source)
+
+
+async def test_what_is_rung_for_is_published_at_once(office: Any, rung: Any) -> None:
+    await office.add_stream()
+    async with rung(office.publisher(PATIENT)):
+        for source in ("", EVENTS.name):
+            await office.emit()
+            await notify(office, source)
+            await asyncio.wait_for(office.drained(), 30)
+
+
+async def test_what_is_rung_for_while_a_batch_is_under_way_is_in_the_next(office: Any, rung: Any) -> None:
+    await office.add_stream()
+    reached, released = asyncio.Event(), asyncio.Event()
+
+    class Slow(PostgresSource):
+        @asynccontextmanager
+        async def claim(self, limits: PublisherSettings) -> AsyncIterator[PostgresClaim]:
+            async with super().claim(limits) as claim:
+                if claim.messages and not released.is_set():
+                    reached.set()
+                    await released.wait()
+                yield claim
+
+    publisher = office.publisher(PATIENT, source=Slow(office.pool, EVENTS, RecordSettings()))
+    async with rung(publisher) as bell:
+        await office.emit("order-1")
+        bell.ring(EVENTS.name)
+        await reached.wait()
+        for number in range(5):
+            await office.emit(f"order-{number}")
+            bell.ring(EVENTS.name)
+        released.set()
+        await asyncio.wait_for(office.drained(), 30)
+        assert (publisher.counters.published, publisher.counters.batches) == (6, 2)
+
+
+async def test_a_bell_whose_connection_was_cut_listens_again_and_makes_up_for_what_it_missed(
+    office: Any, rung: Any
+) -> None:
+    await office.add_stream()
+    async with rung(office.publisher(PATIENT)):
+        before = await listening(office)
+        await office.pool.execute("SELECT pg_terminate_backend($1)", before)
+        await office.emit()
+        await asyncio.wait_for(office.drained(), 30)
+
+        assert await listening(office) != before
+        await office.emit()
+        await notify(office)
+        await asyncio.wait_for(office.drained(), 30)
+
+
+async def test_without_a_bell_a_publisher_looks_by_itself(office: Any, running: Any) -> None:
+    await office.add_stream()
+    async with running(office.publisher(PublisherSettings(idle_seconds=0.1))):
+        await office.emit()
+        await asyncio.wait_for(office.drained(), 30)
