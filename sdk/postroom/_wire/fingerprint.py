@@ -17,6 +17,7 @@ ENVELOPE_VERSION: Final = "1"
 PREFIX_BYTES: Final = 8  # how much of a fingerprint an answer may show
 _EXACT: Final = 2**53  # from here on a double does not know every integer
 _PLAIN_FLOATS: Final = (1e-3, 1e15)  # between them msgspec writes a fraction as RFC 8785 does
+_CONTAINERS: Final = {dict, list, tuple}
 _AS_THEY_ARE: Final = {str, bool, type(None)}
 _MAYBE_AS_THEY_ARE: Final = _AS_THEY_ARE | {int, float}
 
@@ -47,6 +48,8 @@ def _canonical(value: Any) -> Any:
     everything unusual: a sender's largest `meta` must not hold up everybody else's messages.
     """
     kind = type(value)
+    if not value and kind in _CONTAINERS:
+        return value
     if kind is dict:
         keys = sorted(value) if "".join(value).isascii() else sorted(value, key=lambda key: key.encode("utf-16-be"))
         return dict(zip(keys, _each([value[key] for key in keys]), strict=True))

@@ -377,7 +377,8 @@ def _check_size(meta: dict[str, Any]) -> None:
         values += sum(map(len, level))
         if values > MAX_META_VALUES:
             refuse("meta_too_large", f"meta has more than {MAX_META_VALUES} values", "meta")
-        level = [child for node in level for child in _nodes(node.values() if isinstance(node, dict) else node)]
+        nodes = (node.values() if isinstance(node, dict) else node for node in level if node)
+        level = [child for children in nodes for child in _nodes(children)]
         if not level:
             return
     refuse("too_deep", f"meta is nested deeper than {MAX_DEPTH} levels", "meta")
