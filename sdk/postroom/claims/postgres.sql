@@ -1,5 +1,5 @@
--- The steps of a claim in Postgres. What is in braces is the table's own (`Table`, and its parts: `ended`, `begin`, `settle`,
--- `look`). They take parallel arrays, a key in each position, whose columns come last; positions of a result count from 1.
+-- The steps of a claim in Postgres. What is in braces is the table's own (`Table`, and its parts: `taken`, `ended`, `begin`,
+-- `settle`, `look`). They take parallel arrays, a key in each position, whose columns come last; positions of a result count from 1.
 -- An owner's lease that ran out settles and prolongs nothing.
 
 -- name: claim
@@ -10,6 +10,7 @@
 INSERT INTO {table} AS known ({columns}, owner, attempts, {begun_at}, {lease_until})
 SELECT {columns}, $1::{owner}, 1, clock_timestamp(), clock_timestamp() + $2::interval
 FROM unnest({row_arrays}) AS fresh ({columns})
+WHERE {taken}
 ORDER BY {key}
 ON CONFLICT ({key}) DO UPDATE SET
   attempts = known.attempts + CASE WHEN known.owner = excluded.owner THEN 0 ELSE 1 END,

@@ -1,5 +1,9 @@
 -- How a message shows where it stands: what the steps of a claim (sdk/postroom/claims) are filled with.
 
+-- name: taken
+-- Always; its commit waits for no disk, so that a Postgres that crashes may forget it (docs/contract/delivery.md#delivery-77).
+set_config('synchronous_commit', 'off', true) IS NOT NULL
+
 -- name: ended
 -- Whether nobody attempts it any more.
 known.processed_at IS NOT NULL OR known.dead_at IS NOT NULL

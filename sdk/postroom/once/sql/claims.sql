@@ -1,5 +1,9 @@
 -- How a key shows where it stands, in Postgres and in SQLite: what the steps of a claim (sdk/postroom/claims) are filled with.
 
+-- name: taken
+-- Always, and on disk.
+TRUE
+
 -- name: ended
 -- Whether nobody attempts it any more.
 known.state = 'COMMITTED'

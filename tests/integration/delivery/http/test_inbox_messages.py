@@ -13,8 +13,9 @@ from support.handlers import CountingHandler
 from support.http_consumers import Inbox
 from support.jetstream import QUICK, Context
 
-from postroom.chassis.postgres import REFUSED
+from postroom.chassis.postgres import REFUSED, migrate
 from postroom.claims.model import Claim, Held
+from postroom.delivery import ROOM
 from postroom.delivery.consumer import DONE, Attempts, Dead, Done, Later, Outcome
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import HttpHandler
@@ -215,3 +216,22 @@ async def test_a_message_whose_values_postgres_refuses_is_buried(
     (outcome,) = settled
     assert isinstance(outcome, Dead)
     assert (outcome.reason, handler.calls) == ("refused_by_postgres", [])
+
+
+async def test_a_claim_waits_for_no_disk_and_the_end_of_an_attempt_does(database_url: str, context: Context) -> None:
+    await migrate(database_url, ROOM)
+    url = f"{database_url}{'&' if '?' in database_url else '?'}synchronous_commit=on"
+    pool = await open_inbox_pool(url, name="test", connections=1)
+    await pool.execute(
+        "CREATE TABLE seen (operation text, waits text);"
+        "CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        "  INSERT INTO seen VALUES (TG_OP, current_setting('synchronous_commit')); RETURN NULL; END $$;"
+        "CREATE TRIGGER see AFTER INSERT OR UPDATE ON postroom.inbox_messages FOR EACH ROW EXECUTE FUNCTION see()"
+    )
+    inbox = InboxMessages(pool, "mine", lease_seconds=30)
+    claims = [await claimed(inbox, incoming(context, f"m-{number}")) for number in range(2)]
+    for claim in claims:
+        assert await inbox.settle(claim, DONE)
+    seen = await pool.fetch("SELECT * FROM seen")
+    await pool.close()
+    assert [tuple(row) for row in seen] == [("INSERT", "off")] * 2 + [("UPDATE", "on")] * 2
