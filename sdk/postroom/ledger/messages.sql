@@ -18,7 +18,8 @@ WITH found AS (
   WHERE request.id = $2
   UNION ALL
   SELECT 'event', activity.id, NULL, NULL, event.publish_error, NULL, event.event_type, event.published_at
-  FROM postroom.outbox_events AS event JOIN ledger.activity ON activity.id::text = event.aggregate_id
+  FROM postroom.outbox_events AS event JOIN ledger.activity
+    ON activity.id = CASE WHEN event.aggregate_id ~ '^[0-9a-f-]{36}$' THEN event.aggregate_id::uuid END
   WHERE event.id = $2 AND event.event_type IN ('activity_spawned', 'activity_cycled', 'activity_retried')
   UNION ALL
   SELECT 'activity', id, ledger::bigint, NULL, coalesce(error, last_error), request, NULL, spawned_at

@@ -51,6 +51,7 @@ CREATE TABLE postroom.outbox_events (
 -- The index of the unpublished, in the order in which they are claimed.
 CREATE INDEX idx_outbox_unpublished ON postroom.outbox_events (aggregate_id, position) WHERE published_at IS NULL;
 CREATE INDEX idx_outbox_correlation ON postroom.outbox_events (correlation_id) WHERE correlation_id IS NOT NULL;
+CREATE INDEX outbox_events_causation ON postroom.outbox_events (causation_id) WHERE causation_id IS NOT NULL;
 -- Rows lie about in the order of their publishing: a coarse index is enough for "since" and "before", and costs nothing.
 CREATE INDEX outbox_events_published ON postroom.outbox_events USING brin (published_at) WITH (autosummarize = on);
 -- A number of a stream is one event's. Two workers that mark two with the same at once would not see each other.
@@ -363,6 +364,11 @@ CREATE TABLE postroom.dead_letters (
     num_nonnulls(stream, stream_created_at, stream_sequence) = CASE WHEN published_at IS NULL THEN 0 ELSE 3 END
   )
 );
+-- The id of the message that a letter is of, by the letter's own; of an id that a header cannot hold, a digest.
+CREATE FUNCTION postroom.message_of_letter(letter_id text) RETURNS text LANGUAGE sql IMMUTABLE
+RETURN regexp_replace(letter_id, '^dead:[^:]*:', '');
+
+CREATE INDEX dead_letters_message ON postroom.dead_letters (context, postroom.message_of_letter(letter_id));
 CREATE INDEX dead_letters_unpublished ON postroom.dead_letters (id) WHERE published_at IS NULL AND settled_at IS NULL;
 CREATE INDEX dead_letters_unsettled ON postroom.dead_letters (context, died_at) WHERE settled_at IS NULL;
 CREATE UNIQUE INDEX dead_letters_place ON postroom.dead_letters (stream, stream_sequence, stream_created_at)

@@ -158,6 +158,7 @@ CREATE TABLE ledger.guid (
   CONSTRAINT work_that_is_done_has_a_result CHECK (ledger.is_set(ledger, 10000000000) = (result IS NOT NULL)),
   CONSTRAINT a_lease_has_an_owner_and_an_end CHECK ((owner IS NULL) = (leased_until IS NULL))
 ) WITH (fillfactor = 50);
+CREATE INDEX guid_message ON ledger.guid (guid);
 CREATE UNIQUE INDEX one_message_closes_a_job ON ledger.guid (job_id) WHERE ledger.is_set(ledger, 100000000000);
 
 -- What came for a job while it was failed: it was acknowledged, and a retry of the job brings it back.
@@ -170,6 +171,7 @@ CREATE TABLE ledger.missed (
 
   PRIMARY KEY (activity_id, guid)
 );
+CREATE INDEX missed_message ON ledger.missed (guid);
 
 -- Messages that a worker took without having their activity (an older deployment, a name that changed): acknowledged, and
 -- kept for a worker that has it. Of leg 2, with what the message says, and as which event it came: which of them answer,
@@ -188,6 +190,7 @@ CREATE TABLE ledger.set_aside (
   PRIMARY KEY (activity_id, guid),
   CONSTRAINT leg_2_has_an_answer CHECK (leg = 2 OR num_nonnulls(answer, request_id, event) = 0)
 );
+CREATE INDEX set_aside_message ON ledger.set_aside (guid);
 CREATE INDEX set_aside_request ON ledger.set_aside (request_id) WHERE request_id IS NOT NULL;
 
 -- The rules of every change: functions, whose expressions Postgres keeps ready, unlike a trigger's condition.
