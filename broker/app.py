@@ -20,11 +20,13 @@ from broker.history import History, LookUp
 from broker.jobs import Jobs
 from broker.limiter import Limiter
 from broker.metrics import CONTENT_TYPE, Metrics
+from broker.nats import Nats
 from broker.once import Keys
 from broker.operator import READ, WRITE, OperatorLog, routes_of
 from broker.publishing import Consumers, Sources, Unpublished
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
+from broker.trace import Traces
 from postroom._wire import administration as api
 from postroom._wire.accept import (
     AcceptBatch,
@@ -39,6 +41,7 @@ from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import OPERATOR_LOG
 from postroom._wire.once import KEYS
+from postroom._wire.trace import Story
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
 from postroom.chassis.routes import Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
@@ -78,6 +81,7 @@ def routes(services: Services) -> list[Route]:
     history = History(services.database, services.accepting.slices)
     webhooks = Webhooks(services.database, services.guard)
     jobs = Jobs(services.database)
+    nats = Nats(services.config.nats)
     topics = "/v1/topics/{mesh}/{name}"
     return [
         Route(method="POST", path="/v1/accept", handler=accept.accept, access="member",
@@ -137,7 +141,10 @@ def routes(services: Services) -> list[Route]:
               query=api.HistoryQuery, answers={200: api.HistoryPage}, problems=(*READ, 410)),
         Route(method="GET", path="/v1/messages/{broker_message_id}", handler=history.get_message, access="reader",
               summary="Read one message", answers={200: api.HistoryMessage}, problems=READ),
-        *routes_of(DEAD_LETTERS, DeadLetters(services.database, services.config.nats)),
+        Route(method="GET", path="/v1/trace/{id}", handler=Traces(services.database, nats).trace, access="reader",
+              summary="Tell the story of a message, an event, a dead letter or a job, and where it waits",
+              answers={200: Story}, problems=READ),
+        *routes_of(DEAD_LETTERS, DeadLetters(services.database, nats)),
         *routes_of(UNPUBLISHED[EVENTS.name], Unpublished(services.database, EVENTS)),
         *routes_of(UNPUBLISHED[DELIVERIES.name], Unpublished(services.database, DELIVERIES)),
         *routes_of(SOURCES, Sources(services.database)),

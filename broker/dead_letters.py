@@ -1,8 +1,7 @@
 """Dead letters: an admin of the mesh sees, replays and drops them (docs/contract/delivery.md#delivery-51).
 
 What consumers, webhooks and jobs buried is in the record, in Postgres. What agents, daemons and other programs buried
-is in streams alone, and a replay is published: that needs NATS, which nothing else at the broker does. So a connection
-is made for each request, and where there is none, the record alone is shown.
+is in streams alone, and a replay is published: that needs NATS. Where there is none, the record alone is shown.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from aiohttp import web
-from nats.js import JetStreamContext
 
 from broker.administration import path_mesh
 from broker.authentication import PRINCIPAL, own_mesh
 from broker.database import Database
+from broker.nats import BRIEFLY, PATIENCE, Nats
 from broker.operator import each, keep_log
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
@@ -34,18 +33,13 @@ from postroom._wire.nouns import CHANGES, Result
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter, count_letters
-from postroom.delivery.nats import connect
-from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError, Unavailable
-
-PATIENCE: Final = 5.0  # seconds that an operator waits for NATS
-BRIEFLY: Final = 1.0  # seconds that a glance at the counts does
 
 
 class DeadLetters:
     """The handlers of the routes of dead letters."""
 
-    def __init__(self, database: Database, nats: NatsSettings | None) -> None:
+    def __init__(self, database: Database, nats: Nats) -> None:
         self._database = database
         self._nats = nats
 
@@ -78,7 +72,7 @@ class DeadLetters:
     async def counts(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/counts`: for `postroom status`, which waits briefly."""
         async with (
-            self._jetstream(BRIEFLY) as (js, unread),
+            self._nats.opened(BRIEFLY) as (js, unread),
             self._database.read(request[PRINCIPAL].whose) as connection,
         ):
             problem = None if unread is None else unread.problem
@@ -121,27 +115,10 @@ class DeadLetters:
             await keep_log(connection, principal.actor, verb, DEAD_LETTERS.name, mesh, letter, outcome=act, reason=why)
 
         async with (
-            self._jetstream(PATIENCE) as (js, unread),
+            self._nats.opened(PATIENCE) as (js, unread),
             self._database.read(principal.whose) as connection,
         ):
             yield LetterOperations(connection, js, mesh, actor=principal.actor, log=log), unread
-
-    @asynccontextmanager
-    async def _jetstream(self, patience: float) -> AsyncIterator[tuple[JetStreamContext | None, Unavailable | None]]:
-        """Lend a connection to NATS, or say why there is none."""
-        if self._nats is None:
-            sentence = "the broker knows no NATS (its setting nats.url): letters that are in streams alone are missing"
-            yield None, Unavailable.of("nats_not_configured", sentence)
-            return
-        try:
-            nats = await connect(self._nats, name="postroom-broker", patience=patience, logged=False)
-        except PostroomError as error:
-            yield None, Unavailable.of("nats_unreachable", str(error))
-            return
-        try:
-            yield nats.jetstream(), None
-        finally:
-            await nats.close()
 
 
 _VERBS: Final = {verb.done: name for name, verb in DEAD_LETTERS.verbs.items()}

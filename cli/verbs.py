@@ -30,6 +30,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "status": Verb("cli.status", "Show what runs on this machine, and how far behind it is."),
         "demo": Verb("cli.demo", "Run a complete demo on embedded servers."),
         "send": Verb("cli.send", "Send a message, or a file or pipe of messages."),
+        "trace": Verb("cli.trace", "Tell the story of a message, and where it waits now."),
         "outbox": Verb("cli.outbox", "See and repair what the daemon keeps."),
         "inbox": Verb("cli.inbox", "Read what the daemon has received, and follow it."),
         "relay": Verb("cli.relay", "Pause and resume the relay to the broker."),

@@ -72,6 +72,14 @@ class StoredMessage(NamedTuple):
         return b'{"position":%d,"received_at":"%s",%s' % (self.position, moment.encode(), self.message[1:])
 
 
+class Received(NamedTuple):
+    """Where a message lies in the inbox, and since when."""
+
+    position: int
+    received_at: int  # ms since the epoch
+    broker_message_id: str
+
+
 class Page(NamedTuple):
     """Some messages in order, and the position after which the next page begins: None where these are the last."""
 
@@ -207,6 +215,12 @@ class Inbox:
             return page.messages, max(after, _newest(db)) if page.next_after is None else page.next_after
 
         return await self._read(read)
+
+    async def received(self, mesh: str, sender: str, client_message_id: str) -> Received | None:
+        """Return where a message lies here, None where it does not."""
+        wanted = {"mesh": mesh, "sender": sender, "client_message_id": client_message_id}
+        row = await self._read(lambda db: db.execute(_READ["received"], wanted).fetchone())
+        return None if row is None else Received(*row)
 
     def arrival(self) -> asyncio.Event:
         """Return an event that is set when something is filed after this call, or the inbox is closed."""

@@ -1,5 +1,11 @@
-"""`/v1/outbox…`: how an operator sees the rows and repairs them (docs/contract/send.md#send-14)."""
+"""`/v1/outbox…`: how an operator sees the rows and repairs them (docs/contract/send.md#send-14).
 
+And `/v1/trace/{id}`: what they tell of a message (docs/contract/operate.md#operate-51).
+"""
+
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Final, TypeVar
 
 import msgspec
@@ -24,10 +30,30 @@ from postroom._wire.operations import (
     ResendResult,
     Verb,
 )
+from postroom._wire.sends import OutboxRow, RelayStatus, RowChain, RowStatus
+from postroom._wire.trace import NAME, Outcome, Step, TraceQuery, Wait, compose
 from postroom.chassis.routes import NDJSON, Handler, decode_query
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, NotFound
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+_OUTCOMES: Final[Mapping[RowStatus, Outcome]] = {
+    "pending": "waiting",
+    "inflight": "running",
+    "done": "done",
+    "dead": "dead",
+    "aborted": "ended",
+}
+_PHASES: Final = {  # in which the broker refuses a message (docs/contract/accept.md#accept-9)
+    "idempotency_key_reused": "B0",
+    "fingerprint_mismatch": "B1",
+    "payload_too_large": "B1",
+    "rate_limited": "B1",
+    "member_not_found": "B2",
+    "not_subscribed": "B2",
+    "queue_not_found": "B2",
+    "topic_not_found": "B2",
+}
 
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 
@@ -83,6 +109,44 @@ class OutboxDesk:
             return json_answer(row)
 
         return handle
+
+    async def trace(self, request: Request) -> web.StreamResponse:
+        """Tell what became of a row and of those before and after it, and whether the inbox has the message."""
+        wanted, name = decode_query(request, TraceQuery), _id(request)
+        steps: dict[str, Step] = {}
+        waits: dict[str, Wait] = {}
+        missing: NotFound | None = None
+        place = f"postroomd on {socket.gethostname()}"
+        try:
+            chain = await self._outbox.inspect(name)
+        except NotFound as error:
+            missing = error
+        else:
+            steps = {step.id: step for step in steps_of(chain, place)}
+            relay = self._services.relay.status()
+            found = [wait_of(row, relay) for row in chain.chain]
+            waits = {wait.step: wait for wait in found if wait is not None}
+        try:
+            inbox = self._services.inbox.opened()
+        except NotFound:  # this daemon has none
+            inbox = None
+        if inbox is not None and wanted.sender is not None:
+            filed = await inbox.received(self._services.mesh, wanted.sender, name)
+            if filed is not None:
+                step = Step(
+                    id=f"filed:{place} {filed.broker_message_id}",
+                    what="received",
+                    thing=filed.broker_message_id,
+                    outcome="done",
+                    parent=f"message:{filed.broker_message_id}",
+                    at=datetime.fromtimestamp(filed.received_at / 1000, UTC),
+                    place=place,
+                    ids={"position": str(filed.position)},
+                )
+                steps[step.id] = step
+        if missing is not None and not steps:
+            raise missing
+        return json_answer(compose(steps, waits))
 
     async def prune(self, request: Request) -> web.StreamResponse:
         """Empty the payloads of old done and aborted rows; the rows stay."""
@@ -158,3 +222,87 @@ def _filter(query: ListQuery) -> RowFilter:
         older_than_seconds=query.older_than_seconds,
         held=query.held,
     )
+
+
+def steps_of(chain: RowChain, place: str) -> list[Step]:
+    """Tell of a row and of those before and after it: when each was kept, how often posted, and what operators did."""
+    steps: list[Step] = []
+    successors: dict[str, str] = {}  # the step that each row follows from
+    for row in chain.chain:
+        kept = Step(
+            id=f"row:{row.id}",
+            what="kept",
+            thing=row.id,
+            outcome=_OUTCOMES[row.status],
+            parent=successors.get(row.id),
+            at=row.enqueued_at,
+            place=place,
+            ids={NAME: row.client_message_id, "to": row.destination, "submitted_by": row.submitted_by or ""},
+        )
+        steps.append(kept)
+        if row.status == "inflight" or row.attempts or row.delivered_at or row.last_error:
+            code = (row.last_error or "").partition(":")[0]
+            phase = _PHASES.get(code, "B1" if code.startswith("invalid_") else None)
+            reason = row.last_error if phase is None else f"refused in {phase}: {row.last_error}"
+            if row.status == "done":
+                reason = "the broker had accepted it before" if row.duplicate else None
+            elif row.unanswered_at is not None:
+                reason = f"the broker did not answer, and may have accepted it: {reason}"
+            steps.append(
+                Step(
+                    id=f"posted:{row.id}",
+                    what="expired" if code == "expired" else "posted",
+                    thing=row.client_message_id,
+                    outcome=kept.outcome,
+                    parent=kept.id,
+                    at=row.delivered_at or row.unanswered_at,
+                    place=place,
+                    attempt=row.attempts,
+                    reason=reason,
+                )
+            )
+        for number, act in enumerate(act for act in chain.log if act.row_id == row.id):
+            step = Step(
+                id=f"act:{row.id} {number}",
+                what=act.verb,
+                thing=row.id,
+                outcome="ended" if act.verb == "abort" else "done",
+                parent=kept.id,
+                at=act.at,
+                place=place,
+                by=act.actor,
+                reason="; ".join(filter(None, (act.reason, act.detail))),
+            )
+            steps.append(step)
+            if act.verb == "requeue" and row.superseded_by is not None:
+                successors[row.superseded_by] = step.id
+    return steps
+
+
+def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:
+    """Say why a row is not accepted yet, and what would help; None where it waits no more."""
+    why, help_ = "", None
+    match row.status:
+        case "done" | "aborted":
+            return None
+        case "inflight":
+            why = "it is being posted to the broker"
+        case "dead":
+            why, help_ = f"it will not be posted again: {row.last_error}", f"postroom outbox requeue {row.id}"
+        case _ if row.held:
+            why, help_ = "an operator holds it back", f"postroom outbox release {row.id}"
+        case _ if relay.state == "paused":
+            why, help_ = "an operator has paused the relay", "postroom relay resume"
+        case _ if row.destination in relay.paused_destinations:
+            why = f"an operator has paused the relay to {row.destination}"
+            help_ = f"postroom relay resume --to {row.destination}"
+        case _ if row.not_before is not None and row.not_before > datetime.now(UTC):
+            why = f"its sender wants it posted at {row.not_before:%Y-%m-%d %H:%M:%SZ}"
+        case _ if relay.state == "waiting":
+            why, help_ = f"the relay waits: {relay.reason}", "postroom doctor"
+        case _ if row.next_attempt_at > datetime.now(UTC):
+            why = f"it is posted again at {row.next_attempt_at:%H:%M:%SZ}: {row.last_error}"
+            help_ = f"postroom outbox flush {row.id}"
+        case _:
+            why = "it is due, and the relay posts it next"
+    return Wait(step=f"row:{row.id}", why=why, help=help_)

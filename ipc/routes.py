@@ -42,6 +42,7 @@ from postroom._wire.sends import (
     SendResult,
     Version,
 )
+from postroom._wire.trace import Story, TraceQuery
 from postroom.chassis.routes import NDJSON, Route, openapi
 
 CALLER = "caller"
@@ -76,6 +77,8 @@ def routes(services: Services) -> list[Route]:
                  body=each.body, answers={200: OutboxRow}, problems=_VERB) for verb, each in VERBS.items()),
         *(_route("POST", f"/v1/outbox/{verb}", outbox.bulk(verb), OPERATOR, f"{verb} many rows: {each.effect}",
                  body=BulkRequest, answers={200: BulkResult}, problems=_BODY) for verb, each in VERBS.items()),
+        _route("GET", "/v1/trace/{id}", outbox.trace, OPERATOR, "what became of a message here, and where it waits",
+               query=TraceQuery, answers={200: Story}, problems=(400, 403, 404, 503)),
         _route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "delete the payloads of old settled rows",
                body=PruneRequest, answers={200: PruneResult}, problems=_BODY),
         _route("POST", "/v1/outbox/resend", outbox.resend, OPERATOR, "send again what the broker's database lost",

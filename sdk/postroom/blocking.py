@@ -129,6 +129,7 @@ class Client:
     list_rows = _blocking(AsyncClient.list_rows)
     export = _iterating(AsyncClient.export)
     inspect = _blocking(AsyncClient.inspect)
+    trace = _blocking(AsyncClient.trace)
     act = _blocking(AsyncClient.act)
     bulk = _blocking(AsyncClient.bulk)
     prune = _blocking(AsyncClient.prune)

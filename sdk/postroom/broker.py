@@ -49,6 +49,7 @@ from postroom._wire.jobs import JOBS, JobMessage, MessagePage, StartedJob, Start
 from postroom._wire.nouns import C, Change, F, L, Noun, P, Q, Result, T, W
 from postroom._wire.peer import Peer
 from postroom._wire.retry import retrying
+from postroom._wire.trace import Story
 from postroom._wire.transport import Calls, Transport
 
 __all__ = ["BrokerClient"]
@@ -169,6 +170,10 @@ class BrokerClient(Calls):
     async def message(self, broker_message_id: str) -> HistoryMessage:
         """Return one accepted message; raises `NotFound`."""
         return await self._read(_path("messages", broker_message_id), HistoryMessage)
+
+    async def trace(self, id_: str) -> Story:
+        """Return what the broker knows of a message, an event, a dead letter or a job; raises `NotFound`."""
+        return await self._read(_path("trace", id_), Story)
 
     async def history(self, query: HistoryQuery) -> AsyncIterator[HistoryMessage]:
         """Yield the accepted messages that match `query`, oldest first, up to what is committed now.

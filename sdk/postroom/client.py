@@ -56,6 +56,7 @@ from postroom._wire.sends import (
     SendResult,
     Version,
 )
+from postroom._wire.trace import Story, TraceQuery
 from postroom._wire.transport import Calls, Exchanges, Transport, find_socket, to_parameters
 from postroom.errors import NotFound, PostroomError
 
@@ -235,6 +236,11 @@ class AsyncClient(Calls):
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row with its predecessors and successors and what operators did to them."""
         return await self._read(_row(row_id), RowChain)
+
+    async def trace(self, id_: str, sender: str | None = None) -> Story:
+        """Return what the daemon knows of a row or a message, also of one that it received from `sender`."""
+        path = f"/v1/trace/{quote(check_id(id_), safe=':')}"
+        return await self._read(path, Story, query=TraceQuery(sender=sender))
 
     async def act(
         self,

@@ -163,7 +163,7 @@ async def ensure_consumer(js: JetStreamContext, settings: ConsumerSettings) -> R
             found = await js.consumer_info(settings.stream, settings.durable)
         except NotFoundError:
             await _create_consumer(js, settings)
-            _log.info("consumer_created", consumer=name, filter_subjects=_filters(_consumer_config(settings)))
+            _log.info("consumer_created", consumer=name, filter_subjects=filters_of(_consumer_config(settings)))
             return Reconciled(name, "created")
         changes = list(_consumer_changes(found.config, settings))
         _refuse(f"consumer {name}", changes)
@@ -183,11 +183,11 @@ async def _create_consumer(js: JetStreamContext, settings: ConsumerSettings) -> 
     except APIError as error:
         if error.err_code not in _OVERLAPPING:
             raise
-        wanted = _filters(_consumer_config(settings))
+        wanted = filters_of(_consumer_config(settings))
         others = [
-            f"{info.name} has {', '.join(_filters(info.config))}"
+            f"{info.name} has {', '.join(filters_of(info.config))}"
             for info in await all_consumers(js, settings.stream)
-            if any(overlap(subject, other) for subject in wanted for other in _filters(info.config))
+            if any(overlap(subject, other) for subject in wanted for other in filters_of(info.config))
         ]
         raise subjects_taken(settings.durable, settings.stream, wanted, others) from error
 
@@ -286,13 +286,13 @@ def _consumer_changes(found: ConsumerConfig, settings: ConsumerSettings) -> Iter
         yield _Change(f"backoff {found.backoff} → none", loses=False)
     if found.headers_only:
         yield _Change("headers_only True → False", loses=False)
-    before, after = _filters(found), _filters(wanted)
+    before, after = filters_of(found), filters_of(wanted)
     if before != after:
         loses = not all(_covered(subject, after) for subject in before)
         yield _Change(f"{_FILTER} {before} → {after}", loses)
 
 
-def _filters(config: ConsumerConfig) -> list[str]:
+def filters_of(config: ConsumerConfig) -> list[str]:
     """Return what the consumer wants; `>`, which is everything, where it filters nothing."""
     return sorted(config.filter_subjects or [config.filter_subject or ">"])
 

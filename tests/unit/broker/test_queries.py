@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import broker
+from broker import trace
 from broker.database import QUERIES
 
 PACKAGE = Path(broker.__file__).parent
@@ -14,4 +15,4 @@ PACKAGE = Path(broker.__file__).parent
 def test_queries_and_their_users_match() -> None:
     source = "".join(file.read_text() for file in PACKAGE.glob("*.py"))
 
-    assert set(re.findall(r'QUERIES\["(\w+)"\]', source)) == set(QUERIES)
+    assert set(re.findall(r'QUERIES\["(\w+)"\]', source)) == {*QUERIES, *trace.QUERIES}

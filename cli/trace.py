@@ -1,0 +1,151 @@
+"""`postroom trace ID`: the story of one message, and where it waits now (docs/contract/operate.md#operate-51)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from cli.connect import PATIENCE, TIMEOUT, with_broker
+from cli.ending import printable
+from cli.noun import Json, Socket, TokenFile, Url, noun
+from cli.output import draw, json_line, note
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from postroom import BrokerClient
+    from postroom._wire.trace import Step, Story
+
+app = noun()
+
+_COLOURS: Final = {"running": "cyan", "waiting": "yellow", "dead": "red", "ended": "bright_black"}
+_LOOK_SECONDS: Final = 1.0  # between two looks with --follow
+
+
+@app.command()
+def trace(
+    *,
+    id_: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="A client_message_id, or the id of a broker's message, a row, an event, a dead letter or a job.",
+        ),
+    ],
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on while it is on its way, and show what is new.")
+    ] = False,
+    url: Url = None,
+    token_file: TokenFile = None,
+    socket: Socket = None,
+    as_json: Json = False,
+) -> None:
+    """Tell the story of a message: what became of it, where it waits now, and the command that helps.
+
+    \b
+        postroom trace order-2026-001
+        postroom trace 019a8f3e-6c5f-7d3a-9a43-2f5b1c0d9e77 --follow
+    """  # noqa: D301 - \b: as it stands
+    shown: dict[str, Step] = {}
+    before: Story | None = None
+    while True:
+        story = _ask(id_, url, token_file, socket)
+        if story != before:
+            if as_json:
+                json_line(story)
+            else:
+                _show(story, [step.id for step in story.steps if shown.get(step.id) != step])
+            sys.stdout.flush()
+        for problem in story.unread if before is None else ():
+            note(problem.detail)
+        before, shown = story, {step.id: step for step in story.steps}
+        waiting = [shown[wait.step] for wait in story.waits if wait.step in shown]
+        if not follow or all(step.outcome == "dead" for step in waiting):
+            return
+        time.sleep(_LOOK_SECONDS)
+
+
+def _ask(id_: str, url: str | None, token_file: Path | None, socket: Path | None) -> Story:
+    """Ask the broker, where one is configured, and the daemon of this machine, where there is one."""
+    import asyncio  # noqa: PLC0415
+
+    from postroom import AsyncClient, Unavailable  # noqa: PLC0415
+    from postroom._wire.trace import follow_trace  # noqa: PLC0415
+
+    async def work(broker: BrokerClient | None = None) -> Story:
+        ask = None if broker is None else lambda one, _sender: broker.trace(one)
+        try:
+            client = AsyncClient(socket, patience=PATIENCE, timeout=TIMEOUT)
+        except Unavailable:  # no daemon runs here
+            if ask is None:
+                raise
+            return await follow_trace(id_, broker=ask, daemon=None)
+        async with client:
+            return await follow_trace(id_, broker=ask, daemon=client.trace)
+
+    if url is not None:
+        return with_broker(url, token_file, work)
+    story = asyncio.run(work())
+    note("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
+    return story
+
+
+def _show(story: Story, fresh: list[str]) -> None:
+    """Write where the story stops, then its tree; of what was shown before, only what is `fresh`."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    outcomes = {step.id: step.outcome for step in story.steps}
+    for wait in story.waits:
+        _write(f"waits: {wait.why}", "", "       ", width, _COLOURS.get(outcomes.get(wait.step, "")))
+        if wait.help is not None:
+            _write(wait.help, "       ", "       ", width, "bold")
+    if not story.waits:
+        _write("nothing waits", "", "", width, None)
+    for lead, step in draw(story.steps, key=lambda step: step.id, parent=lambda step: step.parent):
+        if step.id not in fresh:
+            continue
+        below = lead.replace("├─ ", "│  ").replace("└─ ", "   ")
+        outcome = "" if step.outcome == "done" else f"  {step.outcome}"
+        _write(f"{step.what} {step.thing}{outcome}", lead, below + "  ", width, _COLOURS.get(step.outcome))
+        _write("  ".join(_said(step)), below + "  ", below + "  ", width, None)
+    if story.more:
+        note("there is more than is shown: `postroom trace` of one of these ids shows what follows from it")
+
+
+def _said(step: Step) -> Iterator[str]:
+    """Yield what else there is to say about a step."""
+    if step.at is not None:
+        yield f"{step.at:%Y-%m-%d %H:%M:%S}.{step.at.microsecond // 1000:03d}Z"
+    if step.place is not None:
+        yield step.place
+    if step.attempt is not None and step.attempt != 1:
+        yield f"{step.attempt} attempts"
+    if step.by is not None:
+        yield f"by {step.by}"
+    names = (("client_message_id", "as"), ("sender", "from"), ("to", "to"), ("state", "is"))
+    yield from (f"{word} {step.ids[name]}" for name, word in names if name in step.ids)
+    if step.reason is not None:
+        yield step.reason
+
+
+def _write(text: str, first: str, below: str, width: int, style: str | None) -> None:
+    """Write a text within the width; no id of it is broken, and nothing in it steers the terminal."""
+    lines = textwrap.wrap(
+        printable(text.replace("\n", " ")),
+        width,
+        initial_indent=first,
+        subsequent_indent=below,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    plain = style is None or not sys.stdout.isatty() or "NO_COLOR" in os.environ
+    for one in lines:
+        bold = style == "bold"
+        styled = one if plain else typer.style(one, fg=None if bold else style, bold=bold or style == "red")
+        sys.stdout.write(styled + "\n")

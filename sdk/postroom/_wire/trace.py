@@ -1,0 +1,144 @@
+"""The story of one message, step by step, and where it waits now (docs/contract/operate.md#operate-51).
+
+    GET /v1/trace/{id}   of the broker                → Story: all that is in Postgres, and what consumers still want
+    GET /v1/trace/{id}   of a daemon,    TraceQuery   → Story: its own rows, and its inbox
+
+Each answers for what it keeps; `follow_trace` asks both and puts the parts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Final, Literal
+
+import msgspec
+
+from postroom._wire.ids import is_client_message_id
+from postroom.errors import NotFound, PostroomError, Problem
+
+Outcome = Literal["done", "running", "waiting", "dead", "ended"]
+"""What came of a step: `waiting` goes on, by itself or with help; `dead` does not; `ended` it was by an operator."""
+
+_EPOCH: Final = datetime.fromtimestamp(0, UTC)
+_MOST: Final = 20  # ids that one is asked for because the other knows them
+NAME: Final = "client_message_id"
+
+
+class Step(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """One thing that happened to a message: `what`, to which `thing`, where, when, and what came of it.
+
+    `id` names it within the story, and `parent` the step that it follows from; `by` is the operator who did it.
+    Where several attempts were made, `attempt` is how many, and the rest is about the last.
+    """
+
+    id: str
+    what: str
+    thing: str
+    outcome: Outcome
+    parent: str | None = None
+    at: datetime | None = None
+    place: str | None = None
+    attempt: int | None = None
+    by: str | None = None
+    reason: str | None = None
+    ids: dict[str, str] = {}
+
+
+class Wait(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """Where the story stops for now: at which step, why, and the command that helps, if one does."""
+
+    step: str
+    why: str
+    help: str | None = None
+
+
+class Story(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What became of a message, a row, an event, a dead letter or a job, with what it caused and what caused it.
+
+    Steps are in the order of time, a parent before its children. `more` says that there are more than are told,
+    `unread` what could not be looked at.
+    """
+
+    waits: list[Wait]
+    steps: list[Step]
+    more: bool = False
+    unread: list[Problem] = []
+
+
+class TraceQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query string of the daemon's `GET /v1/trace/{id}`: who sent the message, to find it in the inbox too."""
+
+    sender: str | None = None
+
+
+Ask = Callable[[str, str | None], Awaitable[Story]]
+"""Asks one of those who keep a part: for an id, and with the sender where that is known; raises `NotFound`."""
+
+
+async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> Story:
+    """Ask both for an id and for the ids that the other's answer brings up, and put the parts together.
+
+    Who cannot be asked is `unread`. Where nobody told anything, raises why: `NotFound` where nobody knows it.
+    """
+    steps: dict[str, Step] = {}
+    waits: dict[str, Wait] = {}
+    unread: list[Problem] = []
+    more = False
+    errors: list[PostroomError] = []
+
+    async def tell(keeper: Ask | None, one: str, sender: str | None = None) -> dict[str, str | None]:
+        """Add one part; return the ids that messages were sent under, and who sent them."""
+        nonlocal more
+        if keeper is None:
+            return {}
+        try:
+            part = await keeper(one, sender)
+        except PostroomError as error:
+            errors.append(error)
+            if not isinstance(error, NotFound):
+                unread.append(error.problem)
+            return {}
+        steps.update((step.id, step) for step in part.steps)
+        waits.update((wait.step, wait) for wait in part.waits)
+        unread.extend(part.unread)
+        more |= part.more
+        return {step.ids[NAME]: step.ids.get("sender") for step in part.steps if NAME in step.ids}
+
+    sent = await tell(broker, id_)
+    rows = await tell(daemon if is_client_message_id(id_) else None, id_, sent.get(id_))
+    for name in list(rows.keys() - sent.keys())[:_MOST]:  # it was a row's id, or the row was requeued
+        sent |= await tell(broker, name)
+    for name, sender in list(sent.items())[:_MOST]:
+        if name != id_:
+            await tell(daemon, name, sender)
+    if not steps:
+        raise next((error for error in errors if not isinstance(error, NotFound)), *errors[:1])
+    return compose(steps, waits, more=more, unread={problem.code: problem for problem in unread}.values())
+
+
+def compose(
+    steps: dict[str, Step], waits: Mapping[str, Wait], *, more: bool = False, unread: Iterable[Problem] = ()
+) -> Story:
+    """Make a story of steps and waits, each by the id of its step.
+
+    A step that has no time comes with its parent, and what the broker accepted follows from the row that it was sent
+    from; of waits that follow from each other only the last is told.
+    """
+    kept = {step.ids[NAME]: step.id for step in steps.values() if step.what == "kept"}
+    for step in [step for step in steps.values() if step.what == "accepted" and step.ids[NAME] in kept]:
+        steps[step.id] = msgspec.structs.replace(step, parent=kept[step.ids[NAME]])
+
+    def line_of(step: Step) -> list[Step]:
+        """Return a step and those that it follows from, the nearest first."""
+        line = [step]
+        while (parent := steps.get(line[-1].parent or "")) is not None and parent not in line:
+            line.append(parent)
+        return line
+
+    lines = {step.id: line_of(step) for step in steps.values()}
+    times = {id_: max((one.at for one in line if one.at is not None), default=_EPOCH) for id_, line in lines.items()}
+    order = {one.id: one for id_ in sorted(times, key=times.__getitem__) for one in reversed(lines[id_])}
+    above = {one.id for id_ in waits for one in lines[id_][1:]}
+    last = [wait for id_, wait in waits.items() if id_ not in above]
+    return Story(waits=last, steps=list(order.values()), more=more, unread=list(unread))

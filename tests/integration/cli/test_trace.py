@@ -1,0 +1,516 @@
+"""`postroom trace` on real servers: of each fate the story is complete and right, as the databases have it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import asyncpg
+import nats
+import pytest
+from aiohttp import web
+from nats.js.api import AckPolicy, ConsumerConfig
+from nats.js.errors import NotFoundError
+from support.handlers import SECONDS, Call, serving
+from support.mailroom import MESH, LoneDaemon, Mailroom, Process, worker
+from support.terminal import Terminal
+
+from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
+from embedded.processes import tethered
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+FLOW = """
+from postroom.flow import Flow, Spawn
+
+flow = Flow("levels")
+
+@flow.activity
+async def first(ctx, request):
+    return [second.spawn({"part": part}) for part in range(2)]
+
+@flow.activity
+async def second(ctx, request):
+    return [third.spawn(request)]
+
+@flow.activity
+async def third(ctx, request):
+    return None
+"""
+Step = dict[str, Any]
+
+
+class Office:
+    """A broker with NATS, a daemon with an inbox, and an operator; a worker and the rest as tests need them."""
+
+    def __init__(self, room: Mailroom, nats_url: str, database: str) -> None:
+        self.room = room
+        self.nats_url = nats_url
+        self.database = database
+        self.directory = room.directory
+        self.user = self.at(room.socket)
+
+    def at(self, socket: Path | None, **environment: str) -> Terminal:
+        """An administrator at the daemon of a socket."""
+        reach = {
+            "POSTROOM_BROKER_URL": self.room.broker_urls[0],
+            "POSTROOM_ADMIN_TOKEN_FILE": str(self.directory / "admin.token"),
+            "POSTROOM_MESH": MESH,
+        }
+        return Terminal(socket, **{**reach, **environment})
+
+    def send(self, name: str, to: str = "topic:orders", *, body: str = "{}", user: Terminal | None = None) -> None:
+        sent = (user or self.user).run("send", to, body, "--id", name)
+        assert sent.code == 0, sent.err
+
+    def story(self, name: str, user: Terminal | None = None) -> dict[str, Any]:
+        found = (user or self.user).run("trace", name, "--json")
+        assert found.code == 0, found.err
+        (story,) = found.json
+        assert story.get("unread", []) == [], story
+        return dict(story)
+
+    def steps(self, name: str, what: str, user: Terminal | None = None) -> list[Step]:
+        return [step for step in self.story(name, user)["steps"] if step["what"] == what]
+
+    def until_told(self, name: str, what: str, outcome: str = "done", user: Terminal | None = None) -> Step:
+        """Wait until a story has such a step; return the first."""
+        found: list[Step] = []
+
+        def told() -> bool:
+            run = (user or self.user).run("trace", name, "--json")
+            steps = run.json[0]["steps"] if run.code == 0 else []
+            found[:] = [one for one in steps if (one["what"], one["outcome"]) == (what, outcome)]
+            return bool(found)
+
+        until(told)
+        return found[0]
+
+    def fetch(self, query: str, *values: Any) -> list[Any]:
+        """Ask the database."""
+
+        async def run() -> list[Any]:
+            connection = await asyncpg.connect(self.database)
+            try:
+                return list(await connection.fetch(query, *values))
+            finally:
+                await connection.close()
+
+        return _run(run())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until what the servers say holds; no loop may run meanwhile, since commands run their own."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def _run(work: Any) -> Any:
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def parents(story: dict[str, Any], step: Step) -> list[str]:
+    """Return what a step follows from, the nearest first."""
+    by_id = {one["id"]: one for one in story["steps"]}
+    line = []
+    while (step := by_id.get(step.get("parent", ""), {})) != {}:
+        line.append(step["what"])
+    return line
+
+
+@pytest.fixture(scope="module")
+def office(
+    session_directory: Path, postgres_server: EmbeddedPostgres, redis_server: EmbeddedRedis, nats_server: EmbeddedNats
+) -> Iterator[Office]:
+    directory = session_directory / "trace"
+    directory.mkdir(mode=0o711)
+
+    async def create() -> None:
+        connection = await asyncpg.connect(postgres_server.url)
+        await connection.execute("CREATE DATABASE trace")
+        await connection.close()
+
+    _run(create())
+    database = postgres_server.url_of("trace")
+    room = Mailroom(directory, database, redis_server.url, brokers=2)
+    room.brokers[0].settle({"POSTROOM_BROKER_NATS_URL": nats_server.url})
+    room.brokers[1].settle({"POSTROOM_BROKER_LIMITER_PER_MEMBER": 1, "POSTROOM_BROKER_LIMITER_WINDOW_SECONDS": 3600})
+    room.daemon.settle({"POSTROOM_DAEMON_NATS_URL": nats_server.url})
+    _run(room.open())
+    office = Office(room, nats_server.url, database)
+    assert office.user.run("queue", "create", "extract").code == 0
+    yield office
+    room.close()
+    _run(_forget(nats_server.url))
+
+
+async def _forget(url: str) -> None:
+    """Remove the mesh's streams: other tests have a mesh of that name."""
+    connection = await nats.connect(url)
+    for kind in ("EVENTS", "COMMANDS", "INBOX", "DLQ"):
+        with suppress(NotFoundError):
+            await connection.jetstream().delete_stream(f"{MESH.upper()}_{kind}")
+    await connection.close()
+
+
+@pytest.fixture(scope="module")
+def working(office: Office) -> Iterator[Office]:
+    """With a worker that publishes and runs two flows."""
+    (office.directory / "levels.py").write_text(FLOW)
+    settings = {
+        "POSTROOM_WORKER_DATABASE_URL": office.database,
+        "POSTROOM_WORKER_NATS_URL": office.nats_url,
+        "POSTROOM_WORKER_FLOWS": "levels:flow,nightly_export:flow",
+        "POSTROOM_WORKER_JOBS_CHECK_SECONDS": "0.05",
+        "PYTHONPATH": f"{EXAMPLES}:{office.directory}",
+    }
+    with worker(**settings):
+        yield office
+
+
+@pytest.fixture(scope="module")
+def consumer(working: Office) -> Iterator[Office]:
+    """With a consumer `counting`, whose handler fails as the body of a message says, until the message is replayed."""
+    with handler(_judge) as url, ExitStack() as stack:
+        settings = {
+            "CONTEXT": MESH,
+            "DATABASE_URL": working.database,
+            "NATS_URL": working.nats_url,
+            "CONSUMER_STREAM": f"{MESH.upper()}_EVENTS",
+            "CONSUMER_DURABLE": "counting",
+            "CONSUMER_FILTER_SUBJECTS": f"{MESH}.event.orders.v1",
+            "CONSUMER_BACKOFF_FIRST_SECONDS": 600,
+            "CONSUMER_BACKOFF_MOST_SECONDS": 600,
+            "HANDLER_URL": url,
+        }
+        place = working.directory / "consumer"
+        place.mkdir()
+        process = Process(
+            place, "cli", {f"POSTROOM_CONSUMER_{name}": value for name, value in settings.items()}, "consumer", "run"
+        )
+        process.start()
+        stack.callback(process.kill)
+        yield working
+
+
+def _judge(call: Call) -> web.StreamResponse:
+    if b"fails" in call.body:
+        return web.Response(status=500, text="no disk")
+    return web.Response(status=422 if b"poison" in call.body and "~" not in call.request.message_id else 200)
+
+
+@contextmanager
+def handler(answer: Callable[[Call], web.StreamResponse]) -> Iterator[str]:
+    """Serve a handler in a thread for the length of the block."""
+    loop, listening = asyncio.new_event_loop(), threading.Event()
+    urls: list[str] = []
+
+    async def serve() -> None:
+        async with serving(answer) as running:
+            urls.append(running.url)
+            listening.set()
+            await asyncio.Event().wait()
+
+    task = loop.create_task(serve())
+    task.add_done_callback(lambda _: loop.stop())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    listening.wait()
+    yield urls[0]
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join()
+    loop.close()
+
+
+def test_what_no_worker_publishes_waits_for_one(office: Office) -> None:
+    office.send("unpublished")
+    office.until_told("unpublished", "accepted")
+    story = office.story("unpublished")
+    published = {step["thing"]: step for step in story["steps"] if step["what"] == "published"}
+    ((id_,),) = office.fetch("SELECT broker_message_id FROM mesh.topic_message WHERE client_message_id = 'unpublished'")
+    assert published.keys() == {str(id_), f"{id_}.alice"}
+    assert {step["outcome"] for step in published.values()} == {"waiting"}
+    assert {wait["step"] for wait in story["waits"]} == {step["id"] for step in published.values()}
+    assert {wait["help"] for wait in story["waits"]} == {"postroom worker backlog"}
+
+
+def test_what_the_broker_refuses_is_dead_and_says_in_which_phase_and_what_helps(office: Office) -> None:
+    office.send("refused", "topic:nowhere")
+    posted = office.until_told("refused", "posted", "dead")
+    assert posted["reason"].startswith("refused in B2: topic_not_found")
+    story = office.story("refused")
+    row = office.user.run("outbox", "inspect", "refused", "--json").json[0]["row"]["id"]
+    assert [wait["help"] for wait in story["waits"]] == [f"postroom outbox requeue {row}"]
+    assert [step["what"] for step in story["steps"]] == ["kept", "posted"]
+
+
+def test_a_row_that_was_requeued_twice_is_one_story_under_each_of_its_ids(office: Office) -> None:
+    office.send("again-1", "topic:elsewhere")
+    office.until_told("again-1", "posted", "dead")
+    requeue = ("outbox", "requeue", "again-1", "--new-client-id", "again-2", "--yes", "--reason")
+    assert office.user.run(*requeue, "it was down").code == 0
+    until(lambda: office.user.run("outbox", "inspect", "again-2", "--json").json[0]["row"]["status"] == "dead")
+    assert office.user.run("topic", "create", "elsewhere").code == 0
+    assert office.user.run("topic", "subscribe", "elsewhere", "alice").code == 0
+    requeue = ("outbox", "requeue", "again-2", "--new-client-id", "again-3", "--yes", "--reason", "it is there")
+    assert office.user.run(*requeue).code == 0
+    office.until_told("again-1", "accepted")
+    chain = office.user.run("outbox", "inspect", "again-2", "--json").json[0]
+    for name in ("again-1", "again-3", *(row["id"] for row in chain["chain"])):
+        story = office.story(name)
+        kept = [step for step in story["steps"] if step["what"] == "kept"]
+        assert [step["thing"] for step in kept] == [row["id"] for row in chain["chain"]]
+        assert [step["outcome"] for step in kept] == ["ended", "ended", "done"]
+        acts = [step for step in story["steps"] if step["what"] == "requeue"]
+        assert [step["reason"].split(";")[0] for step in acts] == ["it was down", "it is there"]
+        assert all(step["by"] == line["actor"] for step, line in zip(acts, chain["log"], strict=True))
+        (accepted,) = [step for step in story["steps"] if step["what"] == "accepted"]
+        assert accepted["ids"]["client_message_id"] == "again-3"
+        assert parents(story, accepted) == ["kept", "requeue", "kept", "requeue", "kept"]
+
+
+def test_what_cannot_reach_a_broker_waits_for_it_and_an_operator_may_hold_it(
+    office: Office, short_directory: Path
+) -> None:
+    daemon = LoneDaemon(short_directory)
+    _run(daemon.start())
+    try:
+        user = office.at(daemon.socket)
+        office.send("waits", user=user)
+        until(lambda: office.story("waits", user)["waits"][0].get("help") == "postroom doctor")
+        assert user.run("outbox", "hold", "waits", "--yes", "--reason", "not yet").code == 0
+        (wait,) = office.story("waits", user)["waits"]
+        assert wait["help"] == f"postroom outbox release {office.steps('waits', 'kept', user)[0]['thing']}"
+        (held,) = office.steps("waits", "hold", user)
+        assert (held["reason"], held["by"].startswith("uid ")) == ("not yet", True)
+    finally:
+        daemon.stop()
+
+
+def test_what_is_rate_limited_says_so_and_when_it_is_posted_again(office: Office, short_directory: Path) -> None:
+    token = office.directory / "alice.token"
+    daemon = LoneDaemon(short_directory, BROKER_URL=office.room.broker_urls[1], BROKER_TOKEN_FILE=token)
+    _run(daemon.start())
+    try:
+        user = office.at(daemon.socket)
+        for name in ("limited-1", "limited-2", "limited-3"):
+            office.send(name, user=user)
+        until(
+            lambda: any(
+                "refused in B1: rate_limited" in step.get("reason", "")
+                for step in office.steps("limited-3", "posted", user)
+            )
+        )
+        (wait,) = office.story("limited-3", user)["waits"]
+        assert wait["step"] == office.steps("limited-3", "kept", user)[0]["id"]
+    finally:
+        daemon.stop()
+
+
+def test_a_message_that_was_delivered_has_every_step_and_waits_for_nothing(consumer: Office) -> None:
+    office = consumer
+    office.send("delivered")
+    office.until_told("delivered", "handled")
+    office.until_told("delivered", "received")
+    until(lambda: not office.story("delivered").get("waits"))
+    story = office.story("delivered")
+    what = [step["what"] for step in story["steps"]]
+    assert what[:3] == ["kept", "posted", "accepted"] or what[:3] == ["kept", "accepted", "posted"]
+    assert {"published", "handled", "received"} <= set(what)
+    assert {step["outcome"] for step in story["steps"]} == {"done"}
+    ((id_, history_id),) = office.fetch(
+        "SELECT broker_message_id, history_id FROM mesh.topic_message WHERE client_message_id = 'delivered'"
+    )
+    (accepted,) = office.steps("delivered", "accepted")
+    assert (accepted["thing"], accepted["ids"]["history_id"]) == (str(id_), str(history_id))
+    ((stream, sequence, at),) = office.fetch(
+        "SELECT stream, stream_sequence, published_at FROM postroom.outbox_events WHERE id = $1", id_
+    )
+    (event,) = [step for step in story["steps"] if step["id"] == f"event:{id_}"]
+    assert (event["place"], event["at"]) == (f"{stream} #{sequence}", at.isoformat().replace("+00:00", "Z"))
+    ((attempts, processed_at),) = office.fetch(
+        "SELECT attempts, processed_at FROM postroom.inbox_messages WHERE message_id = $1", str(id_)
+    )
+    (handled,) = office.steps("delivered", "handled")
+    assert (handled["attempt"], handled["place"]) == (attempts, "counting")
+    assert handled["at"] == processed_at.isoformat().replace("+00:00", "Z")
+    assert parents(story, handled) == ["published", "accepted", "kept"]
+    row = office.user.run("outbox", "inspect", "delivered", "--json").json[0]["row"]["id"]
+    for name in (str(id_), row, f"{id_}.alice", f"{id_}/1"):
+        assert {step["id"] for step in office.story(name)["steps"]} == {step["id"] for step in story["steps"]}, name
+
+
+def test_a_message_that_its_handler_fails_waits_for_the_next_attempt(consumer: Office) -> None:
+    consumer.send("failing", body='{"what": "fails"}')
+    handled = consumer.until_told("failing", "handled", "waiting")
+    assert handled["attempt"] == 1
+    until(lambda: "http_500" in consumer.steps("failing", "handled")[0].get("reason", ""))
+    (wait,) = [wait for wait in consumer.story("failing")["waits"] if wait["step"] == handled["id"]]
+    assert wait["help"] == "postroom consumer show counting"
+
+
+def test_a_message_that_died_at_a_consumer_is_followed_by_its_replay(consumer: Office) -> None:
+    office = consumer
+    office.send("poisonous", body='{"what": "poison"}')
+    buried = office.until_told("poisonous", "buried", "dead")
+    waits = {wait["step"]: wait for wait in office.story("poisonous")["waits"]}
+    assert waits[buried["id"]]["help"] == f"postroom dlq replay {buried['thing']}"
+    assert parents(office.story("poisonous"), buried)[:2] == ["handled", "published"]
+    ((settled_by,),) = office.fetch("SELECT settled_by FROM postroom.dead_letters WHERE id = $1", int(buried["thing"]))
+    assert settled_by is None
+    replay = office.user.run("dlq", "replay", buried["thing"], "--yes", "--reason", "it was fixed")
+    assert replay.code == 0, replay.err
+    replayed = office.until_told("poisonous", "replayed")
+    assert (replayed["by"], replayed["reason"]) == ("administrator", "it was fixed")
+    until(lambda: [step["outcome"] for step in office.steps("poisonous", "handled")] == ["dead", "done"])
+    story = office.story("poisonous")
+    again = [step for step in story["steps"] if step["what"] == "handled"][1]
+    assert again["thing"] == replayed["thing"]
+    assert parents(story, again)[:3] == ["replayed", "buried", "handled"]
+    for name in (again["thing"], buried["thing"], f"dead:counting:{again['thing'].partition('~')[0]}"):
+        assert {step["id"] for step in office.story(name)["steps"]} == {step["id"] for step in story["steps"]}, name
+
+
+def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer: Office) -> None:
+    async def declare() -> None:
+        connection = await nats.connect(consumer.nats_url)
+        config = ConsumerConfig(
+            durable_name="sleepy", ack_policy=AckPolicy.EXPLICIT, filter_subjects=[f"{MESH}.event.orders.v1"]
+        )
+        await connection.jetstream().add_consumer(f"{MESH.upper()}_EVENTS", config)
+        await connection.close()
+
+    _run(declare())
+    consumer.send("asleep")
+    taken = consumer.until_told("asleep", "taken", "waiting")
+    assert taken["place"] == "sleepy"
+    (wait,) = [wait for wait in consumer.story("asleep")["waits"] if wait["step"] == taken["id"]]
+    assert "nobody asks for them" in wait["why"]
+    assert wait["help"] == "postroom consumer show sleepy"
+
+
+def test_what_a_message_caused_and_what_caused_it_is_in_its_story(consumer: Office) -> None:
+    office = consumer
+    office.send("cause")
+    cause = office.until_told("cause", "accepted")["thing"]
+    sent = office.user.run("send", "topic:orders", "{}", "--id", "effect", "--meta", f"causation_id={cause}")
+    assert sent.code == 0, sent.err
+    office.until_told("effect", "accepted")
+    for name in ("cause", "effect"):
+        story = office.story(name)
+        accepted = {step["ids"]["client_message_id"]: step for step in story["steps"] if step["what"] == "accepted"}
+        assert accepted.keys() == {"cause", "effect"}, name
+    assert {step["ids"]["client_message_id"] for step in office.steps("cause", "kept")} == {"cause", "effect"}
+
+
+def test_a_job_is_told_with_all_its_levels(working: Office) -> None:
+    job = str(uuid4())
+    started = working.user.run("jobs", "start", "levels", "--first", "first", "--job", job, "--request", "{}")
+    assert started.code == 0, started.err
+    working.until_told(job, "job")
+    story = working.story(job)
+    assert story["waits"] == []
+    tree = working.user.run("jobs", "show", job, "--json").json[0]["activities"]
+    told = {step["thing"]: step for step in story["steps"] if step["what"] == "activity"}
+    assert told.keys() == {activity["id"] for activity in tree}
+    for activity in tree:
+        step = told[activity["id"]]
+        assert step["parent"] == (f"activity:{activity['parent']}" if activity["parent"] else f"job:{job}")
+        assert (step["outcome"], step["place"]) == ("done", activity["name"])
+    assert sorted(step["place"] for step in told.values()) == ["first", "second", "second", "third", "third"]
+
+
+def test_a_request_that_an_agent_took_and_answered_is_told_from_both_ends(working: Office, tmp_path: Path) -> None:
+    job = str(uuid4())
+    request = '{"day": "2026-01-31", "parts": 1}'
+    started = working.user.run(
+        "jobs", "start", "nightly-export", "--first", "extract", "--job", job, "--request", request
+    )
+    assert started.code == 0, started.err
+    working.until_told(job, "asked", "waiting")
+    until(lambda: any("no consumer takes cmd." in wait["why"] for wait in working.story(job)["waits"]))
+    settings = {
+        "POSTROOM_AGENT_NATS_URL": working.nats_url,
+        "POSTROOM_AGENT_TENANT": MESH,
+        "POSTROOM_AGENT_STATE_DIRECTORY": str(tmp_path),
+        "PYTHONPATH": str(EXAMPLES),
+    }
+    agent = Process(tmp_path, "cli", settings, "agent", "run", "nightly_export:Extract")
+    agent.start()
+    try:
+        working.until_told(job, "job")
+    finally:
+        agent.kill()
+    (asked,) = working.steps(job, "asked")
+    ((answered_by,),) = working.fetch("SELECT answered_by FROM ledger.request WHERE id = $1", UUID(asked["thing"]))
+    for name in (asked["thing"], answered_by):
+        story = working.story(name)
+        (answered,) = [step for step in story["steps"] if step["what"] == "answered"]
+        assert (answered["thing"], answered["outcome"]) == (answered_by, "done")
+        assert parents(story, answered) == ["asked", "activity", "job"]
+        (taken,) = [step for step in story["steps"] if step["what"] == "taken"]
+        assert (taken["place"], taken["outcome"]) == ("extract_consumer", "done")
+        assert parents(story, taken)[:2] == ["published", "asked"]
+
+
+def test_a_member_is_told_of_what_it_may_read_and_an_admin_of_its_mesh_alone(consumer: Office) -> None:
+    office = consumer
+    files = {}
+    assert office.user.run("mesh", "create", "other").code == 0
+    for mesh, name, role in ((MESH, "bob", []), (MESH, "ada", ["--admin"]), ("other", "otto", ["--admin"])):
+        created = office.user.run("member", "create", name, *role, "--mesh", mesh, "--json")
+        assert created.code == 0, created.err
+        files[name] = office.directory / f"{name}.token"
+        files[name].touch(mode=0o600)
+        files[name].write_text(created.json[0]["token"])
+    office.send("private", body='{"what": "poison"}')
+    office.until_told("private", "buried", "dead")
+    told = {
+        name: office.at(office.directory / "nobody.sock", POSTROOM_ADMIN_TOKEN_FILE=str(file)).run(
+            "trace", "private", "--json"
+        )
+        for name, file in {**files, "alice": office.directory / "alice.token"}.items()
+    }
+    assert [told["bob"].code, told["otto"].code] != [0, 0]
+    seen = {name: {step["what"] for step in told[name].json[0]["steps"]} for name in ("alice", "ada")}
+    assert seen == {"alice": {"accepted", "published"}, "ada": seen["ada"]}
+    assert {"handled", "buried"} <= seen["ada"]
+    letter = office.steps("private", "buried")[0]["thing"]
+    assert office.at(None, POSTROOM_ADMIN_TOKEN_FILE=str(files["otto"])).run("trace", letter, "--json").code != 0
+
+
+def test_an_unknown_id_is_exit_code_3(office: Office) -> None:
+    for name in ("never-sent", str(uuid4()), "12345678", "dead:x:y", "é"):
+        assert office.user.run("trace", name).code == 3, name
+
+
+def test_a_terminal_of_80_columns_shows_ids_whole_and_what_waits_first(consumer: Office) -> None:
+    consumer.until_told("poisonous", "replayed")
+    shown = consumer.user.at_a_terminal("trace", "poisonous", COLUMNS="80", NO_COLOR="1").out.splitlines()
+    assert max(map(len, shown)) <= 80
+    steps = consumer.story("poisonous")["steps"]
+    assert all(any(step["thing"] in line for line in shown) for step in steps)
+    first = consumer.user.at_a_terminal("trace", "failing", COLUMNS="80", NO_COLOR="1").out.splitlines()[0]
+    assert first.startswith("waits: ")
+
+
+def test_following_shows_each_change_and_ends_when_only_an_operator_can_help(office: Office) -> None:
+    office.send("followed", "topic:nowhere")
+    command = [sys.executable, "-m", "cli", "trace", "followed", "--follow", "--json"]
+    followed = subprocess.run(
+        tethered(command), env=office.user.environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    stories = [json.loads(line) for line in followed.stdout.splitlines()]
+    assert len(stories) in (1, 2, 3)
+    assert [step["outcome"] for step in stories[-1]["steps"]] == ["dead", "dead"]

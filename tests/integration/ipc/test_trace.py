@@ -1,0 +1,103 @@
+"""`GET /v1/trace/{id}` of a daemon: of each fate of a row, what became of it and why it waits."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from outbox.model import Settlement, Verdict
+from postroom._wire.sends import RelayStatus
+
+TO = {"to": "topic:orders", "body": "x"}
+
+
+async def told(room: Any, name: str) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Return the steps by what they are, and the waits."""
+    reply = await room.request("GET", f"/v1/trace/{name}")
+    assert reply.status == 200, reply.json
+    return {step["what"]: step for step in reply.json["steps"]}, reply.json["waits"]
+
+
+async def settle(room: Any, name: str, verdict: Verdict, **rest: Any) -> None:
+    assert (await room.send(TO, idempotency_key=name)).status == 202
+    (row,) = await room.outbox.claim()
+    await room.outbox.settle([Settlement(row.row_id, verdict, **rest)])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("topic_not_found: no", "refused in B2: topic_not_found: no"),
+        ("invalid_message: no", "refused in B1: invalid_message: no"),
+        ("idempotency_key_reused: no", "refused in B0: idempotency_key_reused: no"),
+        ("http_403: no", "http_403: no"),
+    ],
+)
+async def test_a_refusal_says_in_which_phase_and_what_helps(room: Any, error: str, reason: str) -> None:
+    await settle(room, "k", Verdict.DEAD, last_error=error, answered=True)
+    steps, (wait,) = await told(room, "k")
+    assert (steps["posted"]["outcome"], steps["posted"]["reason"]) == ("dead", reason)
+    assert wait["help"] == f"postroom outbox requeue {steps['kept']['thing']}"
+
+
+async def test_what_was_accepted_waits_for_nothing(room: Any) -> None:
+    await settle(room, "k", Verdict.DONE, broker_message_id="m", history_id=1, duplicate=True)
+    steps, waits = await told(room, "k")
+    assert waits == []
+    assert {step["outcome"] for step in steps.values()} == {"done"}
+    assert steps["posted"]["reason"] == "the broker had accepted it before"
+
+
+async def test_what_was_not_answered_may_have_been_accepted(room: Any) -> None:
+    await settle(room, "k", Verdict.RETRY, last_error="timed_out: no answer", wait_ms=60_000, answered=False)
+    steps, (wait,) = await told(room, "k")
+    assert "may have accepted it" in steps["posted"]["reason"]
+    assert wait["help"] == f"postroom outbox flush {steps['kept']['thing']}"
+
+
+async def test_what_is_too_old_has_expired(room: Any) -> None:
+    assert (await room.send(TO, idempotency_key="k")).status == 202
+    await room.outbox.expire(2**50)
+    steps, (wait,) = await told(room, "k")
+    assert (steps["expired"]["outcome"], wait["help"]) == ("dead", f"postroom outbox requeue {steps['kept']['thing']}")
+
+
+@pytest.mark.parametrize(
+    ("relay", "help_"),
+    [
+        (RelayStatus(state="paused"), "postroom relay resume"),
+        (
+            RelayStatus(state="relaying", paused_destinations=["topic:orders"]),
+            "postroom relay resume --to topic:orders",
+        ),
+        (RelayStatus(state="waiting", reason="the broker is unreachable"), "postroom doctor"),
+        (RelayStatus(state="relaying"), None),
+    ],
+)
+async def test_a_row_that_is_due_waits_for_what_the_relay_does(
+    room: Any, relay: RelayStatus, help_: str | None
+) -> None:
+    room.relay.now = relay
+    assert (await room.send(TO, idempotency_key="k")).status == 202
+    steps, (wait,) = await told(room, "k")
+    assert steps.keys() == {"kept"}
+    assert wait.get("help") == help_
+
+
+async def test_a_row_that_is_not_to_be_posted_yet_says_until_when(room: Any) -> None:
+    later = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    assert (await room.send({**TO, "not_before": later}, idempotency_key="k")).status == 202
+    assert "its sender wants it posted at" in (await told(room, "k"))[1][0]["why"]
+
+
+async def test_a_row_that_is_being_posted_says_so(room: Any) -> None:
+    assert (await room.send(TO, idempotency_key="k")).status == 202
+    await room.outbox.claim()
+    steps, (wait,) = await told(room, "k")
+    assert (steps["posted"]["outcome"], wait["why"]) == ("running", "it is being posted to the broker")
+
+
+async def test_an_unknown_id_is_a_404(room: Any) -> None:
+    assert (await room.request("GET", "/v1/trace/k")).status == 404

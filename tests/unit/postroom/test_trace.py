@@ -1,0 +1,77 @@
+"""A story is put together of parts: who knows an id is asked for it, and steps come in order."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from postroom._wire.trace import Step, Story, Wait, compose, follow_trace
+from postroom.errors import NotFound, Unavailable
+
+T0 = datetime(2026, 1, 31, tzinfo=UTC)
+
+
+def step(id_: str, what: str = "x", parent: str | None = None, seconds: float | None = None, **ids: str) -> Step:
+    at = None if seconds is None else T0 + timedelta(seconds=seconds)
+    return Step(id=id_, what=what, thing=id_, outcome="done", parent=parent, at=at, ids=ids)
+
+
+def story(*steps: Step, waits: tuple[str, ...] = ()) -> Story:
+    found = {one: Wait(step=one, why="") for one in waits}
+    return compose({each.id: each for each in steps}, found)
+
+
+def test_steps_come_by_time_and_a_parent_before_its_children() -> None:
+    found = story(step("late", parent="root", seconds=9), step("root", seconds=1), step("timeless", parent="root"))
+    assert [each.id for each in found.steps] == ["root", "timeless", "late"]
+
+
+def test_steps_that_lead_back_to_themselves_are_all_told() -> None:
+    found = story(step("a", parent="b", seconds=1), step("b", parent="a", seconds=2))
+    assert sorted(each.id for each in found.steps) == ["a", "b"]
+
+
+def test_of_waits_that_follow_from_each_other_the_last_is_told() -> None:
+    found = story(step("a"), step("b", parent="a"), step("c", parent="b"), step("d", parent="a"), waits=("a", "c", "d"))
+    assert [wait.step for wait in found.waits] == ["c", "d"]
+
+
+async def test_a_row_leads_to_the_broker_and_a_message_to_the_row() -> None:
+    row = step("row", "kept", seconds=0, client_message_id="k")
+    message = step("message", "accepted", seconds=1, client_message_id="k", sender="alice")
+    asked: list[tuple[str, str | None]] = []
+
+    async def broker(id_: str, _sender: str | None) -> Story:
+        if id_ not in ("k", "message"):
+            raise NotFound.of("trace_not_found", "no")
+        return story(message)
+
+    async def daemon(id_: str, sender: str | None) -> Story:
+        asked.append((id_, sender))
+        if id_ not in ("k", "row"):
+            raise NotFound.of("row_not_found", "no")
+        return story(row)
+
+    for id_ in ("k", "row", "message"):
+        found = await follow_trace(id_, broker=broker, daemon=daemon)
+        assert [(each.id, each.parent) for each in found.steps] == [("row", None), ("message", "row")], id_
+        assert asked[-1] == ("k", "alice")  # so that its inbox is looked at too
+
+
+async def test_who_cannot_be_asked_is_named_and_an_unknown_id_is_not_found() -> None:
+    async def away(_id: str, _sender: str | None) -> Story:
+        raise Unavailable.of("broker_unreachable", "the broker is away")
+
+    async def unknown(_id: str, _sender: str | None) -> Story:
+        raise NotFound.of("row_not_found", "no")
+
+    async def known(_id: str, _sender: str | None) -> Story:
+        return story(step("row", "kept", client_message_id="k"))
+
+    found = await follow_trace("k", broker=away, daemon=known)
+    assert [problem.code for problem in found.unread] == ["broker_unreachable"]
+    with pytest.raises(Unavailable):
+        await follow_trace("k", broker=away, daemon=unknown)
+    with pytest.raises(NotFound):
+        await follow_trace("k", broker=unknown, daemon=None)
