@@ -148,7 +148,7 @@ def routes(services: Services) -> list[Route]:
         *routes_of(UNPUBLISHED[EVENTS.name], Unpublished(services.database, EVENTS)),
         *routes_of(UNPUBLISHED[DELIVERIES.name], Unpublished(services.database, DELIVERIES)),
         *routes_of(SOURCES, Sources(services.database)),
-        *routes_of(CONSUMERS, Consumers(services.database)),
+        *routes_of(CONSUMERS, Consumers(services.database, nats)),
         Route(method="POST", path=JOBS.path, handler=jobs.start, access=JOBS.access,
               summary="Start a job of a flow; a worker that runs the flow does the rest",
               body=StartJob, answers={201: StartedJob, 200: StartedJob}, problems=WRITE),

@@ -1,15 +1,25 @@
-"""`postroom consumer …`: give the messages of a stream to a handler behind HTTP."""
+"""`postroom consumer …`: give the messages of a stream to a handler behind HTTP, and see how far each consumer is."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from cli.noun import Config, noun
+from cli.connect import with_broker
+from cli.noun import Config, Json, Reach, noun, with_options
+from cli.output import ago, fields, json_line, line, listing
+from postroom._wire.unpublished import CONSUMERS, ConsumersQuery, Durable
+from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import error_for
 
-app = noun("Post messages to an HTTP handler.")
+if TYPE_CHECKING:
+    from postroom import BrokerClient
+
+app = noun("Post messages to an HTTP handler, and see how far each consumer is.")
+
+COLUMNS: Final = ("CONSUMER", "STREAM", "WAITING", "IN HAND", "OLDEST", "LAST SEEN", "STATE")
 
 Context = Annotated[
     str | None, typer.Option("--context", help="Without a file: the mesh whose events.", metavar="SLUG")
@@ -44,7 +54,75 @@ SecretFile = Annotated[
 
 @app.callback()
 def consumer() -> None:
-    """Post messages to an HTTP handler."""
+    """Post messages to an HTTP handler, and see how far each consumer is."""
+
+
+@app.command("list")
+@with_options
+def list_(*, reach: Reach, as_json: Json = False) -> None:
+    """List the durable consumers of all kinds, whether they run or not, and how far behind each is."""
+    found = _find(reach)
+    if found or as_json:
+        listing(found, COLUMNS, _cells, as_json=as_json)
+    else:
+        line("no consumers")
+
+
+@app.command()
+@with_options
+def show(
+    *,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The consumer's name (`postroom consumer list`).")],
+    reach: Reach,
+    as_json: Json = False,
+) -> None:
+    """Show a consumer: what waits for it and since when, what it has in hand, and whether it runs, or why not."""
+    found = [one for one in _find(reach) if one.consumer == name]
+    if not found:
+        raise Fatal(Exit.NOT_FOUND, f"there is no consumer {name!r}: `postroom consumer list` shows them")
+    for number, one in enumerate(found):
+        if as_json:
+            json_line(one)
+            continue
+        if number:
+            line("")
+        fields(
+            [
+                ("consumer", one.consumer),
+                ("stream", one.stream),
+                ("takes", ", ".join(one.filters)),
+                ("state", _state(one)),
+                ("waiting", one.waiting),
+                ("in hand", one.in_hand),
+                ("came before", one.again),
+                ("begun", one.begun),
+                ("oldest", one.oldest_at),
+                ("last seen", one.seen_at),
+            ]
+        )
+
+
+def _find(reach: Reach) -> list[Durable]:
+    async def work(client: BrokerClient) -> list[Durable]:
+        page = await client.list_things(CONSUMERS, ConsumersQuery(mesh=reach.mesh))
+        if page.unread is not None:
+            raise error_for(page.unread)
+        return page.consumers
+
+    return with_broker(reach.url, reach.token_file, work)
+
+
+def _cells(one: Durable) -> tuple[Any, ...]:
+    oldest, seen = ago(one.oldest_at), ago(one.seen_at)
+    return (one.consumer, one.stream, one.waiting, one.in_hand, oldest, seen, _state(one))
+
+
+def _state(one: Durable) -> str:
+    if one.paused is not None:
+        return f"paused: {one.paused}"
+    if one.asks:
+        return "running"
+    return "full, or stopped: it asks for no messages" if one.in_hand else "stopped: nobody asks for its messages"
 
 
 @app.command()

@@ -12,6 +12,7 @@ import msgspec
 
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Change, Noun, Result, Verb
+from postroom.errors import Problem
 
 
 class Failing(msgspec.Struct, frozen=True):
@@ -125,8 +126,10 @@ SOURCES: Final[Noun[MeshQuery, SourcePage, Any, Any, Any, PublishedFilter, Redri
 )
 
 
-class ConsumersQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The query string of `GET /v1/consumers`, which has no parameters."""
+class ConsumersQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query string of `GET /v1/consumers`: those of one mesh's streams, or of all."""
+
+    mesh: str | None = None
 
 
 class Pause(msgspec.Struct, kw_only=True, frozen=True):
@@ -136,15 +139,42 @@ class Pause(msgspec.Struct, kw_only=True, frozen=True):
     error: str
 
 
-class ConsumerPage(msgspec.Struct, kw_only=True):
-    """The consumers that pause, wherever they run, by name."""
+class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """A durable consumer, whether it runs or not: of an HTTP consumer, a webhook, an agent, a flow or an inbox.
+
+    `waiting` messages it has yet to be given, `in_hand` were given and are not acknowledged, of which `again` came
+    before; the oldest of all these is from `oldest_at`. `begun` are those that its record in Postgres, where it has
+    one, shows as neither processed nor dead. `asks` says whether anybody asks for its messages now, `seen_at` when it
+    was last given one or acknowledged one, and `paused` why it calls nobody.
+    """
+
+    consumer: str
+    stream: str
+    filters: list[str]
+    waiting: int
+    in_hand: int
+    again: int
+    asks: bool
+    oldest_at: datetime | None = None
+    seen_at: datetime | None = None
+    begun: int = 0
+    paused: str | None = None
+
+
+class ConsumerPage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The durable consumers by stream and name; `pausing` are those of all meshes whose handler cannot be reached.
+
+    `unread` is why the consumers themselves are missing.
+    """
 
     pausing: list[Pause]
+    consumers: list[Durable] = []
+    unread: Problem | None = None
 
 
 CONSUMERS: Final[Noun[ConsumersQuery, ConsumerPage, Any, Any, Any, Any, Any]] = Noun(
     "consumer",
-    "consumers whose handler cannot be reached",
+    "durable consumers, how far behind each is, and which pause",
     "/v1/consumers",
     ConsumersQuery,
     ConsumerPage,

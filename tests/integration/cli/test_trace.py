@@ -1,4 +1,7 @@
-"""`postroom trace` on real servers: of each fate the story is complete and right, as the databases have it."""
+"""`postroom trace` on real servers: of each fate the story is complete and right, as the databases have it.
+
+And `postroom consumer list` and `show`, on the same servers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -179,28 +183,33 @@ def working(office: Office) -> Iterator[Office]:
         yield office
 
 
+@contextmanager
+def consuming(office: Office, durable: str, url: str) -> Iterator[None]:
+    """Run a consumer of the orders, which tries each message again after ten minutes, for the length of the block."""
+    settings = {
+        "CONTEXT": MESH,
+        "DATABASE_URL": office.database,
+        "NATS_URL": office.nats_url,
+        "CONSUMER_STREAM": f"{MESH.upper()}_EVENTS",
+        "CONSUMER_DURABLE": durable,
+        "CONSUMER_FILTER_SUBJECTS": f"{MESH}.event.orders.v1",
+        "CONSUMER_BACKOFF_FIRST_SECONDS": 600,
+        "CONSUMER_BACKOFF_MOST_SECONDS": 600,
+        "HANDLER_URL": url,
+    }
+    place = office.directory / durable
+    place.mkdir()
+    variables = {f"POSTROOM_CONSUMER_{name}": value for name, value in settings.items()}
+    process = Process(place, "cli", variables, "consumer", "run")
+    process.start()
+    yield
+    process.kill()
+
+
 @pytest.fixture(scope="module")
 def consumer(working: Office) -> Iterator[Office]:
     """With a consumer `counting`, whose handler fails as the body of a message says, until the message is replayed."""
-    with handler(_judge) as url, ExitStack() as stack:
-        settings = {
-            "CONTEXT": MESH,
-            "DATABASE_URL": working.database,
-            "NATS_URL": working.nats_url,
-            "CONSUMER_STREAM": f"{MESH.upper()}_EVENTS",
-            "CONSUMER_DURABLE": "counting",
-            "CONSUMER_FILTER_SUBJECTS": f"{MESH}.event.orders.v1",
-            "CONSUMER_BACKOFF_FIRST_SECONDS": 600,
-            "CONSUMER_BACKOFF_MOST_SECONDS": 600,
-            "HANDLER_URL": url,
-        }
-        place = working.directory / "consumer"
-        place.mkdir()
-        process = Process(
-            place, "cli", {f"POSTROOM_CONSUMER_{name}": value for name, value in settings.items()}, "consumer", "run"
-        )
-        process.start()
-        stack.callback(process.kill)
+    with handler(_judge) as url, consuming(working, "counting", url):
         yield working
 
 
@@ -382,16 +391,22 @@ def test_a_message_that_died_at_a_consumer_is_followed_by_its_replay(consumer: O
         assert {step["id"] for step in office.story(name)["steps"]} == {step["id"] for step in story["steps"]}, name
 
 
-def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer: Office) -> None:
-    async def declare() -> None:
-        connection = await nats.connect(consumer.nats_url)
+def declare(office: Office, durable: str) -> None:
+    """Make a consumer of the orders that no program runs."""
+
+    async def work() -> None:
+        connection = await nats.connect(office.nats_url)
         config = ConsumerConfig(
-            durable_name="sleepy", ack_policy=AckPolicy.EXPLICIT, filter_subjects=[f"{MESH}.event.orders.v1"]
+            durable_name=durable, ack_policy=AckPolicy.EXPLICIT, filter_subjects=[f"{MESH}.event.orders.v1"]
         )
         await connection.jetstream().add_consumer(f"{MESH.upper()}_EVENTS", config)
         await connection.close()
 
-    _run(declare())
+    _run(work())
+
+
+def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer: Office) -> None:
+    declare(consumer, "sleepy")
     consumer.send("asleep")
     taken = consumer.until_told("asleep", "taken", "waiting")
     assert taken["place"] == "sleepy"
@@ -514,3 +529,55 @@ def test_following_shows_each_change_and_ends_when_only_an_operator_can_help(off
     stories = [json.loads(line) for line in followed.stdout.splitlines()]
     assert len(stories) in (1, 2, 3)
     assert [step["outcome"] for step in stories[-1]["steps"]] == ["dead", "dead"]
+
+
+def shown(office: Office, name: str) -> dict[str, Any]:
+    (found,) = office.user.run("consumer", "show", name, "--json").json
+    return dict(found)
+
+
+def test_consumers_are_listed_whether_they_run_or_not(consumer: Office) -> None:
+    office = consumer
+    declare(office, "idle")
+    office.send("for-the-idle")
+    office.until_told("for-the-idle", "handled")
+
+    async def info() -> tuple[int, int]:
+        connection = await nats.connect(office.nats_url)
+        stream = f"{MESH.upper()}_EVENTS"
+        found = await connection.jetstream().consumer_info(stream, "idle")
+        first = await connection.jetstream().get_msg(stream, subject=f"{MESH}.event.orders.v1", seq=1, next=True)
+        await connection.close()
+        return found.num_pending, round(first.time.timestamp())
+
+    pending, oldest = _run(info())
+    idle = shown(office, "idle")
+    assert (idle["stream"], idle["filters"]) == (f"{MESH.upper()}_EVENTS", [f"{MESH}.event.orders.v1"])
+    assert (idle["waiting"], idle["in_hand"], idle["asks"]) == (pending, 0, False)
+    assert round(datetime.fromisoformat(idle["oldest_at"]).timestamp()) == oldest
+    assert "stopped" in office.user.run("consumer", "show", "idle").out
+    listed = {one["consumer"]: one for one in office.user.run("consumer", "list", "--json").json}
+    assert listed["idle"] == idle
+    assert {"counting"} <= {name for name, one in listed.items() if one["asks"]}
+    assert any(one["stream"] == f"{MESH.upper()}_INBOX" and one["asks"] for one in listed.values())
+    assert office.user.run("consumer", "list", "--json", "--mesh", "another").json == []
+    assert "counting" in office.user.run("consumer", "list").out
+    assert office.user.run("consumer", "show", "nobody-knows").code == 3
+
+
+def test_a_consumer_says_what_it_has_begun_and_why_it_pauses(consumer: Office) -> None:
+    office = consumer
+    consumer.send("unfinished", body='{"what": "fails"}')
+    consumer.until_told("unfinished", "handled", "waiting")
+    counting = shown(office, "counting")
+    ((begun,),) = office.fetch(
+        "SELECT count(*) FROM postroom.inbox_messages"
+        " WHERE consumer = 'counting' AND processed_at IS NULL AND dead_at IS NULL"
+    )
+    assert counting["begun"] == begun > 0
+    assert counting["in_hand"] >= begun
+    assert "paused" not in counting
+    with consuming(office, "lonely", "http://127.0.0.1:9/"):
+        until(lambda: office.user.run("consumer", "show", "lonely").code == 0)
+        until(lambda: "unreachable" in shown(office, "lonely").get("paused", ""))
+        assert "paused: " in office.user.run("consumer", "show", "lonely").out

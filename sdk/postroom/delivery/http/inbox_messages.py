@@ -78,6 +78,12 @@ async def find_unreachable(connection: Connection | Pool) -> dict[str, str]:
     return {row["consumer"]: row["error"] for row in rows}
 
 
+async def count_begun(connection: Connection | Pool) -> dict[str, int]:
+    """Return how many messages each consumer has begun and not ended, wherever it runs, of those that have any."""
+    rows = await connection.fetch(QUERIES["begun"])
+    return {row["consumer"]: row["messages"] for row in rows}
+
+
 class InboxMessages:
     """The rows of one consumer; any number of processes may work on them."""
 

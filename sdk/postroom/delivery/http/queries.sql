@@ -6,6 +6,11 @@ SELECT count(*), min(received_at)
 FROM postroom.inbox_messages
 WHERE processed_at IS NULL AND dead_at IS NULL AND source_context = $1 AND (consumer = $2 OR $2::text IS NULL);
 
+-- name: begun
+-- How many messages of each consumer are neither processed nor dead.
+SELECT consumer, count(*) AS messages FROM postroom.inbox_messages
+WHERE processed_at IS NULL AND dead_at IS NULL GROUP BY consumer;
+
 -- name: unreachable
 -- Which consumers have messages that nobody was there to handle when they were tried last, and an error of each; $1: the
 -- codes that such an error begins with.
