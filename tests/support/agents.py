@@ -15,8 +15,7 @@ from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
 from postroom.agent import Agent, Emit, Envelope, agent_name, fill_subjects
-from postroom.delivery.agents.consumers import open_consumers
-from postroom.delivery.agents.runtime import AgentRuntime
+from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
 from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.settings import ConsumerSettings

@@ -17,8 +17,7 @@ from typing import Any
 
 from postroom.agent import Emit, Envelope, fill_subjects
 from postroom.chassis import logs
-from postroom.delivery.agents.consumers import open_consumers
-from postroom.delivery.agents.runtime import AgentRuntime
+from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
 from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consumer import Consumer, Delivery, Outcome, Settle
 from postroom.delivery.nats import NatsClient, connect

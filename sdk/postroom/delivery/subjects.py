@@ -97,9 +97,8 @@ def dead_letter_subject(context: str, subject: str) -> str:
     An event keeps its name and version; a command is named `{agent}_{verb}`, an inbox message `inbox`, and a message
     on a subject that is none of ours by the last word of it that is a name; all these have version 1.
     """
-    words = subject.split(".")
     version = 1
-    match _parse(words):
+    match known_subject(subject):
         case EventSubject(_, name, version) | DeadLetterSubject(_, name, version):
             pass
         case CommandSubject(_, _, agent, verb):
@@ -107,15 +106,15 @@ def dead_letter_subject(context: str, subject: str) -> str:
         case InboxSubject():
             name = "inbox"
         case None:
-            names = (word for word in reversed(words) if _are(_WORD, word) and not _VERSION.fullmatch(word))
+            words = reversed(subject.split("."))
+            names = (word for word in words if _are(_WORD, word) and not _VERSION.fullmatch(word))
             name = next(names, "other")
     return f"{_context(context)}.dlq.{name}.v{version}"
 
 
-@lru_cache(maxsize=4096)
 def parse_subject(subject: str) -> Subject:
     """Take a subject of Postroom apart."""
-    parsed = _parse(subject.split("."))
+    parsed = known_subject(subject)
     if parsed is None:
         raise invalid_subject(
             f"{subject!r} is not one of <context>.event.<name>.v<n>, cmd.<context>.<workspace>.<agent>.<verb>, "
@@ -129,8 +128,10 @@ def stream_name(context: str, kind: str) -> str:
     return f"{_context(context)}_{kind}".upper()
 
 
-def _parse(words: list[str]) -> Subject | None:
-    match words:
+@lru_cache(maxsize=4096)
+def known_subject(subject: str) -> Subject | None:
+    """Take a subject apart; None for any that is not Postroom's, as of a stream of somebody else."""
+    match subject.split("."):
         case ["cmd", context, workspace, agent, *verb] if verb and _are(_DASHED, workspace, agent, *verb):
             return CommandSubject(context, workspace, agent, ".".join(verb)) if _are(_WORD, context) else None
         case [context, "inbox", member] if _are(_WORD, context) and _are(_DASHED, member):

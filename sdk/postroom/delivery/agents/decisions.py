@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final, NamedTuple
 
-from postroom.agent import Agent, Effect, Effects, Emit, Envelope, agent_name, effects_of, fill_event_subject
+from postroom.agent import Agent, Effect, Emit, Envelope, agent_name, effects_of, fill_event_subject
 from postroom.delivery.agents.envelopes import digest, later
 from postroom.delivery.agents.records import Record, Role, with_payload
 from postroom.delivery.agents.store import Owner, Tried
@@ -115,14 +115,10 @@ class Emitter:
             workspace=workspace or self._owner.workspace,
         )
         envelope, payload = with_payload(envelope, effect.payload)
-        self._check_size(envelope, payload)
-        return Draft(role, subject, envelope, payload)
-
-    def _check_size(self, envelope: Envelope, payload: bytes) -> None:
-        """Refuse what could be stored but never published."""
-        if len(payload) > self._most_bytes:
+        if len(payload) > self._most_bytes:  # it could be stored, but never published
             detail = f"the payload of {envelope.type!r} has {len(payload)} bytes, JetStream allows {self._most_bytes}"
             raise InvalidMessage.of("payload_too_large", detail, field="payload")
+        return Draft(role, subject, envelope, payload)
 
 
 def received_draft(role: Role, subject: str, envelope: Envelope, payload: Any) -> Draft:
@@ -169,17 +165,9 @@ class Deciding:
             return Decision([message, self._emitter.conflict(envelope, version)], state)
         message = received_draft("handled", subject, envelope, envelope.payload)
         self._agent.state = state
-        returned = await self._receive(message.envelope)
-        effects = enumerate(effects_of(returned, self._name))
-        drafts = [message, *(self._emitter.emit(message.envelope, index, effect) for index, effect in effects)]
-        for draft in drafts:
-            state = self._agent.apply(state, draft.envelope)
-        return Decision(drafts, state, None if envelope.entity_id is None else version + 1)
-
-    async def _receive(self, envelope: Envelope) -> Effects:
         try:
             async with asyncio.timeout(self._receive_seconds) as limit:
-                return await self._agent.receive(envelope)
+                returned = await self._agent.receive(message.envelope)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -188,3 +176,8 @@ class Deciding:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise  # the agent is being stopped
             raise RuntimeError("receive was cancelled by something that it awaited") from error
+        effects = enumerate(effects_of(returned, self._name))
+        drafts = [message, *(self._emitter.emit(message.envelope, index, effect) for index, effect in effects)]
+        for draft in drafts:
+            state = self._agent.apply(state, draft.envelope)
+        return Decision(drafts, state, None if envelope.entity_id is None else version + 1)

@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ from postroom.agent import EPOCH, Envelope
 from postroom.delivery.dead_letters.letter import REPLAY_OF
 from postroom.delivery.message import Delivery
 from postroom.delivery.publishing.source import identifying
-from postroom.delivery.subjects import CommandSubject, EventSubject, Subject, parse_subject
+from postroom.delivery.subjects import CommandSubject, EventSubject, known_subject
 from postroom.errors import InvalidMessage
 
 _MICROSECOND: Final = timedelta(microseconds=1)
@@ -66,7 +66,7 @@ class Scope(NamedTuple):
 
 def scope_of(delivery: Delivery, own: Scope) -> Scope:
     """Return the message's scope: by its subject and its headers, of which the foreign one counts."""
-    subject = _parsed(delivery.subject)
+    subject = known_subject(delivery.subject)
     tenant = _foreign(own.tenant, subject and subject.context, delivery.headers.get(TENANT))
     by_subject = subject.workspace if isinstance(subject, CommandSubject) else None
     return Scope(tenant, _foreign(own.workspace, by_subject, delivery.headers.get(WORKSPACE)))
@@ -82,16 +82,27 @@ def received(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> 
         payload = _decode(delivery.data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidMessage.of("invalid_json", f"the body of {envelope.id} is not JSON: {error}") from error
-    actor = envelope.actor or _text(payload, "sender")
+    sender = payload.get("sender") if isinstance(payload, dict) else None
+    actor = envelope.actor or (sender if isinstance(sender, str) else "")
     return msgspec.structs.replace(envelope, payload=payload, actor=actor)
 
 
 def unread(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> Envelope:
     """Read everything but the body."""
-    headers = delivery.headers
-    message_id = delivery.message_id or ""
-    subject = _parsed(delivery.subject)
-    trace_id, span_id = _trace(headers.get(TRACEPARENT), message_id)
+    headers, message_id = delivery.headers, delivery.message_id or ""
+    kind, version = delivery.subject.rpartition(".")[2], 1
+    match known_subject(delivery.subject):
+        case EventSubject(_, name, number):
+            kind, version = name, number
+        case CommandSubject(_, _, _, verb):
+            kind = verb
+    found = _TRACEPARENT.fullmatch(headers.get(TRACEPARENT, ""))
+    occurred_at = headers.get(OCCURRED_AT)
+    try:
+        moment = tick() if occurred_at is None else msgspec.convert(occurred_at, datetime).astimezone(UTC)
+    except (msgspec.ValidationError, OverflowError) as error:
+        detail = f"the header {OCCURRED_AT} is {occurred_at!r:.40}: it must be an RFC 3339 time with an offset"
+        raise InvalidMessage.of("invalid_header", detail) from error
     return Envelope(
         actor=headers.get(ACTOR, ""),
         causation_id=headers.get(CAUSATION_ID),
@@ -100,13 +111,13 @@ def unread(delivery: Delivery, scope: Scope, tick: Callable[[], datetime]) -> En
         expected_version=_number(headers.get(EXPECTED_VERSION), EXPECTED_VERSION),
         id=message_id,
         idempotency_key=idempotency_key(delivery),
-        schema_version=_number(headers.get(EVENT_VERSION), EVENT_VERSION) or _version(subject),
+        schema_version=_number(headers.get(EVENT_VERSION), EVENT_VERSION) or version,
         source=headers.get(SOURCE) or delivery.stream,
-        span_id=span_id,
+        span_id=found[2] if found else digest("span", message_id)[:16],
         tenant=scope.tenant or "",
-        trace_id=trace_id,
-        ts=_time(headers.get(OCCURRED_AT)) or tick(),
-        type=headers.get(EVENT_TYPE) or _type(subject, delivery.subject),
+        trace_id=found[1] if found else digest("trace", message_id)[:32],
+        ts=moment,
+        type=headers.get(EVENT_TYPE) or kind,
         workspace=scope.workspace or "",
     )
 
@@ -143,35 +154,8 @@ def digest(*words: object) -> str:
     return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
 
 
-def _parsed(subject: str) -> Subject | None:
-    try:
-        return parse_subject(subject)
-    except InvalidMessage:  # a stream of somebody else, whose subjects say nothing to us
-        return None
-
-
 def _foreign(own: str | None, *said: str | None) -> str | None:
     return next((word for word in said if word is not None and word != own), own)
-
-
-def _trace(traceparent: str | None, message_id: str) -> tuple[str, str]:
-    found = _TRACEPARENT.fullmatch(traceparent or "")
-    if found is not None:
-        return found[1], found[2]
-    return digest("trace", message_id)[:32], digest("span", message_id)[:16]
-
-
-def _type(subject: Subject | None, text: str) -> str:
-    match subject:
-        case EventSubject(_, name, _):
-            return name
-        case CommandSubject(_, _, _, verb):
-            return verb
-    return text.rpartition(".")[2]
-
-
-def _version(subject: Subject | None) -> int:
-    return subject.version if isinstance(subject, EventSubject) else 1
 
 
 def _number(text: str | None, header: str) -> int | None:
@@ -180,18 +164,3 @@ def _number(text: str | None, header: str) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) <= 15):  # noqa: PLR2004 - what JSON holds exactly
         raise InvalidMessage.of("invalid_header", f"the header {header} is {text!r:.40}: it must be a number")
     return int(text)
-
-
-def _time(text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    try:
-        return msgspec.convert(text, datetime).astimezone(UTC)
-    except (msgspec.ValidationError, OverflowError) as error:
-        detail = f"the header {OCCURRED_AT} is {text!r:.40}: it must be an RFC 3339 time with an offset"
-        raise InvalidMessage.of("invalid_header", detail) from error
-
-
-def _text(payload: Any, key: str) -> str:
-    value = payload.get(key) if isinstance(payload, dict) else None
-    return value if isinstance(value, str) else ""

@@ -12,7 +12,7 @@ from postroom.delivery.agents.outgoing import emitted
 from postroom.delivery.agents.records import Role, encode_record, next_hash
 from postroom.delivery.agents.replay import Memory
 from postroom.delivery.agents.store import Attempt, Changes, Event, Key, Tried
-from postroom.delivery.consumer import DONE, MAX_DELIVER, Attempts, Dead, Delivery, Outcome, Settle
+from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Outcome, Settle
 from postroom.delivery.publishing.source import Outgoing
 
 UNTRIED = Tried(0, "")
@@ -106,16 +106,6 @@ class Group:
 
     def know(self, job: Job, position: int, role: Role) -> None:
         """Take note of a message that the store holds: it only has to be finished, and its failed attempts are over."""
-        self.stored.append((job, position, outcome_of(role)))
+        self.stored.append((job, position, REFUSED if role == "refused" else DONE))
         if job.delivery.message_id in self._tried:
             self._handled.append(job.delivery.message_id)
-
-
-def dead(tried: Tried) -> Dead:
-    """Return how a message is settled whose attempts are used up."""
-    return Dead(MAX_DELIVER, tried.last_error, tried.attempts)
-
-
-def outcome_of(role: Role) -> Outcome:
-    """Return how a message is settled once it is stored and what it caused is published."""
-    return REFUSED if role == "refused" else DONE

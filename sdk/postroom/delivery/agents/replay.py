@@ -113,23 +113,23 @@ def _replay(agent_class: type[Agent[Any]], owner: Owner, db: sqlite3.Connection)
 
 
 def _verify(owner: Owner, db: sqlite3.Connection) -> Verified:
-    head = read_head(db)
-    try:
-        _check_all(db, head)
-    except Differs as difference:
-        return Verified(owner, head, difference.position, str(difference))
-    return Verified(owner, head, None, None)
-
-
-def _check_all(db: sqlite3.Connection, head: Head) -> None:
+    head, difference = read_head(db), None
     position, state_hash = 0, NO_HASH
-    for event in read_events(db):
-        check(event, position + 1, state_hash)
-        position, state_hash = event.position, event.state_hash
-    if position != head.position:
-        raise Differs(position + 1, f"the state is at position {head.position}, but the events end at {position}")
-    if state_hash != head.state_hash:
-        raise Differs(position, "the hash of the state is not that of the event")
+    try:
+        for event in read_events(db):
+            check(event, position + 1, state_hash)
+            position, state_hash = event.position, event.state_hash
+    except Differs as found:
+        difference = found
+    else:
+        if position != head.position:
+            why = f"the state is at position {head.position}, but the events end at {position}"
+            difference = Differs(position + 1, why)
+        elif state_hash != head.state_hash:
+            difference = Differs(position, "the hash of the state is not that of the event")
+    if difference is None:
+        return Verified(owner, head, None, None)
+    return Verified(owner, head, difference.position, str(difference))
 
 
 async def _read(database: Path, read: Callable[[Owner, sqlite3.Connection], T]) -> T:

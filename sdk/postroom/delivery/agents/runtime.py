@@ -14,21 +14,25 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, Final, Self
 
+import msgspec
 import structlog
 from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
 
 from postroom._wire.retry import tell
-from postroom.agent import Agent, agent_name, check_agent
+from postroom.agent import Agent, agent_name, check_agent, fill_event_subject
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.agents.decisions import Deciding, Decision, Emitter
+from postroom.delivery.agents.decisions import Deciding, Emitter
 from postroom.delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
-from postroom.delivery.agents.group import Group, Job, dead
+from postroom.delivery.agents.group import Group, Job
 from postroom.delivery.agents.outgoing import AgentCounters, AgentPublisher, stored
 from postroom.delivery.agents.replay import Differs, empty, rebuild
 from postroom.delivery.agents.settings import AgentSettings
@@ -44,15 +48,19 @@ from postroom.delivery.agents.store import (
     read_events,
 )
 from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
-from postroom.delivery.consumer import ACK_TIMEOUT, Attempts, Dead, Delivery, Settle
+from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Attempts, Consumer, Dead, Delivery, Settle
+from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import connection_of
-from postroom.delivery.publishing.source import Outgoing
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.streams import all_streams, covers
+from postroom.errors import NotFound
 
 _log = structlog.get_logger(__name__)
 
 _FINISHING: Final = 8  # groups that may be on their way out at once
 _ERROR_CHARACTERS: Final = 500
+_TYPE: Final = "any-type"  # stands for each in a subject; no event is called so
+_VERSION: Final = "any-version"
 _HEADER_BYTES: Final = 16 * 1024  # of a message that its headers may take
 
 
@@ -199,11 +207,29 @@ class AgentRuntime:
     async def _take_turn(self) -> Group:
         """Handle a group of messages and commit it."""
         async with self._turns.turn():
-            await self._count_left_behind()
-            jobs = self._next_jobs()
-            keys = [self._key(job.delivery) for job in jobs]
-            given = await self._store.read_turn(self._query(jobs, keys))
-            self._catch_up(given)
+            if (begun := self._underway.left_behind()) is not None:  # a process of this agent ended in it
+                _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
+                attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
+                await durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
+                self._underway.end()
+            jobs: list[Job] = []
+            while self._jobs and len(jobs) < self._fitting:
+                job = heapq.heappop(self._jobs)
+                if not job.done.done():  # the core gave it up
+                    jobs.append(job)
+            if not self._jobs:
+                self._wake.clear()
+            keys: list[Key] = []
+            for job in jobs:
+                scope = scope_of(job.delivery, self._own)
+                keys.append((idempotency_key(job.delivery), scope.workspace or "", scope.tenant or ""))
+            entities = [entity for job in jobs if (entity := job.delivery.headers.get(ENTITY_ID))]
+            message_ids = [message_id for job in jobs if (message_id := job.delivery.message_id)]
+            given = await self._store.read_turn(TurnQuery(keys, entities, message_ids, self._memory.position))
+            try:  # to apply what another process of this agent has stored since
+                self._memory = rebuild(self._agent, self._memory, given.news)
+            except Differs as difference:
+                raise _altered(difference) from difference
             group = Group(self._memory, given.versions, given.tried)
             try:
                 await self._handle_jobs(group, jobs, keys, given)
@@ -212,34 +238,16 @@ class AgentRuntime:
                 raise
             self._underway.end()
             if not group.changes.none:
-                await self._commit(group)
+                await durably(partial(self._store.append, group.changes))
+                self._memory = group.memory
+                self.counters.handled += group.roles.count("handled")
+                self.counters.conflicts += group.roles.count("conflict")
+                self.counters.refused += group.roles.count("refused")
+                self.counters.emitted += len(group.outgoing)
             known = [position for _, position, _ in group.stored if position <= given.head.position]
-            group.outgoing += await self._unpublished_of(known)
+            if known:
+                group.outgoing += [stored(row) for row in await self._store.unpublished_of(known)]
         return group
-
-    async def _count_left_behind(self) -> None:
-        """Count the attempt in which a process of this agent ended, if one did."""
-        if (begun := self._underway.left_behind()) is None:
-            return
-        _log.warning("agent_died", message_id=begun.message_id, attempt=begun.number)
-        attempt = Attempt(*begun, ACK_TIMEOUT, self._clock())
-        await durably(partial(self._store.append, Changes([], {}, 0, [attempt], [])))
-        self._underway.end()
-
-    def _next_jobs(self) -> list[Job]:
-        jobs: list[Job] = []
-        while self._jobs and len(jobs) < self._fitting:
-            job = heapq.heappop(self._jobs)
-            if not job.done.done():  # the core gave it up
-                jobs.append(job)
-        if not self._jobs:
-            self._wake.clear()
-        return jobs
-
-    def _query(self, jobs: Sequence[Job], keys: Sequence[Key]) -> TurnQuery:
-        entities = [entity for job in jobs if (entity := job.delivery.headers.get(ENTITY_ID))]
-        message_ids = [message_id for job in jobs if (message_id := job.delivery.message_id)]
-        return TurnQuery(keys, entities, message_ids, self._memory.position)
 
     def _put_back(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -275,13 +283,21 @@ class AgentRuntime:
             return
         tried = group.tried(delivery.message_id)
         if tried.attempts >= delivery.most_attempts(self._attempts.most):
-            group.settled.append((job, dead(tried)))
+            group.settled.append((job, Dead(MAX_DELIVER, tried.last_error, tried.attempts)))
             return
         begun = Begun(delivery.message_id, tried.attempts + 1)
         self._deciding.told(tried)
         self._underway.begin(begun)
         try:
-            decision = await self._decide(group, delivery)
+            scope, state = scope_of(delivery, self._own), group.memory.state
+            if scope == self._own:
+                envelope = received(delivery, scope, group.tick)
+                version = group.version(envelope.entity_id)
+                decision = await self._deciding.decide(delivery.subject, envelope, state, version)
+            else:
+                _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
+                refused = unread(delivery, scope, group.tick)
+                decision = self._deciding.refuse(delivery.subject, refused, state)
         except Exception as error:  # noqa: BLE001 - whatever the author's code raised, the others go on
             _log.warning("agent_failed", message_id=begun.message_id, attempt=begun.number, exc_info=error)
             self.counters.failed += 1
@@ -289,24 +305,6 @@ class AgentRuntime:
             group.fail(job, Attempt(*begun, said, self._clock()), self._attempts)
         else:
             group.add(job, key, decision)
-
-    async def _decide(self, group: Group, delivery: Delivery) -> Decision:
-        state = group.memory.state
-        scope = scope_of(delivery, self._own)
-        if scope != self._own:
-            _log.warning("message_refused", message_id=delivery.message_id, tenant=scope[0], workspace=scope[1])
-            return self._deciding.refuse(delivery.subject, unread(delivery, scope, group.tick), state)
-        envelope = received(delivery, scope, group.tick)
-        version = group.version(envelope.entity_id)
-        return await self._deciding.decide(delivery.subject, envelope, state, version)
-
-    async def _commit(self, group: Group) -> None:
-        await durably(partial(self._store.append, group.changes))
-        self._memory = group.memory
-        self.counters.handled += group.roles.count("handled")
-        self.counters.conflicts += group.roles.count("conflict")
-        self.counters.refused += group.roles.count("refused")
-        self.counters.emitted += len(group.outgoing)
 
     async def _finish(self, group: Group) -> None:
         """Publish what the group caused, mark it, and settle its messages, each as soon as it can be."""
@@ -321,26 +319,56 @@ class AgentRuntime:
                 self._room.release()  # what JetStream does not take now holds up nobody else
                 first = False
 
-    async def _unpublished_of(self, positions: Sequence[int]) -> list[Outgoing]:
-        if not positions:
-            return []
-        return [stored(row) for row in await self._store.unpublished_of(positions)]
-
-    def _key(self, delivery: Delivery) -> Key:
-        scope = scope_of(delivery, self._own)
-        return idempotency_key(delivery), scope.workspace or "", scope.tenant or ""
-
-    def _catch_up(self, given: TurnInput) -> None:
-        """Apply what another process of this agent has stored since."""
-        try:
-            self._memory = rebuild(self._agent, self._memory, given.news)
-        except Differs as difference:
-            raise _altered(difference) from difference
-
 
 def database(directory: Path) -> Path:
     """Return where the event store of a state directory lies."""
     return directory.resolve() / "events.db"
+
+
+async def open_consumers(
+    js: JetStreamContext,
+    runtime: AgentRuntime,
+    subjects: Sequence[str],
+    settings: ConsumerSettings,
+    *,
+    rng: Random | None = None,
+) -> list[Consumer]:
+    """Declare the durable consumers for `subjects`, one for each stream that keeps some of them, and return them.
+
+    The stream in `settings` is replaced. Raises `NotFound` where no stream keeps a subject, `Conflict` where a durable
+    of that name does something else, `Unavailable` without JetStream.
+    """
+    wanted = defaultdict(list)
+    for subject in subjects:
+        try:
+            wanted[await js.find_stream_name_by_subject(subject)].append(subject)
+        except NotFoundError as error:
+            detail = f"no stream has {subject}: declare one (`postroom worker run` declares those of a mesh)"
+            raise NotFound.of("stream_not_found", detail, retryable=True) from error
+        except Exception as error:
+            raise from_nats(error, f"looking for the stream of {subject}") from error
+    consumers: list[Consumer] = []
+    for stream, some in wanted.items():
+        own = msgspec.structs.replace(settings, stream=stream, filter_subjects=some)
+        consumers.append(Consumer(js, own, runtime, runtime.publisher, rng=rng))
+        await consumers[-1].declare()
+    return consumers
+
+
+async def check_events(js: JetStreamContext, agent: type[Agent[Any]], tenant: str, workspace: str) -> None:
+    """Raise `NotFound` unless a stream takes every event of the agent: else they would wait in its store for ever."""
+    words = fill_event_subject(agent, tenant, workspace, _TYPE, _VERSION).split(".")
+    subjects = ".".join("*" if _TYPE in word or _VERSION in word else word for word in words)
+    try:
+        streams, missing = await all_streams(js)
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"looking for the stream of {subjects}") from error
+    taken = any(covers(pattern, subjects) for info in streams for pattern in info.config.subjects or ())
+    if not taken and not missing:  # else a cluster elects a leader: what is missing may take them
+        detail = (
+            f"no stream has {subjects}, where the events of {agent.__name__} are published: declare one, or set its "
+        )
+        raise NotFound.of("stream_not_found", f"{detail}event_subject to a subject of a stream", retryable=True)
 
 
 def _altered(difference: Differs) -> Fatal:

@@ -13,8 +13,7 @@ from typing import Any, Final, Protocol
 
 from postroom._wire.dead_letters import DeadLetter as DeadLetter  # noqa: PLC0414 - one of this module's words too
 from postroom.delivery.message import Delivery, json_object
-from postroom.delivery.subjects import parse_subject
-from postroom.errors import InvalidMessage
+from postroom.delivery.subjects import known_subject
 
 EVENT_TYPE: Final = "MessageDeadLettered"
 EVENT_TYPE_HEADER: Final = "Postroom-Event-Type"
@@ -42,7 +41,7 @@ def letter_of(
     delivery: Delivery, *, reason: str, error: str, consumer: str, clock: Callable[[], datetime] = now
 ) -> DeadLetter:
     """Write the letter of a message that `consumer` buries."""
-    body = json_object(delivery.data)
+    body, subject = json_object(delivery.data), known_subject(delivery.subject)
     headers = {_legible(name): _legible(text) for name, text in delivery.headers.items()}
     return DeadLetter(
         message_id=None if delivery.message_id is None else _legible(delivery.message_id),
@@ -56,7 +55,7 @@ def letter_of(
         published_at=delivery.published_at,
         died_at=clock(),
         headers=headers,
-        tenant=_text(body.get("tenant")) or _context_of(delivery.subject),
+        tenant=_text(body.get("tenant")) or (None if subject is None else subject.context),
         idempotency_key=_text(body.get("idempotency_key")) or headers.get(_IDEMPOTENCY_KEY),
     ).with_data(delivery.data)
 
@@ -88,12 +87,3 @@ def _legible(text: str) -> str:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
-
-
-def _context_of(subject: str) -> str | None:
-    """Return the mesh that a message belongs to, where its subject says so."""
-    try:
-        parsed = parse_subject(subject)
-    except InvalidMessage:
-        return None
-    return parsed.context

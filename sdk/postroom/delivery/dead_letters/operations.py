@@ -149,7 +149,22 @@ class LetterOperations:
         rows = await self._connection.fetch(QUERIES["list_settled"], self._context)
         if not rows:
             await self._check_context()
-        return [_note(row) for row in rows]
+        notes = []
+        for row in rows:
+            letter = _letter(row)
+            note = LetterNote(
+                act=row["act"],
+                at=row["settled_at"],
+                actor=row["settled_by"],
+                why=row["why"],
+                message_id=letter.message_id,
+                original_subject=letter.original_subject,
+                reason=letter.reason,
+                consumer=letter.consumer,
+                new_message_id=replay_id(letter) if row["act"] == "replayed" else None,
+            )
+            notes.append(note)
+        return notes
 
     async def replay(self, stored: StoredLetter, *, why: str) -> str:
         """Send a letter's message again, and settle the letter; returns the new message id.
@@ -159,12 +174,18 @@ class LetterOperations:
         async with self._settling(stored, "replayed", why) as letter:
             if letter is None or not letter.has_payload:
                 raise no_payload(stored.id)
-            new_id = replay_id(letter)
             if self._js is None:
                 raise no_nats(f"replaying the dead letter {stored.id}")
+            new_id, ours = replay_id(letter), {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
+            kept = [name for name in letter.headers if not name.startswith("Nats-") and name not in ours]
+            first_id = letter.headers.get(REPLAY_OF) or letter.message_id
+            said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
+            headers = {name: letter.headers[name] for name in kept} | {
+                name: text for name, text in said.items() if text
+            }
             try:
                 await self._check_consumer(self._js, stored.id, letter)
-                await self._js.publish(letter.original_subject, letter.data(), headers=_replay_headers(letter, new_id))
+                await self._js.publish(letter.original_subject, letter.data(), headers=headers)
             except NATS_ERRORS as error:
                 raise from_nats(error, f"replaying the dead letter {stored.id}") from error
         return new_id
@@ -208,18 +229,21 @@ class LetterOperations:
             if self._log is not None:
                 await self._log(connection, act, stored.id, why)
             if stored.row is None:
-                letter = stored.letter
-                await self._settle_unrecorded(connection, stored, act, why)
-                yield letter
+                await self._settle_unrecorded(stored, act, why)
+                yield stored.letter
                 return
             row = await connection.fetchrow(QUERIES["lock_letter"], stored.row)
             if row is None:
                 raise letter_not_found(stored.id)
             yield _letter(row)
             await connection.execute(QUERIES["settle"], stored.row, act, self._actor, why)
-        await self._remove(row)
+        if self._js is not None and row["stream"] is not None:
+            with suppress(NotFoundError, *NATS_ERRORS):  # where it cannot be taken out of its stream, its age does
+                found = await self._js.get_msg(str(row["stream"]), row["stream_sequence"])
+                if (found.headers or {}).get(MESSAGE_ID, "").partition("/")[0] == row["letter_id"]:
+                    await self._js.delete_msg(str(row["stream"]), row["stream_sequence"])
 
-    async def _settle_unrecorded(self, connection: Connection, stored: StoredLetter, act: Act, why: str) -> None:
+    async def _settle_unrecorded(self, stored: StoredLetter, act: Act, why: str) -> None:
         streamed = stored.streamed
         assert streamed is not None  # noqa: S101 - what has no row was read from the stream
         if streamed.recorded:
@@ -230,17 +254,8 @@ class LetterOperations:
         said = columns(self._context, letter)[-1]
         subject = dead_letter_subject(self._context, letter.original_subject)
         row = (self._context, streamed.letter_id, subject, stored.at, said, act, self._actor, why)
-        if await connection.fetchval(QUERIES["settle_unrecorded"], *row) is None:
+        if await self._connection.fetchval(QUERIES["settle_unrecorded"], *row) is None:
             raise letter_not_found(stored.id)
-
-    async def _remove(self, row: asyncpg.Record) -> None:
-        """Take a settled letter out of its stream; where that cannot be, its age does."""
-        if self._js is None or row["stream"] is None:
-            return
-        with suppress(NotFoundError, *NATS_ERRORS):
-            found = await self._js.get_msg(str(row["stream"]), row["stream_sequence"])
-            if (found.headers or {}).get(MESSAGE_ID, "").partition("/")[0] == row["letter_id"]:
-                await self._js.delete_msg(str(row["stream"]), row["stream_sequence"])
 
     async def _check_consumer(self, js: JetStreamContext, id_: str, letter: DeadLetter) -> None:
         if not letter.consumer:  # another program's: it is meant for all
@@ -270,34 +285,10 @@ def replay_id(letter: DeadLetter) -> str:
     return f"{original}~{letter.consumer}.{number + 1}"
 
 
-def _replay_headers(letter: DeadLetter, new_id: str) -> dict[str, str]:
-    """Return a letter's own headers, and those that say what the replay is and whose."""
-    ours = {EPOCH, UNREADABLE, UNREADABLE_SUBJECT}
-    own = {name: text for name, text in letter.headers.items() if not name.startswith("Nats-") and name not in ours}
-    first_id = letter.headers.get(REPLAY_OF) or letter.message_id
-    said = {MESSAGE_ID: new_id, REPLAY_OF: first_id, REPLAYED_FOR: letter.consumer}
-    return own | {name: text for name, text in said.items() if text}
-
-
 def _letter(row: asyncpg.Record) -> DeadLetter:
     letter = msgspec.json.decode(row["letter"], type=DeadLetter)
     payload = row.get("payload")
     return letter if payload is None else letter.with_data(payload)
-
-
-def _note(row: asyncpg.Record) -> LetterNote:
-    letter = msgspec.json.decode(row["letter"], type=DeadLetter)
-    return LetterNote(
-        act=row["act"],
-        at=row["settled_at"],
-        actor=row["settled_by"],
-        why=row["why"],
-        message_id=letter.message_id,
-        original_subject=letter.original_subject,
-        reason=letter.reason,
-        consumer=letter.consumer,
-        new_message_id=replay_id(letter) if row["act"] == "replayed" else None,
-    )
 
 
 async def count_letters(connection: Connection, js: JetStreamContext | None) -> dict[str, int]:

@@ -23,7 +23,6 @@ from postroom.delivery.dead_letters.letter import (
 from postroom.delivery.errors import NATS_ERRORS, from_nats, no_streams
 from postroom.delivery.message import EPOCH, MESSAGE_ID, message_id_of
 from postroom.delivery.nats import api_subject, connection_of
-from postroom.delivery.settings import StreamSettings
 from postroom.delivery.streams import dead_letter_stream, ensure_stream
 from postroom.delivery.subjects import dead_letter_subject, stream_name
 
@@ -35,11 +34,11 @@ _HEADER_BYTES: Final = 2048  # of a letter, at most
 class StreamLetters:
     """Keeps letters in the stream alone, for a program that has no record."""
 
-    def __init__(self, js: JetStreamContext, context: str, *, stream: StreamSettings | None = None) -> None:
-        """`stream` is declared where it is missing: the default `<CONTEXT>_DLQ` unless it is given."""
+    def __init__(self, js: JetStreamContext, context: str) -> None:
+        """Keep them in `<CONTEXT>_DLQ`, which is declared where it is missing."""
         self._js = js
         self._context = context
-        self._stream = stream or dead_letter_stream(context)
+        self._stream = dead_letter_stream(context)
 
     async def keep(self, letter: DeadLetter) -> None:
         """Publish the letter; one that is larger than NATS takes goes without its payload."""

@@ -63,11 +63,7 @@ def check_webhooks(settings: WebhookSettings) -> None:
 
 def networks_of(settings: AddressSettings) -> list[Network]:
     """Return the networks that are allowed; raises `Fatal` (78) for what is none."""
-    return [_network(text) for text in settings.allow_networks]
-
-
-def _network(text: str) -> Network:
     try:
-        return ip_network(text)
+        return [ip_network(text) for text in settings.allow_networks]
     except ValueError as error:
         raise Fatal(Exit.CONFIG, f"webhooks.allow_networks: {error} (as in 10.1.0.0/16 or fd00:1::/32)") from error

@@ -91,7 +91,17 @@ class WebhookConsumer:
         )
         self._consumer = Consumer(
             js,
-            _consumer_settings(webhook, stream, settings),
+            ConsumerSettings(
+                stream=stream,
+                durable=webhook.durable,
+                filter_subjects=[f"{webhook.mesh}.event.{webhook.topic}.*"],
+                ack_wait_seconds=settings.ack_wait_seconds,
+                max_deliver=settings.max_deliver,
+                max_ack_pending=_IN_HAND,
+                batches_at_once=_IN_HAND,  # one slow call holds up nothing but its own place
+                backoff=settings.backoff,
+                since=webhook.created_at - _CLOCK_SKEW,
+            ),
             SinceRegistered(self._handler, webhook.created_at),
             RecordedLetters(pool, webhook.mesh),
         )
@@ -150,20 +160,6 @@ class SinceRegistered:
         await self._handler.handle(wanted, settle)
 
 
-def _consumer_settings(webhook: Webhook, stream: str, settings: WebhookSettings) -> ConsumerSettings:
-    return ConsumerSettings(
-        stream=stream,
-        durable=webhook.durable,
-        filter_subjects=[f"{webhook.mesh}.event.{webhook.topic}.*"],
-        ack_wait_seconds=settings.ack_wait_seconds,
-        max_deliver=settings.max_deliver,
-        max_ack_pending=_IN_HAND,
-        batches_at_once=_IN_HAND,  # one slow call holds up nothing but its own place
-        backoff=settings.backoff,
-        since=webhook.created_at - _CLOCK_SKEW,
-    )
-
-
 class Webhooks:
     """The webhooks of one database: `run` it as a task."""
 
@@ -211,35 +207,29 @@ class Webhooks:
             _log.info("webhook_ended", webhook=key)
             self._strays.add((gone.stream, gone.webhook.durable))
         for key in wanted.keys() - self.running.keys() - self._unusable:
-            await self._begin(js, wanted[key])
+            webhook = wanted[key]
+            try:
+                stream = await js.find_stream_name_by_subject(event_subject(webhook.mesh, webhook.topic))
+                begun = WebhookConsumer(
+                    webhook, js, stream, pool=self._pool, settings=self._settings, guard=self._guard
+                )
+            except NotFoundError:
+                continue  # nobody has declared it yet: the next look will find it
+            except Fatal as error:  # one row that is no good stops neither the others nor the worker
+                self._unusable.add(key)
+                _log.error("webhook_unusable", webhook=key, error=str(error))
+                continue
+            self._consumers.begin(key, begun)
+            _log.info("webhook_begun", webhook=key, stream=stream)
         for stream, durable in list(self._strays):
             with suppress(NotFoundError):
                 await js.delete_consumer(stream, durable)
             self._strays.discard((stream, durable))
             self._block = 0
-        if self._block is not None:
-            self._block = await self._forget_removed(self._block)
-
-    async def _begin(self, js: JetStreamContext, webhook: Webhook) -> None:
-        try:
-            stream = await js.find_stream_name_by_subject(event_subject(webhook.mesh, webhook.topic))
-        except NotFoundError:
-            return  # nobody has declared it yet: the next look will find it
-        try:
-            begun = WebhookConsumer(webhook, js, stream, pool=self._pool, settings=self._settings, guard=self._guard)
-        except Fatal as error:  # one row that is no good stops neither the others nor the worker
-            self._unusable.add(webhook.id)
-            _log.error("webhook_unusable", webhook=webhook.id, error=str(error))
-            return
-        self._consumers.begin(webhook.id, begun)
-        _log.info("webhook_begun", webhook=webhook.id, stream=stream)
-
-    async def _forget_removed(self, block: int) -> int | None:
-        """Forget what webhooks that are gone were posted, in a stretch of the inbox; return where the next begins."""
-        blocks = await self._pool.fetchval(QUERIES["count_blocks"])
-        end = block + STRETCH
-        await self._pool.execute(QUERIES["forget_removed"], (block, 0), (end, 0))
-        return end if end < blocks else None
+        if self._block is not None:  # forget what webhooks that are gone were posted, in a stretch of the inbox
+            blocks, end = await self._pool.fetchval(QUERIES["count_blocks"]), self._block + STRETCH
+            await self._pool.execute(QUERIES["forget_removed"], (self._block, 0), (end, 0))
+            self._block = end if end < blocks else None
 
     async def _find_strays(self, js: JetStreamContext) -> set[tuple[str, str]]:
         """Find the consumers of webhooks that went while no worker ran.
