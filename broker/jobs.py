@@ -27,8 +27,17 @@ from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.publishing.postgres import EVENTS
 from postroom.errors import InvalidMessage
-from postroom.ledger.messages import find_message, unknown_message
-from postroom.ledger.operating import cancel_job, count_jobs, find_jobs, missing, retry_job, show_job, start
+from postroom.ledger.operating import (
+    cancel_job,
+    count_jobs,
+    find_jobs,
+    find_message,
+    missing,
+    retry_job,
+    show_job,
+    start,
+    unknown_message,
+)
 from postroom.ledger.primitives import Start
 
 _EFFECTS: Final = {"retry": retry_job, "cancel": cancel_job}

@@ -36,8 +36,7 @@ from postroom.delivery.dead_letters.operations import replay_id
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.subjects import parse_subject
 from postroom.errors import NotFound
-from postroom.ledger.messages import find_message
-from postroom.ledger.operating import show_job
+from postroom.ledger.operating import find_message, show_job
 
 QUERIES: Final = load_queries("broker", "trace.sql")
 

@@ -8,6 +8,8 @@
 
 Every function here is pure: the database moves the same digits by the same weights (`queries.sql`), and the tests hold
 one against the other. A ledger only grows. Whatever has no room for one more raises `Overflow` and changes nothing.
+
+The state of an activity, a word for people, is read off its ledger and its messages here (docs/jobs.md draws both).
 """
 
 from __future__ import annotations
@@ -138,87 +140,104 @@ def explain(text: str) -> list[Meaning]:
     The first three tell whose it is: an activity counts its attempts there, a message has nothing there. All zeros are
     an activity that nobody has tried yet.
     """
-    ledger = parse(text)
+    steps: ActivityLedger | GuidLedger
     if kind_of(text) == "activity":
-        return _explain_activity(text, decode_activity(ledger))
-    return _explain_guid(text, decode_guid(ledger))
+        steps = activity = decode_activity(int(text))
+        sent = "its request, if it sends one, is in the outbox" if activity.leg1_complete else "nothing is sent"
+        attempts = f"leg 1 was attempted {_times(activity.leg1_attempts)} (at most 999)"
+        fourth = f"leg 1 is {_complete(activity.leg1_complete)}: {sent}"
+        completion = _complete(activity.completion_done)
+        if not activity.completion_done:
+            completion += " here: it is for the activity that closes the job"
+        entries = f"leg 2 was entered {_times(activity.leg2_entries)} (at most 99999999)"
+    else:
+        steps = guid = decode_guid(int(text))
+        attempts = "nothing: this is the ledger of a leg-2 message"
+        fourth = "this message closed the job" if guid.job_closed else "this message did not close the job"
+        completion = _complete(guid.completion_done) if guid.job_closed else "not for this message"
+        entries = f"this message was entry {guid.ordinal} of its activity, so its dimension is {guid.dimension}"
+    return [
+        Meaning("1-3", text[:3], attempts),
+        Meaning("4", text[3], fourth),
+        Meaning("5", text[4], f"step 1, the work, is {_complete(steps.work_done)}"),
+        Meaning("6", text[5], f"step 2, the children, is {_complete(steps.children_spawned)}"),
+        Meaning("7", text[6], f"step 3, the job's completion tasks, is {completion}"),
+        Meaning("8-15", text[7:], entries),
+    ]
 
 
 def kind_of(text: str) -> Literal["activity", "message"]:
     """Tell whose the 15 digits are; raises `InvalidMessage` where they are those of none, as a step before the work."""
     ledger = parse(text)
-    kind: Literal["activity", "message"] = "activity" if ledger == 0 or ledger >= LEG1_ATTEMPT else "message"
-    problem = _contradiction(decode_activity(ledger)) if kind == "activity" else _contradiction_of(decode_guid(ledger))
-    if problem is not None:
-        raise impossible(text, problem)
-    return kind
-
-
-def _contradiction(activity: ActivityLedger) -> str | None:
-    """Say what no activity's ledger says (the table's own rules)."""
-    if not activity.leg1_complete and (activity.leg2_entries or activity.work_done):
-        return "leg 2 was entered, but leg 1 is not complete"
-    return _contradiction_of_steps(activity)
-
-
-def _contradiction_of(guid: GuidLedger) -> str | None:
-    """Say what no message's ledger says (the table's own rules)."""
-    if not guid.ordinal:
-        return "the ledger of a message has the number of an entry into leg 2, at least 1"
-    if guid.job_closed and not guid.children_spawned:
-        return "step 2 closes the job, but it is not done"
-    if guid.completion_done and not guid.job_closed:
-        return "the completion tasks are done, but this message did not close the job"
-    return _contradiction_of_steps(guid)
-
-
-def _contradiction_of_steps(ledger: ActivityLedger | GuidLedger) -> str | None:
-    if ledger.children_spawned and not ledger.work_done:
-        return "the children are spawned, but the work is not done"
-    if ledger.completion_done and not ledger.children_spawned:
-        return "the completion tasks are done, but the children are not spawned"
-    return None
-
-
-def _explain_activity(text: str, activity: ActivityLedger) -> list[Meaning]:
-    completion = _complete(activity.completion_done)
-    if not activity.completion_done:
-        completion += " here: it is for the activity that closes the job"
-    return [
-        Meaning("1-3", text[:3], f"leg 1 was attempted {_times(activity.leg1_attempts)} (at most 999)"),
-        Meaning("4", text[3], f"leg 1 is {_complete(activity.leg1_complete)}: {_sent(activity.leg1_complete)}"),
-        *_explain_steps(text, activity, completion),
-        Meaning("8-15", text[7:], f"leg 2 was entered {_times(activity.leg2_entries)} (at most 99999999)"),
-    ]
-
-
-def _explain_guid(text: str, guid: GuidLedger) -> list[Meaning]:
-    closed = "this message closed the job" if guid.job_closed else "this message did not close the job"
-    completion = _complete(guid.completion_done) if guid.job_closed else "not for this message"
-    which = f"this message was entry {guid.ordinal} of its activity, so its dimension is {guid.dimension}"
-    return [
-        Meaning("1-3", text[:3], "nothing: this is the ledger of a leg-2 message"),
-        Meaning("4", text[3], closed),
-        *_explain_steps(text, guid, completion),
-        Meaning("8-15", text[7:], which),
-    ]
-
-
-def _explain_steps(text: str, ledger: ActivityLedger | GuidLedger, completion: str) -> list[Meaning]:
-    return [
-        Meaning("5", text[4], f"step 1, the work, is {_complete(ledger.work_done)}"),
-        Meaning("6", text[5], f"step 2, the children, is {_complete(ledger.children_spawned)}"),
-        Meaning("7", text[6], f"step 3, the job's completion tasks, is {completion}"),
-    ]
+    activity, guid = decode_activity(ledger), decode_guid(ledger)
+    is_activity = ledger == 0 or ledger >= LEG1_ATTEMPT
+    entered = activity.leg2_entries or activity.work_done
+    contradictions = (  # the tables' own rules: of an activity, of a message, of both
+        (is_activity and not activity.leg1_complete and entered, "leg 2 was entered, but leg 1 is not complete"),
+        (
+            not is_activity and not guid.ordinal,
+            "the ledger of a message has the number of an entry into leg 2, at least 1",
+        ),
+        (
+            not is_activity and guid.job_closed and not guid.children_spawned,
+            "step 2 closes the job, but it is not done",
+        ),
+        (
+            not is_activity and guid.completion_done and not guid.job_closed,
+            "the completion tasks are done, but this message did not close the job",
+        ),
+        (guid.children_spawned and not guid.work_done, "the children are spawned, but the work is not done"),
+        (
+            guid.completion_done and not guid.children_spawned,
+            "the completion tasks are done, but the children are not spawned",
+        ),
+    )
+    for holds, problem in contradictions:
+        if holds:
+            raise impossible(text, problem)
+    return "activity" if is_activity else "message"
 
 
 def _complete(marker: bool) -> str:  # noqa: FBT001 - a digit
     return "complete" if marker else "not complete"
 
 
-def _sent(marker: bool) -> str:  # noqa: FBT001 - a digit
-    return "its request, if it sends one, is in the outbox" if marker else "nothing is sent"
-
-
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
+
+
+ENDED: Final = ("completed", "failed", "cancelled")  # states of a job
+
+
+class Progress(NamedTuple):
+    """How far an activity is: its ledger, what it is owed and was given, and which of its messages are under way."""
+
+    ledger: int
+    answers_due: int = 1
+    answers_taken: int = 0
+    undone: int = 0  # messages that were entered, and whose step 2 is not done
+    closing: bool = False  # one of them closed the job, and its completion tasks are not done
+    failed: bool = False
+    unknown: bool = False  # a message of it was set aside, by a worker that does not have it
+
+
+def state_of(progress: Progress, job_state: str) -> str:
+    """Name the state of an activity of a job that is in `job_state`.
+
+    Whatever is not done when its job ends is `stopped`; the one that failed is `failed`. What waits for a worker that
+    has the activity is `unknown`.
+    """
+    if progress.failed:
+        return "failed"
+    read = decode_activity(progress.ledger)
+    if not read.leg1_complete:
+        state = "asking" if read.leg1_attempts else "waiting"
+    elif progress.closing:
+        state = "completing"
+    elif progress.undone:
+        state = "working"
+    else:
+        state = "done" if progress.answers_taken >= progress.answers_due else "asked"
+    if job_state in ENDED:
+        return "done" if state == "done" else "stopped"
+    return "unknown" if progress.unknown else state

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final, NamedTuple
@@ -26,7 +26,6 @@ from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import Connection, Pool
 from postroom.chassis.runtime import load_named
-from postroom.errors import PostroomError
 from postroom.flow import Flow, InvalidFlow, check_flow
 from postroom.ledger.errors import Duplicate, Fault, Inactive, Missing, Reaction
 from postroom.ledger.legs import run_leg1, run_leg2
@@ -49,46 +48,6 @@ class Asker(NamedTuple):
     name: str
 
 
-class Overdue(NamedTuple):
-    """A request whose answer is overdue."""
-
-    id: UUID
-    activity: UUID
-
-
-async def find_askers(pool: Pool, flow: str, requests: Sequence[UUID]) -> dict[UUID, Asker]:
-    """Return which activities of `flow` sent those of `requests` that any of them sent."""
-    if not requests:
-        return {}
-    rows = await pool.fetch(QUERIES["find_requests"], requests, flow)
-    return {row["id"]: Asker(row["activity"], row["name"]) for row in rows}
-
-
-async def find_overdue(pool: Pool, flow: str) -> list[Overdue]:
-    """Return some requests of `flow` whose answer is overdue, oldest first; of however many, it reads those alone."""
-    rows = await pool.fetch(QUERIES["find_overdue"], flow, MOST_AT_ONCE)
-    return [Overdue(row["id"], row["activity"]) for row in rows]
-
-
-async def ask_again(connection: Connection, overdue: Overdue) -> str | None:
-    """Have an overdue request go out again; return why it can't where it was asked as often as it may be.
-
-    Where it was answered meanwhile, or its job has ended, nothing happens.
-    """
-    async with connection.transaction():
-        await connection.execute(QUERIES["take_turn"], overdue.activity)
-        row = await connection.fetchrow(QUERIES["ask_again"], overdue.activity, overdue.id)
-    if row is None or row["verdict"] != "exhausted":
-        return None
-    times = "once" if row["asked"] == 1 else f"{row['asked']} times"
-    return f"no answer to the request {overdue.id}, asked {times}, each time for {row['seconds']:g} s"
-
-
-def this_worker() -> str:
-    """Name this process to operators: its host and its pid."""
-    return f"{socket.gethostname()[:64]}/{os.getpid()}"
-
-
 async def set_aside(connection: Connection, activity: UUID, guid: str, answer: Answer | None, worker: str) -> bool:
     """Keep a message for a worker that has its activity, which `worker` has not; of leg 1 it has no `answer`.
 
@@ -96,11 +55,6 @@ async def set_aside(connection: Connection, activity: UUID, guid: str, answer: A
     """
     leg, said = (1, (None, None, None, None)) if answer is None else (2, answer)
     return await connection.fetchrow(QUERIES["set_aside"], activity, guid, leg, *said, worker) is not None
-
-
-async def bring_back(connection: Connection, flow: str, activities: Collection[str]) -> int:
-    """Have some messages of these `activities` go out again, oldest first; returns how many."""
-    return len(await connection.fetch(QUERIES["bring_back"], flow, list(activities), _MOST_BROUGHT_BACK))
 
 
 class Place(NamedTuple):
@@ -145,7 +99,7 @@ class Engine:
         """`lease` is how long a worker that died holds others off a step; `worker` names this one to operators."""
         self.counters = EngineCounters()
         self.flow = flow
-        self._worker = this_worker() if worker is None else worker
+        self._worker = worker or f"{socket.gethostname()[:64]}/{os.getpid()}"
         self._running = Running(pool=pool, flow=flow, lease=lease)
 
     async def spawned(self, activity: UUID, name: str, guid: str) -> None:
@@ -176,7 +130,10 @@ class Engine:
 
     async def find_askers(self, requests: list[UUID]) -> dict[UUID, Asker]:
         """Return which activities of the flow sent those of `requests` that any of them sent."""
-        return await find_askers(self._running.pool, self.flow.name, requests)
+        if not requests:
+            return {}
+        rows = await self._running.pool.fetch(QUERIES["find_requests"], requests, self.flow.name)
+        return {row["id"]: Asker(row["activity"], row["name"]) for row in rows}
 
     async def fail(self, activity: UUID, error: str) -> None:
         """Fail an activity and its job, visibly; where the job has ended, nothing happens."""
@@ -196,17 +153,23 @@ class Engine:
 
     async def look_after_requests(self) -> None:
         """Ask again for some of what is overdue; what was asked as often as it may be fails its activity."""
-        for overdue in await find_overdue(self._running.pool, self.flow.name):
-            async with self._running.pool.acquire() as connection:
-                exhausted = await ask_again(connection, overdue)
-            self.counters.asked_again += exhausted is None
-            if exhausted is not None:
-                await self.fail(overdue.activity, exhausted)
+        pool = self._running.pool
+        for request, activity in await pool.fetch(QUERIES["find_overdue"], self.flow.name, MOST_AT_ONCE):
+            async with pool.acquire() as connection, connection.transaction():
+                await connection.execute(QUERIES["take_turn"], activity)
+                row = await connection.fetchrow(QUERIES["ask_again"], activity, request)
+            if row is None or row["verdict"] != "exhausted":  # None: it was answered meanwhile, or its job has ended
+                self.counters.asked_again += 1
+            else:
+                times = "once" if row["asked"] == 1 else f"{row['asked']} times"
+                error = f"no answer to the request {request}, asked {times}, each time for {row['seconds']:g} s"
+                await self.fail(activity, error)
 
     async def bring_back(self) -> None:
         """Have go out again what workers without its activity have set aside, where the flow here has it."""
-        async with self._running.pool.acquire() as connection:
-            self.counters.brought_back += await bring_back(connection, self.flow.name, self.flow.activities)
+        activities = list(self.flow.activities)
+        rows = await self._running.pool.fetch(QUERIES["bring_back"], self.flow.name, activities, _MOST_BROUGHT_BACK)
+        self.counters.brought_back += len(rows)
 
     async def _set_aside(self, activity: UUID, name: str, guid: str, answer: Answer | None) -> bool:
         """Keep a message for a worker that has its activity, where this one has not; False: it is to be run here."""
@@ -220,39 +183,27 @@ class Engine:
         return kept
 
     async def _run(self, activity: UUID, name: str, legs: Callable[[int], Awaitable[None]]) -> None:
-        policy = self._policy(name)
+        known = self.flow.activities.get(name)
+        policy = None if known is None else known.retry_policy
         try:
             await legs(most_attempts(policy))
             self.counters.done += 1
         except Fault as fault:
-            await self._settle(activity, fault)
+            match fault.reaction:
+                case Reaction.ACKNOWLEDGE:
+                    self.counters.acknowledged += 1
+                case Reaction.ESCALATE:
+                    await self.fail(activity, str(fault))
+                case Reaction.RETRY:
+                    self.counters.retried += 1
+                    raise TryLater(str(fault), fault.problem.retry_after) from fault
         except HandlerFailed as failed:
-            await self._fail_or_try_later(
-                activity, failed, self.flow.completion_policy if failed.completion else policy
-            )
-
-    async def _fail_or_try_later(self, activity: UUID, failed: HandlerFailed, policy: RetryPolicy | None) -> None:
-        most = most_attempts(policy)
-        if failed.attempt < most:
-            raise self._later(failed, (policy or _DEFAULT_POLICY).backoff.seconds(failed.attempt)) from failed
-        await self.fail(activity, f"{failed} (attempt {failed.attempt} of {most})")
-
-    async def _settle(self, activity: UUID, fault: Fault) -> None:
-        match fault.reaction:
-            case Reaction.ACKNOWLEDGE:
-                self.counters.acknowledged += 1
-            case Reaction.ESCALATE:
-                await self.fail(activity, str(fault))
-            case Reaction.RETRY:
-                raise self._later(fault, fault.problem.retry_after)
-
-    def _later(self, error: PostroomError, seconds: float | None) -> TryLater:
-        self.counters.retried += 1
-        return TryLater(str(error), seconds)
-
-    def _policy(self, name: str) -> RetryPolicy | None:
-        known = self.flow.activities.get(name)
-        return None if known is None else known.retry_policy
+            policy = self.flow.completion_policy if failed.completion else policy
+            most = most_attempts(policy)
+            if failed.attempt < most:
+                self.counters.retried += 1
+                raise TryLater(str(failed), (policy or _DEFAULT_POLICY).backoff.seconds(failed.attempt)) from failed
+            await self.fail(activity, f"{failed} (attempt {failed.attempt} of {most})")
 
 
 def load_flow(name: str) -> Flow:

@@ -23,11 +23,10 @@ import msgspec
 
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
-from postroom.flow import Activity, Again, Context, Job, Spawn, Step, next_steps
+from postroom.flow import Activity, Again, Context, Job, Spawn, next_steps
 from postroom.ledger.primitives import (
     Answer,
     Child,
-    Leg1,
     Leg2,
     Request,
     Spawned,
@@ -50,18 +49,13 @@ async def run_leg1(running: Running, activity: UUID, most: int | None = None) ->
     async with running.pool.acquire() as connection:
         entry = await enter_leg1(connection, activity, running.lease, most)
     async with step_of(running, entry) as step:
-        request = await _request(running, entry, step)
+        handler, request = running.activity(entry.name), None
+        if handler.leg1 is not None:
+            key = derived(entry.activity, "request")
+            context = running.context(entry, step, key, request_id=str(key))
+            body = await under_lease(running, entry, handler.leg1(context, decode(entry.request)))
+            request = request_of(handler, key, body)
         await step.conclude(lambda connection: complete_leg1(connection, entry, request))
-
-
-async def _request(running: Running, entry: Leg1, step: StepTransaction) -> Request | None:
-    activity = running.activity(entry.name)
-    if activity.leg1 is None:
-        return None
-    key = derived(entry.activity, "request")
-    context = running.context(entry, step, key, request_id=str(key))
-    body = await under_lease(running, entry, activity.leg1(context, decode(entry.request)))
-    return request_of(activity, key, body)
 
 
 def request_of(activity: Activity, key: UUID, body: Any) -> Request:
@@ -83,7 +77,15 @@ async def plan_of(running: Running, entry: Leg2, context: Context, returned: Any
     """Plan what a handler returned; leg 1 runs for each cycle that asks again. Raises `InvalidFlow`."""
     activity, plan = running.activity(entry.name), Plan()
     for step in next_steps(running.flow, activity, returned):
-        await _add(plan, entry, context, step)
+        match step:
+            case Spawn(spawned, request):
+                plan.children.append((spawned.name, request))
+            case Again(again, request) if again.leg1 is None:
+                plan.again.append(request)
+            case Again(again, request):
+                key = str(_ask_id(entry, len(plan.asks)))
+                asking = replace(context, message=None, request_id=key, idempotency_key=key)
+                plan.asks.append(await again.leg1(asking, request))
     return plan
 
 
@@ -96,24 +98,9 @@ async def carry_out(connection: Connection, running: Running, entry: Leg2, plan:
         for place, (name, request) in enumerate(plan.children)
     ]
     again = [encode(request, f"what {entry.name!r} is entered with again") for request in plan.again]
-    requests = _requests(running.activity(entry.name), entry, plan)
+    activity = running.activity(entry.name)
+    requests = [request_of(activity, _ask_id(entry, place), body) for place, body in enumerate(plan.asks)]
     return await spawn(connection, entry, children, again, requests, result=encode(plan, "what it returned"))
-
-
-async def _add(plan: Plan, entry: Leg2, context: Context, step: Step) -> None:
-    match step:
-        case Spawn(activity, request):
-            plan.children.append((activity.name, request))
-        case Again(activity, request) if activity.leg1 is None:
-            plan.again.append(request)
-        case Again(activity, request):
-            key = str(_ask_id(entry, len(plan.asks)))
-            asking = replace(context, message=None, request_id=key, idempotency_key=key)
-            plan.asks.append(await activity.leg1(asking, request))
-
-
-def _requests(activity: Activity, entry: Leg2, plan: Plan) -> list[Request]:
-    return [request_of(activity, _ask_id(entry, place), body) for place, body in enumerate(plan.asks)]
 
 
 def _ask_id(entry: Leg2, place: int) -> UUID:
@@ -130,21 +117,16 @@ async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, 
         entry = await enter_leg2(
             connection, activity, guid, running.lease, answer, most=most, most_completions=completions
         )
-    if not entry.steps.children_spawned:
-        spawned = await _work_and_spawn(running, entry, answer)
+    if not entry.steps.children_spawned:  # steps 1 and 2 in one commit, or step 2 alone where 1 is done
+        async with step_of(running, entry) as step:
+            if entry.steps.work_done:
+                plan = msgspec.json.decode(entry.result or "{}", type=Plan)
+            else:
+                plan = await under_lease(running, entry, _work(running, entry, step, answer))
+            spawned = await step.conclude(lambda connection: carry_out(connection, running, entry, plan))
         entry = entry._replace(ledger=spawned.ledger, attempt=1)  # of the step that may be left
     if not entry.steps.done:
         await _complete(running, entry)
-
-
-async def _work_and_spawn(running: Running, entry: Leg2, answer: Answer) -> Spawned:
-    """Do steps 1 and 2 in one commit, or step 2 alone where 1 is done."""
-    async with step_of(running, entry) as step:
-        if entry.steps.work_done:
-            plan = msgspec.json.decode(entry.result or "{}", type=Plan)
-        else:
-            plan = await under_lease(running, entry, _work(running, entry, step, answer))
-        return await step.conclude(lambda connection: carry_out(connection, running, entry, plan))
 
 
 async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: Answer) -> Plan:
@@ -167,18 +149,14 @@ async def _complete(running: Running, entry: Leg2) -> None:
         result = None
         if running.flow.completion is not None:
             context = running.context(entry, step, entry.job, message=entry.guid)
-            job = await _job(running, entry.job)
+            row = await running.pool.fetchrow(QUERIES["find_completed_job"], entry.job)
+            assert row is not None  # noqa: S101 - a job stays as long as its activities
+            job = Job(
+                id=row["id"],
+                flow=row["flow"],
+                mesh=row["context"],
+                request=decode(row["request"]),
+                started_at=row["started_at"],
+            )
             result = await under_lease(running, entry, running.flow.completion(context, job))
         await step.conclude(lambda connection: finish_job(connection, entry, encode(result, "what it returned")))
-
-
-async def _job(running: Running, job: UUID) -> Job:
-    row = await running.pool.fetchrow(QUERIES["find_completed_job"], job)
-    assert row is not None  # noqa: S101 - a job stays as long as its activities
-    return Job(
-        id=row["id"],
-        flow=row["flow"],
-        mesh=row["context"],
-        request=decode(row["request"]),
-        started_at=row["started_at"],
-    )

@@ -1,5 +1,7 @@
 """What an operator does with jobs: start, list, show, cancel and retry (docs/contract/jobs.md#jobs-30).
 
+And what the ledgers know of one message, whose id an operator found in a log.
+
 Whoever ends a job, or lets it go on, waits for the steps that are being committed, and keeps every other one out until
 it is done: after `cancel_job` has returned, no step of the job commits.
 """
@@ -14,14 +16,22 @@ from uuid import UUID
 import asyncpg
 import msgspec
 
-from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobNote, JobTree
+from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
 from postroom.errors import Conflict, InvalidMessage, NotFound
-from postroom.ledger.digits import LEG1_COMPLETE, decode_activity, enter_leg1, enter_leg2, is_set, render
+from postroom.ledger.digits import (
+    LEG1_COMPLETE,
+    Progress,
+    decode_activity,
+    enter_leg1,
+    enter_leg2,
+    is_set,
+    render,
+    state_of,
+)
 from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
-from postroom.ledger.states import Progress, state_of
 
 QUERIES: Final = load_queries("postroom.ledger", "operating.sql")
 _NOT_FAILED: Final = {
@@ -39,11 +49,13 @@ async def start(connection: Connection, job: Start) -> bool:
     such mesh (in a database without the broker's tables, any may be), and `InvalidMessage` where there can be none, or
     Postgres cannot keep the request.
     """
-    await _check_mesh(connection, job.context)
+    mesh = job.context
+    if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
+        raise NotFound.of("mesh_missing", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
     try:
         await start_job(connection, job)
     except asyncpg.CheckViolationError as error:
-        detail = f"there is no mesh {job.context!r}: a mesh's name is snake_case, of at most 64 characters"
+        detail = f"there is no mesh {mesh!r}: a mesh's name is snake_case, of at most 64 characters"
         raise InvalidMessage.of("invalid_mesh", detail, field="mesh") from error
     except asyncpg.DataError as error:
         why = str(getattr(error, "detail", None) or error).rstrip(".")
@@ -51,9 +63,11 @@ async def start(connection: Connection, job: Start) -> bool:
     except Duplicate:
         found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
         removed = await connection.fetchrow(QUERIES["find_removed"], job.job)
-        known = found is not None and tuple(found) == (job.context, job.flow, job.name, True)
-        if not known and (removed is None or tuple(removed) != (job.context, job.flow)):
-            raise _taken(job.job) from None
+        known = found is not None and tuple(found) == (mesh, job.flow, job.name, True)
+        if not known and (removed is None or tuple(removed) != (mesh, job.flow)):
+            whose = f"the id {job.job} belongs to a job with another flow or request"
+            detail = f"{whose}: use another id, or the same flow and request"
+            raise Conflict.of("job_taken", detail) from None
         return False
     return True
 
@@ -114,7 +128,8 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
         if row is None:
             raise missing(job)
         if not row["done"]:
-            raise _ended(job, row["state"])
+            detail = f"the job {job} is {row['state']}: only a running or closed job can be cancelled"
+            raise Conflict.of("job_ended", detail)
 
 
 async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: str) -> None:
@@ -150,10 +165,72 @@ async def retry_job(connection: Connection, job: UUID, *, actor: str, reason: st
             raise Conflict.of("job_not_failed", f"the job {job} cannot be retried: {_NOT_FAILED[row['state']]}")
 
 
-async def _check_mesh(connection: Connection, mesh: str) -> None:
-    """Refuse a mesh that there is not: nobody would ever begin the job."""
-    if await connection.fetchval(QUERIES["has_meshes"]) and not await connection.fetchval(QUERIES["knows_mesh"], mesh):
-        raise NotFound.of("mesh_missing", f"there is no mesh {mesh!r}: `postroom mesh list` shows them")
+async def find_message(connection: Connection, message: str) -> list[JobMessage]:
+    """Return what a message was to each activity that it concerned; raises `NotFound`.
+
+    Its id may also be an activity's, which the logs of workers name as well.
+
+    The id is known also as it is where the message was published again (`/1`) or replayed (`~consumer.1`).
+    """
+    known = message.partition("~")[0]
+    head, slash, epoch = known.rpartition("/")
+    if slash and epoch.isdecimal():
+        known = head
+    try:
+        activity = UUID(known)
+    except ValueError:
+        activity = None
+    rows = await connection.fetch(QUERIES["find_message"], known, activity)
+    if not rows:
+        raise unknown_message(message)
+    return [
+        JobMessage(
+            id=known,
+            what=row["what"],
+            sentence=_sentence(row),
+            mesh=row["context"],
+            flow=row["flow"],
+            job=row["job_id"],
+            job_state=row["state"],
+            activity=row["activity_id"],
+            name=row["name"],
+            ledger=None if row["ledger"] is None else render(row["ledger"]),
+            deliveries=row["times"] if row["what"] == "answer" else None,
+            said=msgspec.Raw((row["said"] or "null").encode()),
+            error=row["error"],
+        )
+        for row in rows
+    ]
+
+
+def _sentence(row: asyncpg.Record) -> str:
+    match row["what"]:
+        case "answer":
+            return "leg 2 of the activity runs for it"
+        case "set_aside":
+            return f"the worker {row['by']} set it aside: it waits for one that has the activity {row['name']!r}"
+        case "missed":
+            return "it arrived while the job was failed: a retry of the job delivers it again"
+        case "request":
+            times = "once" if row["times"] == 1 else f"{row['times']} times"
+            answer = f"answered by {row['by']}"
+            if row["by"] is None:
+                answer = "not answered" if row["at"] is None else f"not answered, due at {row['at']:%Y-%m-%d %H:%M:%SZ}"
+            return f"it is a request of the activity ({times}, {answer})"
+        case "event":
+            published = "not published yet" if row["at"] is None else f"published at {row['at']:%Y-%m-%d %H:%M:%SZ}"
+            return f"it is a transition of the activity ({row['by']}, {published})"
+        case _:
+            return "it is an activity, not a message"
+
+
+def unknown_message(message: str) -> NotFound:
+    """Say that nothing is known of it."""
+    detail = (
+        f"the ledgers know no message and no activity {message!r}: no activity asked with it, and leg 2 of none was "
+        "entered with it; `postroom jobs show` takes the id of a job"
+    )
+    return NotFound.of("message_missing", detail)
 
 
 def _job(row: asyncpg.Record, unknown: Sequence[str]) -> Job:
@@ -181,7 +258,13 @@ def _activity(row: asyncpg.Record, job_state: str) -> Activity:
         failed=row["failed_at"] is not None,
         unknown=row["worker_without"] is not None,
     )
-    state = state_of(progress, job_state)
+    state, error = state_of(progress, job_state), row["error"]
+    if state == "unknown":
+        error = (
+            f"the worker {row['worker_without']} has no activity {row['name']!r}, nor had any before it: the name is "
+            "misspelt or was changed, or the workers run an older version of the flow; the step waits for a worker "
+            "that has it"
+        )
     return Activity(
         id=row["id"],
         parent=row["parent_id"],
@@ -193,26 +276,10 @@ def _activity(row: asyncpg.Record, job_state: str) -> Activity:
         deliveries=row["deliveries"],
         ledger=render(row["ledger"]),
         spawned_at=row["spawned_at"],
-        error=_lacked(row["name"], row["worker_without"]) if state == "unknown" else row["error"],
+        error=error,
     )
 
 
 def missing(job: UUID) -> NotFound:
     """Say that there is no such job."""
     return NotFound.of("job_missing", f"there is no job {job}: `postroom jobs list` shows them")
-
-
-def _lacked(name: str, worker: str) -> str:
-    return (
-        f"the worker {worker} has no activity {name!r}, nor had any before it: the name is misspelt or was changed, or "
-        "the workers run an older version of the flow; the step waits for a worker that has it"
-    )
-
-
-def _ended(job: UUID, state: str) -> Conflict:
-    return Conflict.of("job_ended", f"the job {job} is {state}: only a running or closed job can be cancelled")
-
-
-def _taken(job: UUID) -> Conflict:
-    detail = f"the id {job} belongs to a job with another flow or request: use another id, or the same flow and request"
-    return Conflict.of("job_taken", detail)

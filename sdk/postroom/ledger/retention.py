@@ -49,18 +49,16 @@ class JobRetention:
         if not await self._pool.fetchval(_QUERIES["has_jobs"]):
             return 0
         before = self.removed
-        while any([await self._slice(name, rows) for name in _SLICES]):
-            pass
+        found = True
+        while found:
+            found = False
+            for name in _SLICES:
+                started = asyncio.get_running_loop().time()
+                done = await self._pool.execute(_QUERIES[name], self._keep, _JOBS, rows)
+                if count := int(done.rpartition(" ")[2]):
+                    found = True
+                    self.removed += count if name == "remove_jobs" else 0
+                    await asyncio.sleep(_REST_PER_SLICE * (asyncio.get_running_loop().time() - started))
         if self.removed > before:
             _log.info("jobs_removed", jobs=self.removed - before)
         return self.removed - before
-
-    async def _slice(self, name: str, rows: int) -> int:
-        started = asyncio.get_running_loop().time()
-        done = await self._pool.execute(_QUERIES[name], self._keep, _JOBS, rows)
-        count = int(done.rpartition(" ")[2])
-        if name == "remove_jobs":
-            self.removed += count
-        if count:
-            await asyncio.sleep(_REST_PER_SLICE * (asyncio.get_running_loop().time() - started))
-        return count

@@ -151,7 +151,11 @@ async def step_of(running: Running, entry: Leg1 | Leg2, *, completion: bool = Fa
     except Exception as error:
         failed = HandlerFailed.of_error(error, entry.attempt, completion=completion)
         _log.warning("step_failed", activity=str(entry.activity), name=entry.name, exc_info=error)
-        await _give_up(running, entry, str(failed))
+        try:
+            async with running.pool.acquire() as connection:
+                await release(connection, entry, str(failed))
+        except (asyncpg.PostgresError, *UNREACHABLE) as away:
+            _log.warning("lease_not_released", activity=str(entry.activity), error=str(away))  # it runs out by itself
         raise failed from error
 
 
@@ -193,11 +197,3 @@ async def _contained(work: Awaitable[T]) -> T:
         if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
             raise
         raise HandlerEnded(f"the handler ended with {tell(error)}") from error
-
-
-async def _give_up(running: Running, entry: Leg1 | Leg2, error: str) -> None:
-    try:
-        async with running.pool.acquire() as connection:
-            await release(connection, entry, error)
-    except (asyncpg.PostgresError, *UNREACHABLE) as away:
-        _log.warning("lease_not_released", activity=str(entry.activity), error=str(away))  # it runs out by itself

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 
 from broker.trace import QUERIES
-from postroom.ledger.messages import QUERIES as LEDGER
+from postroom.ledger.operating import QUERIES as LEDGER
 
 BIG = {
     "client_message_dedupe",

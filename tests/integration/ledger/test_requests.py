@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from support.ledgers import Jobs
 
-from postroom.ledger.engine import MOST_AT_ONCE, QUERIES, find_overdue
+from postroom.ledger.engine import MOST_AT_ONCE, QUERIES
 
 MANY = 5000
 OVERDUE = """
@@ -41,7 +41,7 @@ async def many(jobs: Jobs, jobs_database: str) -> AsyncIterator[asyncpg.Pool[asy
 async def test_of_many_overdue_requests_one_look_reads_no_more_than_it_takes(
     jobs: Jobs, many: asyncpg.Pool[asyncpg.Record]
 ) -> None:
-    found = await find_overdue(many, "many")
+    found = await many.fetch(QUERIES["find_overdue"], "many", MOST_AT_ONCE)
     assert len(found) == MOST_AT_ONCE
     await jobs.connection.execute(f"PREPARE overdue (text, bigint) AS {QUERIES['find_overdue']}")
     (plan,) = json.loads(await jobs.connection.fetchval(EXPLAIN))

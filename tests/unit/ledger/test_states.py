@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from postroom._wire.jobs import JobState
 from postroom._wire.sql import read_sql
-from postroom.ledger.states import ACTIVITY_STATES, ENDED, JOB_STATES, Progress, state_of
+from postroom.ledger.digits import ENDED, Progress, state_of
 
 WORDS = {
     "waiting": Progress(0),
@@ -39,10 +42,6 @@ def test_what_waits_for_a_worker_that_has_the_activity_is_unknown_until_its_job_
     assert {state_of(progress, ended) for ended in ENDED} == {"stopped"}
 
 
-def test_every_word_is_listed() -> None:
-    assert {*WORDS, "stopped", "unknown"} == set(ACTIVITY_STATES)
-
-
 def test_the_states_of_a_job_are_those_of_its_table() -> None:
-    listed = ", ".join(f"'{state}'" for state in JOB_STATES)
+    listed = ", ".join(f"'{state}'" for state in get_args(JobState))
     assert f"CHECK (state IN ({listed}))" in read_sql("postroom.ledger", "migrations/0001_jobs.sql")
