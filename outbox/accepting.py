@@ -103,8 +103,12 @@ def _ordinary_rows(send: PreparedSend) -> int:
 def accept_group(transaction: Transaction, group: Sequence[Accept]) -> list[AcceptOutcome]:
     """Accept the sends of all of `group` in order; the outcomes are per member of the group, per send."""
     rows = [row for accept in group for row in _new_rows(transaction, accept)]
+    highest = transaction.highest_key  # of the moved rows: most ids are newer
+    old = [row.client_message_id for row in rows if least_key(row.client_message_id) <= highest] if highest >= 0 else []
     looked_up = (
-        _room(rows) > transaction.headroom or transaction.next_seq is not None or _may_be_moved(transaction, rows)
+        _room(rows) > transaction.headroom
+        or transaction.next_seq is not None
+        or (old and find_moved(transaction.db, old, transaction.salt))
     )
     answers = iter(_accept_what_is_new(transaction, rows) if looked_up else _write(transaction, rows))
     return [[next(answers) for _ in accept.sends] for accept in group]
@@ -139,15 +143,6 @@ def _new_rows(transaction: Transaction, accept: Accept) -> list[_NewRow]:
 def to_milliseconds(moment: datetime) -> int:
     """Turn a time with an offset into ms since the epoch, never early."""
     return -((_EPOCH - moment) // timedelta(milliseconds=1))
-
-
-def _may_be_moved(transaction: Transaction, rows: Sequence[_NewRow]) -> bool:
-    """Tell whether one of the ids is a moved row's; most are newer than all of those."""
-    highest = transaction.highest_key
-    names = (
-        [row.client_message_id for row in rows if least_key(row.client_message_id) <= highest] if highest >= 0 else []
-    )
-    return bool(names and find_moved(transaction.db, names, transaction.salt))
 
 
 def _write(transaction: Transaction, rows: Sequence[_NewRow]) -> AcceptOutcome:

@@ -22,16 +22,12 @@ _SENT_AGAIN: Final = "the broker's database came back older, and has this messag
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class Begin(NamedTuple):
-    """Compare the rows that are done now, and settled from `since` on, with the database of that incarnation."""
+def begin(incarnation: str, since: int, transaction: Transaction) -> None:
+    """Compare the rows that are done now, and settled from `since` on (ms), with the database of that incarnation.
 
-    incarnation: str
-    since: int  # ms since the epoch
-    rows: int = 1
-
-    def run(self, transaction: Transaction) -> None:
-        """Note it; what an earlier comparison found missing stays so until this one comes to it."""
-        transaction.execute(_QUERIES["begin"], {"incarnation": self.incarnation, "since": self.since})
+    What an earlier comparison found missing stays so until this one comes to it.
+    """
+    transaction.execute(_QUERIES["begin"], {"incarnation": incarnation, "since": since})
 
 
 class Note(NamedTuple):

@@ -18,7 +18,7 @@ from outbox.settled import find_moved, find_row, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire.message import PreparedSend, Priority
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
-from postroom._wire.sends import BulkFailure, BulkResult, OutboxRow, RowStatus
+from postroom._wire.sends import BulkFailure, BulkResult, RowStatus
 from postroom._wire.sql import load_queries
 from postroom.chassis.store import Store
 from postroom.errors import PostroomError
@@ -160,19 +160,6 @@ class Act(NamedTuple):
         return successor, f"superseded by {successor} ({client_message_id})" + (", patched" if patch else "")
 
 
-class Log(NamedTuple):
-    """Write a line of the operator log that concerns no single row."""
-
-    verb: str
-    order: Order
-    detail: str
-    rows: int = 1
-
-    def run(self, transaction: Transaction) -> None:
-        """Write it."""
-        log(transaction, self.verb, self.order, None, self.detail)
-
-
 class Control(NamedTuple):
     """Pause or resume the relay, or set its rate, for a destination ('' for all)."""
 
@@ -302,7 +289,7 @@ class Bulk(NamedTuple):
     walked: WalkedPast
     changed: Callable[[str], None]
 
-    async def run(self, row_filter: RowFilter, now: int, *, dry_run: bool, cursor: str | None) -> BulkResult:
+    async def run(self, row_filter: RowFilter, *, dry_run: bool, cursor: str | None) -> BulkResult:
         """Do the verb to every matching row, as `Outbox.bulk` says."""
         result = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
         order = self.order
@@ -313,37 +300,32 @@ class Bulk(NamedTuple):
         else:
             after, _, end = cursor.partition("-")
             until = seq_of(end)
-        async for page in self.reader.pages(row_filter, now, after, until):
+        async for page in self.reader.pages(row_filter, after, until):
             unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
-            order = await self._do(order, page.rows, result)
+            result.matched += len(page.rows)
+            able = [row.id for row in page.rows if why_not(self.verb, row.status, held=row.held) is None]
+            result.skipped += [row.id for row in page.rows if why_not(self.verb, row.status, held=row.held) is not None]
+            if dry_run:
+                result.done += able
+                able = []
+            elif VERBS[self.verb].retires and order.doubt is None:  # a broker that is away is asked once
+                learned = await self.outcomes.learn(able)
+                order = order._replace(doubt=learned.doubt)
+                for row_id, accepted in learned.accepted.items():
+                    self._note(row_id, errors.already_accepted(self.verb, row_id, accepted.broker_message_id), result)
+                able = [row_id for row_id in able if row_id not in learned.accepted]
+            futures = [self.store.submit(Act(self.verb, row_id, order, self.walked)) for row_id in able]
+            outcomes = await asyncio.gather(*futures, return_exceptions=True)
+            for row_id, outcome in zip(able, outcomes, strict=True):
+                self._note(row_id, outcome, result)
             if row_filter.ids is None and page.next_cursor is not None and result.matched >= _ROWS:
                 result.next_cursor = f"{page.next_cursor}-{until}"
                 return result
-        async for page in self.reader.pages(RowFilter(ids=sorted(unseen)), now, None, until):
+        async for page in self.reader.pages(RowFilter(ids=sorted(unseen)), None, until):
             unseen.difference_update(*((row.id, row.client_message_id) for row in page.rows))
             result.skipped += [row.id for row in page.rows]
         result.failed += [BulkFailure(id=each, code="row_not_found", detail="no such row") for each in sorted(unseen)]
         return result
-
-    async def _do(self, order: Order, rows: Sequence[OutboxRow], result: BulkResult) -> Order:
-        """Do the verb to those of a page whose state allows it, or say which they are; return the order to go on by."""
-        result.matched += len(rows)
-        able = [row.id for row in rows if why_not(self.verb, row.status, held=row.held) is None]
-        result.skipped += [row.id for row in rows if why_not(self.verb, row.status, held=row.held) is not None]
-        if result.dry_run:
-            result.done += able
-            return order
-        if VERBS[self.verb].retires and order.doubt is None:  # a broker that is away is asked once
-            learned = await self.outcomes.learn(able)
-            order = order._replace(doubt=learned.doubt)
-            for row_id, accepted in learned.accepted.items():
-                self._note(row_id, errors.already_accepted(self.verb, row_id, accepted.broker_message_id), result)
-            able = [row_id for row_id in able if row_id not in learned.accepted]
-        futures = [self.store.submit(Act(self.verb, row_id, order, self.walked)) for row_id in able]
-        outcomes = await asyncio.gather(*futures, return_exceptions=True)
-        for row_id, outcome in zip(able, outcomes, strict=True):
-            self._note(row_id, outcome, result)
-        return order
 
     def _note(self, row_id: str, outcome: object, result: BulkResult) -> None:
         if isinstance(outcome, PostroomError) and outcome.code == "wrong_state":

@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
 import structlog
 
 from outbox import accepting, errors, operating, reading, relaying, writer
-from outbox.missing import Begin, Note, Resend, Resent
+from outbox.missing import Note, Resend, Resent, begin
 from outbox.model import (
     Accepted,
     AcceptedRow,
@@ -18,19 +19,17 @@ from outbox.model import (
     ClaimedRow,
     Comparison,
     DoneRow,
-    Missing,
-    OutboxCounts,
     OutboxSettings,
-    RelayControl,
     RowFilter,
     Settlement,
     Verdict,
 )
 from outbox.settled import Prune
+from outbox.transaction import Step
 from postroom._wire.ids import new_id, now_ms
 from postroom._wire.message import PreparedSend, check_client_message_id
 from postroom._wire.operations import MAX_IDS, VERBS, Verb
-from postroom._wire.sends import SETTLED, BulkResult, OutboxPage, OutboxRow, RowChain
+from postroom._wire.sends import SETTLED, BulkResult, OutboxRow
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
 from postroom.chassis.exits import Exit, Fatal
@@ -44,7 +43,6 @@ SCHEMA: Final = sqlite.Schema.of("outbox", "PSTR")
 _RECOVERED: Final = load_queries("outbox", "sql/recover.sql")
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
-PAGE_ROWS: Final = 100
 CLAIM_AT_ONCE: Final = 100  # rows that one transaction of a claim takes: 2 ms for which everybody waits
 _CHUNK: Final = 200  # rows that one transaction of a long job may touch
 _DAY_MS: Final = 86_400_000
@@ -52,7 +50,7 @@ _PRUNE_EVERY: Final = 600.0  # seconds
 _EXPIRY_CHUNK: Final = 200  # of each lane
 
 
-class Outbox:
+class Outbox(reading.Reader):
     """The durable queue of one daemon (docs/contract/send.md#send-42). Any task of one event loop may call it.
 
     What a method that writes returns is on disk. Each raises `PostroomError`: 507 `disk_full` while the disk is full,
@@ -70,18 +68,16 @@ class Outbox:
         clock: Callable[[], int],
         look_up: operating.LookUp | None,
     ) -> None:
-        self._store = store
+        super().__init__(store, clock)
         self._transactor = transactor
         self._settings = settings
-        self._reader = reading.Reader(store)
         self._walked = walked
-        self._clock = clock
         self._work = asyncio.Event()
         self._work.set()
         self._next_due: int | None = None
         self._watchers = reading.Watchers()
         self._urged: Callable[[], None] = lambda: None  # the relay, where there is one
-        self._outcomes = operating.Outcomes(self._reader, store, look_up, self._changed)
+        self._outcomes = operating.Outcomes(self, store, look_up, self._changed)
 
     @classmethod
     async def open(
@@ -133,7 +129,7 @@ class Outbox:
             checkpoint_bytes=settings.checkpoint_bytes,
         )
         try:
-            await store.submit(relaying.Reclaim())
+            await store.submit(Step(relaying.reclaim))
         except PostroomError as error:
             await store.close()
             raise Fatal(Exit.TRY_AGAIN, f"cannot take back the rows that were inflight: {error}") from error
@@ -174,26 +170,18 @@ class Outbox:
         """Return what `accept` would answer for each send whose id has a row, None for the others; writes nothing."""
         return await self._store.submit(accepting.Known(accepting.Accept.of(sends, caller)))
 
-    async def find(self, client_message_id: str) -> OutboxRow | None:
-        """Return the row of a send, None where the id is free."""
-        return await self._reader.find(client_message_id)
-
-    async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
-        """Return the rows of these sends, in any order; where an id is free there is none."""
-        return await self._reader.find_all(client_message_ids)
-
     async def wait(self, client_message_id: str, timeout: float) -> OutboxRow | None:  # noqa: ASYNC109 - either way the answer is a row
         """Return the row of a send once it is done, dead or aborted, or as it is after `timeout` seconds."""
-        row = await self._reader.find(client_message_id)
+        row = await self.find(client_message_id)
         if row is None or row.status in SETTLED:
             return row
         await self.wait_all([row.id], timeout)
-        return await self._reader.find(client_message_id)
+        return await self.find(client_message_id)
 
     async def wait_all(self, row_ids: Sequence[str], timeout: float) -> None:  # noqa: ASYNC109 - a time-out is an ordinary return here
         """Return once each of the rows is done, dead or aborted, or after `timeout` seconds."""
         with self._watchers.watch(*row_ids) as settled:
-            self._watchers.settled(await self._reader.settled_of(row_ids))
+            self._watchers.settled(await self.settled_of(row_ids))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(settled.wait(), timeout)
 
@@ -220,7 +208,7 @@ class Outbox:
                 break
             seqs += result.seqs
             size += result.size
-        return await self._reader.claimed(seqs) if seqs else []
+        return await self.claimed(seqs) if seqs else []
 
     async def _claim(self, claim: relaying.Claim) -> relaying.ClaimResult:
         """Run one transaction of a claim, and remember when to look again."""
@@ -268,10 +256,6 @@ class Outbox:
             await asyncio.wait_for(self._work.wait(), timeout)
         self._work.clear()
 
-    async def relay_controls(self) -> dict[str, RelayControl]:
-        """Return what operators told the relay, by destination ('' for everything)."""
-        return await self._reader.controls()
-
     async def set_relay_control(
         self,
         destination: str | None,
@@ -289,24 +273,6 @@ class Outbox:
             self._urged()
 
     # Operating
-
-    async def list_rows(self, row_filter: RowFilter, cursor: str | None = None, limit: int = PAGE_ROWS) -> OutboxPage:
-        """Return up to `limit` matching rows in age order, never payloads.
-
-        A page may be shorter, even empty, and still have a `next_cursor`: where the filter matches little, the search
-        goes on with the next call, so that no call takes long.
-        """
-        return await self._reader.page(row_filter, cursor, limit, self._clock())
-
-    async def export(self, row_filter: RowFilter) -> AsyncIterator[OutboxRow]:
-        """Yield every matching row in age order, reading a page at a time."""
-        async for page in self._reader.pages(row_filter, self._clock()):
-            for row in page.rows:
-                yield row
-
-    async def inspect(self, row_id: str) -> RowChain:
-        """Return a row (by its id, else by its client_message_id) with its requeue chain and its log; 404."""
-        return await self._reader.inspect(row_id)
 
     async def act(
         self,
@@ -333,7 +299,7 @@ class Outbox:
         if new_client_message_id is not None:
             check_client_message_id(new_client_message_id, "new_client_message_id")
         if VERBS[verb].retires:
-            row_id = (await self._reader.row(row_id)).id
+            row_id = (await self.row(row_id)).id
             learned = await self._outcomes.learn([row_id])
             if (accepted := learned.accepted.get(row_id)) is not None:
                 raise errors.already_accepted(verb, row_id, accepted.broker_message_id)
@@ -342,7 +308,7 @@ class Outbox:
         self._changed(row_id if verb == "requeue" else came)
         if verb == "flush":
             self._urged()
-        return await self._reader.row(came)
+        return await self.row(came)
 
     async def bulk(
         self,
@@ -362,29 +328,17 @@ class Outbox:
         After `MAX_IDS` rows it ends with a `next_cursor`, so that its answer and its time stay bounded.
         """
         order = operating.Order(caller, reason, force).checked()
-        bulk = operating.Bulk(verb, order, self._reader, self._store, self._outcomes, self._walked, self._changed)
-        result = await bulk.run(row_filter, self._clock(), dry_run=dry_run, cursor=cursor)
+        bulk = operating.Bulk(verb, order, self, self._store, self._outcomes, self._walked, self._changed)
+        result = await bulk.run(row_filter, dry_run=dry_run, cursor=cursor)
         if verb == "flush" and result.done and not dry_run:
             self._urged()
         return result
 
     # What the broker's database lost
 
-    async def comparison(self) -> Comparison | None:
-        """Return how far the done rows were compared with the broker's database; None where they never were."""
-        return await self._reader.comparison()
-
-    async def last_history_id(self) -> int:
-        """Return the number that the broker gave the last done row, 0 where there is none."""
-        return await self._reader.last_history_id()
-
     async def begin_comparison(self, incarnation: str, since_ms: int) -> None:
         """Compare the rows that are done now, and settled from the moment on, with the database of that incarnation."""
-        await self._store.submit(Begin(incarnation, since_ms))
-
-    async def stretch(self, comparison: Comparison) -> tuple[list[DoneRow], int]:
-        """Return the next rows of a comparison, and the row up to which that goes."""
-        return await self._reader.stretch(comparison)
+        await self._store.submit(Step(partial(begin, incarnation, since_ms)))
 
     async def note_compared(
         self,
@@ -400,10 +354,6 @@ class Outbox:
         """
         there = [(row.seq, *(accepted or (None, None))) for row, accepted in found]
         await self._store.submit(Note(comparison.incarnation, up_to, there, [row.seq for row in lost]))
-
-    async def missing(self) -> Missing:
-        """Count the done rows that the broker's database lost."""
-        return await self._reader.missing()
 
     async def resend_missing(self, *, caller: Caller, reason: str) -> Resent:
         """Send the rows that the broker's database lost again, under their own ids, up to `MAX_IDS` of them.
@@ -425,9 +375,8 @@ class Outbox:
         """
         order = operating.Order(caller, reason).checked()
         total = await self._prune(settled_before_ms)
-        await self._store.submit(
-            operating.Log("prune", order, f"{total} payloads of rows settled before {settled_before_ms} ms")
-        )
+        detail = f"{total} payloads of rows settled before {settled_before_ms} ms"
+        await self._store.submit(Step(lambda transaction: operating.log(transaction, "prune", order, None, detail)))
         return total
 
     async def prune_by_age(self) -> None:
@@ -449,10 +398,6 @@ class Outbox:
         return total
 
     # Watching
-
-    async def counts(self) -> OutboxCounts:
-        """Return the kept counters and the sizes on disk."""
-        return await self._reader.counts(self._clock())
 
     @property
     def healthy(self) -> bool:

@@ -38,6 +38,7 @@ _QUERIES: Final = load_queries("outbox", "sql/read.sql")
 _COMPARING: Final = load_queries("outbox", "sql/missing.sql")
 _CURSOR_DIGITS: Final = 18  # fewer than a 64-bit integer may have
 MAX_SEQ: Final = 2**63 - 1
+PAGE_ROWS: Final = 100
 _PAGE_ROWS: Final = 500  # of `pages`
 _SCAN: Final = 2000  # rows that one short read transaction looks at
 _COMPARED_AT_ONCE: Final = 500  # rows
@@ -106,14 +107,7 @@ class _LogLine(NamedTuple):
     detail: str | None
 
     def view(self) -> OperatorAction:
-        return OperatorAction(
-            at=datetime.fromtimestamp(self.at / 1000, UTC),
-            verb=self.verb,
-            actor=self.actor,
-            reason=self.reason,
-            row_id=self.row_id,
-            detail=self.detail,
-        )
+        return OperatorAction(**{**self._asdict(), "at": datetime.fromtimestamp(self.at / 1000, UTC)})
 
 
 _decode_row: Final = msgspec.json.Decoder(StoredRow).decode
@@ -126,17 +120,18 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Reader:
-    """Answers questions about rows."""
+    """Answers questions about rows; `clock` gives ms since the epoch."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Callable[[], int]) -> None:
         self._store = store
+        self._clock = clock
 
     async def _read(self, read: Callable[..., T], *arguments: Any) -> T:
         """Call `read` with the connection and `arguments`: all its queries see the same rows."""
         return await self._store.read(lambda db: sqlite.in_snapshot(db, lambda: read(db, *arguments)))
 
     async def find(self, client_message_id: str) -> OutboxRow | None:
-        """Return the row of a send."""
+        """Return the row of a send, None where the id is free."""
 
         def read(db: sqlite3.Connection) -> OutboxRow | None:
             found = db.execute(_QUERIES["seq_of_client_message_id"], (client_message_id,)).fetchone()
@@ -147,7 +142,7 @@ class Reader:
         return await self._read(read)
 
     async def find_all(self, client_message_ids: Collection[str]) -> list[OutboxRow]:
-        """Return the rows of these sends, in any order."""
+        """Return the rows of these sends, in any order; where an id is free there is none."""
         ids = list(client_message_ids)
 
         def read(db: sqlite3.Connection) -> list[OutboxRow]:
@@ -167,7 +162,7 @@ class Reader:
         return await self._read(_row, row_id)
 
     async def inspect(self, row_id: str) -> RowChain:
-        """Return a row with its requeue chain and what operators did to any of it; raises `NotFound`."""
+        """Return a row (by its id, else by its client_message_id) with its requeue chain and its log; 404."""
 
         def read(db: sqlite3.Connection) -> RowChain:
             row = _row(db, row_id)
@@ -188,13 +183,15 @@ class Reader:
         """Return the `seq` of the youngest row, 0 where there is none."""
         return await self._store.read(lambda db: int(_value(db, "last_seq", ())))
 
-    async def page(
-        self, row_filter: RowFilter, cursor: str | None, limit: int, now: int, until: int = MAX_SEQ
-    ) -> OutboxPage:
-        """Return up to `limit` rows in age order, up to the row `until`.
+    async def list_rows(self, row_filter: RowFilter, cursor: str | None = None, limit: int = PAGE_ROWS) -> OutboxPage:
+        """Return up to `limit` matching rows in age order, never payloads.
 
-        Fewer, with a cursor, where the filter finds little for long.
+        A page may be shorter, even empty, and still have a `next_cursor`: where the filter matches little, the search
+        goes on with the next call, so that no call takes long.
         """
+        return await self._page(row_filter, cursor, limit, self._clock(), MAX_SEQ)
+
+    async def _page(self, row_filter: RowFilter, cursor: str | None, limit: int, now: int, until: int) -> OutboxPage:
         after: int | None = seq_of(cursor)
         rows: list[OutboxRow] = []
         for _ in range(_SCANS_PER_PAGE):
@@ -206,14 +203,21 @@ class Reader:
         return OutboxPage(rows=rows, next_cursor=None if after is None else str(after))
 
     async def pages(
-        self, row_filter: RowFilter, now: int, cursor: str | None = None, until: int = MAX_SEQ
+        self, row_filter: RowFilter, cursor: str | None = None, until: int = MAX_SEQ
     ) -> AsyncIterator[OutboxPage]:
         """Yield each page of the matching rows in age order, after `cursor` and up to the row `until`."""
+        now = self._clock()
         while True:
-            page = await self.page(row_filter, cursor, _PAGE_ROWS, now, until)
+            page = await self._page(row_filter, cursor, _PAGE_ROWS, now, until)
             yield page
             if (cursor := page.next_cursor) is None:
                 return
+
+    async def export(self, row_filter: RowFilter) -> AsyncIterator[OutboxRow]:
+        """Yield every matching row in age order, reading a page at a time."""
+        async for page in self.pages(row_filter):
+            for row in page.rows:
+                yield row
 
     async def unanswered(self, row_ids: Sequence[str]) -> list[Unanswered]:
         """Return those of the rows, pending or dead, that the broker was sent and did not answer for."""
@@ -246,8 +250,9 @@ class Reader:
         """Return the rows that a claim took, in its order."""
         return await self._store.read(partial(read_claimed, seqs))
 
-    async def counts(self, now: int) -> OutboxCounts:
+    async def counts(self) -> OutboxCounts:
         """Return the kept counters and the sizes on disk."""
+        now = self._clock()
 
         def read(db: sqlite3.Connection) -> tuple[tuple[int, ...], int, int | None, int | None]:
             tally = db.execute(_QUERIES["tally"]).fetchone()
@@ -266,7 +271,7 @@ class Reader:
             due_ms=0 if due_since is None else max(0, now - due_since),
         )
 
-    async def controls(self) -> dict[str, RelayControl]:
+    async def relay_controls(self) -> dict[str, RelayControl]:
         """Return what operators told the relay, by destination ('' for everything)."""
         rows = await self._store.read(lambda db: db.execute(_QUERIES["controls"]).fetchall())
         return {destination: RelayControl(bool(paused), rate) for destination, paused, rate in rows}

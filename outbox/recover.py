@@ -265,7 +265,11 @@ def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
     fresh = database.with_name(f"{database.name}.recovering")
     for part in sqlite.PARTS:
         Path(f"{fresh}{part}").unlink(missing_ok=True)  # of a recovery that was cut short
-    _create(fresh)
+    created = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:  # as its directory's owner's: root may recover the outbox of a daemon
+        ownership.hand_over(created, fresh.parent)
+    finally:
+        os.close(created)
     with (
         contextlib.closing(Pages(source)) as pages,
         contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as new,
@@ -289,15 +293,6 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
-def _create(file: Path) -> None:
-    """Create the file, 0600 from the start, as its directory's owner's: root may recover the outbox of a daemon."""
-    created = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        ownership.hand_over(created, file.parent)
-    finally:
-        os.close(created)
-
-
 class _Salvage:
     """Fills a new file from the pages of a damaged one, in which tables and indexes have the places they have here."""
 
@@ -319,12 +314,16 @@ class _Salvage:
         (keeps_payloads,) = self._new.execute(_QUERIES["trigger"], ("outbox_keeps_payloads",)).fetchone()
         self._new.execute(_QUERIES["drop_trigger"])
         self._read_indexes()
-        saved = self._keep_moved()
+        shared = {number: row.as_key(number) for number, row in self._rows("outbox_common", _CommonRow)}
+        shared |= {key.number: key for key, sound in self._keys("sqlite_autoindex_outbox_common_1", _Common) if sound}
+        for seq, row in self._rows("outbox_settled", _Moved):
+            if row.checksum == checksum_of((seq, *msgspec.structs.astuple(row)[1:-1])):
+                self._moved += self._write_moved(seq, row, shared.get(row.common, _NOBODY))
         for seq, message in self._rows("outbox_payload", _Payload):  # those without a row go again
             with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 msgspec.json.decode(message.payload, type=Envelope)
                 self._new.execute(_QUERIES["keep_payload"], (seq, message.payload))
-        saved += self._keep_rows()
+        saved = self._moved + self._keep_rows()
         missing = self._missing(saved)
         buried = self._bury()
         self._new.execute(_QUERIES["drop_payloads_without_row"])
@@ -371,16 +370,6 @@ class _Salvage:
         for moved, sound in self._keys("outbox_settled_key", _Key):
             if sound and self._is_number(moved.seq):
                 self._highest["outbox_settled_key"] = max(self._highest["outbox_settled_key"], moved.seq)
-
-    def _keep_moved(self) -> int:
-        """Write the rows that had been moved; returns how many."""
-        shared = {number: row.as_key(number) for number, row in self._rows("outbox_common", _CommonRow)}
-        shared |= {key.number: key for key, sound in self._keys("sqlite_autoindex_outbox_common_1", _Common) if sound}
-        for seq, row in self._rows("outbox_settled", _Moved):
-            if row.checksum != checksum_of((seq, *msgspec.structs.astuple(row)[1:-1])):
-                continue
-            self._moved += self._write_moved(seq, row, shared.get(row.common, _NOBODY))
-        return self._moved
 
     def _write_moved(self, seq: int, row: _Moved, shared: _Common) -> bool:
         """Write a row as one that was moved; says whether it was whole, and not there before."""

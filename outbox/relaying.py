@@ -69,14 +69,6 @@ class WalkedPast:
         self._after.clear()
 
 
-class _Stretch(NamedTuple):
-    """Rows to claim in a lane, as `seq` and payload bytes; the last row looked at, where the walk got past them all."""
-
-    found: list[tuple[int, int]]
-    last: int | None = None
-    unfinished: bool = False  # the walk ended before the lane did
-
-
 class Claim(NamedTuple):
     """Take due rows, by priority, then age: at most `limit` rows and `max_bytes` of payload, but at least `least`."""
 
@@ -111,31 +103,29 @@ class Claim(NamedTuple):
         size = 0
         more = False
         for lane in DUE.values():
-            stretch = self._candidates(transaction, lane, self.limit - len(chosen))
-            more = more or stretch.unfinished
-            for seq, payload_bytes in stretch.found:
+            limit, last = self.limit - len(chosen), None
+            parameters: dict[str, int | str] = {"lane": lane, "after": 0, "limit": limit}
+            if not self.excluded:
+                found = _decode_candidates(transaction.value(_QUERIES["candidates"], parameters))
+            else:  # those of its next stretch
+                parameters["after"] = self.walked.after(lane, self.excluded)
+                parameters |= {"scan": _SCAN, "excluded": _encode(sorted(self.excluded)).decode()}
+                found = sorted(_decode_candidates(transaction.value(_QUERIES["candidates_elsewhere"], parameters)))
+                if len(found) == limit:
+                    more = True
+                else:
+                    looked_at, last = transaction.db.execute(_QUERIES["scanned"], parameters).fetchone()
+                    more = more or looked_at == _SCAN
+            for seq, payload_bytes in found:
                 if len(chosen) >= self.least and size + payload_bytes > self.max_bytes:
                     return chosen, size, True
                 size += payload_bytes
                 chosen.append(seq)
-            if stretch.last is not None:  # not before all that was found there is taken
-                self.walked.walked(lane, stretch.last)
+            if last is not None:  # not before all that was found there is taken
+                self.walked.walked(lane, last)
             if len(chosen) == self.limit:
                 return chosen, size, True
         return chosen, size, more
-
-    def _candidates(self, transaction: Transaction, lane: int, limit: int) -> _Stretch:
-        """Return the first rows of a lane, where some destinations are excluded of its next stretch."""
-        parameters: dict[str, int | str] = {"lane": lane, "after": 0, "limit": limit}
-        if not self.excluded:
-            return _Stretch(_decode_candidates(transaction.value(_QUERIES["candidates"], parameters)))
-        parameters["after"] = self.walked.after(lane, self.excluded)
-        parameters |= {"scan": _SCAN, "excluded": _encode(sorted(self.excluded)).decode()}
-        found = sorted(_decode_candidates(transaction.value(_QUERIES["candidates_elsewhere"], parameters)))
-        if len(found) == limit:
-            return _Stretch(found, unfinished=True)
-        looked_at, last = transaction.db.execute(_QUERIES["scanned"], parameters).fetchone()
-        return _Stretch(found, last, unfinished=looked_at == _SCAN)
 
 
 def shorten_waits(transaction: Transaction, walked: WalkedPast) -> None:
@@ -218,16 +208,10 @@ class Expire(NamedTuple):
         return ids, onward
 
 
-class Reclaim(NamedTuple):
-    """At a start: what was inflight is pending again with one attempt more (docs/contract/send.md#send-76)."""
-
-    rows: int = 1
-
-    def run(self, transaction: Transaction) -> int:
-        """Reclaim; returns how many rows there were."""
-        changed = transaction.execute(_QUERIES["reclaim"], {"now": transaction.now})
-        transaction.changed("inflight", "pending", changed)
-        return changed
+def reclaim(transaction: Transaction) -> None:
+    """Make what was inflight at a start pending again, with one attempt more (docs/contract/send.md#send-76)."""
+    changed = transaction.execute(_QUERIES["reclaim"], {"now": transaction.now})
+    transaction.changed("inflight", "pending", changed)
 
 
 def read_claimed(seqs: Sequence[int], db: sqlite3.Connection) -> list[ClaimedRow]:

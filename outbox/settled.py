@@ -85,8 +85,32 @@ class Prune(NamedTuple):
         found, last = transaction.db.execute(QUERIES["prunable"], parameters).fetchone()
         if not (rows := _decode_prunable(found)):
             return 0, last
-        common = {shared: number_of(transaction.db, shared) for shared in {_shared(row) for row in rows}}
-        kept = [_kept(transaction, row, common[_shared(row)]) for row in rows]
+        common: dict[tuple[str, str, str, str], int] = {}
+        kept = []
+        for row in rows:
+            shared = row.destination, row.priority, row.submitted_by, row.code or ""
+            if shared not in common:
+                common[shared] = number_of(transaction.db, shared)
+            successor = None if row.superseded_by is None else find_row(transaction.db, row.superseded_by)
+            values = (
+                row.seq,
+                pack(row.id),
+                pack(row.client_message_id),
+                bytes.fromhex(row.fingerprint),
+                common[shared],
+                row.attempts,
+                row.enqueued_at,
+                row.settled_at - row.enqueued_at,
+                transaction.now - row.settled_at,
+                row.not_before,
+                None if row.broker_message_id is None else pack(row.broker_message_id),
+                row.history_id,
+                row.duplicate,
+                row.unanswered_at,
+                row.aborted_by,
+                successor,
+            )
+            kept.append((*values, checksum_of(values)))
         transaction.insert(QUERIES["move"], kept)
         keys = [(key_of(row.client_message_id, transaction.salt), row.seq) for row in rows]
         transaction.insert(QUERIES["key"], sorted(keys))
@@ -100,40 +124,12 @@ class Prune(NamedTuple):
         return len(rows), last
 
 
-def _shared(row: _Prunable) -> tuple[str, str, str, str]:
-    return row.destination, row.priority, row.submitted_by, row.code or ""
-
-
 def number_of(db: sqlite3.Connection, shared: tuple[str, str, str, str]) -> int:
     """Return the number of what rows share: destination, priority, submitted_by and the code of their error."""
     found = db.execute(QUERIES["common"], shared).fetchone()
     if found is None:
         found = db.execute(QUERIES["share"], shared).fetchone()
     return int(found[0])
-
-
-def _kept(transaction: Transaction, row: _Prunable, common: int) -> tuple[object, ...]:
-    """Return what `move` writes, in its order."""
-    successor = None if row.superseded_by is None else find_row(transaction.db, row.superseded_by)
-    values = (
-        row.seq,
-        pack(row.id),
-        pack(row.client_message_id),
-        bytes.fromhex(row.fingerprint),
-        common,
-        row.attempts,
-        row.enqueued_at,
-        row.settled_at - row.enqueued_at,
-        transaction.now - row.settled_at,
-        row.not_before,
-        None if row.broker_message_id is None else pack(row.broker_message_id),
-        row.history_id,
-        row.duplicate,
-        row.unanswered_at,
-        row.aborted_by,
-        successor,
-    )
-    return (*values, checksum_of(values))
 
 
 def checksum_of(values: tuple[object, ...]) -> int:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from postroom._wire.sends import RowStatus
 from postroom._wire.sql import load_queries
@@ -20,6 +20,7 @@ _INSERT_STEP: Final = 64  # more than this many rows go in multiples of it, so t
 _LARGEST_CELL: Final = 4061  # bytes of a payload that lies whole in its page
 _ROW_BYTES: Final = 320  # of a row without its payload, with its entries in the indexes
 _PLACES: Final = re.compile(r"\((\?, )*\?\)")
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -177,6 +178,13 @@ def room_of(payload_bytes: int) -> int:
 def _repeated(query: str, rows: int) -> str:
     """Return the query with its group of values repeated: one step of SQLite for all of them."""
     return _PLACES.sub(lambda places: ", ".join([places[0]] * rows), query)
+
+
+class Step(NamedTuple, Generic[T]):
+    """An operation that is one function; it may write `rows` at most."""
+
+    run: Callable[[Transaction], T]
+    rows: int = 1
 
 
 class Operation(Protocol[T_co]):

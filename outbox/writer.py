@@ -159,14 +159,31 @@ class Transactor(store.Transactor):
         """Run a group in order, neighbouring sends together; a `PostroomError` of one is its outcome alone."""
         try:
             with transaction(db):
-                here = self._begin(db)
+                now = self._clock()
+                set_back = now < self._latest - _SET_BACK
+                self._clock_is_confirmed = self._clock_is_confirmed and not set_back
+                here = Transaction(
+                    db,
+                    now=now,
+                    dated=now if self._clock_is_confirmed else max(now, self._dated),
+                    new_id=self._next_id,
+                    space=self.space,
+                    salt=self._salt,
+                    max_bytes=self._max_bytes,
+                )
+                if set_back:
+                    shorten_waits(here, self._walked)
                 outcomes: list[Outcome] = []
                 for is_accept, neighbours in groupby(group, key=lambda operation: isinstance(operation, Accept)):
                     if is_accept:
                         self._accepted_at = time.monotonic()
                         outcomes += accept_group(here, list(neighbours))  # type: ignore[arg-type]
                     else:
-                        outcomes += [_run(here, operation) for operation in neighbours]
+                        for operation in neighbours:
+                            try:
+                                outcomes.append(operation.run(here))
+                            except PostroomError as error:  # nothing has changed yet
+                                outcomes.append(error)
                 here.write_counters()
         except BaseException:
             self._walked.forget()  # rows that a claim walked past or took may be back
@@ -177,36 +194,8 @@ class Transactor(store.Transactor):
         self._added += space.waiting - self.space.waiting
         self.space = space
         self.logged += here.logged_bytes
-        self._watch_size()
-        return outcomes
-
-    def _begin(self, db: sqlite3.Connection) -> Transaction:
-        now = self._clock()
-        set_back = now < self._latest - _SET_BACK
-        self._clock_is_confirmed = self._clock_is_confirmed and not set_back
-        here = Transaction(
-            db,
-            now=now,
-            dated=now if self._clock_is_confirmed else max(now, self._dated),
-            new_id=self._next_id,
-            space=self.space,
-            salt=self._salt,
-            max_bytes=self._max_bytes,
-        )
-        if set_back:
-            shorten_waits(here, self._walked)
-        return here
-
-    def _next_id(self) -> str:
-        """Mint an id that is greater than every row's, also where the clock was set back before this start."""
-        fresh = self._new_id()
-        self._last_id = fresh if fresh > self._last_id else following(self._last_id)
-        return self._last_id
-
-    def _watch_size(self) -> None:
-        """Warn once when what waits passes 80 % of its limit, and again only after it was below."""
         beyond = self.space.waiting > self._max_bytes * WARN_AT
-        if beyond and not self._warned:
+        if beyond and not self._warned:  # and again only after it was below
             _log.warning(
                 "outbox_filling_up",
                 waiting_bytes=self.space.waiting,
@@ -214,6 +203,13 @@ class Transactor(store.Transactor):
                 advice="drain, requeue or abort dead rows, or raise the limit",
             )
         self._warned = beyond
+        return outcomes
+
+    def _next_id(self) -> str:
+        """Mint an id that is greater than every row's, also where the clock was set back before this start."""
+        fresh = self._new_id()
+        self._last_id = fresh if fresh > self._last_id else following(self._last_id)
+        return self._last_id
 
     def alone(self, operation: Operation[Any], attempt: Callable[[Any], Outcome]) -> Outcome:
         """Run an operation in a transaction of its own, and each send in one."""
@@ -245,33 +241,17 @@ class Transactor(store.Transactor):
         added, self._added = self._added, 0
         made, until = 0, time.monotonic() + _PRUNE_SECONDS
         while self.has_chores and (not made or (self._pressing and made < 2 * added and time.monotonic() < until)):
+            before = self.space.kept
+            db.execute(QUERIES["sync_later"])  # after a power cut it is done again
             try:
-                freed = self._prune(db)
+                self.transact(db, [Prune(_EVER, 0, _PRUNED_AT_ONCE)])
             except sqlite3.Error as error:
                 if not is_full(error):
                     raise
                 _log.warning("not_pruned", error=str(error), advice="free some space on the disk of the outbox")
-                freed = 0
+            finally:
+                db.execute(QUERIES["sync"])
+            freed = before - self.space.kept
             if not freed:
                 self._prune_after = time.monotonic() + _PRUNE_AGAIN_SECONDS
             made += freed
-
-    def _prune(self, db: sqlite3.Connection) -> int:
-        """Move the oldest settled rows and drop their payloads; returns the room that is free for it.
-
-        It is not synced: after a power cut it is done again.
-        """
-        before = self.space.kept
-        db.execute(QUERIES["sync_later"])
-        try:
-            self.transact(db, [Prune(_EVER, 0, _PRUNED_AT_ONCE)])
-        finally:
-            db.execute(QUERIES["sync"])
-        return before - self.space.kept
-
-
-def _run(here: Transaction, operation: Operation[Any]) -> Outcome:
-    try:
-        return operation.run(here)
-    except PostroomError as error:  # nothing has changed yet
-        return error
