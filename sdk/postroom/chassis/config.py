@@ -75,7 +75,12 @@ def load(
     the program's own says it: what a user names wins over what is merely there. Raises `Fatal` (78) with the path of
     what is wrong.
     """
-    _refuse_misspelt(config, prefix, environ)
+    names = {setting.variable("") for setting in settings(config)}
+    for variable in environ:  # one that is nearly a setting's; one that resembles none is somebody else's
+        name = variable.removeprefix(prefix)
+        meant = name not in (variable, *names) and get_close_matches(name, names, n=1, cutoff=_NEARLY)
+        if meant:
+            raise Fatal(Exit.CONFIG, f"{variable} is not a setting: did you mean {prefix}{meant[0]}?")
     tree = _read(file) if file is not None else {}
     said = {path for path, _ in _leaves(tree)}
     own = {prefix + key: environ[name] for name, key in (shared or {}).items() if name in environ}
@@ -129,17 +134,6 @@ def effective(config: msgspec.Struct) -> Iterator[tuple[Setting, Any]]:
         yield setting, MASK if setting.secret and value else value
 
 
-def _refuse_misspelt(config: type[C], prefix: str, environ: Mapping[str, str]) -> None:
-    """Refuse a variable that is nearly a setting's; one that resembles none is somebody else's, as of Kubernetes."""
-    names = {setting.variable("") for setting in settings(config)}
-    for variable in environ:
-        name = variable.removeprefix(prefix)
-        if name == variable or name in names:
-            continue
-        if meant := get_close_matches(name, names, n=1, cutoff=_NEARLY):
-            raise Fatal(Exit.CONFIG, f"{variable} is not a setting: did you mean {prefix}{meant[0]}?")
-
-
 def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
@@ -186,12 +180,25 @@ def reference(config: type[msgspec.Struct], prefix: str | None) -> str:
     lines = ["| key | what it does | type | default | variable |", "|---|---|---|---|---|"]
     for setting in settings(config):
         key = ".".join(setting.path)
-        words = ", ".join([_name(setting.type), *_bounds(setting)])
+        words = [_name(setting.type)]
+        for meta in setting.meta:
+            bounds = (("≥", meta.ge), (">", meta.gt), ("≤", meta.le), ("<", meta.lt))
+            words += [f"{sign} {bound:,}" for sign, bound in bounds if bound is not None]
+            words += [] if meta.pattern is None else [f"`{meta.pattern}`"]
+        if setting.secret:
+            words[-1] += " (secret)"
+        default = f"`{setting.default}`"
+        if setting.default is msgspec.NODEFAULT:
+            default = "required"
+        elif setting.default is None or setting.default == []:
+            default = "-"
+        elif isinstance(setting.default, bool):
+            default = default.lower()
         cells = (
             f"`{key}`",
             setting.description[:1].upper() + setting.description[1:].removesuffix("."),
-            f"{words} (secret)" if setting.secret else words,
-            _default(setting),
+            ", ".join(words),
+            default,
             "-" if prefix is None or _holds_tables(setting.type) else f"`{setting.variable(prefix)}`",
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -216,22 +223,3 @@ def _name(kind: Any) -> str:
 def _holds_tables(kind: Any) -> bool:
     """Tell whether a setting is a list of tables, as `[[streams]]`."""
     return get_origin(kind) is list and is_struct_type(get_args(kind)[0])
-
-
-def _bounds(setting: Setting) -> Iterator[str]:
-    for meta in setting.meta:
-        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-            if (bound := getattr(meta, name)) is not None:
-                yield f"{sign} {bound:,}"
-        if meta.pattern is not None:
-            yield f"`{meta.pattern}`"
-
-
-def _default(setting: Setting) -> str:
-    if setting.default is msgspec.NODEFAULT:
-        return "required"
-    if setting.default is None or setting.default == []:
-        return "-"
-    if isinstance(setting.default, bool):
-        return f"`{str(setting.default).lower()}`"
-    return f"`{setting.default}`"

@@ -12,7 +12,6 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -62,10 +61,12 @@ def check_private(directory: Path, *, may_be_anothers: bool = False) -> None:
         _refuse(f"others may write to it: chmod go-w {here}, or choose another directory")
     if _in_user_namespace():
         trusted.add(_OVERFLOW_UID)
+    above = [*directory.resolve().parents]  # in which this one, or a link on the way to it, has its name
     for link in (each for each in (directory.absolute(), *directory.absolute().parents) if each.is_symlink()):
         if (owner := link.lstat().st_uid) not in trusted:
             _refuse(f"the link {link} on the way to it belongs to {_name(owner)}: choose another directory")
-    for parent in _above(directory):
+        above += [link.parent.resolve(), *link.parent.resolve().parents]
+    for parent in above:
         status = parent.stat()
         if status.st_uid not in trusted:
             _refuse(f"the directory {parent} above it belongs to {_name(status.st_uid)}: choose another directory")
@@ -103,15 +104,6 @@ def hand_over(fd: int, directory: Path) -> None:
     if os.geteuid() == 0:
         owner = directory.stat()
         os.fchown(fd, owner.st_uid, owner.st_gid)
-
-
-def _above(directory: Path) -> Iterator[Path]:
-    """Yield the directories in which this one, or a link on the way to it, has its name."""
-    yield from directory.resolve().parents
-    for each in (directory.absolute(), *directory.absolute().parents):
-        if each.is_symlink():
-            here = each.parent.resolve()
-            yield from (here, *here.parents)
 
 
 def _others_may_write(status: os.stat_result) -> bool:

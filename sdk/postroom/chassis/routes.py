@@ -102,9 +102,9 @@ def problem_response(problem: Problem) -> web.Response:
     return web.Response(status=problem.status, body=body, content_type=PROBLEM_JSON, headers=headers)
 
 
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def json_response(value: Any, status: int = 200) -> web.Response:
     """Answer with `value` encoded by msgspec."""
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type=JSON, headers=headers)
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type=JSON)
 
 
 def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:

@@ -69,8 +69,12 @@ class Schema(NamedTuple):
             return
         with transaction(db):
             for script in self.steps[self.version_of(db, path) :]:
-                for statement in _statements(script):
-                    db.execute(statement)
+                statement = ""
+                for line in script.splitlines(keepends=True):  # by statements: `executescript` would commit before it
+                    statement += line
+                    if sqlite3.complete_statement(statement):
+                        db.execute(statement)
+                        statement = ""
 
 
 def open_writer(path: Path, schema: Schema, *, pragmas: str | None = None, check: bool = False) -> sqlite3.Connection:
@@ -141,16 +145,6 @@ def in_snapshot(db: sqlite3.Connection, read: Callable[[], T]) -> T:
         return read()
     finally:
         db.execute(QUERIES["rollback"])
-
-
-def _statements(script: str) -> Iterator[str]:
-    """Split a script at its statements: `executescript` would commit before it."""
-    begun = ""
-    for line in script.splitlines(keepends=True):
-        begun += line
-        if sqlite3.complete_statement(begun):
-            yield begun
-            begun = ""
 
 
 class Damaged(Exception):
