@@ -85,16 +85,12 @@ def settlement_for(row: ClaimedRow, answer: AcceptAnswer, waits: Waits) -> Settl
             )
         case Outcome.CONFLICT | Outcome.REJECTED:
             return Settlement(row.row_id, Verdict.DEAD, last_error=_error_text(answer), answered=True)
-        case Outcome.RATE_LIMITED:
-            seconds = answer.problem.retry_after if answer.problem is not None else None
-            return _retry(
-                row,
-                answer,
-                waits.wait_ms(row.attempts + 1) if seconds is None else round(clamp_retry_after(seconds) * 1000),
-                answered=True,
-            )
-        case _:  # the broker itself may not know what became of it
-            return _retry(row, answer, waits.wait_ms(row.attempts + 1), answered=False)
+        case outcome:  # of a 5xx the broker itself may not know what became of the message
+            limited = outcome is Outcome.RATE_LIMITED
+            seconds = answer.problem.retry_after if limited and answer.problem is not None else None
+            error = _error_text(answer)
+            wait_ms = waits.wait_ms(row.attempts + 1) if seconds is None else round(clamp_retry_after(seconds) * 1000)
+            return Settlement(row.row_id, Verdict.RETRY, last_error=error, wait_ms=wait_ms, answered=limited)
 
 
 def backed_off(row: ClaimedRow, reason: str, waits: Waits, *, answered: bool | None) -> Settlement:
@@ -131,10 +127,6 @@ def not_dated(row: ClaimedRow, wait_ms: int) -> Settlement:
     """Give a row back that is too old to be posted, by a clock that nobody has confirmed."""
     detail = "it may be too old to be posted, but the broker has not confirmed this machine's clock: check the time"
     return returned(row, f"clock_unconfirmed: {detail}", wait_ms=wait_ms)
-
-
-def _retry(row: ClaimedRow, answer: AcceptAnswer, wait_ms: int, *, answered: bool) -> Settlement:
-    return Settlement(row.row_id, Verdict.RETRY, last_error=_error_text(answer), wait_ms=wait_ms, answered=answered)
 
 
 def _error_text(answer: AcceptAnswer) -> str:

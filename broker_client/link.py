@@ -83,10 +83,7 @@ class BrokerLink:
             )
             for row in rows
         ]
-        reply = self._succeeded(await self._request("POST", "/v1/accept", _encode({"messages": items})))
-        answers = _decoded(reply, _decode_answers).answers
-        _check_answers(rows, answers)
-        return answers
+        return await self._answers("/v1/accept", _encode({"messages": items}), rows)
 
     async def accepted(self, rows: Sequence[Unanswered]) -> list[Accepted | None]:
         """Ask which rows the broker accepted: what it has of each, in the order of `rows`; raises `RequestFailed`."""
@@ -106,12 +103,30 @@ class BrokerLink:
             SentMessage(client_message_id=row.client_message_id, request_fingerprint=row.fingerprint.hex())
             for row in rows
         ]
-        query = _encode(AcceptedQuery(messages=messages))
-        reply = self._succeeded(await self._request("POST", "/v1/accepted", query))
-        answers = _decoded(reply, _decode_answers).answers
-        _check_answers(rows, answers)
+        answers = await self._answers("/v1/accepted", _encode(AcceptedQuery(messages=messages)), rows)
         if strange := next((each for each in answers if each.status not in _LOOKED_UP), None):
             raise _garbage(f"the broker's answer for {strange.client_message_id} is not valid")
+        return answers
+
+    async def _answers(
+        self, path: str, body: bytes, rows: Sequence[ClaimedRow | Unanswered | DoneRow]
+    ) -> list[AcceptAnswer]:
+        """Post something about `rows`, and return an answer that makes sense for each, in their order."""
+        answers = _decoded(self._succeeded(await self._request("POST", path, body)), _decode_answers).answers
+        if len(answers) != len(rows):
+            raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
+        for row, answer in zip(rows, answers, strict=True):
+            if answer.client_message_id != row.client_message_id:
+                raise _garbage(f"the broker answered another id in the place of {row.client_message_id}")
+            accepted = answer.status in _ACCEPTED
+            ids_are_valid = (
+                answer.broker_message_id is not None
+                and is_client_message_id(answer.broker_message_id)
+                and answer.history_id is not None
+                and 0 <= answer.history_id <= _LARGEST_HISTORY_ID
+            )
+            if not (ids_are_valid if accepted else 400 <= answer.status < 600):  # noqa: PLR2004 - 4xx and 5xx
+                raise _garbage(f"the broker's answer for {row.client_message_id} is not valid")
         return answers
 
     async def features(self) -> Features:
@@ -154,7 +169,10 @@ class BrokerLink:
     def _succeeded(self, reply: Reply) -> Reply:
         if reply.status in _SUCCESS:
             return reply
-        problem = _problem_of(reply.content)
+        try:
+            problem = msgspec.json.decode(reply.content, type=_ProblemText)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            problem = _ProblemText()  # anything else that an answer holds is not repeated
         words = f" {clean(f'{problem.code}: {problem.detail}')}" if problem.code else ""
         sentence = f"{self._channel.base} answered {reply.status}{self._without_token(words)}"
         retry_after = read_retry_after(reply.retry_after, self._clock())
@@ -188,27 +206,6 @@ def _found(answer: AcceptAnswer) -> Accepted | None:
     return Accepted(answer.broker_message_id, answer.history_id)
 
 
-def _check_answers(rows: Sequence[ClaimedRow | Unanswered | DoneRow], answers: Sequence[AcceptAnswer]) -> None:
-    if len(answers) != len(rows):
-        raise _garbage(f"the broker gave {len(answers)} answers for {len(rows)} messages")
-    for row, answer in zip(rows, answers, strict=True):
-        if answer.client_message_id != row.client_message_id:
-            raise _garbage(f"the broker answered another id in the place of {row.client_message_id}")
-        if not _makes_sense(answer):
-            raise _garbage(f"the broker's answer for {row.client_message_id} is not valid")
-
-
-def _makes_sense(answer: AcceptAnswer) -> bool:
-    if answer.status not in _ACCEPTED:
-        return 400 <= answer.status < 600  # noqa: PLR2004 - 4xx and 5xx
-    return (
-        answer.broker_message_id is not None
-        and is_client_message_id(answer.broker_message_id)
-        and answer.history_id is not None
-        and 0 <= answer.history_id <= _LARGEST_HISTORY_ID
-    )
-
-
 def _decoded(reply: Reply, decode: Callable[[bytes], T]) -> T:
     try:
         return decode(reply.content)
@@ -219,14 +216,6 @@ def _decoded(reply: Reply, decode: Callable[[bytes], T]) -> T:
 class _ProblemText(msgspec.Struct):
     code: str = ""
     detail: str = ""
-
-
-def _problem_of(content: bytes) -> _ProblemText:
-    """Return the problem that an answer holds; anything else that an answer holds is not repeated."""
-    try:
-        return msgspec.json.decode(content, type=_ProblemText)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _ProblemText()
 
 
 def _garbage(sentence: str) -> RequestFailed:

@@ -23,7 +23,7 @@ from collections.abc import (
 )
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from postroom._wire.message import SendRequest
 from postroom._wire.retry import Patience
@@ -48,7 +48,8 @@ def _blocking(
 
     @functools.wraps(method)
     def call(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        return cast(_R, self._run(getattr(self._requests, method.__name__)(*args, **kwargs)))
+        self._check_process()
+        return cast(_R, _run_to_end(getattr(self._requests, method.__name__)(*args, **kwargs)))
 
     return call
 
@@ -145,24 +146,18 @@ class Client:
         for results in self.send_many_in_chunks(messages):
             yield from results
 
-    def _run(self, work: Coroutine[Any, Any, _R]) -> _R:
-        if self._process != os.getpid():
-            work.close()
-            self._refuse()
-        return _run_to_end(work)
-
     def _streaming(self) -> tuple[LoopThread, AsyncClient]:
         with self._lock:
-            if self._process != os.getpid():
-                self._refuse()
+            self._check_process()
             if self._streams is None:
                 from postroom._wire.loop_thread import LoopThread  # noqa: PLC0415 - brings asyncio
 
                 self._streams = LoopThread(), self._make_streamer()
             return self._streams
 
-    def _refuse(self) -> NoReturn:
-        raise RuntimeError("this client is closed, or was opened before a fork: create one in this process")
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError("this client is closed, or was opened before a fork: create one in this process")
 
 
 class _Requests(AsyncClient):

@@ -68,10 +68,14 @@ def compose(
     """
     if isinstance(mentions, str):
         refuse("invalid_field", f"mentions must be a list of members, as in [{mentions!r}]", "mentions")
+    given: Any = body
+    if not isinstance(given, str | bytes | bytearray | memoryview | None):
+        sentence = f"the body must be text or bytes, not {type(given).__name__}: encode it first, as with json.dumps"
+        refuse("invalid_field", sentence, "body")
     return SendRequest(
         to=to,
         body=body if isinstance(body, str) else None,
-        body_base64=None if body is None or isinstance(body, str) else _base64(body),
+        body_base64=None if body is None or isinstance(body, str) else base64.b64encode(bytes(body)).decode(),
         meta=meta,
         priority=priority,
         reply_to=reply_to,
@@ -114,10 +118,3 @@ def encode(request: SendRequest) -> bytes:
         refuse("invalid_json", "the message contains half of a surrogate pair, which is not text: send bytes instead")
     except RecursionError:
         refuse("too_deep", f"meta is nested deeper than {MAX_DEPTH} levels", "meta")
-
-
-def _base64(body: object) -> str:
-    if not isinstance(body, bytes | bytearray | memoryview):
-        sentence = f"the body must be text or bytes, not {type(body).__name__}: encode it first, as with json.dumps"
-        refuse("invalid_field", sentence, "body")
-    return base64.b64encode(bytes(body)).decode()  # a view may have gaps

@@ -144,30 +144,30 @@ class Batch:
             return False
 
     async def _settle_all(self, answers: list[bytes]) -> None:
-        """Publish the results that came together, those before a senseless one too."""
+        """Match answers that came together with the oldest unanswered lines, and publish the results.
+
+        Those before a senseless answer are published too; a line that has to be tried again has none yet.
+        """
         results: list[BatchResult] = []
         try:
-            results.extend(filter(None, map(self._settle, answers)))
+            for answer in answers:
+                result = self._transport.decode(answer, BatchResult)
+                if not self._unanswered or (result.result is None) == (result.problem is None):
+                    raise self._transport.peer.foreign(
+                        "it answered a line that was not sent, or did not answer with one result"
+                    )
+                line = self._unanswered.popleft()
+                if result.problem is not None and result.problem.retryable:
+                    self._later.append(line)
+                    self._why_later = result.problem
+                else:
+                    result.line = line.number
+                    results.append(result)
         finally:
             self._answered.set()
             if results:
                 self._patience.restart()
                 await self._publish(results)
-
-    def _settle(self, answer: bytes) -> BatchResult | None:
-        """Match an answer with the oldest unanswered line; None where the line has to be tried again."""
-        result = self._transport.decode(answer, BatchResult)
-        if not self._unanswered or (result.result is None) == (result.problem is None):
-            raise self._transport.peer.foreign(
-                "it answered a line that was not sent, or did not answer with one result"
-            )
-        line = self._unanswered.popleft()
-        if result.problem is not None and result.problem.retryable:
-            self._later.append(line)
-            self._why_later = result.problem
-            return None
-        result.line = line.number
-        return result
 
 
 class Line(NamedTuple):

@@ -160,7 +160,12 @@ class AnswerReader:
                 self._rest = data
                 return b""
             self._head_bytes += size
-            head = _read_head(data[:size])
+            found = _HEAD.fullmatch(data[:size])
+            if found is None:
+                started = data.startswith(_HTTP)
+                raise Garbled("a header of its answer cannot be read" if started else "it does not speak HTTP/1.1")
+            old, status, lines = found.groups()
+            head = _head_of(int(status), old == b"0", *_ABOUT_BODY.findall(lines))
             data = data[size + 4 :]
             if head.status >= 200:  # noqa: PLR2004 - the first status that ends an exchange
                 self.head = head
@@ -215,15 +220,6 @@ class AnswerReader:
                 raise Garbled("the trailers of its answer cannot be read")
         else:
             self.ended = True
-
-
-def _read_head(data: bytes) -> Head:
-    head = _HEAD.fullmatch(data)
-    if head is None:
-        started = data.startswith(_HTTP)
-        raise Garbled("a header of its answer cannot be read" if started else "it does not speak HTTP/1.1")
-    old, status, lines = head.groups()
-    return _head_of(int(status), old == b"0", *_ABOUT_BODY.findall(lines))
 
 
 @lru_cache(maxsize=32)  # the answers to one kind of request say the same of their bodies

@@ -145,11 +145,21 @@ def prepare(
         client_message_id = check_client_message_id(request.client_message_id, "client_message_id")
     else:
         client_message_id = new_id()
+    meta, mentions = request.meta, request.mentions
+    if meta and "mentions" in meta:
+        refuse("reserved_meta_key", "meta.mentions is reserved: use the field `mentions`", "meta.mentions")
+    if mentions:
+        if len(mentions) > MAX_MENTIONS:
+            refuse("too_many_mentions", f"{len(mentions)} mentions, the limit is {MAX_MENTIONS}", "mentions")
+        for member in mentions:
+            if _NAME["dm"].fullmatch(member) is None:
+                refuse("invalid_mention", f"each of `mentions` must be {_NAME_RULE['dm']}", "mentions")
+        meta = {**(meta or {}), "mentions": sorted(set(mentions))}
     envelope = Envelope(
         to=request.to,
         body=request.body,
         body_base64=request.body_base64,
-        meta=_meta_with_mentions(request.meta, request.mentions),
+        meta=meta,
         priority=request.priority,
         reply_to=request.reply_to,
         traceparent=traceparent if traceparent and TRACEPARENT.fullmatch(traceparent) else None,
@@ -189,8 +199,15 @@ def refuse_too_many_values(data: bytes) -> None:
     decoding them would take a third of a second, in which nobody else is served. Signs within strings count only where
     they have to be told apart: most texts have too few with them.
     """
-    if len(data) <= _MAX_VALUES or not _may_hold_too_many(data):
+    if len(data) <= _MAX_VALUES:
         return
+    signs = 0
+    for start in range(0, len(data), _WINDOW):
+        signs += sum(data.count(sign, start, start + _WINDOW) for sign in (b",", b"[", b"{"))
+        if signs > _MAX_VALUES:
+            break
+    else:
+        return  # too few, those within strings among them
     if b"\\" in data:
         data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of the quotes begins or ends a string
     quotes = commas = openings = 0
@@ -204,15 +221,6 @@ def refuse_too_many_values(data: bytes) -> None:
             refuse("too_deep", f"the JSON is nested deeper than {MAX_DEPTH} levels", "meta")
         if max(commas, openings, quotes // 4) > _MAX_VALUES:  # a value has a key and is a string, at most
             refuse("meta_too_large", f"meta has more than {MAX_META_VALUES} values", "meta")
-
-
-def _may_hold_too_many(data: bytes) -> bool:
-    signs = 0
-    for start in range(0, len(data), _WINDOW):
-        signs += sum(data.count(sign, start, start + _WINDOW) for sign in (b",", b"[", b"{"))
-        if signs > _MAX_VALUES:
-            return True
-    return False
 
 
 def refuse_duplicate_keys(data: bytes) -> None:
@@ -280,19 +288,6 @@ def check_client_message_id(text: str, field: str) -> str:
         rule = f"an id has 1 to {MAX_ID_LENGTH} characters of A-Za-z0-9._:~-"
         refuse("invalid_client_message_id", f"{field} is not an id: {rule}", field)
     return text
-
-
-def _meta_with_mentions(meta: dict[str, Any] | None, mentions: list[str] | None) -> dict[str, Any] | None:
-    if meta and "mentions" in meta:
-        refuse("reserved_meta_key", "meta.mentions is reserved: use the field `mentions`", "meta.mentions")
-    if not mentions:
-        return meta
-    if len(mentions) > MAX_MENTIONS:
-        refuse("too_many_mentions", f"{len(mentions)} mentions, the limit is {MAX_MENTIONS}", "mentions")
-    for member in mentions:
-        if _NAME["dm"].fullmatch(member) is None:
-            refuse("invalid_mention", f"each of `mentions` must be {_NAME_RULE['dm']}", "mentions")
-    return {**(meta or {}), "mentions": sorted(set(mentions))}
 
 
 def _body_bytes(text: str | None, encoded: str | None) -> bytes:

@@ -51,7 +51,9 @@ class BlockingConnection:
             while not answer.ended:
                 if unsent:
                     unsent = unsent[self._send(unsent) :]
-                self._wait(deadline, writing=bool(unsent))
+                self._poll.modify(self._socket, select.POLLIN | select.POLLOUT if unsent else select.POLLIN)
+                if not self._poll.poll(max(0, math.ceil((deadline - time.monotonic()) * 1000))):
+                    raise TimeoutError("no answer in time")
                 try:
                     data = self._socket.recv(_RECEIVED_AT_ONCE)
                 except BlockingIOError:
@@ -88,12 +90,6 @@ class BlockingConnection:
         except ConnectionError:
             return len(data)  # the daemon takes no more; what it said before that can still be read
 
-    def _wait(self, deadline: float, *, writing: bool) -> None:
-        seconds = deadline - time.monotonic()
-        self._poll.modify(self._socket, select.POLLIN | select.POLLOUT if writing else select.POLLIN)
-        if not self._poll.poll(max(0, math.ceil(seconds * 1000))):
-            raise TimeoutError("no answer in time")
-
 
 class BlockingPool:
     """The connections of one client to the daemon at `path`; may be used by many threads at once."""
@@ -110,7 +106,12 @@ class BlockingPool:
         """Send a request and return its answer, all within `seconds`; see `Pool.exchange`."""
         now = time.monotonic()
         while True:
-            connection = self._take() or self._connect(now + min(seconds, connecting))
+            try:
+                connection = self._take() or BlockingConnection(self._path, now + min(seconds, connecting))
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise Unreachable from error
             fresh = connection.fresh
             try:
                 answer = connection.exchange(request, now + seconds, limit)
@@ -118,7 +119,11 @@ class BlockingPool:
                 if fresh or connection.heard or not repeatable:
                     raise
             else:
-                self._give_back(connection)
+                connection.idle_since = now = time.monotonic()
+                with self._lock:  # keep it for the next exchange, and close those that nobody needed for a while
+                    self._idle.append(connection)
+                    while self._idle and (self._closed or self._idle[0].idle_since + IDLE_SECONDS < now):
+                        self._idle.pop(0).close()
                 return answer
 
     async def close(self) -> None:
@@ -136,22 +141,6 @@ class BlockingPool:
                     return connection
                 connection.close()
         return None
-
-    def _connect(self, deadline: float) -> BlockingConnection:
-        try:
-            return BlockingConnection(self._path, deadline)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise Unreachable from error
-
-    def _give_back(self, connection: BlockingConnection) -> None:
-        """Keep it for the next exchange, and close those that nobody needed for a while."""
-        connection.idle_since = time.monotonic()
-        with self._lock:
-            self._idle.append(connection)
-            while self._idle and (self._closed or self._idle[0].idle_since + IDLE_SECONDS < connection.idle_since):
-                self._idle.pop(0).close()
 
 
 def try_to_connect(sock: socket.socket, path: str) -> bool:
