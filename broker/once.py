@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from broker.authentication import PRINCIPAL
@@ -21,8 +22,8 @@ from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.once import Scope
-from postroom.once.model import absent, unusable
-from postroom.once.postgres import VERSION
+from postroom.once.model import absent
+from postroom.once.postgres import is_ours
 
 _ONCE: Final = load_queries("postroom.once", "sql/postgres.sql")
 
@@ -36,15 +37,9 @@ class Keys:
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/once`."""
         query = decode_query(request, KeysQuery)
-        wanted = query.tenant, query.topic, query.group, query.state, query.limit
         async with self._opened(request) as connection:
-            rows = await connection.fetch(_ONCE["find"], *wanted)
-        keys = [
-            KeptKey(tenant=tenant, topic=topic, group=group or None, key=key, **dict(list(row.items())[4:]))
-            for row in rows
-            for tenant, topic, group, key in [tuple(row)[:4]]
-        ]
-        return json_response(KeyPage(keys=keys))
+            rows = await connection.fetch(_ONCE["find"], *msgspec.structs.astuple(query))
+        return json_response(KeyPage(keys=[KeptKey(**dict(row)) for row in rows]))
 
     async def inspect(self, request: web.Request) -> web.Response:
         """`GET /v1/once/key`."""
@@ -53,7 +48,7 @@ class Keys:
         async with self._opened(request) as connection:
             row = await connection.fetchrow(QUERIES["find_key"], *scope.columns)
             notes = await connection.fetch(_ONCE["forgotten"], *scope.columns)
-        log = [KeyNote(verb="forget", **dict(note)) for note in notes]
+        log = [KeyNote(**dict(note)) for note in notes]
         if row is None and not log:
             raise key_missing(str(scope))
         known = {} if row is None else dict(row)
@@ -93,9 +88,6 @@ class Keys:
     async def _opened(self, request: web.Request) -> AsyncIterator[Connection]:
         """Lend a connection to a database that has a registry of this program's version."""
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            version = await connection.fetchval(_ONCE["version"])
-            if version is None:
+            if not is_ours(await connection.fetchval(_ONCE["version"])):
                 raise absent("the broker's database")
-            if version != VERSION:
-                raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
             yield connection

@@ -19,11 +19,9 @@ from cli.output import confirm, fields, json_line, line, listing, note, reason_o
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.once import (
     KEYS,
-    KeptKey,
     KeyDetails,
     KeyName,
     KeyNames,
-    KeyNote,
     KeysQuery,
     KeyState,
     key_held,
@@ -85,7 +83,7 @@ def list_(
     if registry is None:
         found = with_broker(url, token_file, lambda client: client.list_things(KEYS, query)).keys
     else:
-        found = _with_store(registry, lambda store: _kept(store, query))
+        found = _with_store(registry, lambda store: store.find(query))
     if found or as_json:
         listing(
             found[:limit],
@@ -186,13 +184,6 @@ def _name(key: str, tenant: str, topic: str, group: str | None) -> KeyName:
     return KeyName(tenant=tenant, topic=topic, key=key, group=group)
 
 
-async def _kept(store: Store, query: KeysQuery) -> list[KeptKey]:
-    from postroom.once.model import KeyFilter  # noqa: PLC0415
-
-    found = await store.find(KeyFilter(query.tenant, query.topic, query.group, query.state), query.limit)
-    return [msgspec.convert({**kept._asdict(), **vars(kept.scope)}, KeptKey) for kept in found]
-
-
 async def _look_up(store: Store, scope: Scope) -> Row | None:
     return (await store.look_up([scope.columns])).get(scope.columns)
 
@@ -210,8 +201,7 @@ async def _whole(store: Store, name: KeyName) -> KeyDetails:
         known["state"] = state_of(row)
         if row.result is not None:
             known |= {"encoding": row.result.encoding, "result": row.result.data.decode("utf-8", "backslashreplace")}
-    notes = [KeyNote(verb="forget", **act._asdict()) for act in log]
-    return KeyDetails(**vars(scope), **known, log=notes)
+    return KeyDetails(**vars(scope), **known, log=log)
 
 
 async def _forget(store: Store, name: KeyName, why: str) -> None:

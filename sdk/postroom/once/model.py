@@ -12,9 +12,9 @@ what every later attempt is given (docs/contract/delivery.md#delivery-69 to deli
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
+from postroom._wire.once import KeptKey, KeyNote, KeysQuery, KeyState
 from postroom._wire.sql import load_queries
 from postroom.claims.model import Claim as Run
 from postroom.claims.model import Claims, Done, Held, Key, Result, Row, Table
@@ -22,7 +22,6 @@ from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, U
 
 __all__ = ["Begun", "Done", "Held", "KeyHeld", "LeaseLost", "Result", "Run", "Scope", "Store"]
 
-State: TypeAlias = Literal["PENDING", "COMMITTED", "FAILED"]
 Begun: TypeAlias = Run | Done | Held
 
 COLUMNS: Final = ("tenant", "topic", "consumer_group", "key")
@@ -37,7 +36,7 @@ def table(name: str) -> Table:
     return Table(name, COLUMNS, "lease_until", "begun_at", expired="lease_expired", given=("state",))
 
 
-def state_of(row: Row) -> State:
+def state_of(row: Row) -> KeyState:
     """Name the state of a key."""
     if row.done:
         return "COMMITTED"
@@ -64,7 +63,10 @@ class Scope:
             ("key", self.key, MAX_KEY),
             ("group", self.group or "", MAX_NAME),
         ):
-            _check(name, value, most)
+            if len(value) > most:
+                raise _invalid(name, f"has {len(value)} characters, at most {most} are allowed")
+            if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+                raise _invalid(name, "contains a NUL or a lone surrogate, which no database can store")
         if self.group == "":
             raise _invalid("group", "must not be empty: omit it (None) for the scope of the producer")
 
@@ -78,38 +80,6 @@ class Scope:
         return f"the key {self.key[:64]!r} of {self.tenant}/{self.topic}{who}"
 
 
-class KeyFilter(NamedTuple):
-    """Which keys an operator means; None: any. The group '' is the producer's scope."""
-
-    tenant: str | None = None
-    topic: str | None = None
-    group: str | None = None
-    state: State | None = None
-
-
-class KeptKey(NamedTuple):
-    """A key as an operator sees it, without its result."""
-
-    scope: Scope
-    state: State
-    owner: str
-    attempts: int
-    begun_at: datetime  # the last attempt
-    lease_until: datetime | None  # set where PENDING
-    settled_at: datetime | None  # set where COMMITTED or FAILED
-    last_error: str | None
-
-
-class Forgotten(NamedTuple):
-    """That an operator had a key forgotten: who, why, and what it was then."""
-
-    at: datetime
-    actor: str
-    reason: str
-    state: State
-    attempts: int
-
-
 class Store(Claims, Protocol):
     """A table of keys: their claims, and what operators and the retention do with them.
 
@@ -120,15 +90,15 @@ class Store(Claims, Protocol):
         """Delete up to `limit` keys that ended more than `age` seconds ago: settled, or left to their lease's end."""
         ...
 
-    async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
-        """Return up to `limit` of the keys that are wanted: those that ended last, or whose lease ends last, first."""
+    async def find(self, wanted: KeysQuery) -> list[KeptKey]:
+        """Return the keys that are wanted: those that ended last, or whose lease ends last, first."""
         ...
 
     async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
         """Delete a key that nobody has a lease on, and keep who wanted it and why; say whether it did."""
         ...
 
-    async def forgotten(self, scope: Scope) -> list[Forgotten]:
+    async def forgotten(self, scope: Scope) -> list[KeyNote]:
         """Return when operators had this key forgotten, in order."""
         ...
 
@@ -178,13 +148,6 @@ def unavailable(error: BaseException) -> Unavailable:
 def unusable(why: str) -> PostroomError:
     """Build the error for a store that somebody has to put right first."""
     return PostroomError.of("registry_unusable", f"the registry cannot be used: {why}")
-
-
-def _check(name: str, value: str, most: int) -> None:
-    if len(value) > most:
-        raise _invalid(name, f"has {len(value)} characters, at most {most} are allowed")
-    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise _invalid(name, "contains a NUL or a lone surrogate, which no database can store")
 
 
 def _invalid(name: str, why: str) -> InvalidMessage:

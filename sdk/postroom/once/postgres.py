@@ -9,11 +9,12 @@ from datetime import timedelta
 from typing import Any, Final, Self
 
 import asyncpg
-from asyncpg.pool import PoolConnectionProxy
+import msgspec
 
+from postroom._wire.once import KeptKey, KeyNote, KeysQuery
 from postroom._wire.sql import load_queries, read_sql
 from postroom.claims.postgres import PostgresClaims
-from postroom.once.model import PARTS, Forgotten, KeptKey, KeyFilter, Scope, absent, table, unavailable, unusable
+from postroom.once.model import PARTS, Scope, absent, table, unavailable, unusable
 
 VERSION: Final = "version 1"
 _QUERIES: Final = load_queries("postroom.once", "sql/postgres.sql")
@@ -51,54 +52,57 @@ class PostgresStore(PostgresClaims):
         Raises `Unavailable` where Postgres can't be reached, `PostroomError` where its schema is of another version, or
         may not be created; without `create`, `NotFound` where there is none.
         """
-        store = cls(await _connect(url), owned=True)
         try:
-            await (store.prepare() if create else store._require())
+            async with _mapped():
+                pool = await asyncpg.create_pool(
+                    url, min_size=1, max_size=_CONNECTIONS, timeout=_CONNECT_SECONDS, command_timeout=_COMMAND_SECONDS
+                )
+        except ValueError as error:
+            raise unusable("its address is not a Postgres URL (postgresql://user@host/database)") from error
+        store = cls(pool, owned=True)
+        try:
+            await store.prepare(create=create)
         except BaseException:
             await store.close()
             raise
         return store
 
-    async def prepare(self) -> None:
-        """Create the schema where there is none, and check its version."""
+    async def prepare(self, *, create: bool = True) -> None:
+        """Create the schema where there is none, and check its version; without `create`, raises `NotFound`."""
         async with _mapped(), self._pool.acquire() as connection:
             version = await connection.fetchval(_QUERIES["version"])
-            if version is None:
-                version = await _create(connection)
-        if version != VERSION:
-            raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
-
-    async def _require(self) -> None:
-        if not await self.is_there():
+            if version is None and create:
+                async with connection.transaction(isolation="read_committed", readonly=False):
+                    await connection.execute(_QUERIES["lock_schema"])
+                    version = await connection.fetchval(_QUERIES["version"])  # another process may have been first
+                    if version is None:
+                        await connection.execute(_SCHEMA)
+                        version = VERSION
+        if not is_ours(version):
             raise absent("this database")
 
     async def is_there(self) -> bool:
         """Tell whether the schema is there; raises `PostroomError` where it is of another version."""
         async with _mapped():
             version = await self._pool.fetchval(_QUERIES["version"])
-        if version not in (None, VERSION):
-            raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
-        return version is not None
+        return is_ours(version)
 
     async def purge(self, age: float, limit: int) -> int:
         """See `Store.purge`."""
         ((purged,),) = await self._run(_QUERIES["purge"], timedelta(seconds=age), limit)
         return int(purged)
 
-    async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
+    async def find(self, wanted: KeysQuery) -> list[KeptKey]:
         """See `Store.find`."""
-        return [
-            KeptKey(Scope(tenant, topic, key, group or None), *rest)
-            for tenant, topic, group, key, *rest in await self._run(_QUERIES["find"], *wanted, limit)
-        ]
+        return [KeptKey(**dict(row)) for row in await self._run(_QUERIES["find"], *msgspec.structs.astuple(wanted))]
 
     async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
         """See `Store.forget`."""
         return bool(await self._run(_QUERIES["forget"], *scope.columns, actor, reason))
 
-    async def forgotten(self, scope: Scope) -> list[Forgotten]:
+    async def forgotten(self, scope: Scope) -> list[KeyNote]:
         """See `Store.forgotten`."""
-        return [Forgotten(*row) for row in await self._run(_QUERIES["forgotten"], *scope.columns)]
+        return [KeyNote(**dict(row)) for row in await self._run(_QUERIES["forgotten"], *scope.columns)]
 
     async def close(self) -> None:
         """See `Store.close`."""
@@ -122,24 +126,11 @@ class PostgresStore(PostgresClaims):
             return await connection.fetch(query, *values)
 
 
-async def _connect(url: str) -> asyncpg.Pool[asyncpg.Record]:
-    try:
-        async with _mapped():
-            return await asyncpg.create_pool(
-                url, min_size=1, max_size=_CONNECTIONS, timeout=_CONNECT_SECONDS, command_timeout=_COMMAND_SECONDS
-            )
-    except ValueError as error:
-        raise unusable("its address is not a Postgres URL (postgresql://user@host/database)") from error
-
-
-async def _create(connection: PoolConnectionProxy[asyncpg.Record]) -> str:
-    """Create the schema unless another process does just now; return its version."""
-    async with connection.transaction(isolation="read_committed", readonly=False):
-        await connection.execute(_QUERIES["lock_schema"])
-        version: str | None = await connection.fetchval(_QUERIES["version"])
-        if version is None:
-            await connection.execute(_SCHEMA)
-    return version or VERSION
+def is_ours(version: str | None) -> bool:
+    """Tell whether a schema is there by its version; raises `PostroomError` where that is another program's."""
+    if version not in (None, VERSION):
+        raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
+    return version is not None
 
 
 @asynccontextmanager

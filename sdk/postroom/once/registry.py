@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from postroom._wire.once import KeyState
 from postroom._wire.retry import STEADY, Backoff, Patience, retrying, tell
 from postroom.claims import leases
 from postroom.claims.model import Dead, Ended, Later
@@ -34,7 +35,6 @@ from postroom.once.model import (
     Result,
     Run,
     Scope,
-    State,
     Store,
     state_of,
     unusable,
@@ -153,7 +153,7 @@ class Registry:
             if purged < _PURGED:
                 return forgotten
 
-    async def _settle(self, scope: Scope, owner: str, outcome: Done | Later, state: State) -> None:
+    async def _settle(self, scope: Scope, owner: str, outcome: Done | Later, state: KeyState) -> None:
         """Settle a key, or find that this owner has done so before, and did not hear the answer."""
         if not scope.key or (await self._store.settle([Ended(scope.columns, owner, outcome)]))[0]:
             return

@@ -16,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
+import msgspec
+
+from postroom._wire.once import KeptKey, KeyNote, KeysQuery
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.sqlite import Damaged, Schema, open_writer, transaction
@@ -23,9 +26,6 @@ from postroom.claims.sqlite import SqliteClaims, milliseconds, moment
 from postroom.once.model import (
     COLUMNS,
     PARTS,
-    Forgotten,
-    KeptKey,
-    KeyFilter,
     Scope,
     absent,
     table,
@@ -68,22 +68,15 @@ class SqliteStore(SqliteClaims):
         """See `Store.purge`."""
         return len(await self._rows("purge", {"before": milliseconds(self._clock() - age), "limit": limit}))
 
-    async def find(self, wanted: KeyFilter, limit: int) -> list[KeptKey]:
+    async def find(self, wanted: KeysQuery) -> list[KeptKey]:
         """See `Store.find`."""
-        rows = await self._rows("find", {**wanted._asdict(), "limit": limit})
-        return [
-            KeptKey(
-                Scope(tenant, topic, key, group or None),
-                state,
-                owner,
-                attempts,
-                moment(begun_at),
-                None if until is None else moment(until),
-                None if settled_at is None else moment(settled_at),
-                error,
-            )
-            for tenant, topic, group, key, state, owner, attempts, begun_at, until, settled_at, error in rows
-        ]
+        found = []
+        for row in await self._rows("find", msgspec.structs.asdict(wanted)):
+            kept = dict(zip(KeptKey.__struct_fields__, row, strict=True))
+            for name in ("begun_at", "lease_until", "settled_at"):
+                kept[name] = None if kept[name] is None else moment(kept[name])
+            found.append(KeptKey(**kept))
+        return found
 
     async def forget(self, scope: Scope, actor: str, reason: str) -> bool:
         """See `Store.forget`."""
@@ -97,9 +90,11 @@ class SqliteStore(SqliteClaims):
 
         return await self._step(step)
 
-    async def forgotten(self, scope: Scope) -> list[Forgotten]:
+    async def forgotten(self, scope: Scope) -> list[KeyNote]:
         """See `Store.forgotten`."""
-        return [Forgotten(moment(at), *rest) for at, *rest in await self._rows("forgotten", _named(scope))]
+        rows = await self._rows("forgotten", _named(scope))
+        notes = (dict(zip(KeyNote.__struct_fields__, row, strict=True)) for row in rows)
+        return [KeyNote(**{**note, "at": moment(note["at"])}) for note in notes]
 
     async def close(self) -> None:
         """See `Store.close`."""

@@ -10,10 +10,11 @@ from typing import Any
 import asyncpg
 import pytest
 
+from postroom._wire.once import KeysQuery
 from postroom.claims.model import MAX_RESULT
 from postroom.errors import Conflict, InvalidMessage
 from postroom.once import Done, Held, LeaseLost, Registry, Result, Run, Scope, open_registry
-from postroom.once.model import MAX_ERROR, KeyFilter
+from postroom.once.model import MAX_ERROR
 
 SCOPE = Scope("acme", "orders", "k-1", "billing")
 PAID = Result.of({"charge": 7})
@@ -318,8 +319,8 @@ async def test_an_operator_finds_keys_by_what_they_are_of_and_how_they_are(bench
             await bench.registry().fail(scope, run.owner, "declined")
         await bench.pass_time(1)
 
-    async def found(limit: int = 10, **wanted: str) -> list[str]:
-        return [kept.scope.key for kept in await store.find(KeyFilter(**wanted), limit)]
+    async def found(limit: int = 10, **wanted: Any) -> list[str]:
+        return [kept.key for kept in await store.find(KeysQuery(**wanted, limit=limit))]
 
     assert sorted(await found()) == ["k-0", "k-1", "k-2"]
     assert (await found())[0] == "k-2"  # its lease ends last
@@ -327,8 +328,9 @@ async def test_an_operator_finds_keys_by_what_they_are_of_and_how_they_are(bench
     assert await found(tenant="other") == []
     assert sorted(await found(tenant="acme", topic="orders", group="billing")) == ["k-0", "k-2"]
     assert await found(group="") == ["k-1"]
-    (failed,) = await store.find(KeyFilter(state="FAILED"), 10)
-    assert (failed.scope, failed.attempts, failed.last_error) == (Scope("acme", "orders", "k-1"), 1, "declined")
+    (failed,) = await store.find(KeysQuery(state="FAILED", limit=10))
+    assert (failed.tenant, failed.topic, failed.group, failed.key) == ("acme", "orders", None, "k-1")
+    assert (failed.attempts, failed.last_error) == (1, "declined")
     assert (failed.lease_until, failed.settled_at is None) == (None, False)
 
 
@@ -350,7 +352,7 @@ async def test_a_key_that_an_operator_has_forgotten_runs_again_and_leaves_who_an
     (act,) = await store.forgotten(SCOPE)
     was = "PENDING" if state == "EXPIRED" else state
     who = "alice as postroom" if place.startswith("postgres") else "alice"  # with the role that Postgres let in
-    assert act[1:] == (who, "it was never charged", was, 1)
+    assert (act.actor, act.reason, act.state, act.attempts) == (who, "it was never charged", was, 1)
 
 
 async def test_a_key_that_somebody_works_on_is_not_forgotten_nor_one_that_is_not_there(bench: Any) -> None:

@@ -32,7 +32,8 @@ SELECT count(*) FROM gone;
 -- name: find
 -- The keys that are wanted, those first that ended last, or whose lease ends last.
 --   $1 tenant  $2 topic  $3 group  $4 state, each of which may be null  $5 limit
-SELECT tenant, topic, consumer_group, key, state, owner, attempts, begun_at, lease_until, settled_at, last_error
+SELECT tenant, topic, nullif(consumer_group, '') AS "group", key, state, owner, attempts, begun_at, lease_until,
+  settled_at, last_error
 FROM postroom_once.idempotency_keys
 WHERE ($1::text IS NULL OR tenant = $1) AND ($2::text IS NULL OR topic = $2)
   AND ($3::text IS NULL OR consumer_group = $3) AND ($4::text IS NULL OR state = $4)
@@ -55,7 +56,7 @@ RETURNING id;
 -- name: forgotten
 -- When operators had a key forgotten, in order.
 --   $1 tenant  $2 topic  $3 group  $4 key
-SELECT at, actor, reason, state, attempts
+SELECT verb, at, actor, reason, state, attempts
 FROM postroom_once.operator_log
 WHERE (tenant, topic, consumer_group, key) = ($1, $2, $3, $4) AND verb = 'forget'
 ORDER BY id;

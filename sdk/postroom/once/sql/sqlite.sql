@@ -19,7 +19,8 @@ RETURNING 1;
 
 -- name: find
 -- The keys that are wanted, those first that ended last, or whose lease ends last.
-SELECT tenant, topic, consumer_group, key, state, owner, attempts, begun_at, lease_until, settled_at, last_error
+SELECT tenant, topic, nullif(consumer_group, '') AS "group", key, state, owner, attempts, begun_at, lease_until,
+  settled_at, last_error
 FROM idempotency_keys
 WHERE (:tenant IS NULL OR tenant = :tenant) AND (:topic IS NULL OR topic = :topic)
   AND (:group IS NULL OR consumer_group = :group) AND (:state IS NULL OR state = :state)
@@ -41,7 +42,7 @@ DELETE FROM idempotency_keys WHERE (tenant, topic, consumer_group, key) = (:tena
 
 -- name: forgotten
 -- When operators had a key forgotten, in order.
-SELECT at, actor, reason, state, attempts
+SELECT verb, at, actor, reason, state, attempts
 FROM operator_log
 WHERE (tenant, topic, consumer_group, key) = (:tenant, :topic, :consumer_group, :key) AND verb = 'forget'
 ORDER BY id;
