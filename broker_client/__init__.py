@@ -1,6 +1,6 @@
 """From the daemon to the broker: the HTTP client, the features, the relay and how it reads answers."""
 
-from broker_client.answers import LATENCY_BOUNDS, RelayCounters
+from broker_client.answers import RelayCounters
 from broker_client.channel import Failure, RequestFailed
 from broker_client.features import max_age_hours
 from broker_client.link import BrokerLink
@@ -8,7 +8,6 @@ from broker_client.relay import Relay
 from broker_client.settings import BrokerClientSettings, RelaySettings
 
 __all__ = [
-    "LATENCY_BOUNDS",
     "BrokerClientSettings",
     "BrokerLink",
     "Failure",

@@ -28,9 +28,10 @@ from outbox import ClaimedRow, Settlement, Verdict
 from postroom._wire.accept import AcceptAnswer
 from postroom._wire.retry import RETRY_AFTER_LEAST, Backoff, clamp_retry_after
 from postroom.chassis.logs import clean
+from postroom.chassis.routes import Histogram
 
 _CODE: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
-LATENCY_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # seconds
+_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)  # seconds
 
 
 class Outcome(StrEnum):
@@ -181,19 +182,16 @@ def pause_seconds(error: RequestFailed, failures: int, rng: Random, settings: Re
 class RelayCounters:
     """Counted since the start of the process.
 
-    `attempts` by `Outcome`; `batches` by `answered` or the `Failure`; `latency` holds how many posts took at most each
-    of `LATENCY_BOUNDS`, not cumulated, and one last count for the longer ones.
+    `attempts` by `Outcome`; `batches` by `answered` or the `Failure`; `latency` is that of all posts.
     """
 
     def __init__(self) -> None:
         self.attempts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
         self.batches: Counter[str] = Counter()
-        self.latency: list[int] = [0] * (len(LATENCY_BOUNDS) + 1)
-        self.latency_seconds = 0.0  # of all posts together
+        self.latency = Histogram(_BOUNDS)
 
     def batch(self, result: str, outcomes: Iterable[Outcome], seconds: float) -> None:
         """Count one post: what came of it as a whole and of each message, and how long it took."""
         self.batches[result] += 1
         self.attempts.update(outcomes)
-        self.latency_seconds += seconds
-        self.latency[next((n for n, bound in enumerate(LATENCY_BOUNDS) if seconds <= bound), -1)] += 1
+        self.latency.observe(seconds)

@@ -8,7 +8,6 @@ from typing import Final
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from broker_client import LATENCY_BOUNDS as POST_BOUNDS
 from broker_client import Relay
 from daemon.receiver import Receiver
 from ipc.services import LATENCY_BOUNDS as ACCEPT_BOUNDS
@@ -52,7 +51,7 @@ async def expose(counters: Counters, outbox: Outbox, relay: Relay, receiver: Rec
         CounterMetricFamily(f"{PREFIX}outbox_committed_operations", "Operations in them", operations),
         _counter("relay_attempts", "Messages posted to the broker, by outcome", posts.attempts),
         _counter("relay_posts", "Posts to the broker, by result", posts.batches, "result"),
-        _histogram("relay_post_seconds", "Posts to the broker", POST_BOUNDS, posts.latency, posts.latency_seconds),
+        posts.latency.family(f"{PREFIX}relay_post_seconds", "Posts to the broker"),
     ]
     if receiver is not None:
         filing = receiver.counters

@@ -5,9 +5,11 @@ application from them, `openapi` the document from the same types that decode th
 Every error leaves as `application/problem+json`, and metrics in Prometheus' text format (`exposition`).
 """
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import accumulate
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -15,7 +17,7 @@ import structlog
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from postroom._wire.message import where
@@ -166,6 +168,30 @@ def _answer(media: str, kind: Any, schema: Mapping[str, Any]) -> dict[str, Any]:
     if kind is not None:
         answer["content"] = {media: {"schema": schema[repr(kind)]}}
     return answer
+
+
+class Histogram:
+    """How many of what took seconds took at most each of `bounds` and longer than the one before, and their sum.
+
+    `counts` has one more, of what took longer than all.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one of them."""
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+    def family(self, name: str, documentation: str) -> Metric:
+        """Return it as a metric; Prometheus wants the counts added up."""
+        buckets = list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
+        return HistogramMetricFamily(name, documentation, buckets=buckets, sum_value=self.total)
 
 
 def exposition(families: Iterable[Metric]) -> bytes:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from broker_client import LATENCY_BOUNDS, RelayCounters
+from broker_client import RelayCounters
 from broker_client.answers import Outcome
 
 
@@ -11,10 +11,10 @@ def test_a_post_is_counted_as_a_batch_and_as_attempts_and_by_its_length():
     assert counters.attempts["accepted"] == 2
     assert counters.attempts["rejected"] == counters.attempts["returned"] == 1
     assert counters.batches == {"answered": 1, "broker_failed": 1}
-    assert counters.latency[LATENCY_BOUNDS.index(0.025)] == 1
-    assert counters.latency[-1] == 1
-    assert sum(counters.latency) == 2
-    assert counters.latency_seconds == 3600.02
+    assert counters.latency.counts[counters.latency.bounds.index(0.025)] == 1
+    assert counters.latency.counts[-1] == 1
+    assert sum(counters.latency.counts) == 2
+    assert counters.latency.total == 3600.02
 
 
 def test_every_outcome_is_there_from_the_start():
