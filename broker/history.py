@@ -1,9 +1,10 @@
 """Reading what was accepted: `GET /v1/history` and `GET /v1/messages/{broker_message_id}`, the authoritative reads.
 
 An admin reads its whole mesh. A member reads what it sent, what was sent to it, and the topics it is subscribed to.
-History goes by `history_id`, whose order is the order of the commits: a reader that continues after the last number it
-saw never misses a message that committed late. After a restore the numbers go on above all that were ever given out; a
-reader that stands at one that is lost is told (410), and where to go on.
+History goes by `history_id`. Accepts of one mesh commit in any order, so a page ends where a lower number may still
+come, and one that would be empty for that reason waits: a reader that continues after the last number it saw never
+misses a message that committed late. After a restore the numbers go on above all that were ever given out; a reader
+that stands at one that is lost is told (410), and where to go on.
 
 `POST /v1/accepted`: which of a member's messages the broker has accepted. B0 alone: no row, no unit of the limiter.
 
@@ -17,6 +18,7 @@ instance notices that nobody waits for the answer.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, Final
 from uuid import UUID
 
@@ -73,12 +75,20 @@ class History:
                     incarnation=str(incarnation),
                 )
             values = (mesh_id, query.after, LOOK_AT, query.limit, _reader(principal), kind, ref)
-            page = _Page()
-            async with connection.transaction(readonly=True):
-                cursor = await connection.cursor(QUERIES["read_history"], *values)
-                while page.size < MAX_PAGE_BYTES and (rows := await cursor.fetch(_ROWS_AT_ONCE)):
-                    await self._slices.each(principal.whose, rows, page.add)
-        next_after = page.looked_to if page.looked_at == LOOK_AT else None
+            patient_until = time.monotonic() + _WAIT_SECONDS
+            while True:
+                (horizon,) = await connection.fetch(QUERIES["history_horizon"], mesh_id)
+                page = _Page()
+                async with connection.transaction(readonly=True):
+                    cursor = await connection.cursor(QUERIES["read_history"], *values, *horizon)
+                    while page.size < MAX_PAGE_BYTES and (rows := await cursor.fetch(_ROWS_AT_ONCE)):
+                        await self._slices.each(principal.whose, rows, page.add)
+                if page.looked_to is not None or not page.more:
+                    break
+                if time.monotonic() > patient_until:
+                    raise _posts_at_work("come before the next message")
+                await asyncio.sleep(_LOOK_SECONDS)
+        next_after = page.looked_to if page.more else None
         if page.messages and (len(page.messages) < page.matched or page.matched == query.limit):
             next_after = page.last
         answer = HistoryPage(messages=page.messages, next_after=next_after, incarnation=str(incarnation))
@@ -107,13 +117,14 @@ class _Page:
     def __init__(self) -> None:
         self.messages: list[Any] = []  # encoded
         self.size = 0  # bytes of bodies and metas
-        self.looked_at = self.matched = 0  # rows of the history, and those of them that the caller may see
+        self.matched = 0  # rows of the history that the caller may see, of those that were looked at
         self.looked_to: int | None = None  # the last history_id that was looked at
+        self.more = False  # whether the history goes on behind it
         self.last: int | None = None  # that of the last message
 
     def add(self, row: asyncpg.Record) -> None:
         """Add a row of `read_history`; a page that is full leaves it to the next one."""
-        self.looked_at, self.looked_to, self.matched = row["looked_at"], row["looked_to"], row["matched"]
+        self.looked_to, self.matched, self.more = row["looked_to"], row["matched"], row["more"]
         if row["history_id"] is not None and self.size < MAX_PAGE_BYTES:
             self.messages.append(msgspec.Raw(msgspec.json.encode(history_message(row))))
             self.size += len(row["body"]) + len(row["meta"] or "")
@@ -148,8 +159,7 @@ class LookUp:
                         await _until_written(connection)
                         taken = await self._find(connection, sender, ids)
             except TimeoutError:
-                sentence = "earlier posts are still running, and may have these ids: ask again"
-                raise TryAgain.of("posts_at_work", sentence, retryable=True, retry_after=1.0) from None
+                raise _posts_at_work("have these ids") from None
         answers = []
         for each in asked.messages:
             name = each.client_message_id
@@ -174,3 +184,8 @@ async def _until_written(connection: Connection) -> None:
     while under_way:
         await asyncio.sleep(_LOOK_SECONDS)
         under_way = await connection.fetchval(QUERIES["accepts_under_way"], under_way)
+
+
+def _posts_at_work(danger: str) -> TryAgain:
+    sentence = f"earlier posts are still running, and may {danger}: ask again"
+    return TryAgain.of("posts_at_work", sentence, retryable=True, retry_after=1.0)

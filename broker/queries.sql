@@ -17,14 +17,16 @@ WHERE locktype = 'relation' AND relation = 'mesh.client_message_dedupe'::regclas
 -- B2 and B3 of a whole batch in one statement, which is one transaction: it commits all of its rows or none.
 --
 -- Locks are taken in one order, so that no two batches and no administration wait for each other in a circle:
--- the mesh and the sender, the destinations, the mesh's history counter, the ids in order. The counter is held until the
--- commit: batches of one mesh write one after the other, and history_id is the order of the commits.
+-- the mesh and the sender, the destinations, the ids in order. The numbers come before them, as `take_history_ids` has it:
+-- everything else reads what that answered.
 -- Answers a row per message: its history_id if it was accepted, why its destination refused it, or neither where another
 -- batch took its id first. No row at all: the sender's token was revoked meanwhile.
-WITH sender AS MATERIALIZED (
+WITH taken AS MATERIALIZED (
+  SELECT mesh.take_history_ids($1, cardinality($6::uuid[])) AS before
+), sender AS MATERIALIZED (
   SELECT member.id AS sender_id, mesh.id AS mesh_id
   FROM mesh.mesh JOIN mesh.member ON member.mesh_id = mesh.id
-  WHERE mesh.id = $1 AND member.id = $2 AND member.token_sha256 = $3
+  WHERE mesh.id = (SELECT $1 FROM taken WHERE before IS NOT NULL) AND member.id = $2 AND member.token_sha256 = $3
   FOR KEY SHARE OF mesh FOR SHARE OF member
 ), input AS MATERIALIZED (
   SELECT batch.*, sender.*
@@ -74,14 +76,8 @@ WITH sender AS MATERIALIZED (
       ELSE input.destination_kind || '_not_found'
     END AS refusal
   FROM input LEFT JOIN destination USING (destination_kind, destination_ref)
-), counter AS (
-  UPDATE mesh.history_counter SET last_history_id = last_history_id + welcome.messages
-  FROM (SELECT count(*) AS messages FROM judged WHERE refusal IS NULL) AS welcome
-  WHERE mesh_id = $1 AND welcome.messages > 0
-  RETURNING last_history_id - welcome.messages AS before
 ), numbered AS MATERIALIZED (
-  SELECT judged.*, counter.before + row_number() OVER (ORDER BY judged.position) AS history_id
-  FROM judged, counter WHERE refusal IS NULL
+  SELECT judged.*, taken.before + judged.position AS history_id FROM judged, taken WHERE refusal IS NULL
 ), claimed AS (
   INSERT INTO mesh.client_message_dedupe (
     mesh_id, client_message_id, sender_id, broker_message_id, history_id, request_fingerprint,
@@ -151,19 +147,8 @@ FROM mesh.member JOIN mesh.mesh ON mesh.id = member.mesh_id
 WHERE member.token_sha256 = ANY ($1::bytea[]);
 
 -- name: create_mesh
--- A mesh with its history counter; no row where the slug is taken. It counts from the incarnation's floor: before a
--- restore there may have been another mesh of this name.
-WITH created AS (
-  INSERT INTO mesh.mesh (slug) VALUES ($1) ON CONFLICT DO NOTHING RETURNING id, slug, created_at
-), incarnation AS (
-  SELECT history_floor FROM mesh.incarnation ORDER BY history_floor DESC LIMIT 1 FOR SHARE
-), counted AS (
-  INSERT INTO mesh.history_counter (mesh_id, last_history_id) SELECT id, history_floor FROM created, incarnation
-), skipped AS (
-  INSERT INTO mesh.history_gap (mesh_id, last_before, history_floor)
-  SELECT id, 0, history_floor FROM created, incarnation WHERE history_floor > 0
-)
-SELECT slug, created_at FROM created;
+-- A mesh; no row where the slug is taken.
+INSERT INTO mesh.mesh (slug) VALUES ($1) ON CONFLICT DO NOTHING RETURNING slug, created_at;
 
 -- name: list_meshes
 -- Every mesh.
@@ -281,7 +266,12 @@ SELECT mesh.current_incarnation();
 
 -- name: last_history_id
 -- The last number that a mesh has given out.
-SELECT last_history_id FROM mesh.history_counter WHERE mesh_id = $1;
+SELECT mesh.last_history_id($1);
+
+-- name: history_horizon
+-- Up to which number the history of a mesh may be read by the next statement, and the oldest transaction, with all later
+-- ones, of which it may not.
+SELECT last_history_id, oldest FROM mesh.history_horizon($1);
 
 -- name: begin_incarnation
 -- A new incarnation, for the reason $1.
@@ -300,10 +290,15 @@ LEFT JOIN mesh.mesh ON mesh.slug = $1;
 -- name: read_history
 -- A page of a mesh's history after a history_id: at most $3 rows are looked at, and of those the caller may see at most
 -- $4 are returned. $5 is the member that reads, null for one who may read everything; $6 and $7 are a destination, or
--- null. Each row tells how far the page looked; there is one row without a message where the page is empty.
+-- null; $8 and $9 are the horizon, beyond which a lower number may still come. Each row tells how far the page looked and
+-- whether there is more behind; there is one row without a message where the page is empty. Ages are of 32 bits: a negative
+-- one is that of a very old row.
 WITH looked_at AS MATERIALIZED (
   SELECT history_id, sender_id, destination_kind, destination_id, destination_ref
-  FROM mesh.message_history WHERE mesh_id = $1 AND history_id > $2 ORDER BY history_id LIMIT $3
+  FROM mesh.message_history
+  WHERE mesh_id = $1 AND history_id > $2 AND history_id <= $8
+    AND age(xmin) NOT BETWEEN 0 AND coalesce(age($9::xid), -1)
+  ORDER BY history_id LIMIT $3
 ), visible AS MATERIALIZED (
   SELECT history_id FROM looked_at
   WHERE ($6::text IS NULL OR (destination_kind = $6 AND destination_ref = $7))
@@ -314,8 +309,12 @@ WITH looked_at AS MATERIALIZED (
     )
   ORDER BY history_id LIMIT $4
 ), extent AS (
-  SELECT (SELECT count(*) FROM looked_at) AS looked_at, (SELECT max(history_id) FROM looked_at) AS looked_to,
-    (SELECT count(*) FROM visible) AS matched
+  SELECT (SELECT max(history_id) FROM looked_at) AS looked_to,
+    (SELECT count(*) FROM visible) AS matched,
+    EXISTS (
+      SELECT FROM mesh.message_history
+      WHERE mesh_id = $1 AND history_id > (SELECT coalesce(max(history_id), $2) FROM looked_at)
+    ) AS more
 ), page AS (
   SELECT message.* FROM mesh.message JOIN visible USING (history_id) WHERE mesh_id = $1
 )

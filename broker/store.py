@@ -32,7 +32,7 @@ from postroom._wire.message import DestinationKind
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
 from postroom.delivery.subjects import command_subject, event_subject
 
-_WRITES_PER_MESH: Final = 2  # one holds the mesh's counter, one is on its way; more would only hold connections
+_WRITES_PER_MESH: Final = 2  # one waits for its commit, one works; more would only hold connections
 # For a turn, then for a connection: longer than they take under load, shorter than a daemon's patience.
 _WAIT_SECONDS: Final = 10.0
 # Which publishers have something to do for a message.

@@ -30,13 +30,6 @@ CREATE TABLE mesh.mesh (
   created_at timestamptz NOT NULL DEFAULT now()
 );
 
--- The last history_id of each mesh. A row of its own, so that taking a number never waits for somebody who looks at
--- the mesh; half-empty pages keep its many updates inside one page.
-CREATE TABLE mesh.history_counter (
-  mesh_id integer PRIMARY KEY REFERENCES mesh.mesh ON DELETE CASCADE,
-  last_history_id bigint NOT NULL DEFAULT 0
-) WITH (fillfactor = 50);
-
 -- The numbers that a mesh skipped when an incarnation began: what was given out of them is lost. A reader that stands
 -- between the two has read what is no longer there.
 CREATE TABLE mesh.history_gap (
@@ -160,9 +153,9 @@ CREATE TABLE mesh.message_queue (
   CONSTRAINT a_member_or_a_queue CHECK (num_nonnulls(recipient_id, queue_id) = 1)
 );
 
--- The order of a mesh. history_id is given out under the counter's lock, so the order of the numbers is the order of the
--- commits: a reader that goes by history_id never skips a row that commits late. Numbers may be missing: a batch that
--- lost its ids to another one has taken some.
+-- The order of a mesh. Numbers are given out in the order of the transactions that take them, not in that of the commits
+-- (see `take_history_ids`). Some may be missing: of messages that were refused, and of a batch that lost its ids to
+-- another one or was rolled back.
 CREATE TABLE mesh.message_history (
   mesh_id integer NOT NULL,
   history_id bigint NOT NULL CHECK (history_id > 0),
@@ -319,6 +312,88 @@ END $$;
 CREATE TRIGGER bound_for_good BEFORE UPDATE ON mesh.client_message_dedupe
   FOR EACH ROW EXECUTE FUNCTION mesh.refuse_rebinding();
 
+-- The numbers of the history ----------------------------------------------------------------------------------------------
+
+-- Each mesh has a sequence, mesh.history_<id>: a number that was taken stays taken, whatever becomes of the transaction,
+-- so that accepts of one mesh need not wait for each other's commits. The functions have their owner's rights: an
+-- accept or a reader needs none on sequences that come and go.
+CREATE FUNCTION mesh.last_history_id(mesh_id integer) RETURNS bigint
+LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+RETURN pg_sequence_last_value(to_regclass('mesh.history_' || mesh_id));
+
+-- A mesh counts from the incarnation's floor: before a restore there may have been another mesh of its name.
+CREATE FUNCTION mesh.begin_history() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+  floor bigint;
+BEGIN
+  SELECT history_floor INTO floor FROM mesh.incarnation ORDER BY history_floor DESC LIMIT 1 FOR SHARE;
+  EXECUTE format('CREATE SEQUENCE IF NOT EXISTS mesh.history_%s MINVALUE 0', NEW.id);
+  PERFORM setval('mesh.history_' || NEW.id, floor);
+  INSERT INTO mesh.history_gap (mesh_id, last_before, history_floor) SELECT NEW.id, 0, floor WHERE floor > 0;
+  RETURN NULL;
+END $$;
+
+CREATE TRIGGER begin_history AFTER INSERT ON mesh.mesh FOR EACH ROW EXECUTE FUNCTION mesh.begin_history();
+
+CREATE FUNCTION mesh.end_history() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+  EXECUTE format('DROP SEQUENCE IF EXISTS mesh.history_%s', OLD.id);
+  RETURN NULL;
+END $$;
+
+CREATE TRIGGER end_history AFTER DELETE ON mesh.mesh FOR EACH ROW EXECUTE FUNCTION mesh.end_history();
+
+-- Takes numbers for so many messages, and returns the one before the first; null where the mesh is gone.
+--
+-- Of two transactions the one with the lower id gets the lower numbers, so that whoever knows the oldest one that has not
+-- ended knows which numbers may still come. For that a lock of the mesh covers both, the transaction's id and its numbers,
+-- and nothing else: it goes at the end of the inner block, with the savepoint, also where the statement is cancelled. The
+-- transaction may not have an id before, so the call comes before any row is locked or written. The other lock is a mark
+-- that stays until the end, for `history_horizon`.
+CREATE FUNCTION mesh.take_history_ids(mesh_id integer, messages integer) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+  before bigint;
+BEGIN
+  IF pg_current_xact_id_if_assigned() IS NOT NULL THEN
+    RAISE EXCEPTION 'the transaction has an id already: it may be older than numbers that are taken';
+  END IF;
+  PERFORM pg_advisory_xact_lock_shared(hashtext('postroom.history'), mesh_id);
+  BEGIN
+    PERFORM pg_advisory_xact_lock(hashtext('postroom.history.numbers'), mesh_id);
+    PERFORM pg_current_xact_id();
+    before := mesh.last_history_id(mesh_id);
+    PERFORM setval(to_regclass('mesh.history_' || mesh_id), before + messages);
+    RAISE SQLSTATE 'PR001';
+  EXCEPTION WHEN SQLSTATE 'PR001' THEN
+    RETURN before;
+  END;
+END $$;
+
+-- How far the history of a mesh is complete for a snapshot that is taken afterwards: up to `last_history_id`, but for what
+-- was written by the transaction `oldest` or a later one; null where none is under way. On a standby no locks show which
+-- transactions accept, so every one that has not ended counts.
+CREATE FUNCTION mesh.history_horizon(mesh_id integer, OUT last_history_id bigint, OUT oldest xid) LANGUAGE plpgsql AS $$
+BEGIN
+  last_history_id := mesh.last_history_id(mesh_id);  -- before the look at the locks: whoever comes later takes higher ones
+  IF pg_is_in_recovery() THEN
+    oldest := pg_snapshot_xmin(pg_current_snapshot())::xid;
+    RETURN;
+  END IF;
+  WITH held AS MATERIALIZED (
+    SELECT * FROM pg_locks WHERE granted AND locktype IN ('advisory', 'transactionid')
+  )
+  SELECT writing.transactionid INTO oldest
+  FROM held AS mark JOIN held AS writing USING (virtualtransaction)
+  WHERE mark.locktype = 'advisory' AND mark.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND mark.classid::bigint = hashtext('postroom.history')::bigint & 4294967295 AND mark.objid = mesh_id
+    AND mark.objsubid = 2 AND mark.mode = 'ShareLock'
+    AND writing.locktype = 'transactionid' AND writing.mode = 'ExclusiveLock'
+  ORDER BY age(writing.transactionid) DESC LIMIT 1;
+END $$;
+
 -- Which incarnation it is --------------------------------------------------------------------------------------------------
 
 -- Where the database lies: its cluster, its number there, its timeline. Null where the role may not know.
@@ -331,26 +406,32 @@ EXCEPTION WHEN insufficient_privilege THEN
   RETURN NULL;
 END $$;
 
--- Begins an incarnation, and lets every mesh go on above all numbers that were ever given out; returns its id.
+-- Begins an incarnation, and lets every mesh go on above all numbers that were ever given out; returns its id. It waits
+-- for the accepts that are under way, and others wait for it. What was there before is taken from the rows, since a backup
+-- may have a sequence that is ahead of them.
 CREATE FUNCTION mesh.begin_incarnation(why text) RETURNS uuid LANGUAGE plpgsql AS $$
 DECLARE
   fresh mesh.incarnation;
 BEGIN
   LOCK TABLE mesh.incarnation IN EXCLUSIVE MODE;
+  LOCK TABLE mesh.client_message_dedupe IN SHARE MODE;
   INSERT INTO mesh.incarnation (history_floor, place, reason)
   SELECT greatest(
       floor(extract(epoch FROM clock_timestamp()))::bigint << 21,
-      (SELECT max(history_floor) + 1 FROM mesh.incarnation), (SELECT max(last_history_id) FROM mesh.history_counter)
+      (SELECT max(history_floor) + 1 FROM mesh.incarnation), (SELECT max(mesh.last_history_id(id)) FROM mesh.mesh)
     ), mesh.place(), why
   RETURNING * INTO fresh;
-  WITH stand AS (
-    SELECT mesh_id, last_history_id FROM mesh.history_counter FOR UPDATE
-  ), gap AS (
-    INSERT INTO mesh.history_gap (mesh_id, last_before, history_floor)
-    SELECT mesh_id, last_history_id, fresh.history_floor FROM stand WHERE last_history_id < fresh.history_floor
-  )
-  UPDATE mesh.history_counter AS counter SET last_history_id = fresh.history_floor
-  FROM stand WHERE counter.mesh_id = stand.mesh_id;
+  INSERT INTO mesh.history_gap (mesh_id, last_before, history_floor)
+  SELECT mesh.id, stand.last, fresh.history_floor
+  FROM mesh.mesh CROSS JOIN LATERAL (
+    SELECT greatest(
+      0, (SELECT max(history_id) FROM mesh.message_history AS history WHERE history.mesh_id = mesh.id),
+      (SELECT max(last_history_id) FROM mesh.history_deletion AS deletion WHERE deletion.mesh_id = mesh.id),
+      (SELECT max(history_floor) FROM mesh.history_gap AS gap WHERE gap.mesh_id = mesh.id)
+    ) AS last
+  ) AS stand
+  WHERE stand.last < fresh.history_floor;
+  PERFORM setval('mesh.history_' || id, fresh.history_floor) FROM mesh.mesh;  -- last: it stays, whatever becomes of the rest
   RETURN fresh.id;
 END $$;
 

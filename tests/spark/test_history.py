@@ -282,7 +282,7 @@ def test_a_row_that_commits_late_is_not_skipped(spark: SparkSession, history: Hi
 
     with held_open(history, COPY.format(number=6)):
         history.execute(COPY.format(number=7))  # a later number that is visible first
-        history.execute("UPDATE mesh.history_counter SET last_history_id = 7")
+        history.execute("SELECT setval('mesh.history_1', 7)")
         assert stream() == [1, 2, 3, 4, 5]
 
     assert stream() == [1, 2, 3, 4, 5, 6, 7]
@@ -292,8 +292,7 @@ def test_an_accept_in_progress_holds_back_its_own_mesh_alone(history: History) -
     history.add_mesh("sea")
     history.accept(["first"])
     reader = stream_reader(history)
-    take = "UPDATE mesh.history_counter SET last_history_id = last_history_id + 1 WHERE mesh_id = 1"
-    with held_open(history, take):
+    with held_open(history, "SELECT mesh.take_history_ids(1, 1)"):
         before = reader.latestOffset({}, ReadAllAvailable())
     history.accept(["second"])
 
@@ -489,11 +488,10 @@ def test_nothing_new_takes_as_long_at_300_000_rows_as_at_10_000(
 def fill(history: History, rows: int) -> None:
     """Put messages into the history, one a second from the first of November on."""
     history.execute(
-        "WITH counter AS (UPDATE mesh.history_counter SET last_history_id = last_history_id + $1 WHERE mesh_id = 1 "
-        "RETURNING last_history_id - $1 AS last) "
+        "WITH taken AS MATERIALIZED (SELECT mesh.take_history_ids(1, $1) AS last) "
         "INSERT INTO mesh.message_history SELECT 1, last + number, gen_random_uuid(), last + number, 1, 'topic', 1, "
         "'orders', 0, timestamptz '2026-11-01Z' + interval '1 s' * (last + number), '2999-01-01' "
-        "FROM counter, generate_series(1, $1) AS number",
+        "FROM taken, generate_series(1, $1) AS number",
         rows,
     )
     history.execute("VACUUM ANALYZE mesh.message_history")

@@ -16,6 +16,9 @@ import asyncpg
 
 from embedded import EmbeddedPostgres
 
+# Lets every accept stand still, in the transaction of a test, where it is about to take its numbers.
+HOLD_NUMBERS = "SELECT pg_advisory_xact_lock(hashtext('postroom.history.numbers'), id) FROM mesh.mesh"
+
 
 def migrated_database(server: EmbeddedPostgres, name: str, migrate: Callable[[str], Awaitable[object]]) -> str:
     """Make the database `name` in a fixture of the session, migrated; returns its address."""
@@ -28,10 +31,10 @@ def migrated_database(server: EmbeddedPostgres, name: str, migrate: Callable[[st
 
 @asynccontextmanager
 async def postgres_of_its_own(
-    directory: Path, migrate: Callable[[str], Awaitable[object]]
+    directory: Path, migrate: Callable[[str], Awaitable[object]], *, durable: bool = False
 ) -> AsyncIterator[EmbeddedPostgres]:
-    """Run a Postgres that a test may stop, with the migrated database `own`."""
-    server = EmbeddedPostgres(directory / "postgres", durable=False)
+    """Run a Postgres that a test may stop, or kill where it is durable, with the migrated database `own`."""
+    server = EmbeddedPostgres(directory / "postgres", durable=durable)
     server.start()
     await _create(server, "own", migrate)
     yield server

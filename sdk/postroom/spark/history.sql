@@ -75,10 +75,9 @@ FROM mesh.mesh WHERE slug = $1 OR $1::text IS NULL ORDER BY mesh.id;
 -- stream came to it, by a deletion later than $5; and, where the stream stands at a number that a restore has taken back,
 -- the last one before those.
 --
--- An accept takes its numbers under the mesh's counter, which it holds until its commit: no number below a visible one can
--- still come. A row that was written in any other way has no such promise, so nothing is read from the first row on that
--- is younger than the oldest transaction in progress. Where none is in progress, there is no such row, and nothing to look
--- through. Ages are of 32 bits: a negative one is that of a very old row.
+-- The transaction with the lower id takes the lower numbers: nothing is read from the first row on that is younger than the
+-- oldest transaction in progress, which may still write a lower one. Where none is in progress, there is no such row, and
+-- nothing to look through. Ages are of 32 bits: a negative one is that of a very old row.
 WITH wanted AS (
   SELECT mesh.id AS mesh_id, mesh.slug AS mesh, coalesce(stand.after, 0) AS after
   FROM mesh.mesh LEFT JOIN unnest($2::integer[], $3::bigint[]) AS stand (mesh_id, after) ON stand.mesh_id = mesh.id
@@ -87,7 +86,8 @@ WITH wanted AS (
   SELECT age(pg_snapshot_xmin(snapshot)::xid) AS age, pg_snapshot_xmin(snapshot) = pg_snapshot_xmax(snapshot) AS quiet
   FROM pg_current_snapshot() AS snapshot
 )
-SELECT wanted.mesh_id, wanted.mesh, wanted.after, counter.last_history_id,
+SELECT wanted.mesh_id, wanted.mesh, wanted.after,
+  mesh.last_history_id(wanted.mesh_id),
   CASE WHEN $4::bigint IS NULL AND (SELECT quiet FROM horizon) THEN (
     SELECT history_id FROM mesh.message_history AS history
     WHERE history.mesh_id = wanted.mesh_id AND history_id > wanted.after ORDER BY history_id DESC LIMIT 1
@@ -109,7 +109,7 @@ SELECT wanted.mesh_id, wanted.mesh, wanted.after, counter.last_history_id,
     SELECT gap.last_before FROM mesh.history_gap AS gap
     WHERE gap.mesh_id = wanted.mesh_id AND gap.last_before < wanted.after AND wanted.after < gap.history_floor
   ) AS restored
-FROM wanted JOIN mesh.history_counter AS counter USING (mesh_id)
+FROM wanted
 ORDER BY wanted.mesh_id;
 
 -- name: next

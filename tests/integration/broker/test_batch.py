@@ -24,12 +24,14 @@ async def test_answers_and_history_follow_the_order_of_the_request(broker: Any, 
     assert minted == sorted(minted)
 
 
-async def test_refused_messages_and_duplicates_leave_no_gap_in_the_history(broker: Any, message: Message) -> None:
+async def test_a_message_that_its_destination_refuses_uses_a_number_up_and_a_duplicate_does_not(
+    broker: Any, message: Message
+) -> None:
     alice = broker.member("alice")
-    await alice.send(message("id-1"), message("id-2", "topic:nothing"), message("id-3"))
-    answers = await alice.send(message("id-1"), message("id-4"))
+    first = await alice.send(message("id-1"), message("id-2", "topic:nothing"), message("id-3"))
+    again = await alice.send(message("id-1"), message("id-4"))
 
-    assert [answer.history_id for answer in answers] == [1, 3]
+    assert [answer.history_id for answer in (*first, *again)] == [1, None, 3, 1, 4]
 
 
 async def test_an_id_twice_in_one_batch_is_answered_as_one_after_the_other(broker: Any, message: Message) -> None:

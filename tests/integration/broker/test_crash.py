@@ -20,7 +20,6 @@ Counts = Callable[[], Awaitable[dict[str, int]]]
 Waiting = Callable[[int], Awaitable[None]]
 
 TABLES = [
-    "mesh.history_counter",
     "mesh.client_message_dedupe",
     "mesh.topic_message",
     "mesh.message_queue",

@@ -1,9 +1,9 @@
-"""Reading the history: in the order of the commits, page by page, bounded (docs/contract/accept.md#accept-5)."""
+"""Reading the history: in the order of its numbers, page by page, bounded (docs/contract/accept.md#accept-5)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -86,27 +86,91 @@ async def test_a_page_of_many_small_values_is_made_a_slice_at_a_time(
     assert len(made_in) > 40
 
 
-async def test_a_reader_never_skips_a_message_that_commits_late(
+@pytest.fixture
+async def late(
     broker: Any, message: Message, postgres: Any, waiting_for_lock: Callable[[int], Awaitable[None]]
-) -> None:
-    """A batch that is about to commit holds the counter, so no later number can be read before it."""
-    alice, bob = broker.member("alice"), broker.member("bob")
+) -> AsyncIterator[asyncio.Task[Any]]:
+    """A post that has its number, 2, and stands before its commit; `pg_advisory_unlock(7)` lets it go."""
     await postgres.execute(
         "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS "
         "$$ BEGIN IF NEW.client_message_id = 'late' THEN PERFORM pg_advisory_xact_lock(7); END IF; RETURN NEW; END $$;"
         "CREATE TRIGGER w AFTER INSERT ON mesh.message_history FOR EACH ROW EXECUTE FUNCTION wait()"
     )
+    await broker.member("alice").send_one(message("first"))
+    await postgres.execute("SELECT pg_advisory_lock(7)")
+    post = asyncio.create_task(broker.member("alice").send_one(message("late")))
+    await waiting_for_lock(1)
+    yield post
+    await postgres.execute("SELECT pg_advisory_unlock_all()")
+    await post
+    await postgres.execute("DROP FUNCTION wait CASCADE")
+
+
+async def test_a_reader_never_skips_a_message_that_commits_late(
+    broker: Any, message: Message, postgres: Any, late: asyncio.Task[Any]
+) -> None:
+    """It reads what is before, and waits for what may still come."""
+    bob = broker.member("bob")
+    assert (await bob.send_one(message("early"))).history_id == 3
+    page = (await bob.get("/v1/history")).body
+    assert ([entry["history_id"] for entry in page["messages"]], page["next_after"]) == ([1], 1)
+    reading = asyncio.create_task(read_all(bob))
+    await asyncio.wait([reading], timeout=0.1)
+    assert not reading.done()
+    await postgres.execute("SELECT pg_advisory_unlock(7)")
+    assert await reading == [[1], [2, 3]]
+    assert (await late).history_id == 2
+
+
+async def test_an_accept_that_was_rolled_back_leaves_a_gap(
+    broker: Any, message: Message, postgres: Any, late: asyncio.Task[Any]
+) -> None:
+    assert (await broker.member("bob").send_one(message("early"))).history_id == 3
+    await postgres.execute("SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE wait_event = 'advisory'")
+    assert (await late).status == 503
+    assert await read_all(broker.member("bob")) == [[1, 3]]
+    assert (await broker.member("bob").send_one(message("next"))).history_id == 4
+
+
+@pytest.mark.usefixtures("late")
+async def test_a_reader_does_not_wait_for_ever_and_not_for_another_mesh(
+    broker: Any, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_WAIT_SECONDS", 0.05)
+    await broker.add_mesh("sea")
+    bob, sailor = broker.member("bob"), broker.member("alice", "sea")
+    assert (await bob.get("/v1/history", after=1)).body["messages"] == []  # nothing is behind it
+    await bob.send_one(message("early"))
+    answer = await bob.get("/v1/history", after=1)
+    assert (answer.status, answer.code, answer.body["retryable"]) == (503, "posts_at_work", True)
+    await sailor.send_one(message("early"))
+    assert await read_all(sailor) == [[1]]
+
+
+async def test_one_who_reads_while_two_brokers_accept_sees_each_message_once_and_in_order(
+    broker: Any, message: Message, postgres: Any, start_broker: Any
+) -> None:
+    posts, seen = 40, []
+    await postgres.execute(
+        "CREATE FUNCTION dawdle() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN PERFORM pg_sleep(random() / 50); RETURN NULL; END $$;"
+        "CREATE CONSTRAINT TRIGGER d AFTER INSERT ON mesh.message_history "
+        "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION dawdle()"
+    )
     try:
-        await postgres.execute("SELECT pg_advisory_lock(7)")
-        late = asyncio.create_task(alice.send_one(message("late")))
-        await waiting_for_lock(1)
-        early = asyncio.create_task(bob.send_one(message("early")))
-        await waiting_for_lock(2)
-        assert await read_all(alice) == [[]]
-        await postgres.execute("SELECT pg_advisory_unlock(7)")
-        assert ((await late).history_id, (await early).history_id) == (1, 2)
+        async with start_broker(broker.services.config) as other, asyncio.TaskGroup() as writing:
+            for number in range(posts):
+                sender = broker.member(("alice", "bob")[number % 2]).at((broker, other)[number // 2 % 2].url)
+                writing.create_task(sender.send(message(f"{number}-a"), message(f"{number}-b", "topic:nothing")))
+            while len(seen) < posts:
+                page = (await broker.member("ada").get("/v1/history", after=max(seen, default=0), limit=7)).body
+                seen += [entry["history_id"] for entry in page["messages"]]
     finally:
-        await postgres.execute("DROP FUNCTION wait CASCADE")
+        await postgres.execute("DROP FUNCTION dawdle CASCADE")
+    rows = await postgres.fetch("SELECT history_id, age(xmin) AS age FROM mesh.message_history ORDER BY history_id")
+    assert seen == [row["history_id"] for row in rows]
+    ages = [row["age"] for row in rows]
+    assert ages == sorted(ages, reverse=True)  # lower numbers are those of older transactions
 
 
 async def test_a_bad_query_is_refused(broker: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from support.databases import back_up, begin_timeline, forget, postgres_of_its_own, restore
+from support.databases import HOLD_NUMBERS, back_up, begin_timeline, forget, postgres_of_its_own, restore
 from support.waiting import until_so
 
 from broker.commands import begin_incarnation
@@ -171,3 +173,65 @@ async def test_a_restart_or_a_new_connection_is_no_restore(
         own_postgres.start()
         assert (await alice.send_one(message("id-1"))).history_id == 1
         assert await incarnation_of(alice) == before
+
+
+async def test_a_restore_goes_by_the_rows_where_the_backup_has_the_numbers_of_later_ones(
+    own: Any, start_broker: Any, message: Message
+) -> None:
+    """A dump reads sequences as they are, while accepts go on, and rows as they were when it began."""
+    async with start_broker(own) as broker, connected(own.database_url) as connection:
+        await broker.add_mesh()
+        alice = broker.member("alice")
+        await alice.send(*(message(f"id-{n}") for n in range(3)))
+        await connection.execute("SELECT setval('mesh.history_' || id, 6) FROM mesh.mesh")
+        assert await begin_incarnation(own) is Exit.OK
+        assert (await alice.get("/v1/history", after=5)).body["resume_after"] == 3
+        assert (await alice.send_one(message("id-3"))).history_id > FLOOR
+        assert len((await alice.get("/v1/history", after=3)).body["messages"]) == 1
+
+
+async def test_an_incarnation_begins_between_two_accepts(own: Any, start_broker: Any, message: Message) -> None:
+    """One that is under way commits before; one that comes meanwhile takes its number afterwards."""
+    async with start_broker(own) as broker, connected(own.database_url) as holding, connected(own.database_url) as eye:
+        await broker.add_mesh()
+        alice = broker.member("alice")
+
+        async def wait_for_locks(statements: int) -> None:
+            waiting = (
+                "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+            )
+
+            async def so() -> bool:
+                return bool(await eye.fetchval(waiting) == statements)
+
+            await until_so(so)
+
+        async with holding.transaction():
+            await holding.execute(HOLD_NUMBERS)
+            first = asyncio.create_task(alice.send_one(message("id-1")))
+            await wait_for_locks(1)
+            beginning = asyncio.create_task(begin_incarnation(own))
+            await wait_for_locks(2)
+            second = asyncio.create_task(alice.send_one(message("id-2")))
+            await wait_for_locks(3)
+        assert await beginning is Exit.OK
+        assert ((await first).history_id, (await second).history_id > FLOOR) == (1, True)
+        assert (await alice.get("/v1/history", after=2)).body["resume_after"] == 1
+        assert len((await alice.get("/v1/history")).body["messages"]) == 2
+
+
+async def test_numbers_go_on_where_they_were_after_a_crash_of_postgres(
+    migrated: Any, short_directory: Path, start_broker: Any, message: Message
+) -> None:
+    async with postgres_of_its_own(short_directory, migrate, durable=True) as postgres:
+        config = msgspec.structs.replace(migrated, database_url=postgres.url_of("own"))
+        async with start_broker(config) as broker:
+            await broker.add_mesh()
+            alice = broker.member("alice")
+            before = [answer.history_id for answer in await alice.send(*(message(f"id-{n}") for n in range(3)))]
+            server = postgres.process
+            assert server is not None
+            assert server.end((signal.SIGQUIT, 30.0))  # it leaves everything as a crash does
+            postgres.start()
+            assert (await alice.send_one(message("late"))).history_id == 4
+            assert (before, len((await alice.get("/v1/history")).body["messages"])) == ([1, 2, 3], 4)

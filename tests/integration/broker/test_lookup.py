@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from support.databases import HOLD_NUMBERS
 from support.waiting import until
 
 from broker import history
@@ -18,8 +19,6 @@ from postroom._wire.accept import AcceptResponse, SentMessage
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]
 Waiting = Callable[[int], Awaitable[None]]
-
-COUNTER = "SELECT FROM mesh.history_counter FOR UPDATE"
 
 
 def asked(*items: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +92,7 @@ async def test_a_post_that_is_at_work_is_waited_for(
 ) -> None:
     alice = broker.member("alice")
     async with postgres.transaction():
-        await postgres.execute(COUNTER)
+        await postgres.execute(HOLD_NUMBERS)
         post = asyncio.create_task(alice.send_one(message("id-1")))
         await waiting_for_lock(1)
         asking = asyncio.create_task(look_up(alice, message("id-1")))
@@ -108,7 +107,7 @@ async def test_a_post_at_work_in_another_instance_is_waited_for(
 ) -> None:
     alice = broker.member("alice")
     async with start_broker(broker.services.config) as other, postgres.transaction():
-        await postgres.execute(COUNTER)
+        await postgres.execute(HOLD_NUMBERS)
         post = asyncio.create_task(alice.at(other.url).send_one(message("id-1")))
         await waiting_for_lock(1)
         asking = asyncio.create_task(look_up(alice, message("id-1")))
@@ -126,7 +125,7 @@ async def test_a_post_that_does_not_end_leaves_the_question_open(
     monkeypatch.setattr(history, "_WAIT_SECONDS", 0.05)
     alice = broker.member("alice")
     async with postgres.transaction():
-        await postgres.execute(COUNTER)
+        await postgres.execute(HOLD_NUMBERS)
         post = asyncio.create_task(alice.send_one(message("id-1")))
         await waiting_for_lock(1)
         answer = await alice.post("/v1/accepted", asked(message("id-1")))
@@ -147,7 +146,7 @@ async def test_what_nobody_waits_for_any_more_is_not_written(
     """The caller gives up while its batch waits for its turn; the look-up that follows says no, and that stays true."""
     alice = broker.member("alice")
     async with postgres.transaction():
-        await postgres.execute(COUNTER)
+        await postgres.execute(HOLD_NUMBERS)
         before = [asyncio.create_task(alice.send_one(message(f"before-{n}"))) for n in range(2)]
         await waiting_for_lock(2)  # as many as a mesh may write at once
         given_up = asyncio.create_task(impatient.send_one(message("id-1")))

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from support import loud_member
+from support.databases import HOLD_NUMBERS
 
 from embedded.processes import tethered
 
@@ -100,9 +101,7 @@ async def test_batches_that_hang_take_the_slots_and_connections_of_their_own_mes
     broker: Any, zoe: Any, message: Callable[..., dict[str, Any]], postgres: Any, waiting_for_lock: Any
 ) -> None:
     async with postgres.transaction():
-        await postgres.execute(
-            "SELECT FROM mesh.history_counter WHERE mesh_id = (SELECT id FROM mesh.mesh WHERE slug = 'demo') FOR UPDATE"
-        )
+        await postgres.execute(f"{HOLD_NUMBERS} WHERE slug = 'demo'")
         hanging = [
             asyncio.create_task(broker.member(name).send_one(message(f"{name}-{number}")))
             for name in ("alice", "bob", "ada")

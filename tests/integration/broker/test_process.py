@@ -18,6 +18,7 @@ import aiohttp
 import asyncpg
 import msgspec
 import pytest
+from support.databases import HOLD_NUMBERS
 
 from broker.config import BrokerConfig
 from broker.database import migrate
@@ -69,7 +70,7 @@ async def test_it_stops_on_sigterm_and_finishes_the_batch_at_work(
     broker: Any, broker_process: Any, message: Message, postgres: Any, waiting_for_lock: Any
 ) -> None:
     async with postgres.transaction():
-        await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
+        await postgres.execute(HOLD_NUMBERS)
         alice = broker.member("alice").at(broker_process.url)
         post = asyncio.create_task(alice.send_one(message("id-1")))
         await waiting_for_lock(1)
@@ -256,7 +257,7 @@ async def test_a_crowd_waits_and_is_asked_to_come_again_where_that_takes_too_lon
     async with start_broker(tight) as other:
         alice = broker.member("alice").at(other.url)
         async with postgres.transaction():
-            await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
+            await postgres.execute(HOLD_NUMBERS)
             post = asyncio.create_task(alice.send_one(message("id-1")))
             await waiting_for_lock(1)
             turned_away = await alice.post("/v1/accept", {"messages": [message("id-2")]})

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.databases import HOLD_NUMBERS
 
 Message = Callable[..., dict[str, Any]]
 Counts = Callable[[], Awaitable[dict[str, int]]]
@@ -52,9 +53,9 @@ async def test_500_ids_posted_32_times_at_two_instances_are_accepted_once_each(
 async def test_an_id_taken_between_look_up_and_write_is_looked_up_again(
     broker: Any, message: Message, postgres: Any, waiting_for_lock: Callable[[int], Awaitable[None]]
 ) -> None:
-    """Both batches pass B0; the second waits for the first at the mesh's counter, and then finds its id taken."""
+    """Both batches pass B0 and stand before the mesh's numbers; the second then finds its id taken."""
     async with postgres.transaction():
-        await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
+        await postgres.execute(HOLD_NUMBERS)
         posts = [
             asyncio.create_task(broker.member(sender).send_one(message("id-1", body=body)))
             for sender, body in (("alice", "one"), ("bob", "one"), ("ada", "two"))
@@ -88,13 +89,19 @@ async def test_what_a_batch_goes_to_cannot_vanish_under_it(
     path: str,
     answered: int,
 ) -> None:
-    async with postgres.transaction():
-        await postgres.execute("SELECT FROM mesh.history_counter FOR UPDATE")
-        post = asyncio.create_task(broker.member("alice").send_one(message("id-1", to)))
-        await waiting_for_lock(1)  # it holds what it goes to, and waits for the counter
-        deletion = asyncio.create_task(broker.admin.delete(path))
-        async with asyncio.timeout(SECONDS):
-            await waiting_for_lock(2)
+    taking = postgres.transaction()
+    await taking.start()
+    await postgres.execute(
+        "INSERT INTO mesh.client_message_dedupe (mesh_id, client_message_id, sender_id, broker_message_id, history_id, "
+        "request_fingerprint, destination_kind, destination_ref) "
+        "SELECT id, 'id-1', 1, gen_random_uuid(), 1, sha256(''), 'topic', 'orders' FROM mesh.mesh"
+    )
+    post = asyncio.create_task(broker.member("alice").send_one(message("id-1", to)))
+    await waiting_for_lock(1)  # it holds what it goes to, and waits for its id
+    deletion = asyncio.create_task(broker.admin.delete(path))
+    async with asyncio.timeout(SECONDS):
+        await waiting_for_lock(2)
+    await taking.rollback()
 
     assert ((await post).status, (await deletion).status) == (201, answered)
 
