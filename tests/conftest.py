@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import resource
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -33,6 +34,7 @@ from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
 
 _numbers = itertools.count(1)
 _DESCRIPTORS = 8192
+_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def pytest_configure() -> None:
@@ -40,12 +42,15 @@ def pytest_configure() -> None:
 
     A shell starts what runs in the background with Ctrl-C ignored, and what that starts inherits it. With a handler
     that does nothing this process goes on ignoring it, while the programs that tests interrupt have the default.
+
+    A Java of a test lives for seconds, and would spend half of its time on optimizing code.
     """
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _DESCRIPTORS)), hard))
+    os.environ.setdefault("JAVA_TOOL_OPTIONS", _JAVA_OPTIONS)
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -85,6 +85,7 @@ def home(short_directory: Path):
         "XDG_STATE_HOME": str(short_directory / "state"),  # root's would outlive the test
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "LANG": "C.UTF-8",
+        "JAVA_TOOL_OPTIONS": os.environ["JAVA_TOOL_OPTIONS"],
     }
     yield environment
     mailroom = short_directory / "mailroom"
