@@ -52,15 +52,21 @@ class Answer(web.StreamResponse):
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the caller has disconnected")
-        if self._keep_alive:
-            connection = "Connection: keep-alive\r\n" if request.version == HttpVersion10 else ""
-        else:
-            connection = "Connection: close\r\n"
-        body = b"" if request.method == hdrs.METH_HEAD else self._body_bytes
-        transport.write(f"{self._head}{connection}\r\n".encode("latin-1") + body)
+        transport.write(
+            self.encode(
+                with_body=request.method != hdrs.METH_HEAD,
+                connection="Connection: keep-alive\r\n" if request.version == HttpVersion10 else "",
+            )
+        )
         if request.protocol.writing_paused:
             await request.writer.drain()
         return None
+
+    def encode(self, *, with_body: bool = True, connection: str = "") -> bytes:
+        """Return the bytes of the answer; one that does not end the connection says `connection` of it."""
+        if self._keep_alive is False:
+            connection = "Connection: close\r\n"
+        return f"{self._head}{connection}\r\n".encode("latin-1") + (self._body_bytes if with_body else b"")
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Do nothing: an answer is complete from the start."""

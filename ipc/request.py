@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, NoReturn, TypeVar
 import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
+from multidict import CIMultiDict
 
 from ipc.answers import problem_of
 from ipc.connection import Connection
@@ -22,24 +23,20 @@ from postroom.chassis.routes import Route
 from postroom.errors import InvalidMessage, NotFound, PostroomError
 
 T = TypeVar("T", bound=msgspec.Struct)
+SEND: Final = "/v1/send"
 MAX_SEGMENT: Final = 512  # characters of one variable part of a path
 
 
-class Request(web.BaseRequest):
-    """A request on a `Connection`; `params` are the variable parts of its path."""
+class Asked:
+    """What every request has, however it was read: the connection that it came over, and its part of what is shared."""
 
-    params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
+    connection: Connection
     keeps_others_out = False  # whether it counts among those that the server answers at once
-
-    @property
-    def connection(self) -> Connection:
-        """The connection that the request came over."""
-        return self._protocol  # type: ignore[return-value] # every protocol of the server is one
 
     @property
     def caller(self) -> Caller:
         """Who sent it: the peer of the connection."""
-        return self._protocol.caller  # type: ignore[attr-defined,no-any-return]
+        return self.connection.caller
 
     async def take_turn(self, count: int) -> None:
         """Return when `count` bytes may be worked on for this caller: others have their turn too."""
@@ -52,6 +49,35 @@ class Request(web.BaseRequest):
             self.connection.requests.give_back(1, self.caller.uid)
 
 
+class Request(Asked, web.BaseRequest):
+    """A request that aiohttp has read; `params` are the variable parts of its path."""
+
+    params: dict[str, str] = {}  # noqa: RUF012 - replaced, never changed: most paths have no variable part
+
+    @property
+    def connection(self) -> Connection:  # type: ignore[override] # never set
+        """The connection that the request came over."""
+        return self._protocol  # type: ignore[return-value] # every protocol of the server is one
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all of its body is there."""
+        return self.content.is_eof()
+
+
+class PlainSend(Asked):
+    """A `POST /v1/send` that arrived whole and says nothing unusual, read without aiohttp (ipc/plain.py)."""
+
+    method: Final = hdrs.METH_POST
+    path: Final = SEND
+    has_arrived: Final = True
+
+    def __init__(self, connection: Connection, headers: CIMultiDict[str], body: bytes) -> None:
+        self.connection = connection
+        self.headers = headers
+        self.body = body
+
+
 class BodyReader:
     """Reads bodies within the limits of one, and of all that are being read at once."""
 
@@ -59,8 +85,10 @@ class BodyReader:
         self._limit = limits.request_bytes
         self._budget = budget
 
-    async def read(self, request: Request) -> bytes:
+    async def read(self, request: Request | PlainSend) -> bytes:
         """Return the whole body; raises `InvalidMessage` (413, 417) or `TryAgain` (429)."""
+        if isinstance(request, PlainSend):
+            return request.body
         content = request.content
         if content.is_eof():
             return content.read_nowait()
@@ -101,7 +129,7 @@ def start_body(request: Request, budget: Budget, size: int) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def check_media(request: Request, media: str) -> None:
+def check_media(request: Request | PlainSend, media: str) -> None:
     """Refuse (415) a body that is not `media` in UTF-8, or that is compressed."""
     headers = request.headers
     if headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":

@@ -12,7 +12,7 @@ from multidict import istr
 from ipc.accept_table import answer
 from ipc.answers import JSON, Answer, json_answer
 from ipc.batch import Batch
-from ipc.request import BodyReader, Request, check_media, decode_body
+from ipc.request import BodyReader, PlainSend, Request, check_media, decode_body
 from ipc.services import Services
 from ipc.shares import TURN
 from outbox import Caller
@@ -44,7 +44,7 @@ class Sends:
         self._waits = services.waits
         self._body_bytes = services.limits.body_bytes
 
-    async def send(self, request: Request) -> web.StreamResponse:
+    async def send(self, request: Request | PlainSend) -> Answer:
         """Accept one message: 202 once its row is on disk, else by the accept table (docs/contract/send.md#send-37)."""
         began = perf_counter()
         caller = request.caller

@@ -1,7 +1,8 @@
 """The HTTP server behind every socket: connections, their limits, access, and the way from a request to its handler.
 
 It is aiohttp's low-level server (`web.Server`): one literal table instead of a router, no middlewares, no signals, so
-that a send costs little beside its commit. Every error leaves as problem+json; nothing a caller sends ends in a 500.
+that a send costs little beside its commit; a plain send does without aiohttp (ipc/plain.py), but comes through here
+like all others. Every error leaves as problem+json; nothing a caller sends ends in a 500.
 
 No uid can keep the others out: it accepts few connections a turn of the loop, a crowd makes room, what is
 held is shared, and work goes by turns (ipc/shares.py).
@@ -23,7 +24,8 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 from ipc.answers import Answer, problem_answer, problem_of
 from ipc.connection import Connection, Crowd
 from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
-from ipc.request import MethodNotAllowed, Request, Table
+from ipc.plain import PlainConnection
+from ipc.request import MethodNotAllowed, PlainSend, Request, Table
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
 from postroom.chassis.listener import TimedServer
@@ -43,7 +45,7 @@ _NOT_ALLOWED: Final = problem_of(
 class Server(TimedServer):
     """Serves the routes on any number of sockets, from `start` to `stop`."""
 
-    connection_type = Connection
+    connection_type = PlainConnection
 
     def __init__(
         self,
@@ -167,7 +169,7 @@ class Server(TimedServer):
     ) -> Request:
         return Request(message, payload, protocol, writer, task, self._running_loop)
 
-    async def _answer(self, request: Request) -> web.StreamResponse:
+    async def _answer(self, request: Request | PlainSend) -> web.StreamResponse:
         connection = request.connection
         uid = connection.caller.uid
         self._crowd.begins(connection)
@@ -196,14 +198,17 @@ class Server(TimedServer):
         finally:
             self._crowd.ends(connection)
 
-    async def _routed(self, request: Request, connection: Connection) -> web.StreamResponse:
-        route = self._table.fixed.get((request.method, request.raw_path))
-        if route is None:
+    async def _routed(self, request: Request | PlainSend, connection: Connection) -> web.StreamResponse:
+        if isinstance(request, PlainSend):
+            route = self._table.fixed[request.method, request.path]
+        elif (fixed := self._table.fixed.get((request.method, request.raw_path))) is not None:
+            route = fixed
+        else:
             refuse_tokens_in_query(request, connection.caller)
             route, request.params = self._table.find(request.method, request.rel_url.raw_path)
             if route.query is None and request.query_string:
                 raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters")
-        if connection.is_tcp and self._tcp_guard is not None:
+        if connection.is_tcp and self._tcp_guard is not None and isinstance(request, Request):
             self._tcp_guard.check(request)
         if not self._policy.may_call(connection.caller):
             return problem_answer(_NOT_ALLOWED, close=True)
@@ -211,8 +216,10 @@ class Server(TimedServer):
             raise NotPermitted.of("not_an_operator", "your uid is not among the operators of this daemon")
         return await route.handler(request)
 
-    def _refused(self, request: Request, error: PostroomError, headers: dict[str, str] | None = None) -> Answer:
+    def _refused(
+        self, request: Request | PlainSend, error: PostroomError, headers: dict[str, str] | None = None
+    ) -> Answer:
         """Answer with the problem; a body that has not arrived by now is not waited for."""
         status = error.problem.status
         self._counters.answers[status] += 1
-        return problem_answer(error.problem, headers, close=not request.content.is_eof())
+        return problem_answer(error.problem, headers, close=not request.has_arrived)
