@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
@@ -71,36 +71,37 @@ class ProcessIdentity(NamedTuple):
         """Whether this very process still runs, be it with its last thread."""
         return not self.wait(0)
 
-    def send(self, number: signal.Signals) -> bool:
-        """Send a signal to this process and to no other that has its pid by now; False where it has ended."""
+    @contextmanager
+    def opened(self) -> Iterator[int | None]:
+        """Lend a descriptor of this very process, and of no other that has its pid by now; None where it has ended."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
-            return False
+            yield None
+            return
         try:
-            if ProcessIdentity.of(self.pid) != self:
-                return False
-            signal.pidfd_send_signal(descriptor, number)
-        except ProcessLookupError:
-            return False
+            yield descriptor if ProcessIdentity.of(self.pid) == self else None
         finally:
             os.close(descriptor)
-        return True
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal to this process; False where it has ended."""
+        with self.opened() as descriptor:
+            try:
+                if descriptor is not None:
+                    signal.pidfd_send_signal(descriptor, number)
+            except ProcessLookupError:
+                return False
+        return descriptor is not None
 
     def wait(self, seconds: float) -> bool:
         """Wait until this process has ended; False where it still runs after `seconds`."""
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return True
-        try:
-            if ProcessIdentity.of(self.pid) != self:
+        with self.opened() as descriptor:
+            if descriptor is None:
                 return True
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
             return bool(poll.poll(seconds * 1000))
-        finally:
-            os.close(descriptor)
 
     def end(self, *steps: tuple[signal.Signals, float]) -> bool:
         """Send each signal in turn and wait its seconds, until the process has ended; say whether it has."""
@@ -112,12 +113,7 @@ def wait_for_any(processes: Iterable[ProcessIdentity], seconds: float | None = N
     with ExitStack() as stack:
         poll = select.poll()
         for process in processes:
-            try:
-                descriptor = os.pidfd_open(process.pid)
-            except ProcessLookupError:
-                return
-            stack.callback(os.close, descriptor)
-            if ProcessIdentity.of(process.pid) != process:
+            if (descriptor := stack.enter_context(process.opened())) is None:
                 return
             poll.register(descriptor, select.POLLIN)
         poll.poll(None if seconds is None else math.ceil(seconds * 1000))

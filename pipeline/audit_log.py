@@ -142,18 +142,15 @@ def _write_day(directory: Path, day: str, parts: Iterator[pa.RecordBatch], *, ve
                     writer.write_table(waiting.slice(0, _GROUP_ROWS).combine_chunks(), _GROUP_ROWS)
                     waiting = waiting.slice(_GROUP_ROWS)
             writer.write_table(waiting.combine_chunks(), _GROUP_ROWS)
-        return Day(directory.name, day, rows, _place(Path(name), final))
+        try:
+            Path(name).chmod(0o644)
+            os.link(name, final)  # never replaces a file
+            became = "written"
+        except FileExistsError:
+            became = "same" if filecmp.cmp(name, final, shallow=False) else "different"
+        return Day(directory.name, day, rows, became)
     finally:
         Path(name).unlink()
-
-
-def _place(made: Path, final: Path) -> str:
-    """Give a file that is whole its name, unless there is one of that name."""
-    with suppress(FileExistsError):
-        made.chmod(0o644)
-        os.link(made, final)  # never replaces a file
-        return "written"
-    return "same" if filecmp.cmp(made, final, shallow=False) else "different"
 
 
 class Options(Database, kw_only=True):

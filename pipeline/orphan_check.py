@@ -58,23 +58,13 @@ def run(spark: SparkSession, options: Options) -> Outcome:
 
 def find_orphans(spark: SparkSession, moment: Snapshot, events_kept: timedelta) -> list[Violation]:
     """Return every violation, by kind, as `broker.orphans.find_orphans` does."""
-    tables = {name: frame.persist() for name, frame in _tables(spark, moment).items()}  # each is asked several times
-    for name, frame in tables.items():
-        frame.createOrReplaceTempView(f"postroom_{name}")
-    cut = {"events_kept_from": moment.now - events_kept, "ids_kept_from": moment.now - _ID_LIFE}
-    rows = spark.sql(_SQL["violations"].rstrip(";"), args=cut).collect()
-    for frame in tables.values():
-        frame.unpersist()
-    return [Violation(row["kind"], row["rows"], [UUID(example) for example in row["examples"]]) for row in rows]
 
-
-def _tables(spark: SparkSession, moment: Snapshot) -> dict[str, DataFrame]:
     def read(table: str, query: str, *columns: tuple[str, DataType]) -> DataFrame:
         schema = StructType([StructField(name, kind) for name, kind in columns])
         return read_table(spark, moment, table, query, schema)
 
     accepted_at, occurred_at = ("accepted_at", TimestampType()), ("occurred_at", TimestampType())
-    return {
+    tables = {
         "dedupe": read(
             "mesh.client_message_dedupe", "dedupe_rows", _ID, *_PLACE, _KIND, ("history_available", BooleanType())
         ),
@@ -89,6 +79,13 @@ def _tables(spark: SparkSession, moment: Snapshot) -> dict[str, DataFrame]:
             read("postroom.dropped_events", "dropped_event_rows", _ID, _KIND, occurred_at)
         ),
     }
+    for name, frame in tables.items():
+        frame.persist().createOrReplaceTempView(f"postroom_{name}")  # each is asked several times
+    cut = {"events_kept_from": moment.now - events_kept, "ids_kept_from": moment.now - _ID_LIFE}
+    rows = spark.sql(_SQL["violations"].rstrip(";"), args=cut).collect()
+    for frame in tables.values():
+        frame.unpersist()
+    return [Violation(row["kind"], row["rows"], [UUID(example) for example in row["examples"]]) for row in rows]
 
 
 if __name__ == "__main__":

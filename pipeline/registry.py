@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
@@ -85,13 +85,7 @@ def moment(text: str | None, option: str) -> datetime | None:
 
 def history_options(options: History) -> dict[str, str]:
     """Return the options of the source `postroom_history` that these mean."""
-    chosen: Sequence[tuple[str, str | None]] = (
-        ("database_url", options.database_url),
-        ("mesh", options.mesh),
-        ("since", options.since),
-        ("until", options.until),
-    )
-    return {name: value for name, value in chosen if value is not None}
+    return {name: value for name in History.__struct_fields__ if (value := getattr(options, name)) is not None}
 
 
 def _refuse(name: str, options: type[msgspec.Struct], why: str) -> Any:
