@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +21,8 @@ from postroom.chassis.ownership import private_directory
 MESH: Final = "demo"
 SENDER: Final = "alice"  # as whom the daemon acts
 _NAME: Final = "postroom-up"
-_MARK: Final = "postroom-up"  # the file that says whose directory this is
+_MARK: Final = "postroom-up"  # the file that says whose directory this is, and which SQL made its tables
+_TABLES: Final = ("broker", "postroom.delivery", "postroom.ledger", "outbox", "inbox")  # the rooms whose SQL that is
 _SOCKET: Final = f"{MESH}.sock"
 
 
@@ -87,13 +92,26 @@ class Layout:
         return socket_directory(self.daemon_directory, _SOCKET) / _SOCKET
 
     def create(self) -> None:
-        """Make the directory and mark it as a stack's; one that holds anything else is refused."""
+        """Make the directory and mark it as a stack's.
+
+        One that holds anything else, or other tables (docs/contract/operate.md#operate-54), is refused.
+        """
         mark = self.state / _MARK
         try:
             private_directory(self.state)
             if not mark.exists() and any(self.state.iterdir()):
                 raise Fatal(Exit.USAGE, f"{self.state} has other files: choose an empty or a new directory")
-            mark.touch(mode=0o600)
+            tables = tables_sql()
+            if mark.exists():
+                made = json.loads(mark.read_text("utf-8") or "{}") or dict.fromkeys(tables)  # nothing: an earlier one's
+                if other := [name for name, digest in tables.items() if made.get(name, digest) != digest]:
+                    raise Fatal(
+                        Exit.CONFIG,
+                        f"{self.state} was made by another version of Postroom, whose tables differ "
+                        f"({', '.join(other)}): start in another directory with --state DIR, or remove this one, with "
+                        f"every message in it, by `postroom down --wipe --state {self.state}`",
+                    )
+            write_secret(mark, json.dumps(tables))
             if os.geteuid() == 0:
                 self.state.chmod(0o711)  # Postgres passes through as another user; what lies inside is closed itself
             self.admin_token_file.parent.mkdir(mode=0o700, exist_ok=True)
@@ -115,6 +133,21 @@ class Layout:
             raise Fatal(
                 Exit.NOT_FOUND, f"`postroom up` has no files in {self.state}: name its directory with --state DIR"
             )
+
+
+def tables_sql() -> dict[str, str]:
+    """Return each SQL file that makes a stack's tables, with the digest of what it says, its comments left out.
+
+    A released migration never changes: what changes then is another one. Before the release they are rewritten.
+    """
+    found = {}
+    for room in _TABLES:
+        spec = find_spec(room)  # the room itself need not be imported
+        for directory in map(Path, spec.submodule_search_locations or () if spec else ()):
+            for file in (*directory.glob("schema.sql"), *sorted(directory.glob("migrations/*.sql"))):
+                said = re.sub(r"--.*", "", file.read_text("utf-8")).split()
+                found[f"{room}/{file.name}"] = hashlib.sha256(" ".join(said).encode()).hexdigest()
+    return found
 
 
 def write_secret(file: Path, text: str) -> None:

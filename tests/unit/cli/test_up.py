@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -51,3 +52,31 @@ def test_a_file_in_the_place_of_the_state_directory_is_said_to_be_one(
     (tmp_path / "file").touch()
     assert main.run(["up", "--state", str(tmp_path / "file" / below)]) == Exit.CONFIG
     assert f"cannot use the state directory {tmp_path / 'file'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", ["", '{"outbox/schema.sql": "another digest"}'], ids=["nothing", "another digest"])
+def test_a_state_directory_with_other_tables_is_refused_and_says_what_to_do(
+    tmp_path: Path, before: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = Layout(tmp_path / "state")
+    layout.create()
+    (layout.state / "postroom-up").write_text(before)
+    assert main.run(["up", "--state", str(layout.state)]) == Exit.CONFIG
+    said = capsys.readouterr().err
+    assert "outbox/schema.sql" in said
+    assert f"`postroom down --wipe --state {layout.state}`" in said
+    assert main.run(["down", "--wipe", "--yes", "--state", str(layout.state)]) == Exit.OK
+    layout.create()
+
+
+def test_a_state_directory_gets_the_tables_that_a_later_version_adds(tmp_path: Path) -> None:
+    layout = Layout(tmp_path / "state")
+    layout.create()
+    mark = layout.state / "postroom-up"
+    tables = json.loads(mark.read_text())
+    assert {name.partition("/")[0] for name in tables} == {
+        "broker", "postroom.delivery", "postroom.ledger", "outbox", "inbox"
+    }  # fmt: skip
+    mark.write_text(json.dumps({name: digest for name, digest in tables.items() if "outbox" not in name}))
+    layout.create()
+    assert json.loads(mark.read_text()) == tables
