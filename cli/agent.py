@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun
+from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun, with_options
 from cli.output import confirm, fields, json_line, line, reason_or_ask
 from postroom.chassis.exits import Exit, Fatal
-
-if TYPE_CHECKING:
-    from postroom.delivery.agents.replay import Verified
 
 app = noun("Run agents, and inspect their event stores.")
 
@@ -48,57 +45,77 @@ def run(*, agent: Name = None, config: Config = None, tenant: Tenant = None, wor
     become_worker("agent", *words, *([] if agent is None else ["--", agent]))
 
 
+class Stored(NamedTuple):
+    """Which agent, and where its store lies."""
+
+    agent: Name = None
+    config: Config = None
+    tenant: Tenant = None
+    workspace: Workspace = None
+    state_directory: State = None
+
+    def find(self) -> tuple[str, Path]:
+        """Return the agent and its store; without a config where both are given."""
+        from cli.worker_process import ask_worker  # noqa: PLC0415
+        from postroom.delivery.agents.runtime import database  # noqa: PLC0415
+        from postroom.worker.config import load_agent_config, state_directory  # noqa: PLC0415
+
+        if self.agent is not None and self.state_directory is not None:
+            ask_worker("describe", "agent", "--", self.agent)
+            return self.agent, database(self.state_directory)
+        loaded = load_agent_config(self.config, tenant=self.tenant, workspace=self.workspace)
+        named = loaded.name_agent(self.agent)
+        name = ask_worker("describe", "agent", "--", named)["name"]
+        return named, database(self.state_directory or state_directory(loaded, name))
+
+
 @app.command()
-def replay(
-    *,
-    agent: Name = None,
-    config: Config = None,
-    tenant: Tenant = None,
-    workspace: Workspace = None,
-    state_directory: State = None,
-    as_json: Json = False,
-) -> None:
+@with_options
+def replay(*, stored: Stored, as_json: Json = False) -> None:
     """Build an agent's state from its store and show it; nothing is handled and nothing is published."""
     from cli.worker_process import ask_worker  # noqa: PLC0415
 
-    named, database = _stored(agent, config, tenant, workspace, state_directory)
+    named, database = stored.find()
     found = ask_worker("replay", "--", named, str(database))
     shown = found.pop("shown")
     json_line(found) if as_json else fields({**found, "state": shown}.items())
 
 
 @app.command()
+@with_options
 def verify(
     *,
-    agent: Name = None,
-    config: Config = None,
-    tenant: Tenant = None,
-    workspace: Workspace = None,
-    state_directory: State = None,
+    stored: Stored,
     expected: Annotated[str | None, typer.Option("--hash", help="The expected state hash.", metavar="HEX")] = None,
     as_json: Json = False,
 ) -> None:
     """Recompute a store's state hash; exit code 1, and the first position that differs, if it is not the stored one."""
     from postroom.delivery.agents.replay import verify as verify_store  # noqa: PLC0415
 
-    _, database = _stored(agent, config, tenant, workspace, state_directory)
+    _, database = stored.find()
     verified = asyncio.run(verify_store(database))
-    _show(verified, as_json=as_json)
-    if verified.first_difference is not None:
+    altered, state_hash = verified.first_difference, verified.head.state_hash.hex()
+    found = {
+        **verified.owner._asdict(),
+        "position": verified.head.position,
+        "state_hash": state_hash,
+        "first_difference": altered,
+    }
+    json_line(found) if as_json else fields(found.items())
+    if altered is not None:
         raise Fatal(Exit.FAILED, f"{database} was altered at {verified.why}")
-    if expected is not None and expected.lower() != verified.head.state_hash.hex():
+    if not as_json:
+        line("ok")
+    if expected is not None and expected.lower() != state_hash:
         raise Fatal(Exit.FAILED, f"{database} is sound, but its state hash is not {expected}")
 
 
 @app.command()
+@with_options
 def republish(
     *,
-    agent: Name = None,
     since: Since,
-    config: Config = None,
-    tenant: Tenant = None,
-    workspace: Workspace = None,
-    state_directory: State = None,
+    stored: Stored,
     reason: Reason = None,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -108,7 +125,7 @@ def republish(
     from postroom.delivery.agents.replay import republish as republish_since  # noqa: PLC0415
 
     why = reason_or_ask(reason, dry_run=dry_run)
-    _, database = _stored(agent, config, tenant, workspace, state_directory)
+    _, database = stored.find()
     if not dry_run:
         confirm(f"Publish again what was published since {since:%Y-%m-%d %H:%M:%S}Z?", yes=yes)
     messages = asyncio.run(republish_since(database, since, reason=why, dry_run=dry_run))
@@ -116,32 +133,3 @@ def republish(
         json_line({"messages": messages})
     else:
         line(f"{messages} {'would be' if dry_run else 'are'} published again")
-
-
-def _show(verified: Verified, *, as_json: bool) -> None:
-    found = {
-        **verified.owner._asdict(),
-        "position": verified.head.position,
-        "state_hash": verified.head.state_hash.hex(),
-        "first_difference": verified.first_difference,
-    }
-    json_line(found) if as_json else fields(found.items())
-    if verified.first_difference is None and not as_json:
-        line("ok")
-
-
-def _stored(
-    agent: str | None, config: Path | None, tenant: str | None, workspace: str | None, directory: Path | None
-) -> tuple[str, Path]:
-    """Return an agent and where its store lies; without a config where both are given."""
-    from cli.worker_process import ask_worker  # noqa: PLC0415
-    from postroom.delivery.agents.runtime import database  # noqa: PLC0415
-    from postroom.worker.config import load_agent_config, state_directory  # noqa: PLC0415
-
-    if agent is not None and directory is not None:
-        ask_worker("describe", "agent", "--", agent)
-        return agent, database(directory)
-    loaded = load_agent_config(config, tenant=tenant, workspace=workspace)
-    named = loaded.name_agent(agent)
-    name = ask_worker("describe", "agent", "--", named)["name"]
-    return named, database(directory or state_directory(loaded, name))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
+    from cli.noun import Reach
     from postroom import BrokerClient, Client
 
 T = TypeVar("T")
@@ -52,6 +53,15 @@ def with_broker(
             return await work(client)
 
     return asyncio.run(run())
+
+
+def with_mesh(reach: Reach, work: Callable[[BrokerClient, str], Awaitable[T]], *, timeout: float = TIMEOUT) -> T:
+    """Run `work` with a client of the broker and the mesh that is meant: the one named, else the token's."""
+
+    async def run(client: BrokerClient) -> T:
+        return await work(client, await mesh_of(client, reach.mesh))
+
+    return with_broker(reach.url, reach.token_file, run, timeout=timeout)
 
 
 async def mesh_of(client: BrokerClient, mesh: str | None) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 import typer
 
-from cli.connect import mesh_of, with_broker
-from cli.noun import All, DryRun, Json, Reach, Reason, Yes, age, chosen_ids, noun, with_options
-from cli.output import ago, confirm, fields, json_line, line, listing, note, reason_or_ask, table
-from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LetterNote, LettersQuery
-from postroom._wire.nouns import CHANGES, Result
+from cli.change import SECONDS, Change, change_all, check_choice
+from cli.connect import mesh_of, with_broker, with_mesh
+from cli.noun import All, Json, Reach, age, chosen_ids, noun, with_options
+from cli.output import ago, fields, json_line, line, listing, note, table
+from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
+from postroom._wire.nouns import CHANGES
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import Problem, error_for
 
@@ -26,7 +27,6 @@ Ids = Annotated[
     typer.Argument(metavar="[ID]...", help="Dead letters by id or message id; `-` reads them from standard input."),
 ]
 
-SECONDS: Final = 120.0  # that one request may take: it may replay some hundred letters
 PAGE: Final = CHANGES  # letters asked for at once
 _COLUMNS: Final = ("ID", "MESSAGE ID", "SUBJECT", "REASON", "TRIES", "AGE", "CONSUMER", "LAST ERROR")
 _NOTE_COLUMNS: Final = ("AT", "DONE", "BY", "MESSAGE ID", "AS", "REASON", "WHY")
@@ -59,34 +59,14 @@ class Filters(NamedTuple):
         }
 
 
-class Change(NamedTuple):
-    """Which letters a verb settles, and how."""
-
-    everything: All = False
-    filters: Filters = Filters()
-    reason: Reason = None
-    dry_run: DryRun = False
-    yes: Yes = False
-    reach: Reach = Reach()
-    as_json: Json = False
-
-    def meant(self, ids: Sequence[str]) -> LetterFilter:
-        """Return what the ids or, with `--all`, the filters mean."""
-        if bool(ids) == self.everything:
-            raise Fatal(Exit.USAGE, "name dead letters by their ids, or use --all with filters")
-        if ids and self.filters != Filters():
-            raise Fatal(Exit.USAGE, "filters need --all")
-        return LetterFilter(ids=frozenset(ids)) if ids else LetterFilter(**self.filters.conditions())
-
-
 @app.command("list")
 @with_options
 def list_(*, filters: Filters, reach: Reach, as_json: Json = False) -> None:
     """List dead letters, oldest first; never their payloads."""
     found: list[Letter] = []
 
-    async def work(client: BrokerClient) -> Problem | None:
-        query = LettersQuery(mesh=await mesh_of(client, reach.mesh), limit=PAGE, **filters.conditions())
+    async def work(client: BrokerClient, mesh: str) -> Problem | None:
+        query = LettersQuery(mesh=mesh, limit=PAGE, **filters.conditions())
         while True:
             page = await client.list_things(DEAD_LETTERS, query)
             if as_json:
@@ -97,7 +77,7 @@ def list_(*, filters: Filters, reach: Reach, as_json: Json = False) -> None:
                 return page.unread
             query = msgspec.structs.replace(query, cursor=page.next_cursor)
 
-    unread = with_broker(reach.url, reach.token_file, work, timeout=SECONDS)
+    unread = with_mesh(reach, work, timeout=SECONDS)
     if not as_json and found:
         table(_COLUMNS, map(_cells, found))
     elif not as_json and unread is None:
@@ -113,83 +93,50 @@ def inspect(*, ids: Ids = None, reach: Reach, as_json: Json = False) -> None:
     if not chosen:
         raise Fatal(Exit.USAGE, "name a dead letter by its id or message id (`postroom dlq list` shows them)")
 
-    async def work(client: BrokerClient) -> Problem | None:
-        mesh = await mesh_of(client, reach.mesh)
+    async def work(client: BrokerClient, mesh: str) -> Problem | None:
         pages = [await client.inspect(DEAD_LETTERS, mesh, each) for each in chosen]
         shown = {letter.id: letter for page in pages for letter in page.letters}
         for letter in shown.values():
             json_line(_members(letter)) if as_json else fields(_members(letter).items())
         return pages[0].unread
 
-    _say_unread(with_broker(reach.url, reach.token_file, work, timeout=SECONDS))
+    _say_unread(with_mesh(reach, work, timeout=SECONDS))
 
 
-def _register(verb: str) -> None:
-    """Make the command of a verb that settles letters."""
+def settle(verb: str, *, ids: Ids = None, everything: All = False, filters: Filters, change: Change) -> None:
+    """Do `verb` to every letter that is meant; exit code 1 where it failed for some."""
+    chosen = chosen_ids(ids)
+    check_choice("dead letter", "dlq", chosen, everything=everything, filtered=filters != Filters())
+    mesh = with_broker(change.reach.url, change.reach.token_file, lambda client: mesh_of(client, change.reach.mesh))
+    done, failed, unread = 0, 0, None
+    for result in change_all(DEAD_LETTERS, verb, chosen, LetterFilter(**filters.conditions()), change, mesh=mesh):
+        for failure in result.failed:
+            note(f"{failure.id}: {failure.problem.detail}")
+        for letter in result.done if change.as_json else ():
+            json_line({**_members(letter), "done": not change.dry_run})
+        done, failed, unread = done + len(result.done), failed + len(result.failed), result.unread
+    if not change.as_json:
+        line(f"{done} {'would be ' if change.dry_run else ''}{DEAD_LETTERS.verbs[verb].done}, {failed} failed")
+    if failed:
+        raise SystemExit(Exit.FAILED)
+    if not chosen:
+        _say_unread(unread)
 
-    def command(*, ids: Ids = None, change: Change) -> None:
-        _settle(verb, chosen_ids(ids), change)
 
-    app.command(verb, help=DEAD_LETTERS.verbs[verb].effect)(with_options(command))
-
-
-for _verb in DEAD_LETTERS.verbs:
-    _register(_verb)
+for _verb, _table in DEAD_LETTERS.verbs.items():
+    app.command(_verb, help=_table.effect)(with_options(partial(settle, _verb)))
 
 
 @app.command()
 @with_options
 def log(*, reach: Reach, as_json: Json = False) -> None:
     """Show what operators replayed and dropped, and why."""
-
-    async def work(client: BrokerClient) -> list[LetterNote]:
-        return (await client.log(DEAD_LETTERS, await mesh_of(client, reach.mesh))).notes
-
     listing(
-        with_broker(reach.url, reach.token_file, work),
+        with_mesh(reach, lambda client, mesh: client.log(DEAD_LETTERS, mesh)).notes,
         _NOTE_COLUMNS,
         lambda note: (note.at, note.act, note.actor, note.message_id, note.new_message_id, note.reason, note.why),
         as_json=as_json,
     )
-
-
-def _settle(verb: str, ids: Sequence[str], change: Change) -> None:
-    """Do `verb` to every letter that is meant, after a question; exit code 1 where it failed for some."""
-    meant = change.meant(ids)
-    why = reason_or_ask(change.reason, dry_run=change.dry_run)
-
-    def ask(wanted: LetterFilter, *, dry_run: bool) -> Result[Letter]:
-        async def work(client: BrokerClient) -> Result[Letter]:
-            mesh = await mesh_of(client, change.reach.mesh)
-            return await client.change(DEAD_LETTERS, verb, wanted, mesh=mesh, reason=why, dry_run=dry_run)
-
-        return with_broker(change.reach.url, change.reach.token_file, work, timeout=SECONDS)
-
-    planned = ask(meant, dry_run=True)
-    failed = 0
-    if change.dry_run:
-        _say_done(planned, change)
-    elif planned.done:
-        confirm(f"{verb.capitalize()} {len(planned.done)} dead letters?", yes=change.yes)
-        for start in range(0, len(planned.done), CHANGES):
-            portion = frozenset(letter.id for letter in planned.done[start : start + CHANGES])
-            done = ask(LetterFilter(ids=portion), dry_run=False)
-            failed += len(done.failed)
-            _say_done(done, change)
-    if not change.as_json:
-        what = f"{'would be ' if change.dry_run else ''}{DEAD_LETTERS.verbs[verb].done}"
-        line(f"{len(planned.done) - failed} {what}, {failed} failed")
-    if failed:
-        raise SystemExit(Exit.FAILED)
-    if not ids:
-        _say_unread(planned.unread)
-
-
-def _say_done(result: Result[Letter], change: Change) -> None:
-    for failure in result.failed:
-        note(f"{failure.id}: {failure.problem.detail}")
-    for letter in result.done if change.as_json else ():
-        json_line({**_members(letter), "done": not change.dry_run})
 
 
 def _say_unread(unread: Problem | None) -> None:

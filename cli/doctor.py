@@ -1,4 +1,4 @@
-"""`postroom doctor`: looks at Python, SQLite, the disk, directories, secrets and every dependency; says what to do."""
+"""`postroom doctor`: looks at Python, SQLite, the disk, directories, secrets and every server; says what to do."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cli.connect import read_token
-from cli.dependencies import look_at_servers
 from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.output import show_findings
 from postroom import AsyncClient, BrokerClient, PostroomError
-from postroom.chassis.exits import Fatal, Finding
+from postroom.chassis.exits import Exit, Fatal, Finding
+
+if TYPE_CHECKING:
+    from postroom._wire.administration import BrokerHealth
+    from postroom._wire.sends import Health
 
 PROGRAMS: Final = (*("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline"),)
 OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables
 TWO_CONNECTIONS_SQLITE: Final = (3, 51, 3)  # the first without the bug that forbids a second writer or checkpointer
 FREE_BYTES: Final = 1024**3
+PATIENCE: Final = 5.0  # seconds that a person waits for NATS
+_REDIS_MILLISECONDS: Final = 5000
 
 
 app = noun()
@@ -34,35 +39,30 @@ def doctor(*, as_json: Json = False, socket: Socket = None, url: Url = None, tok
 
     async def look() -> list[Finding]:
         """Look from the ground up: at the machine, the daemon, the broker, the servers behind it."""
-        found = [*_python(), *_sqlite(), *_directories(), *_token(token_file)]
-        for asked in (_daemon(socket), _broker(url, token_file), look_at_servers()):
+        found = [*_machine(), *_token(token_file)]
+        for asked in (_programs(socket, url, token_file), _servers()):
             found += [finding async for finding in asked]
         return found
 
     show_findings(asyncio.run(look()), as_json=as_json)
 
 
-def _python() -> Iterator[Finding]:
+def _machine() -> Iterator[Finding]:
+    """Look at Python, SQLite, and the directories where services and users keep their state."""
     yield Finding("python", "ok", sys.version.split()[0])
     owners = packages_distributions()
     for name in PROGRAMS:
         if others := set(owners.get(name, ())) - {"postroom-server"}:
             remedy = "install postroom-server into an environment of its own"
             yield Finding("packages", "failed", f"{', '.join(others)} also contains a package {name!r}", remedy)
-
-
-def _sqlite() -> Iterator[Finding]:
-    version = sqlite3.sqlite_version
+    linked = sqlite3.sqlite_version
     if sqlite3.sqlite_version_info < OLDEST_SQLITE:
-        yield Finding("sqlite", "failed", f"{version} is too old", "use a Python linked with SQLite 3.37 or newer")
+        yield Finding("sqlite", "failed", f"{linked} is too old", "use a Python linked with SQLite 3.37 or newer")
     elif sqlite3.sqlite_version_info < TWO_CONNECTIONS_SQLITE:
-        detail = f"{version}: open outbox.db with nothing else while the daemon runs (SQLite's WAL-reset bug)"
+        detail = f"{linked}: open outbox.db with nothing else while the daemon runs (SQLite's WAL-reset bug)"
         yield Finding("sqlite", "ok", detail)
     else:
-        yield Finding("sqlite", "ok", version)
-
-
-def _directories() -> Iterator[Finding]:
+        yield Finding("sqlite", "ok", linked)
     if os.getuid() and "XDG_RUNTIME_DIR" not in os.environ:
         remedy = "log in through PAM (`loginctl enable-linger`), or set socket.path and POSTROOM_SOCKET"
         yield Finding("runtime directory", "warning", "XDG_RUNTIME_DIR is not set", remedy)
@@ -94,33 +94,93 @@ def _token(file: Path | None) -> Iterator[Finding]:
         yield Finding("token file", "ok", str(file))
 
 
-async def _daemon(socket: Path | None) -> AsyncIterator[Finding]:
+async def _programs(socket: Path | None, url: str | None, token_file: Path | None) -> AsyncIterator[Finding]:
+    """Ask the daemon and the broker how they are."""
     try:
-        async with AsyncClient(socket, patience=0, timeout=5) as client:
-            theirs, health = await client.version(), await client.health()
+        async with AsyncClient(socket, patience=0, timeout=5) as daemon:
+            theirs, health = await daemon.version(), await daemon.health()
+        if theirs.version != version("postroom-server"):
+            detail = f"the daemon is of version {theirs.version}, this program of {version('postroom-server')}"
+            yield Finding("daemon", "warning", detail, "restart the daemon")
+        for finding in _judged("daemon", health, f"{theirs.version}, mesh {theirs.mesh}"):
+            yield finding
     except PostroomError as error:
         yield Finding("daemon", "failed", str(error))
-        return
-    if theirs.version != version("postroom-server"):
-        detail = f"the daemon is of version {theirs.version}, this program of {version('postroom-server')}"
-        yield Finding("daemon", "warning", detail, "restart the daemon")
-    if health.status == "ok":
-        yield Finding("daemon", "ok", f"{theirs.version}, mesh {theirs.mesh}")
-    for reason in health.reasons:
-        yield Finding("daemon", "warning", reason)
-
-
-async def _broker(url: str | None, token_file: Path | None) -> AsyncIterator[Finding]:
     if url is None:
         yield Finding("broker", "warning", "not checked: POSTROOM_BROKER_URL is not set", "set it, or --url")
         return
     try:
-        async with BrokerClient(url, read_token(token_file), patience=0, timeout=5) as client:
-            health = await client.health()
+        async with BrokerClient(url, read_token(token_file), patience=0, timeout=5) as broker:
+            for finding in _judged("broker", await broker.health(), url):
+                yield finding
     except (PostroomError, Fatal) as error:
         yield Finding("broker", "failed", str(error))
-        return
+
+
+def _judged(subject: str, health: Health | BrokerHealth, address: str) -> Iterator[Finding]:
     if health.status == "ok":
-        yield Finding("broker", "ok", url)
+        yield Finding(subject, "ok", address)
     for reason in health.reasons:
-        yield Finding("broker", "warning", reason)
+        yield Finding(subject, "warning", reason)
+
+
+async def _servers() -> AsyncIterator[Finding]:
+    """Yield a finding for each server that the environment names; none shows an address, which may hold a password.
+
+    What is not named is not looked for: a machine that has only a daemon needs none of them.
+    """
+    asked = (
+        ("postgres", "POSTROOM_DATABASE_URL", _postgres),
+        ("redis", "POSTROOM_REDIS_URL", _redis),
+        ("nats", "POSTROOM_NATS_URL", _nats),
+    )
+    for subject, variable, ask in asked:
+        if variable not in os.environ:
+            continue
+        try:
+            yield Finding(subject, "ok", await ask(os.environ[variable]))
+        except (PostroomError, Fatal) as error:
+            remedy = f"start it (`postroom up` starts one of its own), or correct {variable}"
+            yield Finding(subject, "failed", str(error), remedy)
+
+
+async def _postgres(url: str) -> str:
+    from postroom.chassis.postgres import connected  # noqa: PLC0415
+
+    async with connected(url) as connection:
+        version = connection.get_server_version()
+    return f"version {version.major}.{version.minor} answers"
+
+
+async def _redis(url: str) -> str:
+    from redis.exceptions import RedisError  # noqa: PLC0415
+
+    from broker.config import LimiterConfig  # noqa: PLC0415
+    from broker.limiter import open_redis  # noqa: PLC0415
+
+    redis = open_redis(url, LimiterConfig(timeout_ms=_REDIS_MILLISECONDS))
+    try:
+        await redis.ping()
+    except (RedisError, OSError) as error:
+        raise Fatal(Exit.UNAVAILABLE, f"Redis does not answer: {error}") from error
+    finally:
+        await redis.aclose()
+    return "it answers"
+
+
+async def _nats(url: str) -> str:
+    """Ask for JetStream, without which NATS is of no use here."""
+    from postroom.delivery.errors import NATS_ERRORS, from_nats  # noqa: PLC0415
+    from postroom.delivery.nats import connect  # noqa: PLC0415
+    from postroom.delivery.settings import NatsSettings  # noqa: PLC0415
+
+    file = os.environ.get("POSTROOM_NATS_CREDENTIALS_FILE")
+    settings = NatsSettings(url=url, credentials_file=None if file is None else Path(file))
+    connection = await connect(settings, name="postroom doctor", patience=PATIENCE, logged=False)
+    try:
+        await connection.jetstream().account_info()
+    except NATS_ERRORS as error:
+        raise from_nats(error, "asking for JetStream") from error
+    finally:
+        await connection.close()
+    return "it answers, with JetStream"

@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from cli.connect import with_daemon
-from cli.noun import Json, Socket, moment, named, noun
+from cli.noun import Json, Socket, moment, named, noun, with_options
 from cli.output import ago, json_line, line, note, table
 
 if TYPE_CHECKING:
-    from postroom import Client, InboxMessage, InboxQuery
+    from postroom import Client, InboxMessage
 
 app = noun("Read what the daemon has received, and follow it.")
-
-Since = Annotated[
-    datetime | None,
-    typer.Option(
-        "--since", parser=moment, help="Received in the last 90s, 15m, 7d, or from a time on.", metavar="TIME"
-    ),
-]
-From = Annotated[
-    str | None,
-    typer.Option("--from", help="Only from this member.", metavar="MEMBER", callback=named("member")),
-]
-To = Annotated[
-    str | None, typer.Option("--to", help="Only to this destination, as in topic:orders.", metavar="DESTINATION")
-]
 
 _COLUMNS: Final = ("POSITION", "FROM", "TO", "RECEIVED", "CLIENT MESSAGE ID")
 _PREVIEW: Final = 60  # characters of a body
 _FOR_EVER: Final = float("inf")
 
 
+class Filters(NamedTuple):
+    """Which messages are meant."""
+
+    since: Annotated[
+        datetime | None,
+        typer.Option(
+            "--since", parser=moment, help="Received in the last 90s, 15m, 7d, or from a time on.", metavar="TIME"
+        ),
+    ] = None
+    sender: Annotated[
+        str | None,
+        typer.Option("--from", help="Only from this member.", metavar="MEMBER", callback=named("member")),
+    ] = None
+    destination: Annotated[
+        str | None, typer.Option("--to", help="Only to this destination, as in topic:orders.", metavar="DESTINATION")
+    ] = None
+
+    def members(self) -> dict[str, Any]:
+        """Return them as the members of a query; raises `InvalidMessage` for what is not a destination."""
+        from postroom._wire.message import parse_destination  # noqa: PLC0415
+
+        if self.destination is not None:
+            parse_destination(self.destination)  # a misspelt one would match nothing, and say nothing
+        return self._asdict()
+
+
 @app.command("list")
+@with_options
 def list_(
     *,
-    since: Since = None,
-    sender: From = None,
-    destination: To = None,
+    filters: Filters,
     limit: Annotated[int, typer.Option(min=1, help="How many messages to show.")] = 50,
     everything: Annotated[bool, typer.Option("--all", help="All messages, without a limit.")] = False,
     cursor: Annotated[str | None, typer.Option(help="Continue where the last list ended.")] = None,
@@ -51,25 +61,42 @@ def list_(
     socket: Socket = None,
 ) -> None:
     """List received messages, oldest first; with --body also their bodies, shortened in a table."""
-    moment = since
-    _check(destination)
+    from msgspec.structs import replace  # noqa: PLC0415
+
+    from postroom import InboxQuery  # noqa: PLC0415
+    from postroom._wire.sends import MAX_PAGE  # noqa: PLC0415
+
+    query = InboxQuery(**filters.members(), cursor=cursor)
     shown: list[InboxMessage] = []
 
-    def show(message: InboxMessage) -> None:
-        if as_json:
-            json_line(message if body else _without_body(message))
-        else:
-            shown.append(message)
-
     def work(client: Client) -> str | None:
-        from postroom import InboxQuery  # noqa: PLC0415
-
-        query = InboxQuery(sender=sender, destination=destination, since=moment, cursor=cursor)
-        return _read(client, query, None if everything else limit, show)
+        count, after = 0, cursor
+        while True:
+            size = MAX_PAGE if everything else min(MAX_PAGE, limit - count)
+            page = client.inbox(replace(query, cursor=after, limit=size))
+            count, after = count + len(page.messages), page.next_cursor
+            if as_json:
+                for message in page.messages:
+                    json_line(message if body else replace(message, body=None, body_base64=None, meta=None))
+            else:
+                shown.extend(page.messages)
+            if after is None or (not everything and count == limit):
+                return after
 
     next_cursor = with_daemon(socket, work)
     if shown:
-        table((*_COLUMNS, *(["BODY"] * body)), (_cells(message, body=body) for message in shown))
+        cells = (
+            (
+                message.position,
+                message.sender,
+                message.to,
+                f"{ago(message.received_at)} ago",
+                message.client_message_id,
+                *([_preview(message)] if body else ()),
+            )
+            for message in shown
+        )
+        table((*_COLUMNS, "BODY") if body else _COLUMNS, cells)
     elif not as_json:
         line("no messages")
     if next_cursor is not None:
@@ -77,75 +104,24 @@ def list_(
 
 
 @app.command()
-def tail(
-    *,
-    since: Since = None,
-    sender: From = None,
-    destination: To = None,
-    as_json: Json = False,
-    socket: Socket = None,
-) -> None:
+@with_options
+def tail(*, filters: Filters, as_json: Json = False, socket: Socket = None) -> None:
     """Follow what the daemon receives, a line per message, until Ctrl-C; waits while the daemon restarts."""
-    moment = since
-    _check(destination)
+    from postroom import EventsQuery, InboxQuery  # noqa: PLC0415
+
+    query = EventsQuery(**filters.members())
 
     def work(client: Client) -> None:
-        from postroom import EventsQuery, InboxQuery  # noqa: PLC0415
-
         client.inbox(InboxQuery(limit=1))  # says at once where there is no daemon, or no inbox
-        query = EventsQuery(sender=sender, destination=destination, since=moment)
         with closing(client.events(query, patience=_FOR_EVER)) as messages:
-            _follow(messages, as_json=as_json)
+            for message in messages:
+                if as_json:
+                    json_line(message, flush=True)
+                else:
+                    received = f"{message.received_at:%H:%M:%S}  {message.sender} → {message.to}"
+                    line(f"{received}  {_preview(message)}", flush=True)
 
     with_daemon(socket, work)
-
-
-def _read(client: Client, query: InboxQuery, limit: int | None, show: Callable[[InboxMessage], None]) -> str | None:
-    """Show at most `limit` messages; returns the cursor that continues the list."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
-    from postroom._wire.sends import MAX_PAGE  # noqa: PLC0415
-
-    count, cursor = 0, query.cursor
-    while True:
-        size = MAX_PAGE if limit is None else min(MAX_PAGE, limit - count)
-        page = client.inbox(replace(query, cursor=cursor, limit=size))
-        count, cursor = count + len(page.messages), page.next_cursor
-        for message in page.messages:
-            show(message)
-        if cursor is None or count == limit:
-            return cursor
-
-
-def _follow(messages: Iterator[InboxMessage], *, as_json: bool) -> None:
-    import sys  # noqa: PLC0415
-
-    for message in messages:
-        if as_json:
-            json_line(message)
-        else:
-            line(f"{message.received_at:%H:%M:%S}  {message.sender} → {message.to}  {_preview(message)}")
-        sys.stdout.flush()
-
-
-def _check(destination: str | None) -> None:
-    """Refuse what is no destination: it would match nothing, and say nothing."""
-    from postroom._wire.message import parse_destination  # noqa: PLC0415
-
-    if destination is not None:
-        parse_destination(destination)
-
-
-def _cells(message: InboxMessage, *, body: bool) -> tuple[Any, ...]:
-    received = f"{ago(message.received_at)} ago"
-    cells = (message.position, message.sender, message.to, received, message.client_message_id)
-    return (*cells, _preview(message)) if body else cells
-
-
-def _without_body(message: InboxMessage) -> InboxMessage:
-    from msgspec.structs import replace  # noqa: PLC0415
-
-    return replace(message, body=None, body_base64=None, meta=None)
 
 
 def _preview(message: InboxMessage) -> str:

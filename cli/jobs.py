@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, get_args
 from uuid import UUID, uuid4
 
 import msgspec
 import typer
 
-from cli.connect import mesh_of, with_broker
-from cli.noun import All, DryRun, Json, Reach, Reason, Yes, chosen_ids, noun, with_options
-from cli.output import ago, confirm, draw, fields, fold, json_line, line, listing, note, reason_or_ask, table
-from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobMessage, JobsQuery, JobState, StartedJob, StartJob
+from cli.change import Change, change_all, check_choice
+from cli.connect import with_broker, with_mesh
+from cli.noun import All, Json, Reach, choice, chosen_ids, noun, with_options
+from cli.output import ago, draw, fields, fold, json_line, line, listing, note, table
+from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobsQuery, JobState, StartJob
 from postroom._wire.message import TRACEPARENT
-from postroom._wire.nouns import CHANGES, Result
-from postroom.chassis.exits import Exit, Fatal
+from postroom._wire.nouns import CHANGES
+from postroom.chassis.exits import Exit
 from postroom.errors import error_for
 
 if TYPE_CHECKING:
@@ -30,13 +32,6 @@ def _uuid(text: str) -> UUID:
         return UUID(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a UUID") from None
-
-
-def _state(text: str) -> str:
-    """Read a job's state, as Typer asks a parser to."""
-    if text not in (states := get_args(JobState)):
-        raise typer.BadParameter(f"{text!r} is not a state: {', '.join(states)}")
-    return text
 
 
 app = noun("Start, inspect, retry and cancel jobs.")
@@ -56,7 +51,6 @@ _KINDS: Final = {"activity": "an activity", "message": "a message, which an acti
 _MEANINGS: Final = {"closed": "closed (every step is done, and the completion tasks are not)"}
 _REQUEST_CHARACTERS: Final = 30  # of what a step was spawned with, in a table
 _SAID_CHARACTERS: Final = 200  # of what a message says
-_SECONDS: Final = 120.0  # that one request may take: it may retry some hundred jobs
 
 
 class Filters(NamedTuple):
@@ -65,24 +59,12 @@ class Filters(NamedTuple):
     state: Annotated[
         str | None,
         typer.Option(
-            parser=_state,
+            parser=choice("state", get_args(JobState)),
             metavar="STATE",
             help="Only those that are running, closed, completed, failed or cancelled.",
         ),
     ] = None
     flow: Annotated[str | None, typer.Option("--flow", metavar="NAME", help="Only of this flow.")] = None
-
-
-class Change(NamedTuple):
-    """Which jobs a verb is for, and why."""
-
-    everything: All = False
-    filters: Filters = Filters()
-    reason: Reason = None
-    dry_run: DryRun = False
-    yes: Yes = False
-    reach: Reach = Reach()
-    as_json: Json = False
 
 
 @app.command()
@@ -136,19 +118,16 @@ def start(
     if first is None:
         names = ask_worker("describe", "flow", "--", flow)
 
-    async def work(client: BrokerClient) -> StartedJob:
-        wanted = StartJob(
-            mesh=await mesh_of(client, reach.mesh),
-            flow=names["name"],
-            first=names["first"],
-            threshold=names["threshold"],
-            id=job or uuid4(),
-            request=body,
-            traceparent=traceparent,
-        )
-        return await client.start_job(wanted)
-
-    started = with_broker(reach.url, reach.token_file, work)
+    wanted = partial(
+        StartJob,
+        flow=names["name"],
+        first=names["first"],
+        threshold=names["threshold"],
+        id=job or uuid4(),
+        request=body,
+        traceparent=traceparent,
+    )
+    started = with_mesh(reach, lambda client, mesh: client.start_job(wanted(mesh=mesh)))
     if as_json:
         json_line(started)
         return
@@ -184,7 +163,21 @@ def list_(
 
     found = with_broker(reach.url, reach.token_file, work)
     if found or as_json:
-        listing(found[:limit], COLUMNS, _cells, as_json=as_json)
+        listing(
+            found[:limit],
+            COLUMNS,
+            lambda job: (
+                job.id,
+                job.mesh,
+                job.flow,
+                job.state,
+                job.open,
+                ago(job.started_at),
+                ago(job.ended_at),
+                job.error or _waits_for(job),
+            ),
+            as_json=as_json,
+        )
     else:
         line("no jobs")
     if len(found) > limit:
@@ -212,7 +205,22 @@ def show(*, job: JobId, reach: Reach, as_json: Json = False) -> None:
         ]
     )
     line("")
-    table(STEPS, (_step_cells(lead, activity) for lead, activity in _drawn(found.activities)))
+    table(
+        STEPS,
+        (
+            (
+                lead + _step_name(step),
+                step.state,
+                step.attempts,
+                step.deliveries,
+                step.ledger,
+                ago(step.spawned_at),
+                _shortened(step.request, _REQUEST_CHARACTERS),
+                step.error,
+            )
+            for lead, step in _drawn(found.activities)
+        ),
+    )
     if found.log:
         line("")
         table(("AT", "VERB", "BY", "REASON"), ((act.at, act.verb, act.actor, act.reason) for act in found.log))
@@ -271,7 +279,20 @@ def explain(
             continue
         if number:
             line("")
-        fields(_told(found))
+        fields(
+            [
+                ("id", found.id),
+                ("is", found.sentence),
+                ("activity", f"{found.activity} ({found.name})"),
+                ("job", f"{found.job} ({found.job_state})"),
+                ("mesh", found.mesh),
+                ("flow", found.flow),
+                ("deliveries", found.deliveries),
+                ("ledger", found.ledger),
+                ("says", _shortened(found.said, _SAID_CHARACTERS)),
+                ("error", found.error),
+            ]
+        )
         if found.ledger is not None:
             line("")
             table(_DIGITS, read(found.ledger))
@@ -281,15 +302,6 @@ for _command in (show, tree, explain):
     app.command()(with_options(_command, without=("mesh",)))
 
 
-def _register(verb: str) -> None:
-    """Make the command of a verb that changes jobs."""
-
-    def command(*, jobs: Jobs = None, change: Change) -> None:
-        _operate(verb, chosen_ids(jobs), change)
-
-    app.command(verb, help=f"{JOBS.verbs[verb].effect}\n\n{_EXAMPLES.get(verb, '')}")(with_options(command))
-
-
 _EXAMPLES: Final = {
     "retry": """\b
     postroom jobs retry 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the disk has room again"
@@ -297,57 +309,34 @@ _EXAMPLES: Final = {
     "cancel": """\b
     postroom jobs cancel 6fa459ea-ee8a-3ca4-894e-db77e160355e --reason "the wrong day\"""",
 }
-for _verb in JOBS.verbs:
-    _register(_verb)
 
 
-def _operate(verb: str, ids: list[str], change: Change) -> None:
-    """Do `verb` to each job that is meant, after a question; exit code 1 where it failed for some of several."""
-    if bool(ids) == change.everything:
-        raise Fatal(Exit.USAGE, "name a job by its id (`postroom jobs list` shows them), or use --all with filters")
-    if ids and change.filters != Filters():
-        raise Fatal(Exit.USAGE, "filters need --all")
-    chosen = [_uuid(each) for each in ids]
-    why = reason_or_ask(change.reason, dry_run=change.dry_run)
-
-    def ask(wanted: JobFilter, mesh: str | None, *, dry_run: bool) -> Result[Job]:
-        return with_broker(
-            change.reach.url,
-            change.reach.token_file,
-            lambda client: client.change(JOBS, verb, wanted, mesh=mesh, reason=why, dry_run=dry_run),
-            timeout=_SECONDS,
-        )
-
-    if change.everything:
-        planned = ask(JobFilter(**change.filters._asdict()), change.reach.mesh, dry_run=True)
-        chosen = [job.id for job in planned.done]
-        if not chosen:
-            note("no jobs match: nothing to do")
-            return
-    if not change.dry_run:
-        confirm(f"{verb.capitalize()} {chosen[0] if len(chosen) == 1 else f'{len(chosen)} jobs'}?", yes=change.yes)
+def operate(verb: str, *, jobs: Jobs = None, everything: All = False, filters: Filters, change: Change) -> None:
+    """Do `verb` to each job that is meant; exit code 1 where it failed for some of several."""
+    ids = chosen_ids(jobs)
+    check_choice("job", "jobs", ids, everything=everything, filtered=filters != Filters())
+    named = [str(_uuid(each)) for each in ids]
+    mesh = None if ids else change.reach.mesh
     failed = 0
-    for begin in range(0, len(chosen), CHANGES):
-        result = ask(JobFilter(ids=chosen[begin : begin + CHANGES]), None, dry_run=change.dry_run)
+    for result in change_all(JOBS, verb, named, JobFilter(**filters._asdict()), change, mesh=mesh):
         if len(ids) == 1 and result.failed:
             raise error_for(result.failed[0].problem)
-        _say_done(verb, result, as_json=change.as_json)
+        if not (result.done or result.failed):
+            note("no jobs match: nothing to do")
+        said = f"would {verb}" if change.dry_run else JOBS.verbs[verb].done
+        for job in result.done:
+            done = {"id": job.id, "done": None if change.dry_run else verb}
+            json_line(done) if change.as_json else line(f"{job.id} {said}")
+        for failure in result.failed:
+            note(failure.problem.detail)
         failed += len(result.failed)
     if failed:
         raise SystemExit(Exit.FAILED)
 
 
-def _say_done(verb: str, result: Result[Job], *, as_json: bool) -> None:
-    said = f"would {verb}" if result.dry_run else JOBS.verbs[verb].done
-    for job in result.done:
-        json_line({"id": job.id, "done": None if result.dry_run else verb}) if as_json else line(f"{job.id} {said}")
-    for failure in result.failed:
-        note(failure.problem.detail)
-
-
-def _cells(job: Job) -> tuple[Any, ...]:
-    error = job.error or _waits_for(job)
-    return (job.id, job.mesh, job.flow, job.state, job.open, ago(job.started_at), ago(job.ended_at), error)
+for _verb, _table in JOBS.verbs.items():
+    _help = f"{_table.effect}\n\n{_EXAMPLES.get(_verb, '')}"
+    app.command(_verb, help=_help)(with_options(partial(operate, _verb)))
 
 
 def _waits_for(job: Job) -> str | None:
@@ -362,36 +351,6 @@ def _drawn(activities: list[Activity]) -> Iterator[tuple[str, Activity]]:
 def _step_name(activity: Activity) -> str:
     """Name a step, and the cycle of its parent that spawned it, where that is not the first."""
     return f"{activity.name} (cycle {activity.cycle})" if activity.cycle else activity.name
-
-
-def _step_cells(lead: str, activity: Activity) -> tuple[Any, ...]:
-    """Return a step as a row of `STEPS`, behind what is drawn before it."""
-    return (
-        lead + _step_name(activity),
-        activity.state,
-        activity.attempts,
-        activity.deliveries,
-        activity.ledger,
-        ago(activity.spawned_at),
-        _shortened(activity.request, _REQUEST_CHARACTERS),
-        activity.error,
-    )
-
-
-def _told(found: JobMessage) -> list[tuple[str, Any]]:
-    """Return as named fields what the ledgers know of a message."""
-    return [
-        ("id", found.id),
-        ("is", found.sentence),
-        ("activity", f"{found.activity} ({found.name})"),
-        ("job", f"{found.job} ({found.job_state})"),
-        ("mesh", found.mesh),
-        ("flow", found.flow),
-        ("deliveries", found.deliveries),
-        ("ledger", found.ledger),
-        ("says", _shortened(found.said, _SAID_CHARACTERS)),
-        ("error", found.error),
-    ]
 
 
 def _shortened(json: msgspec.Raw, most: int) -> str | None:

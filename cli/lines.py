@@ -1,4 +1,4 @@
-"""Messages from the command line, a file or a pipe, a line each.
+"""Messages from a file or a pipe, a line each: how they are read and sent, and what is said about each that failed.
 
 They are read as they are needed: a million lines never lie in memory.
 """
@@ -9,22 +9,27 @@ import codecs
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, TextIO
 
 import typer
 
+from cli.connect import with_daemon
 from cli.message import body_of
 from cli.noun import time_of
+from cli.output import json_line, line, note
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from postroom import SendRequest
+    from postroom import Client, SendRequest
     from postroom._wire.message import Priority
     from postroom.errors import Problem
 
+PATIENCE: Final = 30.0  # seconds without any answer from a daemon that was there before
 MAX_LINE: Final = 16 * 1024 * 1024  # bytes; a longer line fails alone
 MAX_FILE: Final = 16 * 1024 * 1024  # bytes of a file that is read whole
 
@@ -50,25 +55,23 @@ class Source:
         self.numbers: dict[int, int] = {}  # the message's place among the messages → its line
 
     def __iter__(self) -> Iterator[SendRequest]:
-        place = 0
-        for number, line in enumerate(self._lines(), 1):
-            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if (message := self._message(text.removesuffix(b"\n").removesuffix(b"\r"), number)) is not None:
-                place += 1
-                self.numbers[place] = number
-                yield message
-
-    def _message(self, text: bytes, number: int) -> SendRequest | None:
         from postroom.errors import InvalidMessage  # noqa: PLC0415
 
-        if not text:
-            self.blank += 1
-            return None
-        try:
-            return self._parse(text, number)
-        except InvalidMessage as error:
-            self._refuse(number, error.problem)
-            return None
+        place = 0
+        for number, read in enumerate(self._lines(), 1):
+            text = read.removeprefix(codecs.BOM_UTF8) if number == 1 else read
+            text = text.removesuffix(b"\n").removesuffix(b"\r")
+            if not text:
+                self.blank += 1
+                continue
+            try:
+                message = self._parse(text, number)
+            except InvalidMessage as error:
+                self._refuse(number, error.problem)
+                continue
+            place += 1
+            self.numbers[place] = number
+            yield message
 
     def _lines(self) -> Iterator[bytes]:
         """Yield each line; of one that is too long, its beginning, which no parser takes."""
@@ -80,15 +83,21 @@ class Source:
                 self.bytes_read += len(line)
 
 
+@contextmanager
+def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None]:
+    """Raise `Fatal` that says why one cannot do `what` (read, write) with the file."""
+    try:
+        yield
+    except OSError as error:
+        raise Fatal(code, f"cannot {what} {file}: {error.strerror}") from error
+
+
 def open_source(file: Path) -> BinaryIO:
     """Open a file or pipe of messages (`-`: standard input); raises `Fatal` where that can't be read."""
     if str(file) == "-":
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    try:
-        stream = file.open("rb")
-    except OSError as error:
-        raise Fatal(Exit.USAGE, f"cannot read {file}: {error.strerror}") from error
-    return stream
+    with file_errors("read", file):
+        return file.open("rb")
 
 
 def size_of(stream: BinaryIO) -> int | None:
@@ -99,10 +108,8 @@ def size_of(stream: BinaryIO) -> int | None:
 
 def read_plain_file(file: Path) -> bytes:
     """Return what a plain file holds; a FIFO, a device or a directory is refused before a byte is read."""
-    try:
+    with file_errors("read", file):
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise Fatal(Exit.USAGE, f"cannot read {file}: {error.strerror}") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -185,3 +192,100 @@ def _check_length(line: bytes) -> None:
 
     if len(line) > MAX_LINE:
         refuse("payload_too_large", f"the line has more than {MAX_LINE} bytes", "body")
+
+
+class Count(NamedTuple):
+    """How many messages ended how."""
+
+    queued: int = 0
+    duplicates: int = 0
+    failed: int = 0
+    blank: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.queued} queued, {self.duplicates} duplicates, {self.failed} failed"
+        lines = "blank line" if self.blank == 1 else "blank lines"
+        return text + (f", {self.blank} {lines} skipped" if self.blank else "")
+
+
+class Sending:
+    """One run over a file or pipe; `count` is right at every moment, an interrupted run's too."""
+
+    def __init__(
+        self, stream: BinaryIO, parse: Callable[[bytes, int], SendRequest], errors: TextIO | None, *, as_json: bool
+    ) -> None:
+        self._source = Source(stream, parse, self._fail)
+        self._errors = errors
+        self._as_json = as_json
+        self._queued = self._duplicates = self._failed = 0
+        self._saying = threading.Lock()  # lines are refused by the thread that reads them
+
+    @property
+    def count(self) -> Count:
+        """How far it is."""
+        return Count(self._queued, self._duplicates, self._failed, self._source.blank)
+
+    def run(self, client: Client, show: Callable[[int, Count], None]) -> None:
+        """Send everything, calling `show` with the bytes read so far; raises what stops the whole."""
+        for results in client.send_many_in_chunks(self._source):
+            for result in results:
+                result.line = self._source.numbers.pop(result.line)
+                if result.problem is not None:
+                    self._fail(result.line, result.problem)
+                    continue
+                if result.result is not None and result.result.duplicate:
+                    self._duplicates += 1
+                else:
+                    self._queued += 1
+                if self._as_json:
+                    with self._saying:
+                        json_line(result)
+            sys.stdout.flush()  # whoever reads the results may be waiting for them
+            show(self._source.bytes_read, self.count)
+
+    def _fail(self, number: int, problem: Problem) -> None:
+        from postroom._wire.sends import BatchResult  # noqa: PLC0415
+
+        with self._saying:
+            self._failed += 1
+            if self._as_json:
+                json_line(BatchResult(line=number, problem=problem))
+            if self._errors is not None:
+                json_line({"line": number, "code": problem.code, "detail": problem.detail}, self._errors)
+            else:
+                note(f"line {number}: {problem.detail}")
+
+
+def send_lines(
+    socket: Path | None,
+    stream: BinaryIO,
+    parse: Callable[[bytes, int], SendRequest],
+    errors: TextIO | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Send every line of `stream` and say how many ended how; exit code 1 where any failed."""
+    with_daemon(socket, lambda client: client.version())  # an absent daemon is said soon, before a line is read
+    sending = Sending(stream, parse, errors, as_json=as_json)
+    try:
+        with progress(size_of(stream)) as show:
+            with_daemon(socket, lambda client: sending.run(client, show), patience=PATIENCE)
+    finally:
+        note(str(sending.count)) if as_json else line(str(sending.count))
+    if sending.count.failed:
+        raise SystemExit(Exit.FAILED)
+
+
+@contextmanager
+def progress(total: int | None) -> Iterator[Callable[[int, Count], None]]:
+    """Show a progress bar on standard error while it is a terminal; `total` is in bytes, None for a pipe."""
+    if not sys.stderr.isatty():
+        yield lambda _read, _count: None
+        return
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("sending", total=total)
+        yield lambda read, count: bar.update(task, completed=read, description=str(count))

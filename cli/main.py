@@ -10,8 +10,8 @@ import sys
 import traceback
 from typing import NoReturn
 
-from cli.brief import parse_send
-from cli.ending import ending, say, stand_in_for_closed_streams
+from cli.exits import ending, say, stand_in_for_closed_streams
+from cli.message import parse_send, send_one
 
 
 def main() -> NoReturn:
@@ -33,7 +33,6 @@ def run(arguments: list[str]) -> int:
 def call(arguments: list[str]) -> int:
     """Run one command and return the exit code that it chose; raises whatever else ended it."""
     if (brief := parse_send(arguments)) is not None:
-        from cli.message import send_one  # noqa: PLC0415 - not for other verbs
         from postroom._wire.message import parse_destination  # noqa: PLC0415
 
         content = brief.body.encode(errors="surrogateescape")

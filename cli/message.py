@@ -1,17 +1,64 @@
-"""Sending one message, and saying what became of it."""
+"""One message from the command line: read without Typer where that is enough, sent, and what became of it.
+
+Programs run `postroom send TO BODY` for each of their messages, and Typer takes longer to import than such a send
+takes. Only what is plainly such a send is read here: whatever else a line has, and every mistake in it, is Typer's
+(`cli/send.py`), which explains it. A test reads the same lines both ways.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from cli.connect import with_daemon
 from cli.output import json_line, line, note
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from postroom import Client, OutboxRow, PostroomError, SendResult
+    from postroom import Client
+
+_OPTIONS: Final = {
+    "--id": "client_message_id",
+    "--priority": "priority",
+    "--reply-to": "reply_to",
+    "--socket": "socket",
+}
+PRIORITIES: Final = ("now", "next", "low")
+
+
+class BriefSend(NamedTuple):
+    """One message from the command line, and how to say what became of it."""
+
+    to: str
+    body: str
+    client_message_id: str | None = None
+    priority: str = "next"
+    reply_to: str | None = None
+    socket: Path | None = None
+    as_json: bool = False
+
+
+def parse_send(arguments: list[str], environ: Mapping[str, str] = os.environ) -> BriefSend | None:
+    """Read `send TO BODY` with the options that are usual; None for any other line."""
+    if arguments[:1] != ["send"] or "_POSTROOM_COMPLETE" in environ:
+        return None
+    given: dict[str, Any] = {}
+    as_json, plain, words = False, [], iter(arguments[1:])
+    for word in words:
+        if not word.startswith("-"):
+            plain.append(word)
+        elif word == "--json":
+            as_json = True
+        elif word not in _OPTIONS or _OPTIONS[word] in given or (value := next(words, "-"))[:1] in {"", "-"}:
+            return None
+        else:
+            given[_OPTIONS[word]] = Path(value) if word == "--socket" else value
+    if len(plain) != 2 or "" in plain or given.get("priority", "next") not in PRIORITIES:  # noqa: PLR2004 - TO, BODY
+        return None
+    to, body = plain
+    return BriefSend(to, body, as_json=as_json, **given)
 
 
 def send_one(
@@ -24,20 +71,36 @@ def send_one(
     wait: float | None,
     as_json: bool,
 ) -> None:
-    """Send a message with the `options` of `Client.send`, and, if wanted, wait for what becomes of it."""
+    """Send a message with the `options` of `Client.send`, and, if wanted, wait for what becomes of it.
+
+    Raises `Fatal` where the broker has not accepted it after the wait, in seconds.
+    """
     from postroom import TryAgain, Unavailable  # noqa: PLC0415
 
     def work(client: Client) -> None:
         try:
             result = client.send(to, body_of(content), client_message_id=client_message_id, **options)
-        except (TryAgain, Unavailable) as error:
-            _refer_to_id(error)
+        except (TryAgain, Unavailable) as error:  # it may have been kept: its id makes a second try harmless
+            from msgspec.structs import replace  # noqa: PLC0415
+
+            advice = f"then repeat it with --id {error.client_message_id}, which does not send a second message"
+            raise type(error)(replace(error.problem, detail=f"{error}; {advice}")) from error
+        message_id = result.client_message_id
         if wait is None:
-            json_line(result) if as_json else line(_receipt(result))
+            said = f"{message_id} {result.status}" + (" (duplicate)" if result.duplicate else "")
+            json_line(result) if as_json else line(said)
             return
-        row = _settled(client, result.client_message_id, wait)
-        json_line(row) if as_json else line(f"{row.client_message_id} {row.status}")
-        _judge(row)
+        try:
+            row = client.wait(message_id, wait)
+        except KeyboardInterrupt:
+            how_far = f"`postroom outbox inspect {message_id}` shows how far it is"
+            note(f"{message_id} is kept, and the daemon keeps trying: {how_far}")
+            raise
+        json_line(row) if as_json else line(f"{message_id} {row.status}")
+        if row.status in {"dead", "aborted"}:
+            raise Fatal(Exit.FAILED, f"{message_id} is {row.status}: {row.last_error or 'an operator retired it'}")
+        if row.status != "done":
+            raise Fatal(Exit.TRY_AGAIN, f"{message_id} is kept and still {row.status}: the daemon keeps trying")
 
     with_daemon(socket, work)
 
@@ -49,36 +112,3 @@ def body_of(data: bytes) -> str | bytes:
     except UnicodeDecodeError:
         return data
     return data if "\0" in text else text
-
-
-def _settled(client: Client, message_id: str, seconds: float) -> OutboxRow:
-    """Wait for what becomes of the message; whoever ends that with Ctrl-C is told that the message is kept."""
-    try:
-        return client.wait(message_id, seconds)
-    except KeyboardInterrupt:
-        what_tells = f"`postroom outbox inspect {message_id}` shows how far it is"
-        note(f"{message_id} is kept, and the daemon keeps trying: {what_tells}")
-        raise
-
-
-def _refer_to_id(error: PostroomError) -> NoReturn:
-    """Name the id under which a message that may have been kept can be sent again without a second one."""
-    from msgspec.structs import replace  # noqa: PLC0415
-
-    sentence = f"{error}; then repeat it with --id {error.client_message_id}, which does not send a second message"
-    raise type(error)(replace(error.problem, detail=sentence)) from error
-
-
-def _receipt(result: SendResult) -> str:
-    return f"{result.client_message_id} {result.status}" + (" (duplicate)" if result.duplicate else "")
-
-
-def _judge(row: OutboxRow) -> None:
-    """Raise `Fatal` unless the broker has accepted the message."""
-    if row.status == "done":
-        return
-    if row.status in {"dead", "aborted"}:
-        raise Fatal(
-            Exit.FAILED, f"{row.client_message_id} is {row.status}: {row.last_error or 'an operator retired it'}"
-        )
-    raise Fatal(Exit.TRY_AGAIN, f"{row.client_message_id} is kept and still {row.status}: the daemon keeps trying")

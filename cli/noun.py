@@ -80,6 +80,18 @@ def rate(text: str) -> float:
     return float(match[1])
 
 
+def choice(thing: str, words: Sequence[str]) -> Callable[[str], str]:
+    """Make the parser of an option that is one of some words, in upper or lower case."""
+
+    def parse(text: str) -> str:
+        for word in words:
+            if text.lower() == word.lower():
+                return word
+        raise typer.BadParameter(f"{text!r} is not a {thing}: {', '.join(words)}")
+
+    return parse
+
+
 def named(kind: Literal["mesh", "member", "topic", "queue"]) -> Callable[[Any], Any]:
     """Make the check of an argument that is such a name, or of an option that is several."""
 
@@ -201,7 +213,7 @@ def noun(help_text: str | None = None, **options: Any) -> typer.Typer:
 def with_options(command: Callable[..., None], *, without: Collection[str] = ()) -> Callable[..., None]:
     """Make the command of a function that takes some of its options together, as a NamedTuple of them.
 
-    Each field is an option; those `without` are not, and keep their defaults.
+    Each field is an option, or an argument; those `without` are not, and keep their defaults.
     """
 
     def expand(parameters: Iterable[inspect.Parameter]) -> Iterator[inspect.Parameter]:
@@ -210,7 +222,10 @@ def with_options(command: Callable[..., None], *, without: Collection[str] = ())
                 yield each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
                 continue
             hints, defaults = get_type_hints(each.annotation, include_extras=True), each.annotation._field_defaults
-            fields = (each.replace(name=name, default=defaults[name], annotation=hints[name]) for name in hints)
+            fields = (
+                each.replace(name=name, default=defaults.get(name, each.empty), annotation=hints[name])
+                for name in hints
+            )
             yield from expand(field for field in fields if field.name not in without)
 
     def gather(group: Any, given: dict[str, Any]) -> Any:

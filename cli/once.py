@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 import typer
 
 from cli.connect import with_broker
-from cli.noun import Json, Reason, TokenFile, Url, Yes, noun
+from cli.noun import Json, Reason, TokenFile, Url, Yes, choice, noun, with_options
 from cli.output import confirm, fields, json_line, line, listing, note, reason_or_ask, table
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.once import (
@@ -22,6 +22,7 @@ from postroom._wire.once import (
     KeyDetails,
     KeyName,
     KeyNames,
+    KeyPage,
     KeysQuery,
     KeyState,
     key_held,
@@ -32,6 +33,7 @@ from postroom.chassis.ownership import this_user
 from postroom.errors import error_for
 
 if TYPE_CHECKING:
+    from postroom import BrokerClient
     from postroom.claims.model import Row
     from postroom.once import Scope, Store
 
@@ -56,19 +58,106 @@ Group = Annotated[
 ]
 
 
+class OwnRegistry:
+    """A registry that no server owns, open in this process: asked as the broker is asked for its own."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def list(self, query: KeysQuery) -> KeyPage:
+        """Return the keys that `query` means."""
+        return KeyPage(keys=await self._store.find(query))
+
+    async def inspect(self, scope: Scope) -> KeyDetails:
+        """Return a key whole; raises `NotFound` for one that neither is there nor was."""
+        from postroom.once.model import state_of  # noqa: PLC0415
+
+        row, log = await self._look_up(scope), await self._store.forgotten(scope)
+        if row is None and not log:
+            raise key_missing(str(scope))
+        known: dict[str, Any] = {}
+        if row is not None:
+            known = {member: getattr(row, member) for member in ("owner", "attempts", "lease_until", "last_error")}
+            known["state"] = state_of(row)
+            if row.result is not None:
+                data = row.result.data.decode("utf-8", "backslashreplace")
+                known |= {"encoding": row.result.encoding, "result": data}
+        return KeyDetails(**vars(scope), **known, log=log)
+
+    async def forget(self, scope: Scope, why: str) -> None:
+        """Delete a key; raises `NotFound`, and `Conflict` while somebody holds it."""
+        if await self._store.forget(scope, this_user(), why):
+            return
+        row = await self._look_up(scope)
+        if row is None or row.owner is None:
+            raise key_missing(str(scope))
+        raise key_held(str(scope), row.owner, row.lease_until)
+
+    async def _look_up(self, scope: Scope) -> Row | None:
+        return (await self._store.look_up([scope.columns])).get(scope.columns)
+
+
+class Place(NamedTuple):
+    """Which registry is meant."""
+
+    registry: Registry = None
+    url: Url = None
+    token_file: TokenFile = None
+
+    def ask(self, broker: Callable[[BrokerClient], Awaitable[T]], own: Callable[[OwnRegistry], Awaitable[T]]) -> T:
+        """Ask the broker for that of its database, or the registry itself where one is named."""
+        if (url := self.registry) is None:
+            return with_broker(self.url, self.token_file, broker)
+        from postroom.once.registry import open_store  # noqa: PLC0415
+
+        async def run() -> T:
+            store = await open_store(url, create=False)
+            try:
+                return await own(OwnRegistry(store))
+            finally:
+                await store.close()
+
+        return asyncio.run(run())
+
+
+class Named(NamedTuple):
+    """Which key is meant."""
+
+    key: Key
+    tenant: Tenant
+    topic: Topic
+    group: Group = None
+
+    def wire(self) -> KeyName:
+        """Return it as requests name it; raises `Fatal` for an empty one."""
+        if not self.key:
+            raise Fatal(Exit.USAGE, "name a key (`postroom once list` shows them): an empty one is never kept")
+        return KeyName(**self._asdict())
+
+    def scope(self) -> Scope:
+        """Return it as a registry names it."""
+        from postroom.once import Scope  # noqa: PLC0415
+
+        return Scope(**self._asdict())
+
+
 @app.command("list")
+@with_options
 def list_(
     *,
     tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this tenant.")] = None,
     topic: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this topic.")] = None,
     group: Annotated[str | None, typer.Option(metavar="NAME", help="Only of this group; '' is the producer's.")] = None,
     state: Annotated[
-        str | None, typer.Option(metavar="STATE", help="Only those that are PENDING, COMMITTED or FAILED.")
+        str | None,
+        typer.Option(
+            parser=choice("state", get_args(KeyState)),
+            metavar="STATE",
+            help="Only those that are PENDING, COMMITTED or FAILED.",
+        ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many keys to show.")] = 50,
-    registry: Registry = None,
-    url: Url = None,
-    token_file: TokenFile = None,
+    place: Place,
     as_json: Json = False,
 ) -> None:
     """List keys, latest first by the end of the key or of its lease.
@@ -77,13 +166,8 @@ def list_(
         postroom once list --state FAILED
         postroom once list --tenant shop --topic order_paid --group billing --json
     """  # noqa: D301 - \b: as it stands
-    if state is not None and (state := state.upper()) not in get_args(KeyState):
-        raise typer.BadParameter(f"{state!r} is not a state: PENDING, COMMITTED or FAILED", param_hint="--state")
     query = KeysQuery(tenant=tenant, topic=topic, group=group, state=cast("KeyState | None", state), limit=limit + 1)
-    if registry is None:
-        found = with_broker(url, token_file, lambda client: client.list_things(KEYS, query)).keys
-    else:
-        found = _with_store(registry, lambda store: store.find(query))
+    found = place.ask(lambda client: client.list_things(KEYS, query), lambda own: own.list(query)).keys
     if found or as_json:
         listing(
             found[:limit],
@@ -107,27 +191,15 @@ def list_(
 
 
 @app.command()
-def inspect(
-    *,
-    key: Key,
-    tenant: Tenant,
-    topic: Topic,
-    group: Group = None,
-    registry: Registry = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    as_json: Json = False,
-) -> None:
+@with_options
+def inspect(*, named: Named, place: Place, as_json: Json = False) -> None:
     """Show a key with its result, and whether operators deleted it before.
 
     \b
         postroom once inspect 01a1fc82-ab5c-0689-9154-33ba9c88d7e4 --tenant shop --topic order_paid --group billing
     """  # noqa: D301 - \b: as it stands
-    name = _name(key, tenant, topic, group)
-    if registry is None:
-        found = with_broker(url, token_file, lambda client: client.inspect(KEYS, query=name))
-    else:
-        found = _with_store(registry, lambda store: _whole(store, name))
+    name = named.wire()
+    found = place.ask(lambda client: client.inspect(KEYS, query=name), lambda own: own.inspect(named.scope()))
     if as_json:
         json_line(found)
         return
@@ -150,84 +222,19 @@ def inspect(
             --reason "the card was never charged"
     """
 )
-def forget(
-    *,
-    key: Key,
-    tenant: Tenant,
-    topic: Topic,
-    group: Group = None,
-    reason: Reason = None,
-    yes: Yes = False,
-    registry: Registry = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    as_json: Json = False,
-) -> None:
+@with_options
+def forget(*, named: Named, reason: Reason = None, yes: Yes = False, place: Place, as_json: Json = False) -> None:
     """Have the key deleted, after a question."""
-    name = _name(key, tenant, topic, group)
+    name, whose = named.wire(), "" if named.group is None else f" for the group {named.group}"
     why = reason_or_ask(reason)
-    what = f"the key {key[:64]!r} of {tenant}/{topic}" + ("" if group is None else f" for the group {group}")
+    what = f"the key {named.key[:64]!r} of {named.tenant}/{named.topic}{whose}"
     confirm(f"Forget {what}? Its work can then be done a second time.", yes=yes)
-    if registry is None:
-        meant = KeyNames(keys=[name])
-        result = with_broker(url, token_file, lambda client: client.change(KEYS, "forget", meant, reason=why))
+
+    async def forget_there(client: BrokerClient) -> None:
+        result = await client.change(KEYS, "forget", KeyNames(keys=[name]), reason=why)
         if result.failed:
             raise error_for(result.failed[0].problem)
-    else:
-        _with_store(registry, lambda store: _forget(store, name, why))
-    json_line({"key": key, "done": "forget"}) if as_json else line(f"{what} {KEYS.verbs['forget'].done}")
 
-
-def _name(key: str, tenant: str, topic: str, group: str | None) -> KeyName:
-    if not key:
-        raise Fatal(Exit.USAGE, "name a key (`postroom once list` shows them): an empty one is never kept")
-    return KeyName(tenant=tenant, topic=topic, key=key, group=group)
-
-
-async def _look_up(store: Store, scope: Scope) -> Row | None:
-    return (await store.look_up([scope.columns])).get(scope.columns)
-
-
-async def _whole(store: Store, name: KeyName) -> KeyDetails:
-    from postroom.once.model import state_of  # noqa: PLC0415
-
-    scope = _scope(name)
-    row, log = await _look_up(store, scope), await store.forgotten(scope)
-    if row is None and not log:
-        raise key_missing(str(scope))
-    known: dict[str, Any] = {}
-    if row is not None:
-        known = {member: getattr(row, member) for member in ("owner", "attempts", "lease_until", "last_error")}
-        known["state"] = state_of(row)
-        if row.result is not None:
-            known |= {"encoding": row.result.encoding, "result": row.result.data.decode("utf-8", "backslashreplace")}
-    return KeyDetails(**vars(scope), **known, log=log)
-
-
-async def _forget(store: Store, name: KeyName, why: str) -> None:
-    scope = _scope(name)
-    if await store.forget(scope, this_user(), why):
-        return
-    row = await _look_up(store, scope)
-    if row is None or row.owner is None:
-        raise key_missing(str(scope))
-    raise key_held(str(scope), row.owner, row.lease_until)
-
-
-def _scope(name: KeyName) -> Scope:
-    from postroom.once import Scope  # noqa: PLC0415
-
-    return Scope(name.tenant, name.topic, name.key, name.group)
-
-
-def _with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
-    from postroom.once.registry import open_store  # noqa: PLC0415
-
-    async def run() -> T:
-        store = await open_store(url, create=False)
-        try:
-            return await work(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(run())
+    place.ask(forget_there, lambda own: own.forget(named.scope(), why))
+    done = {"key": named.key, "done": "forget"}
+    json_line(done) if as_json else line(f"{what} {KEYS.verbs['forget'].done}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TextIO, get_args
 
@@ -10,10 +11,11 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
+from cli.change import check_choice
 from cli.connect import with_daemon
 from cli.daemon import daemon_config
-from cli.lines import read_plain_file
-from cli.noun import All, Config, DryRun, Json, Reason, Socket, Yes, age, chosen_ids, noun, with_options
+from cli.lines import file_errors, read_plain_file
+from cli.noun import All, Config, DryRun, Json, Reason, Socket, Yes, age, choice, chosen_ids, noun, with_options
 from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table, tree
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
@@ -22,7 +24,6 @@ from postroom._wire.sends import BulkResult, RowChain, RowStatus
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from daemon.postroomd import Recovery
     from postroom import Client
 
 app = noun("See and repair what the daemon keeps.")
@@ -44,7 +45,12 @@ class Filters(NamedTuple):
     """Which rows are meant."""
 
     status: Annotated[
-        str | None, typer.Option(metavar="STATUS", help=f"Only rows that are {', '.join(STATUSES[:-1])} or aborted.")
+        str | None,
+        typer.Option(
+            parser=choice("status", STATUSES),
+            metavar="STATUS",
+            help=f"Only rows that are {', '.join(STATUSES[:-1])} or aborted.",
+        ),
     ] = None
     destination: Annotated[str | None, typer.Option(metavar="TO", help="Only rows to this destination.")] = None
     code: Annotated[str | None, typer.Option(metavar="CODE", help="Only rows whose last error has this code.")] = None
@@ -60,8 +66,6 @@ class Filters(NamedTuple):
         """Return the filter that the options describe."""
         if self.destination is not None:
             parse_destination(self.destination)  # a misspelt one would match nothing, and say nothing
-        if self.status is not None and self.status not in STATUSES:
-            raise typer.BadParameter(f"{self.status!r} is not a status: {', '.join(STATUSES)}", param_hint="--status")
         members: dict[str, Any] = self._asdict()
         members["older_than_seconds"] = members.pop("older_than")
         return msgspec.convert(members, RowFilter)
@@ -114,7 +118,19 @@ def list_(
 
     next_cursor = with_daemon(socket, work)
     if not as_json:
-        table(_COLUMNS, map(_cells, shown)) if shown else line("no rows")
+        cells = (
+            (
+                row.id,
+                row.client_message_id,
+                status_of(row),
+                row.destination,
+                ago(row.enqueued_at),
+                row.attempts,
+                (row.last_error or "").partition(":")[0] or None,
+            )
+            for row in shown
+        )
+        table(_COLUMNS, cells) if shown else line("no rows")
     if next_cursor is not None:
         note(f"There are more rows: --all, or --cursor {next_cursor}")
 
@@ -157,22 +173,18 @@ def requeue(
     if changed and (len(wanted) != 1 or change.everything or change.dry_run):
         raise Fatal(Exit.USAGE, "--new-client-id and --patch-payload are for exactly one row, and without --dry-run")
     message = None if patch_payload is None else read_patch(patch_payload)
-    _change("requeue", wanted, change, new_client_message_id=new_client_id, message=message)
+    change_rows("requeue", wanted, change, new_client_message_id=new_client_id, message=message)
 
 
-def _register(verb: Verb) -> None:
-    """Make the command of a verb that needs nothing but rows and a reason."""
-
-    def command(*, ids: Ids = None, change: Change) -> None:
-        _change(verb, chosen_ids(ids), change)
-
-    without = () if VERBS[verb].retires else ("force",)
-    app.command(verb, help=VERBS[verb].effect)(with_options(command, without=without))
+def change_named(verb: Verb, *, ids: Ids = None, change: Change) -> None:
+    """Do a verb that needs nothing but rows and a reason."""
+    change_rows(verb, chosen_ids(ids), change)
 
 
 for _verb in VERBS:
     if _verb != "requeue":
-        _register(_verb)
+        _without = () if VERBS[_verb].retires else ("force",)
+        app.command(_verb, help=VERBS[_verb].effect)(with_options(partial(change_named, _verb), without=_without))
 
 
 @app.command()
@@ -247,11 +259,8 @@ def export(
     def work(client: Client) -> int:
         if output is None:
             return write(client, None)
-        try:
-            with output.open("x", encoding="utf-8") as stream:  # a file that exists is never overwritten
-                return write(client, stream)
-        except OSError as error:
-            raise Fatal(Exit.IO_ERROR, f"cannot write {output}: {error.strerror}") from error
+        with file_errors("write", output, Exit.IO_ERROR), output.open("x", encoding="utf-8") as stream:
+            return write(client, stream)  # a file that exists is never overwritten
 
     note(f"{with_daemon(socket, work)} rows exported")
 
@@ -264,38 +273,43 @@ def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -
     loaded = daemon_config(config)
     confirm("Set the outbox's files aside and save what can be read into a new one?", yes=yes)
     recovery = recover_outbox(loaded)
-    json_line(recovery._asdict()) if as_json else _show_recovery(recovery)
+    if as_json:
+        json_line(recovery._asdict())
+    else:
+        line(f"saved {recovery.saved} rows and {recovery.log_lines} lines of the operator log")
+        stay_used = f"the ids of {recovery.buried}"
+        if recovery.missing is None:
+            line(f"missing: unknown, since the counters are damaged too; {stay_used} rows stay used")
+        else:
+            line(f"missing: {recovery.missing} rows; {stay_used} of them stay used")
+        line(f"missing: {recovery.lost_log_lines} lines of the operator log")
+        if recovery.damaged_frames:
+            damage = f"{recovery.damaged_frames} pages of the write-ahead log are damaged"
+            line(f"{damage}: rows may be older than they were")
+        line(f"the damaged files are kept as {recovery.damaged}")
+        if recovery.missing != 0:
+            line("the daemon starts again with `postroom daemon run --accept-lost-ids`: see what is missing first")
     if not recovery.whole:
         raise typer.Exit(Exit.FAILED)
 
 
-def _show_recovery(recovery: Recovery) -> None:
-    line(f"saved {recovery.saved} rows and {recovery.log_lines} lines of the operator log")
-    if recovery.missing is None:
-        line(f"missing: unknown, since the counters are damaged too; the ids of {recovery.buried} rows stay used")
-    else:
-        line(f"missing: {recovery.missing} rows; the ids of {recovery.buried} of them stay used")
-    line(f"missing: {recovery.lost_log_lines} lines of the operator log")
-    if recovery.damaged_frames:
-        line(f"{recovery.damaged_frames} pages of the write-ahead log are damaged: rows may be older than they were")
-    line(f"the damaged files are kept as {recovery.damaged}")
-    if recovery.missing != 0:
-        line("the daemon starts again with `postroom daemon run --accept-lost-ids`: see what is missing first")
-
-
-def _change(verb: Verb, ids: Sequence[str], change: Change, **successor: Any) -> None:
+def change_rows(verb: Verb, ids: Sequence[str], change: Change, **successor: Any) -> None:
     """Do `verb` to one row at once, to many after a dry run that counts them and a question.
 
     Exit code 1 where it failed for some.
     """
-    rows = change.filters.rows()
-    if not change.everything and rows != RowFilter():
-        raise Fatal(Exit.USAGE, "filters need --all")
+    rows, done_as = change.filters.rows(), VERBS[verb].done
+    check_choice("row", "outbox", ids, everything=change.everything, filtered=rows != RowFilter())
     reason = reason_or_ask(change.reason, dry_run=change.dry_run)
-    if bool(ids) == change.everything:
-        raise Fatal(Exit.USAGE, f"name the rows to {verb}, or use --all with filters")
     if len(ids) == 1 and not change.dry_run:
-        _change_one(verb, ids[0], change, reason, successor)
+        if VERBS[verb].retires:
+            confirm(f"{verb.capitalize()} {ids[0]}?", yes=change.yes)
+        row = with_daemon(
+            change.socket, lambda client: client.act(verb, ids[0], reason=reason, force=change.force, **successor)
+        )
+        requeued = f"{ids[0]} requeued as {row.id}, client_message_id {row.client_message_id}"
+        said = requeued if verb == "requeue" else f"{row.id} {done_as}"
+        json_line(row) if change.as_json else line(said)
         return
     result = _bulk(verb, [rows] if change.everything else _portions(ids), change, reason, dry_run=True)
     if not change.dry_run:
@@ -309,25 +323,10 @@ def _change(verb: Verb, ids: Sequence[str], change: Change, **successor: Any) ->
     if change.as_json:
         json_line(result)
     else:
-        what = f"would be {VERBS[verb].done}" if change.dry_run else VERBS[verb].done
+        what = f"would be {done_as}" if change.dry_run else done_as
         line(f"{len(result.done)} {what}, {len(result.skipped)} skipped, {len(result.failed)} failed")
     if result.failed:
         raise SystemExit(Exit.FAILED)
-
-
-def _change_one(verb: Verb, row_id: str, change: Change, reason: str, successor: dict[str, Any]) -> None:
-    if VERBS[verb].retires:
-        confirm(f"{verb.capitalize()} {row_id}?", yes=change.yes)
-
-    row = with_daemon(
-        change.socket, lambda client: client.act(verb, row_id, reason=reason, force=change.force, **successor)
-    )
-    if change.as_json:
-        json_line(row)
-    elif verb == "requeue":
-        line(f"{row_id} requeued as {row.id}, client_message_id {row.client_message_id}")
-    else:
-        line(f"{row.id} {VERBS[verb].done}")
 
 
 def _portions(ids: Sequence[str]) -> list[RowFilter]:
@@ -363,11 +362,37 @@ def read_patch(file: Path) -> SendRequest:
 
 def show_chain(chain: RowChain) -> None:
     """Print a row, the chain it belongs to as a tree, and the operator log of all of it."""
-    fields((name, value) for name, value in _described(chain.row))
+    row = chain.row
+    fields(
+        [
+            ("row", row.id),
+            ("client message id", row.client_message_id),
+            ("status", status_of(row)),
+            ("to", row.destination),
+            ("priority", row.priority),
+            ("payload", f"{row.payload_bytes} bytes"),
+            ("fingerprint", row.request_fingerprint),
+            ("submitted by", row.submitted_by),
+            ("enqueued", row.enqueued_at),
+            ("not before", row.not_before),
+            ("tries", row.attempts),
+            ("next try", row.next_attempt_at if row.status == "pending" else None),
+            ("last error", row.last_error),
+            ("delivered", row.delivered_at),
+            ("broker message id", row.broker_message_id),
+            ("history id", row.history_id),
+            ("duplicate", "the broker had accepted it before" if row.duplicate else None),
+            ("unanswered", row.unanswered_at),
+            ("aborted", row.aborted_at),
+            ("aborted by", row.aborted_by),
+            ("superseded by", row.superseded_by),
+            ("payload pruned", row.payload_pruned_at),
+        ]
+    )
     first, *others = chain.chain
     if others:
         line("")
-        tree(_in_chain(first, chain.row.id), (_in_chain(row, chain.row.id) for row in others))
+        tree(_in_chain(first, row.id), (_in_chain(other, row.id) for other in others))
     if chain.log:
         line("")
         table(
@@ -379,46 +404,6 @@ def show_chain(chain: RowChain) -> None:
 def status_of(row: OutboxRow) -> str:
     """Name the row's status, and that it is held."""
     return f"{row.status} (held)" if row.held else row.status
-
-
-def _cells(row: OutboxRow) -> tuple[Any, ...]:
-    error = (row.last_error or "").partition(":")[0] or None
-    return (
-        row.id,
-        row.client_message_id,
-        status_of(row),
-        row.destination,
-        ago(row.enqueued_at),
-        row.attempts,
-        error,
-    )
-
-
-def _described(row: OutboxRow) -> list[tuple[str, Any]]:
-    return [
-        ("row", row.id),
-        ("client message id", row.client_message_id),
-        ("status", status_of(row)),
-        ("to", row.destination),
-        ("priority", row.priority),
-        ("payload", f"{row.payload_bytes} bytes"),
-        ("fingerprint", row.request_fingerprint),
-        ("submitted by", row.submitted_by),
-        ("enqueued", row.enqueued_at),
-        ("not before", row.not_before),
-        ("tries", row.attempts),
-        ("next try", row.next_attempt_at if row.status == "pending" else None),
-        ("last error", row.last_error),
-        ("delivered", row.delivered_at),
-        ("broker message id", row.broker_message_id),
-        ("history id", row.history_id),
-        ("duplicate", "the broker had accepted it before" if row.duplicate else None),
-        ("unanswered", row.unanswered_at),
-        ("aborted", row.aborted_at),
-        ("aborted by", row.aborted_by),
-        ("superseded by", row.superseded_by),
-        ("payload pruned", row.payload_pruned_at),
-    ]
 
 
 def _in_chain(row: OutboxRow, inspected: str) -> str:

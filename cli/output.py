@@ -10,12 +10,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
-from cli.ending import printable
+from cli.exits import printable
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from postroom.chassis.exits import Finding
 
 T = TypeVar("T")
@@ -34,16 +32,16 @@ _STYLES: Final = {
 }
 
 
-def json_line(value: Any, stream: TextIO | None = None) -> None:
-    """Write one JSON object as a line, to standard output where no stream is named."""
+def json_line(value: Any, stream: TextIO | None = None, *, flush: bool = False) -> None:
+    """Write one JSON object as a line, to standard output where no stream is named; with `flush` it is seen at once."""
     import msgspec  # noqa: PLC0415
 
-    (stream or sys.stdout).write(msgspec.json.encode(value, enc_hook=str).decode() + "\n")
+    print(msgspec.json.encode(value, enc_hook=str).decode(), file=stream or sys.stdout, flush=flush)
 
 
-def line(text: str) -> None:
-    """Write one line for people; whatever could steer a terminal is escaped."""
-    sys.stdout.write(printable(text) + "\n")
+def line(text: str, *, flush: bool = False) -> None:
+    """Write one line for people; whatever could steer a terminal is escaped. With `flush` it is seen at once."""
+    print(printable(text), flush=flush)  # noqa: T201
 
 
 def note(text: str) -> None:
@@ -53,8 +51,14 @@ def note(text: str) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table; a cell is text, a number, a time, or None for nothing."""
-    if not sys.stdout.isatty():
-        _write_plain([columns, *(list(map(_text, row)) for row in rows)])
+    if not sys.stdout.isatty():  # Rich would take minutes for the rows of a large outbox
+        from rich.cells import cell_len  # noqa: PLC0415
+
+        texts = [columns, *(list(map(_text, row)) for row in rows)]
+        widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
+        for row in texts:
+            cells = (text + " " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True))
+            sys.stdout.write("  ".join(cells).rstrip() + "\n")
         return
     from rich.table import Table  # noqa: PLC0415
 
@@ -204,25 +208,11 @@ def _text(value: Any) -> str:
     return printable(str(value)).replace("\n", " ")
 
 
-def _write_plain(rows: Sequence[Sequence[str]]) -> None:
-    """Write a table for a pipe: Rich would take minutes for the rows of a large outbox."""
-    from rich.cells import cell_len  # noqa: PLC0415
-
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (text + " " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
-
-
 def _write(renderable: Any) -> None:
-    console = _console()
+    from rich.console import Console  # noqa: PLC0415
+
+    console = Console(soft_wrap=False) if sys.stdout.isatty() else Console(width=_WIDE, no_color=True)
     with console.capture() as capture:
         console.print(renderable)
     for rendered in capture.get().splitlines():
         sys.stdout.write(rendered.rstrip() + "\n")
-
-
-def _console() -> Console:
-    from rich.console import Console  # noqa: PLC0415
-
-    return Console(soft_wrap=False) if sys.stdout.isatty() else Console(width=_WIDE, no_color=True)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Final, TextIO
+from typing import Annotated, Final
 
 import typer
 
-from cli.brief import PRIORITIES
-from cli.lines import Common, json_lines, meta_of, moment_of, open_source, plain_lines, read_plain_file
-from cli.message import send_one
+from cli.lines import (
+    Common,
+    file_errors,
+    json_lines,
+    meta_of,
+    moment_of,
+    open_source,
+    plain_lines,
+    read_plain_file,
+    send_lines,
+)
+from cli.message import PRIORITIES, send_one
 from cli.noun import Json, Socket, duration, named, noun
-from cli.sending import send_lines
 from postroom.chassis.exits import Exit, Fatal
 
 app = noun()
@@ -67,7 +74,11 @@ def send(
     if timeout is not None and not wait:
         raise Fatal(Exit.USAGE, "--timeout says how long to --wait: give both")
     common = Common(meta_of(meta), priority, reply_to, mention, moment_of(not_before))  # type: ignore[arg-type]
-    source = _source(body, file, body_file, ndjson=ndjson)
+    if ndjson and file is None:
+        file = Path("-")
+    if sum(given is not None for given in (body, file, body_file)) != 1:
+        raise Fatal(Exit.USAGE, "give one of BODY, `-` (a message per line of standard input), --file and --body-file")
+    source = Path("-") if body == "-" else file
     if source is None:
         _refuse_options(id_prefix=id_prefix, errors=errors)
         patience = (_WAIT_SECONDS if timeout is None else timeout) if wait else None
@@ -78,17 +89,12 @@ def send(
     parse = json_lines(id_prefix) if ndjson else plain_lines(_destination(to), common, id_prefix)
     if ndjson and (to is not None or common != Common()):
         raise Fatal(Exit.USAGE, "with --ndjson each line is a whole message: omit TO and the message's options")
-    with open_source(source) as stream, _errors_file(errors) as refused:
+    with open_source(source) as stream, ExitStack() as opened:
+        refused = None
+        if errors is not None:
+            with file_errors("write", errors):
+                refused = opened.enter_context(errors.open("w", encoding="utf-8"))
         send_lines(socket, stream, parse, refused, as_json=as_json)
-
-
-def _source(body: str | None, file: Path | None, body_file: Path | None, *, ndjson: bool) -> Path | None:
-    """Return where lines are read from, or None for a single message; raises `Fatal` where that is not clear."""
-    if ndjson and file is None:
-        file = Path("-")
-    if sum(given is not None for given in (body, file, body_file)) != 1:
-        raise Fatal(Exit.USAGE, "give one of BODY, `-` (a message per line of standard input), --file and --body-file")
-    return Path("-") if body == "-" else file
 
 
 def _destination(to: str | None) -> str:
@@ -106,16 +112,3 @@ def _refuse_options(**options: object) -> None:
             Exit.USAGE,
             f"{given[0]} cannot be used here: some options are only for one message, others only for many lines",
         )
-
-
-@contextmanager
-def _errors_file(file: Path | None) -> Iterator[TextIO | None]:
-    if file is None:
-        yield None
-        return
-    try:
-        stream = file.open("w", encoding="utf-8")
-    except OSError as error:
-        raise Fatal(Exit.USAGE, f"cannot write {file}: {error.strerror}") from error
-    with stream:
-        yield stream

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cli.connect import PATIENCE, TIMEOUT, with_broker
-from cli.ending import printable
+from cli.exits import printable
 from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.output import draw, json_line, note
 

@@ -1,22 +1,25 @@
-"""`postroom up`: start everything on this machine, and keep it running (docs/contract/operate.md#operate-9)."""
+"""`postroom up` and `down`: start everything on this machine and keep it running; stop it again.
+
+The rules are docs/contract/operate.md#operate-9 and docs/contract/operate.md#operate-10.
+"""
 
 from __future__ import annotations
 
 import shlex
-import sys
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from cli.noun import noun
-from cli.output import line, note
+from cli.noun import Yes, noun
+from cli.output import confirm, line, note
 
 if TYPE_CHECKING:
     from cli.stack import Layout
-    from embedded import EmbeddedServer
 
 app = noun()
+downs = noun()
 
 State = Annotated[
     Path | None,
@@ -29,6 +32,8 @@ State = Annotated[
     ),
 ]
 
+_STOP_SECONDS: Final = 120.0  # the daemon may finish its batch, Postgres its checkpoint
+
 
 @app.command()
 def up(
@@ -40,18 +45,59 @@ def up(
 
     Programs that are killed are started again, and all data is kept. `postroom down` stops a detached one.
     """
-    from cli.stack.supervisor import detached, supervisor_of  # noqa: PLC0415
+    from cli.stack import Stack, fatal_failures  # noqa: PLC0415
+    from cli.stack import supervisor as supervision  # noqa: PLC0415
+    from postroom.chassis.runtime import notify  # noqa: PLC0415
 
     layout = layout_of(state)
+    supervisor = supervision.supervisor_of(layout)
+    if supervisor is not None or detach:
+        if supervisor is not None:
+            note(f"Postroom runs already (pid {supervisor.pid}).")
+        else:
+            supervision.detached(layout)
+        explain(layout)
+        return
+    stack = Stack(layout.state)
+    with supervision.interruptible(), supervision.supervising(layout), fatal_failures():
+        try:
+            stack.stop()  # what a supervisor that was killed has left would end under this one
+            stack.start(lambda said: line(f"  {said}", flush=True))
+            explain(layout)
+            notify("READY=1")
+            supervision.keep_running(stack, note)
+        except supervision.Interrupted:
+            note("stopping")
+        finally:
+            stack.stop()
+
+
+@downs.command()
+def down(
+    *,
+    state: State = None,
+    wipe: Annotated[
+        bool, typer.Option("--wipe", help="Remove the state directory too, with every message in it.")
+    ] = False,
+    yes: Yes = False,
+) -> None:
+    """Stop what `postroom up` started in this state directory, and nothing else."""
+    from cli.stack import Stack, fatal_failures  # noqa: PLC0415
+    from cli.stack.supervisor import supervisor_of  # noqa: PLC0415
+
+    layout = layout_of(state)
+    layout.check()
+    if wipe:
+        confirm(f"Remove {layout.state} and every message in it?", yes=yes)
     supervisor = supervisor_of(layout)
     if supervisor is not None:
-        note(f"Postroom runs already (pid {supervisor.pid}).")
-    elif detach:
-        detached(layout)
-    else:
-        _run(layout)
-        return
-    explain(layout)
+        supervisor.end((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, _STOP_SECONDS))
+    with fatal_failures():
+        Stack(layout.state).stop()  # what outlived a supervisor that was killed
+    line("stopped" if supervisor is not None else "nothing was running")
+    if wipe:
+        layout.wipe()
+        line(f"removed {layout.state}")
 
 
 def layout_of(state: Path | None) -> Layout:
@@ -59,32 +105,6 @@ def layout_of(state: Path | None) -> Layout:
     from cli.stack import Layout, default_state_directory  # noqa: PLC0415
 
     return Layout((state or default_state_directory()).absolute())
-
-
-def _run(layout: Layout) -> None:
-    """Start everything, say how to use it, and supervise it until Ctrl-C or SIGTERM."""
-    from cli.stack import Stack, fatal_failures  # noqa: PLC0415
-    from cli.stack.supervisor import Interrupted, interruptible, keep_running, supervising  # noqa: PLC0415
-    from postroom.chassis.runtime import notify  # noqa: PLC0415
-
-    stack = Stack(layout.state)
-    with interruptible(), supervising(layout), fatal_failures():
-        try:
-            stack.stop()  # what a supervisor that was killed has left would end under this one
-            stack.start(_say_ready)
-            explain(layout)
-            notify("READY=1")
-            keep_running(stack, note)
-        except Interrupted:
-            note("stopping")
-        finally:
-            stack.stop()
-
-
-def _say_ready(program: EmbeddedServer) -> None:
-    process = program.process
-    line(f"  {program.name:<9} ready, pid {process.pid if process else '-'}")
-    sys.stdout.flush()
 
 
 def explain(layout: Layout) -> None:
@@ -99,6 +119,6 @@ Postroom is up; it keeps everything in {layout.state}
   postroom inbox list
   postroom status
   postroom down
-"""
+""",
+        flush=True,
     )
-    sys.stdout.flush()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -43,7 +42,11 @@ def demo(
             f"there is no {EVENTS}: the demo runs in the source tree, by `make demo`; `postroom up` runs anywhere"
         )
         raise Fatal(Exit.UNAVAILABLE, sentence)
-    with interruptible(), fatal_failures(), _directory(state) as directory:
+    if state is None:
+        sweep()
+    place = tempfile.TemporaryDirectory(prefix=_PREFIX) if state is None else nullcontext(state)
+    with interruptible(), fatal_failures(), place as named:
+        directory = Path(named).absolute()
         layout = Layout(directory)
         if layout.outbox_file.exists():
             raise Fatal(Exit.CONFLICT, f"{directory} already has an outbox: choose a new directory for the demo")
@@ -57,21 +60,7 @@ def demo(
         raise Fatal(Exit.FAILED, "a number is wrong: see the table")
 
 
-@contextmanager
-def _directory(state: Path | None) -> Iterator[Path]:
-    """Yield where the run keeps its files; a temporary place is removed at the end."""
-    if state is not None:
-        yield state.absolute()
-        return
-    _sweep()
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory)
-
-
-def _sweep() -> None:
+def sweep() -> None:
     """Remove the files of runs that were killed."""
     from cli.stack import Layout  # noqa: PLC0415
     from embedded import ProcessIdentity  # noqa: PLC0415

@@ -1,108 +1,121 @@
-"""What the demo does, act by act: events, a broker that stops, a daemon that is killed, a message that dies."""
+"""What the demo does, act by act: events, a broker that stops, a daemon that is killed, a message that dies.
+
+Then the other end: a handler, an agent that answers, a message that nobody can read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
-from cli.demo.deliveries import COMMANDS, QUEUE, Delivering
-from cli.demo.programs import EXAMPLES, DemoStack, Receiver
-from cli.demo.reckoning import TOPIC, Handled, Line, Meant, reckon
-from cli.demo.stage import PATIENCE, WAIT_SECONDS, Scene, Stage
+from cli.demo.programs import CONSUMER, EXAMPLES, POISON, DemoStack, Receiver
+from cli.demo.reckoning import ANSWER, TOPIC, Handled, Meant, Told, reckon
+from cli.demo.stage import Stage
 from cli.stack.layout import MESH
-from embedded import EmbeddedServer
-from postroom import PostroomError
+from postroom import BrokerClient, Client, PostroomError
+from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom._wire.message import SendRequest
 from postroom._wire.sends import BatchResult
 from postroom.chassis.exits import Exit, Fatal
 
+T = TypeVar("T")
+
 EVENTS: Final = EXAMPLES / "events.ndjson"
 TYPO: Final = "topic:ordres"
+QUEUE: Final = "counter"  # whose commands the agent takes
+COMMANDS: Final = 3
+PATIENCE: Final = 60.0  # seconds that a client keeps trying while a process is away
+WAIT_SECONDS: Final = 300.0
+_POLL_SECONDS: Final = 0.1
 _SENT_AGAIN: Final = 500  # events
 
 
-class Demo(Scene):
+class Demo:
     """One run on a stack of its own; `run` says whether every number holds."""
 
     def __init__(self, stack: DemoStack, stage: Stage, receiver: Receiver) -> None:
-        super().__init__(stack, stage, receiver)
+        self.stack = stack
+        self.stage = stage
+        self.receiver = receiver
+        self.told = Told()
         self._events = read_events(EVENTS)
+
+    def client(self) -> Client:
+        """Return a client that outlives a daemon."""
+        return Client(self.stack.layout.socket, patience=PATIENCE)
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds; raises `Fatal` where it does not come to that."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            if time.monotonic() > deadline:
+                raise Fatal(Exit.FAILED, f"gave up after waiting {WAIT_SECONDS:.0f} s {what}")
+            time.sleep(_POLL_SECONDS)
 
     def run(self) -> bool:
         """Do everything, in order; raises `Fatal` where a process ended that should not have."""
         try:
-            return self._acts()
+            self.stage.act("Start Postgres, Redis, NATS, a broker, a worker, a daemon, a consumer and an agent")
+            self.stack.start(self.stage.say)
+            self._ask(lambda broker: broker.create_queue(MESH, QUEUE))
+            third = len(self._events) // 3
+            self._stop_the_broker(self._events[:third])
+            self._kill_the_daemon(self._events[third : 2 * third])
+            rest = self._events[2 * third :]
+            self.stage.act(f"Send the last {len(rest):,}, and let everything arrive")
+            self._send(rest, lambda go_on: go_on())
+            self._drain()
+            self._misaddress_one()
+            self._send_again(self._events[:_SENT_AGAIN])
+            to_topic = sum(event.to == f"topic:{TOPIC}" for event in self._events) + len(self.told.requeued)
+            self._handle_everything(to_topic)
+            self._ask_the_agent()
+            self._bury_and_replay()
+            meant = Meant(sends=len(self._events) + 1 + COMMANDS + 1, to_topic=to_topic + 1)
+            return self._count(meant)
         except PostroomError as error:
             for program in self.stack.programs:
                 if program.process is None:
                     raise Fatal(Exit.FAILED, f"{program.failure()}") from error
             raise
 
-    def _acts(self) -> bool:
-        third = len(self._events) // 3
-        self.stage.act("Start Postgres, Redis, NATS, a broker, a worker, a daemon, a consumer and an agent")
-        self.stack.start(self._say_ready)
-        asyncio.run(self._create_queue())
-        self._stop_the_broker(self._events[:third])
-        self._kill_the_daemon(self._events[third : 2 * third])
-        self._send_the_rest(self._events[2 * third :])
-        self._misaddress_one()
-        self._send_again(self._events[:_SENT_AGAIN])
-        delivering = Delivering(self)
-        to_topic = sum(event.to == f"topic:{TOPIC}" for event in self._events) + len(self.told.requeued)
-        delivering.handle_everything(to_topic)
-        delivering.ask_the_agent()
-        delivering.bury_and_replay()
-        meant = Meant(sends=len(self._events) + 1 + COMMANDS + 1, to_topic=to_topic + 1)
-        return self._count(delivering.handled(), meant)
-
-    async def _create_queue(self) -> None:
-        async with self.stack.broker.client() as broker:
-            await broker.create_queue(MESH, QUEUE)
-
-    def _say_ready(self, program: EmbeddedServer) -> None:
-        process = program.process
-        self.stage.say(f"{program.name:<9} ready, pid {process.pid if process else '-'}")
-
     def _stop_the_broker(self, events: Sequence[SendRequest]) -> None:
         self.stage.act(f"Send {len(events):,} events, and stop the broker in the middle")
-        self._send(events, "sending", self._stop_while_it_works)
+
+        def stop(go_on: Callable[[], None]) -> None:
+            with self.client() as client:
+                self.wait(lambda: client.health().rows["done"] > 0, "for the broker to accept the first event")
+            self.stack.broker.stop()
+            go_on()
+
+        self._send(events, stop)
         with self.client() as client:
             rows = client.health().rows
         self.stage.say(f"every event was acknowledged; {rows['pending'] + rows['inflight']:,} wait on disk", "yellow")
         self.stack.broker.start()
         self.stage.say("the broker is back")
 
-    def _stop_while_it_works(self, go_on: Callable[[], None]) -> None:
-        with self.client() as client:
-            self.wait(lambda: client.health().rows["done"] > 0, "for the broker to accept the first event")
-        self.stack.broker.stop()
-        go_on()
-
     def _kill_the_daemon(self, events: Sequence[SendRequest]) -> None:
         self.stage.act(f"Send {len(events):,} more, and kill the daemon with -9 in the middle")
-        repeated = self._send(events, "sending", self._kill_and_start)
+
+        def kill(go_on: Callable[[], None]) -> None:
+            go_on()
+            process = self.stack.daemon.process
+            if process is not None:
+                process.end((signal.SIGKILL, PATIENCE))
+            self.stack.daemon.start()
+
+        repeated = self._send(events, kill)
         self.stage.say(
             f"the client carried on by itself; {repeated:,} events whose answer was lost were sent twice, under one id"
         )
-
-    def _kill_and_start(self, go_on: Callable[[], None]) -> None:
-        go_on()
-        process = self.stack.daemon.process
-        if process is not None:
-            process.end((signal.SIGKILL, PATIENCE))
-        self.stack.daemon.start()
-
-    def _send_the_rest(self, events: Sequence[SendRequest]) -> None:
-        self.stage.act(f"Send the last {len(events):,}, and let everything arrive")
-        self._send(events, "sending", lambda go_on: go_on())
-        self._drain()
 
     def _misaddress_one(self) -> None:
         self.stage.act(f"Send one to {TYPO}, see it become a dead row, and repair it")
@@ -130,21 +143,90 @@ class Demo(Scene):
         self.stage.say(f"{self.told.duplicates:,} of {len(events):,} were duplicates")
         self._drain()
 
-    def _count(self, handled: Handled, meant: Meant) -> bool:
+    def _handle_everything(self, events: int) -> None:
+        """Wait until the handler has handled every event that was accepted."""
+        self.stage.act("Meanwhile a consumer posted every accepted event to a handler")
+        with self.stage.progress("handled", events) as show:
+
+            def handled() -> bool:
+                done = len(self.receiver.effects_of(TOPIC))
+                show(done)
+                return done >= events
+
+            self.wait(handled, "for the handler to get every event")
+        again = f"{self.receiver.repeated:,} came twice and were handled once"
+        self.stage.say(f"{len(self.receiver.effects):,} events handled; {again}", "green")
+
+    def _ask_the_agent(self) -> None:
+        """Send commands to an agent, and see its answers at the handler."""
+        self.stage.act(f"Send {COMMANDS} commands to an agent, which answers each with an event")
+        with self.client() as client:
+            for number in range(COMMANDS):
+                sent = client.send(f"queue:{QUEUE}", f"count this, {number}")
+                self.told.sent.append(sent.client_message_id)
+                self.told.commands.append(sent.client_message_id)
+        self.wait(lambda: len(self.receiver.effects_of(ANSWER)) >= COMMANDS, "for the agent's answers")
+        self.stage.say(f"{COMMANDS} answers reached the handler as {MESH}.event.{ANSWER}.v1", "green")
+
+    def _bury_and_replay(self) -> None:
+        """Send a message that the handler refuses; see its dead letter, repair the handler, replay it."""
+        self.stage.act("Send one that the handler cannot read, fix the handler, and replay it")
+        with self.client() as client:
+            self.told.buried = client.send(f"topic:{TOPIC}", POISON).client_message_id
+            self.told.sent.append(self.told.buried)
+        letters: list[Letter] = []
+        query = LettersQuery(mesh=MESH, consumer=CONSUMER)
+
+        def dead() -> bool:
+            letters[:] = self._ask(lambda broker: broker.list_things(DEAD_LETTERS, query)).letters
+            return bool(letters)
+
+        self.wait(dead, "for the dead letter")
+        (stored,) = letters
+        if stored.letter is None:
+            raise Fatal(Exit.FAILED, f"the dead letter {stored.id} cannot be read")
+        self.stage.say(f"dead: {stored.letter.reason}, {stored.letter.last_error}", "red")
+        self.receiver.repair()
+        meant, why = LetterFilter(ids=frozenset({stored.id})), "the handler is fixed"
+        result = self._ask(lambda broker: broker.change(DEAD_LETTERS, "replay", meant, mesh=MESH, reason=why))
+        for failure in result.failed:
+            raise Fatal(Exit.FAILED, failure.problem.detail)
+        self.wait(lambda: self._effects_of_buried() > 0, "for the replayed message")
+        self.stage.say("replayed under a fresh message id, and handled", "green")
+
+    def _count(self, meant: Meant) -> bool:
         self.stage.act("Stop the daemon, and count in SQLite and in Postgres")
         self.stack.daemon.stop()
+        handled = Handled(
+            events=len(self.receiver.effects_of(TOPIC)),
+            answers=len(self.receiver.effects_of(ANSWER)),
+            buried=self._effects_of_buried(),
+        )
         lines = reckon(self.told, handled, self.stack.layout.outbox_file, self.stack.postgres.url, meant)
-        self.stage.table(("what", "means", "told", "SQLite", "Postgres", "holds"), map(_cells, lines))
-        if holds := all(line.holds for line in lines):
+        self.stage.table(
+            ("what", "means", "told", "SQLite", "Postgres", "holds"),
+            (((each.name, each.meaning, *map(str, each[2:])), each.holds) for each in lines),
+        )
+        if holds := all(each.holds for each in lines):
             self.stage.say("Nothing was lost, and nothing is there twice.", "bold green")
         return holds
 
-    def _send(self, events: Sequence[SendRequest], label: str, halfway: Callable[[Callable[[], None]], None]) -> int:
+    def _effects_of_buried(self) -> int:
+        return sum(effect.client_message_id == self.told.buried for effect in self.receiver.effects_of(TOPIC))
+
+    def _ask(self, work: Callable[[BrokerClient], Awaitable[T]]) -> T:
+        async def run() -> T:
+            async with self.stack.broker.client() as client:
+                return await work(client)
+
+        return asyncio.run(run())
+
+    def _send(self, events: Sequence[SendRequest], halfway: Callable[[Callable[[], None]], None]) -> int:
         """Send `events`; `halfway`, called when half are answered, lets the rest go. Return how many went twice."""
         gate = threading.Event()
         half = len(events) // 2
         repeated = 0
-        with self.client() as client, self.stage.progress(label, len(events)) as show:
+        with self.client() as client, self.stage.progress("sending", len(events)) as show:
             for number, result in enumerate(client.send_many(_gated(events, half, gate)), 1):
                 self.told.sent.append(_acknowledged(result))
                 repeated += bool(result.result and result.result.duplicate)
@@ -190,7 +272,3 @@ def _acknowledged(result: BatchResult) -> str:
         said = result.problem.detail if result.problem is not None else "nothing"
         raise Fatal(Exit.FAILED, f"the daemon refused event {result.line}: {said}")
     return result.result.client_message_id
-
-
-def _cells(line: Line) -> tuple[tuple[str, ...], bool]:
-    return (line.name, line.meaning, str(line.told), str(line.outbox), str(line.broker)), line.holds

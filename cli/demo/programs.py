@@ -39,7 +39,7 @@ class Receiver:
         self._reads_poison = False
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="handler", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="handler", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -58,22 +58,18 @@ class Receiver:
         """Return what the messages of one type did."""
         return [effect for effect in list(self.effects.values()) if effect.event_type == event_type]
 
-    def _run(self) -> None:
+    def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        runner = self._loop.run_until_complete(self._serve())
+        app = web.Application()
+        app.router.add_post("/handle", self._handle)
+        runner = web.AppRunner(app, access_log=None)
+        self._loop.run_until_complete(runner.setup())
+        self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/handle"
         self._ready.set()
         self._loop.run_forever()
         self._loop.run_until_complete(runner.cleanup())
         self._loop.close()
-
-    async def _serve(self) -> web.AppRunner:
-        app = web.Application()
-        app.router.add_post("/handle", self._handle)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/handle"
-        return runner
 
     async def _handle(self, request: web.Request) -> web.Response:
         key = request.headers["Idempotency-Key"]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import asyncpg
 
@@ -96,6 +96,27 @@ class Outbox(NamedTuple):
     commands: int
     buried: int
 
+    @classmethod
+    def read(cls, file: Path, told: Told) -> Self:
+        """Count in the file of a daemon that has stopped."""
+        with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
+
+            def count(query: str, ids: Collection[str] = ()) -> int:
+                (number,) = connection.execute(_OUTBOX[query], {"ids": json.dumps(list(ids))}).fetchone()
+                return int(number)
+
+            return cls(
+                first_rows=count("first_rows"),
+                sent_again=count("rows_with_ids", told.sent_again),
+                died=count("died"),
+                requeued=count("requeued"),
+                unsettled=count("unsettled"),
+                accepted=_accepted(connection.execute(_OUTBOX["accepted"])),
+                to_topic=count("done_to_topics"),
+                commands=count("rows_with_ids", told.commands),
+                buried=count("rows_with_ids", [told.buried]),
+            )
+
 
 class Broker(NamedTuple):
     """What the broker's database holds."""
@@ -109,11 +130,29 @@ class Broker(NamedTuple):
     answered: int
     buried: int
 
+    @classmethod
+    async def read(cls, url: str, told: Told) -> Self:
+        """Count in the database."""
+        connection = await asyncpg.connect(url)
+        try:
+            return cls(
+                accepted=_accepted(map(tuple, await connection.fetch(_BROKER["accepted"]))),
+                history=await connection.fetchval(_BROKER["history"]),
+                sent_again=await connection.fetchval(_BROKER["history_of_ids"], told.sent_again),
+                died=await connection.fetchval(_BROKER["history_of_ids"], told.dead),
+                requeued=await connection.fetchval(_BROKER["history_of_ids"], told.requeued),
+                processed=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{TOPIC}.v1"),
+                answered=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{ANSWER}.v1"),
+                buried=await connection.fetchval(_BROKER["buried"]),
+            )
+        finally:
+            await connection.close()
+
 
 def reckon(told: Told, handled: Handled, outbox_file: Path, database_url: str, meant: Meant) -> list[Line]:
     """Count everything, and hold it against what was `meant`. The daemon must have stopped."""
-    outbox = _read_outbox(outbox_file, told)
-    broker = asyncio.run(_read_broker(database_url, told))
+    outbox = Outbox.read(outbox_file, told)
+    broker = asyncio.run(Broker.read(database_url, told))
     return compare(told, handled, outbox, broker, meant)
 
 
@@ -190,43 +229,6 @@ def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant:
             ),
         ),
     ]
-
-
-def _read_outbox(file: Path, told: Told) -> Outbox:
-    with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
-
-        def count(query: str, ids: Collection[str] = ()) -> int:
-            (number,) = connection.execute(_OUTBOX[query], {"ids": json.dumps(list(ids))}).fetchone()
-            return int(number)
-
-        return Outbox(
-            first_rows=count("first_rows"),
-            sent_again=count("rows_with_ids", told.sent_again),
-            died=count("died"),
-            requeued=count("requeued"),
-            unsettled=count("unsettled"),
-            accepted=_accepted(connection.execute(_OUTBOX["accepted"])),
-            to_topic=count("done_to_topics"),
-            commands=count("rows_with_ids", told.commands),
-            buried=count("rows_with_ids", [told.buried]),
-        )
-
-
-async def _read_broker(url: str, told: Told) -> Broker:
-    connection = await asyncpg.connect(url)
-    try:
-        return Broker(
-            accepted=_accepted(map(tuple, await connection.fetch(_BROKER["accepted"]))),
-            history=await connection.fetchval(_BROKER["history"]),
-            sent_again=await connection.fetchval(_BROKER["history_of_ids"], told.sent_again),
-            died=await connection.fetchval(_BROKER["history_of_ids"], told.dead),
-            requeued=await connection.fetchval(_BROKER["history_of_ids"], told.requeued),
-            processed=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{TOPIC}.v1"),
-            answered=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{ANSWER}.v1"),
-            buried=await connection.fetchval(_BROKER["buried"]),
-        )
-    finally:
-        await connection.close()
 
 
 def _accepted(rows: Iterable[tuple[str, bytes]]) -> Accepted:

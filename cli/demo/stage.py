@@ -1,12 +1,10 @@
-"""Where the demo plays: its processes, its handler, and how it looks on a terminal and anywhere else."""
+"""How the demo looks, on a terminal and anywhere else."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 from rich.box import ROUNDED
 from rich.console import Console
@@ -14,16 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from cli.demo.programs import DemoStack, Receiver
-from cli.demo.reckoning import Told
 from cli.output import line
-from postroom import Client
-from postroom.chassis.exits import Exit, Fatal
 
 _WIDE = 160  # columns, off a terminal
-PATIENCE: Final = 60.0  # seconds that a client keeps trying while a process is away
-WAIT_SECONDS: Final = 300.0
-_POLL_SECONDS: Final = 0.1
 
 
 class Stage:
@@ -78,25 +69,3 @@ class Stage:
     def _plain(self, text: str) -> None:
         line(text)
         sys.stdout.flush()
-
-
-class Scene:
-    """One run's stack, its handler, and where it shows what it does."""
-
-    def __init__(self, stack: DemoStack, stage: Stage, receiver: Receiver) -> None:
-        self.stack = stack
-        self.stage = stage
-        self.receiver = receiver
-        self.told = Told()
-
-    def client(self) -> Client:
-        """Return a client that outlives a daemon."""
-        return Client(self.stack.layout.socket, patience=PATIENCE)
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until `condition` holds; raises `Fatal` where it does not come to that."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            if time.monotonic() > deadline:
-                raise Fatal(Exit.FAILED, f"gave up after waiting {WAIT_SECONDS:.0f} s {what}")
-            time.sleep(_POLL_SECONDS)

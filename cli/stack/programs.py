@@ -78,8 +78,8 @@ class Program(EmbeddedServer):
         """Ask the program something; raises `PostroomError` where it does not answer well."""
 
 
-class PortProgram(Program):
-    """A program on a port of loopback, the same one at every start while that is free."""
+class PageProgram(Program):
+    """A program on a port of loopback, the same one at every start while that is free, with a page about its health."""
 
     @property
     def url(self) -> str:
@@ -98,10 +98,6 @@ class PortProgram(Program):
         port = self._kept_port()
         return port if is_free(port) else choose_port()
 
-
-class PageProgram(PortProgram):
-    """A program that serves a page about itself there, and nothing else."""
-
     def _probe(self) -> Awaitable[object]:
         return self._page("/health")
 
@@ -116,7 +112,7 @@ class PageProgram(PortProgram):
             await transport.close()
 
 
-class BrokerProgram(PortProgram):
+class BrokerProgram(PageProgram):
     """The broker."""
 
     name = module = "broker"
@@ -150,10 +146,6 @@ class BrokerProgram(PortProgram):
             done = subprocess.run(tethered(migrate), stdout=log, stderr=log, env={"PATH": os.defpath}, check=False)  # noqa: S603 - our own words, no shell
         if done.returncode != 0:
             raise EmbeddedError(f"the broker's database could not be migrated; see {self.log_file}")
-
-    async def _probe(self) -> object:
-        async with self.client() as client:
-            return await client.health()
 
 
 class DaemonProgram(Program):

@@ -14,7 +14,6 @@ from cli.stack.layout import MESH, SENDER, Layout, write_secret
 from cli.stack.programs import BrokerProgram, DaemonProgram, WorkerProgram
 from embedded import EmbeddedError, EmbeddedNats, EmbeddedPostgres, EmbeddedRedis, EmbeddedServer
 from postroom import Conflict
-from postroom.broker import BrokerClient
 from postroom.chassis.exits import Exit, Fatal
 
 MEMBERS: Final = (SENDER, "bob")
@@ -29,7 +28,13 @@ async def create_mesh(program: BrokerProgram, layout: Layout) -> None:
         with suppress(Conflict):
             await broker.create_mesh(MESH)
         for name in MEMBERS:
-            await _create_member(broker, layout, name)
+            if layout.token_file(name).exists():
+                continue
+            try:
+                member = await broker.create_member(MESH, name)
+            except Conflict:  # a crash came between the member and its token
+                member = await broker.rotate_member_token(MESH, name)
+            write_secret(layout.token_file(name), member.token)
         with suppress(Conflict):
             await broker.create_topic(MESH, TOPIC)
         with suppress(Conflict):
@@ -37,18 +42,6 @@ async def create_mesh(program: BrokerProgram, layout: Layout) -> None:
         for name in MEMBERS:
             with suppress(Conflict):
                 await broker.subscribe(MESH, TOPIC, name)
-
-
-async def _create_member(broker: BrokerClient, layout: Layout, name: str) -> None:
-    """Create a member and keep its token; a crash may have come between the two, then it gets a new one."""
-    file = layout.token_file(name)
-    if file.exists():
-        return
-    try:
-        member = await broker.create_member(MESH, name)
-    except Conflict:
-        member = await broker.rotate_member_token(MESH, name)
-    write_secret(file, member.token)
 
 
 class Stack:
@@ -72,15 +65,18 @@ class Stack:
         redis = () if self.redis is None else (self.redis,)
         return (self.postgres, *redis, self.nats, self.broker, self.worker, self.daemon)
 
-    def start(self, say: Callable[[EmbeddedServer], None]) -> None:
-        """Start what does not run, tell `say` of each that is ready, make the mesh and write the `env` file."""
+    def start(self, say: Callable[[str], None]) -> None:
+        """Start what does not run, `say` of each that it is ready, make the mesh and write the `env` file."""
         self.layout.create()
         for program in self.programs:
             program.start()
-            say(program)
+            say(f"{program.name:<9} ready, pid {program.process.pid if program.process else '-'}")
             if program is self.broker:
                 asyncio.run(create_mesh(self.broker, self.layout))
-        write_secret(self.layout.env_file, "\n".join(f"{k}={_quoted(v)}" for k, v in self.environment().items()))
+        quoted = {
+            name: text if _PLAIN.fullmatch(text) else shlex.quote(text) for name, text in self.environment().items()
+        }
+        write_secret(self.layout.env_file, "\n".join(f"{name}={text}" for name, text in quoted.items()))
 
     def stop(self) -> None:
         """Stop everything, in the opposite order."""
@@ -109,7 +105,3 @@ def fatal_failures() -> Iterator[None]:
         yield
     except EmbeddedError as error:
         raise Fatal(Exit.FAILED, str(error)) from error
-
-
-def _quoted(value: str) -> str:
-    return value if _PLAIN.fullmatch(value) else shlex.quote(value)

@@ -72,5 +72,5 @@ def test_a_demo_that_is_stopped_in_the_middle_leaves_nothing_running(
     assert demo.returncode != 0
     assert wait_until(lambda: not processes_of(short_directory), SECONDS)
     monkeypatch.setattr("tempfile.tempdir", str(short_directory))
-    cli.demo._sweep()  # as the next demo does
+    cli.demo.sweep()  # as the next demo does
     assert list(short_directory.iterdir()) == []

@@ -11,7 +11,7 @@ NOBODY = "127.0.0.1:1"
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.dependencies.PATIENCE", 1.0)
+    monkeypatch.setattr("cli.doctor.PATIENCE", 1.0)
 
 
 def findings(directory: Path, **environment: str) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer
 
-from cli.verbs import VERBS
+from cli.app import VERBS
 
 READING = {"list", "show", "tree", "explain", "inspect", "subscribers", "features"}
 READING |= {"check", "orphan-check", "doctor", "status", "log"}
@@ -18,7 +16,7 @@ READING |= {"check", "orphan-check", "doctor", "status", "log"}
 def commands() -> Iterator[tuple[str, Any]]:
     """Every command that can be run, by its words."""
     for noun, verb in VERBS.items():
-        command = typer.main.get_command(importlib.import_module(verb.module).app)
+        command = verb.command()
         for name, each in getattr(command, "commands", {}).items():
             yield f"{noun} {name}", each
         if not hasattr(command, "commands"):

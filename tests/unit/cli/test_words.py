@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.terminal import Terminal
 
-from cli.ending import printable
+from cli.exits import printable
 from cli.lines import body_of, meta_of, moment_of
 from cli.noun import age, duration, moment, rate
 from cli.output import table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.brief import BriefSend, parse_send
+from cli.message import BriefSend, parse_send
 
 HELLO = BriefSend("topic:orders", "hello")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from postroom.chassis.exits import EXIT_OF, Exit, Fatal
@@ -21,15 +21,27 @@ class Ending(NamedTuple):
 
 
 def ending(error: BaseException) -> Ending:
-    """Find the exit code and the sentence for whatever a command raised."""
-    for kind, describe in _kinds():
+    """Find the exit code and the sentence for whatever a command raised: the first kind that an error is decides.
+
+    What is none of them comes from the clients, or is a bug, which says how to see it.
+    """
+    kinds: list[tuple[type[BaseException], Callable[[Any], Ending]]] = [(SystemExit, of_exit)]
+    if (typer := sys.modules.get("typer")) is not None:  # else nothing of its can have been raised
+        kinds += [
+            (typer.Exit, lambda error: Ending(error.exit_code)),
+            (typer.Abort, lambda _: Ending(Exit.FAILED, "nothing was done")),
+            (typer.TyperException, of_usage),
+        ]
+    kinds += [
+        (KeyboardInterrupt, lambda _: Ending(INTERRUPTED, "interrupted")),
+        (Fatal, lambda error: Ending(error.exit_code, str(error))),
+        (BrokenPipeError, lambda _: Ending(READER_GONE)),
+        (OSError, of_the_system),
+        (UnicodeEncodeError, of_an_argument),
+    ]
+    for kind, describe in kinds:
         if isinstance(error, kind):
             return describe(error)
-    return of_the_client(error)
-
-
-def of_the_client(error: BaseException) -> Ending:
-    """Find the ending for an error of the clients; anything else is a bug, and says how to see it."""
     from postroom import errors  # noqa: PLC0415 - `postroom --help` does without it
 
     if isinstance(error, errors.PostroomError):
@@ -74,23 +86,6 @@ def say(end: Ending) -> int:
         head = "" if end.sentence.startswith("Usage:") else "postroom: "
         print(head + printable(end.sentence), file=sys.stderr, flush=True)  # noqa: T201
     return int(end.exit_code)
-
-
-def _kinds() -> Iterator[tuple[type[BaseException], Callable[[Any], Ending]]]:
-    """Yield the kinds of errors and their endings: the first kind that an error is decides.
-
-    What is none of them comes from the clients, or is a bug.
-    """
-    yield SystemExit, of_exit
-    if (typer := sys.modules.get("typer")) is not None:  # else nothing of its can have been raised
-        yield typer.Exit, lambda error: Ending(error.exit_code)
-        yield typer.Abort, lambda _: Ending(Exit.FAILED, "nothing was done")
-        yield typer.TyperException, of_usage
-    yield KeyboardInterrupt, lambda _: Ending(INTERRUPTED, "interrupted")
-    yield Fatal, lambda error: Ending(error.exit_code, str(error))
-    yield BrokenPipeError, lambda _: Ending(READER_GONE)
-    yield OSError, of_the_system
-    yield UnicodeEncodeError, of_an_argument
 
 
 def printable(text: str) -> str:

@@ -1,0 +1,287 @@
+"""`postroom mesh`, `member`, `topic`, `topic webhook` and `queue`: administer what a broker has, by its names.
+
+Meshes need the token of the broker-wide administrator. Where no member is named, a subscription goes through the
+daemon, for the member that it acts as.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.connect import with_broker, with_daemon, with_mesh
+from cli.lines import file_errors
+from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, named, noun, with_options
+from cli.output import confirm, json_line, line, listing, note
+
+if TYPE_CHECKING:
+    from postroom._wire.administration import MemberToken, Role
+
+meshes = noun("Administer meshes.")
+members = noun("Administer the members of a mesh.")
+topics = noun("Administer topics and their subscribers.")
+webhooks = noun("Administer the webhooks of a topic.")
+queues = noun("Administer queues.")
+topics.add_typer(webhooks, name="webhook")
+
+MeshName = Annotated[str, typer.Argument(metavar="SLUG", help="The mesh, in snake_case.", callback=named("mesh"))]
+MemberName = Annotated[str, typer.Argument(metavar="NAME", help="The member.", callback=named("member"))]
+TopicName = Annotated[str, typer.Argument(metavar="NAME", help="The topic, in snake_case.", callback=named("topic"))]
+QueueName = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="The queue: one to four words joined by dots.", callback=named("queue")),
+]
+Subscriber = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MEMBER]",
+        help="The member [default: the daemon's own, through its socket].",
+        callback=named("member"),
+    ),
+]
+WebhookTopic = Annotated[
+    str, typer.Argument(metavar="TOPIC", help="The topic, in snake_case.", callback=named("topic"))
+]
+TokenOut = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the token to this new file, mode 0600 [default: show it once]."),
+]
+
+
+@meshes.command("create")
+def create_mesh(*, slug: MeshName, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+    """Create a mesh."""
+    mesh = with_broker(url, token_file, lambda client: client.create_mesh(slug))
+    json_line(mesh) if as_json else line(f"created mesh {mesh.slug}")
+
+
+@meshes.command("list")
+def list_meshes(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+    """List the meshes."""
+    found = with_broker(url, token_file, lambda client: client.list_meshes())
+    listing(found, ("MESH", "CREATED"), lambda mesh: (mesh.slug, mesh.created_at), as_json=as_json)
+
+
+@meshes.command("delete")
+def delete_mesh(*, slug: MeshName, yes: Yes = False, url: Url = None, token_file: TokenFile = None) -> None:
+    """Delete a mesh that has no messages, with its members, topics and queues."""
+    confirm(f"Delete the mesh {slug} with its members, topics and queues?", yes=yes)
+    with_broker(url, token_file, lambda client: client.delete_mesh(slug))
+    line(f"deleted mesh {slug}")
+
+
+@members.command("create")
+@with_options
+def create_member(
+    *,
+    name: MemberName,
+    admin: Annotated[bool, typer.Option("--admin", help="May administer its mesh.")] = False,
+    token_out: TokenOut = None,
+    as_json: Json = False,
+    reach: Reach,
+) -> None:
+    """Create a member; its token is shown only once, and stored nowhere."""
+
+    def issue() -> MemberToken:
+        role: Role = "admin" if admin else "member"
+        return with_mesh(reach, lambda client, mesh: client.create_member(mesh, name, role))
+
+    _hand_over(token_out, issue, as_json=as_json)
+
+
+@members.command("rotate-token")
+@with_options
+def rotate_token(
+    *, name: MemberName, token_out: TokenOut = None, yes: Yes = False, as_json: Json = False, reach: Reach
+) -> None:
+    """Give a member a new token; the old one is refused from then on."""
+    confirm(f"Replace the token of {name}, so that what uses the old one is refused?", yes=yes)
+
+    def issue() -> MemberToken:
+        return with_mesh(reach, lambda client, mesh: client.rotate_member_token(mesh, name))
+
+    _hand_over(token_out, issue, as_json=as_json)
+
+
+@members.command("list")
+@with_options
+def list_members(*, as_json: Json = False, reach: Reach) -> None:
+    """List the members of a mesh, the revoked ones too."""
+    listing(
+        with_mesh(reach, lambda client, mesh: client.list_members(mesh)),
+        ("MEMBER", "MESH", "ROLE", "CREATED", "REVOKED"),
+        lambda member: (member.name, member.mesh, member.role, member.created_at, member.revoked_at),
+        as_json=as_json,
+    )
+
+
+@members.command("revoke")
+@with_options
+def revoke_member(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
+    """End a member's access permanently; its name stays taken."""
+    confirm(f"Revoke {name} permanently?", yes=yes)
+    with_mesh(reach, lambda client, mesh: client.revoke_member(mesh, name))
+    line(f"revoked {name}")
+
+
+@topics.command("create")
+@with_options
+def create_topic(*, name: TopicName, as_json: Json = False, reach: Reach) -> None:
+    """Create a topic."""
+    topic = with_mesh(reach, lambda client, mesh: client.create_topic(mesh, name))
+    json_line(topic) if as_json else line(f"created topic {topic.name} in {topic.mesh}")
+
+
+@topics.command("list")
+@with_options
+def list_topics(*, as_json: Json = False, reach: Reach) -> None:
+    """List the topics of a mesh."""
+    listing(
+        with_mesh(reach, lambda client, mesh: client.list_topics(mesh)),
+        ("TOPIC", "MESH", "SUBSCRIBERS", "CREATED"),
+        lambda topic: (topic.name, topic.mesh, topic.subscribers, topic.created_at),
+        as_json=as_json,
+    )
+
+
+@topics.command("delete")
+@with_options
+def delete_topic(*, name: TopicName, yes: Yes = False, reach: Reach) -> None:
+    """Delete a topic and its subscriptions; its messages stay in the history."""
+    confirm(f"Delete the topic {name} and its subscriptions?", yes=yes)
+    with_mesh(reach, lambda client, mesh: client.delete_topic(mesh, name))
+    line(f"deleted topic {name}")
+
+
+@topics.command()
+@with_options
+def subscribe(
+    *, name: TopicName, member: Subscriber = None, as_json: Json = False, reach: Reach, socket: Socket = None
+) -> None:
+    """Let a member receive, and post to, a topic."""
+    if member is None:
+        made = with_daemon(socket, lambda client: client.subscribe(name))
+    else:
+        made = with_mesh(reach, lambda client, mesh: client.subscribe(mesh, name, member))
+    json_line(made) if as_json else line(f"{made.member} gets {made.topic}")
+
+
+@topics.command()
+@with_options
+def unsubscribe(*, name: TopicName, member: Subscriber = None, reach: Reach, socket: Socket = None) -> None:
+    """End a member's subscription; it can be subscribed again."""
+    if member is None:
+        with_daemon(socket, lambda client: client.unsubscribe(name))
+    else:
+        with_mesh(reach, lambda client, mesh: client.unsubscribe(mesh, name, member))
+    line(f"{member or 'the member of this daemon'} is no longer subscribed to {name}")
+
+
+@topics.command()
+@with_options
+def subscribers(*, name: TopicName, as_json: Json = False, reach: Reach) -> None:
+    """List the subscribers of a topic."""
+    listing(
+        with_mesh(reach, lambda client, mesh: client.list_subscriptions(mesh, name)),
+        ("MEMBER", "TOPIC", "SINCE"),
+        lambda subscription: (subscription.member, subscription.topic, subscription.created_at),
+        as_json=as_json,
+    )
+
+
+@webhooks.command()
+@with_options
+def add(
+    *,
+    topic: WebhookTopic,
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="Where messages are posted to: http:// or https://.")
+    ],
+    as_json: Json = False,
+    reach: Reach,
+) -> None:
+    """Post a topic's messages to an address from now on; the secret that signs them is shown only once."""
+    made = with_mesh(reach, lambda client, mesh: client.create_webhook(mesh, topic, address))
+    if as_json:
+        json_line(made)
+        return
+    note(f"webhook {made.id} receives {made.topic}; the secret that signs its requests is shown only once:")
+    line(made.secret)
+
+
+@webhooks.command("list")
+@with_options
+def list_webhooks(*, topic: WebhookTopic, as_json: Json = False, reach: Reach) -> None:
+    """List the webhooks of a topic."""
+    listing(
+        with_mesh(reach, lambda client, mesh: client.list_webhooks(mesh, topic)),
+        ("ID", "TOPIC", "ADDRESS", "CREATED"),
+        lambda webhook: (webhook.id, webhook.topic, webhook.url, webhook.created_at),
+        as_json=as_json,
+    )
+
+
+@webhooks.command()
+@with_options
+def remove(
+    *,
+    topic: WebhookTopic,
+    webhook: Annotated[str, typer.Argument(metavar="ID", help="The webhook's id, as `list` shows it.")],
+    yes: Yes = False,
+    reach: Reach,
+) -> None:
+    """Stop posting a topic's messages to an address; messages that wait for it are never posted."""
+    confirm(f"Remove the webhook {webhook} of {topic}?", yes=yes)
+    with_mesh(reach, lambda client, mesh: client.delete_webhook(mesh, topic, webhook))
+    line(f"removed webhook {webhook}")
+
+
+@queues.command("create")
+@with_options
+def create_queue(*, name: QueueName, as_json: Json = False, reach: Reach) -> None:
+    """Create a queue."""
+    queue = with_mesh(reach, lambda client, mesh: client.create_queue(mesh, name))
+    json_line(queue) if as_json else line(f"created queue {queue.name} in {queue.mesh}")
+
+
+@queues.command("list")
+@with_options
+def list_queues(*, as_json: Json = False, reach: Reach) -> None:
+    """List the queues of a mesh."""
+    listing(
+        with_mesh(reach, lambda client, mesh: client.list_queues(mesh)),
+        ("QUEUE", "MESH", "CREATED"),
+        lambda queue: (queue.name, queue.mesh, queue.created_at),
+        as_json=as_json,
+    )
+
+
+@queues.command("delete")
+@with_options
+def delete_queue(*, name: QueueName, yes: Yes = False, reach: Reach) -> None:
+    """Delete a queue; its messages stay in the history."""
+    confirm(f"Delete the queue {name}?", yes=yes)
+    with_mesh(reach, lambda client, mesh: client.delete_queue(mesh, name))
+    line(f"deleted queue {name}")
+
+
+def _hand_over(token_out: Path | None, issue: Callable[[], MemberToken], *, as_json: bool) -> None:
+    """Have a token issued and give it to whoever asked; the file is made first, so that no token is issued in vain."""
+    if token_out is None:
+        issued = issue()
+        json_line(issued) if as_json else line(issued.token)
+        return
+    with file_errors("write", token_out):
+        descriptor = os.open(token_out, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+            issued = issue()
+            stream.write(f"{issued.token}\n")
+    except BaseException:
+        token_out.unlink()
+        raise
+    line(f"the token of {issued.name} in {issued.mesh} is in {token_out}")
