@@ -106,16 +106,15 @@ class ConsumerProgram(PageProgram):
     arguments = ("consumer",)
 
     def __init__(self, stack: Stack, receiver: Receiver) -> None:
-        super().__init__(stack.layout, stack.layout.state / "consumer")
-        self._stack = stack
+        super().__init__(stack)
         self._receiver = receiver
 
     def _settings(self) -> Mapping[str, Any]:
         return {
             "context": MESH,
-            "database_url": self._stack.postgres.url,
+            "database_url": self.stack.postgres.url,
             "listen_port": self._port(),
-            "nats": {"url": self._stack.nats.url},
+            "nats": {"url": self.stack.nats.url},
             "consumer": {"stream": f"{MESH.upper()}_EVENTS", "durable": CONSUMER},
             "handler": {"url": self._receiver.url},
         }
@@ -126,10 +125,6 @@ class AgentProgram(PageProgram):
 
     name = "agent"
 
-    def __init__(self, stack: Stack) -> None:
-        super().__init__(stack.layout, stack.layout.state / "agent")
-        self._stack = stack
-
     def _command(self) -> list[str]:
         words = ["agent", "counting_agent:Counter", "--config", str(self.config_file)]
         return ["/usr/bin/env", f"PYTHONPATH={EXAMPLES}", sys.executable, "-P", "-m", "postroom.worker", *words]
@@ -139,5 +134,5 @@ class AgentProgram(PageProgram):
             "tenant": MESH,
             "state_directory": str(self.directory),
             "listen_port": self._port(),
-            "nats": {"url": self._stack.nats.url},
+            "nats": {"url": self.stack.nats.url},
         }

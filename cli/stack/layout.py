@@ -9,7 +9,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -41,50 +40,22 @@ def default_state_directory(environ: Mapping[str, str] = os.environ) -> Path:
         raise Fatal(Exit.CONFIG, "there is no home directory: set a directory with --state DIR") from error
 
 
-@dataclass(frozen=True)
 class Layout:
-    """The names of a stack's files."""
+    """The names of a stack's files, all of them below `state`."""
 
-    state: Path
-
-    @property
-    def env_file(self) -> Path:
-        """The variables that every verb reads from the environment (mode 0600)."""
-        return self.state / "env"
-
-    @property
-    def pid_file(self) -> Path:
-        """Who supervises the stack."""
-        return self.state / "up.pid"
-
-    @property
-    def lock_file(self) -> Path:
-        """Locked for as long as a supervisor lives."""
-        return self.state / "up.lock"
-
-    @property
-    def log_file(self) -> Path:
-        """What a detached supervisor says."""
-        return self.state / "up.log"
-
-    @property
-    def admin_token_file(self) -> Path:
-        """The token of the broker-wide administrator."""
-        return self.state / "tokens" / "admin"
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.env_file = state / "env"  # the variables that every verb reads from the environment (mode 0600)
+        self.pid_file = state / "up.pid"  # who supervises the stack
+        self.lock_file = state / "up.lock"  # locked for as long as a supervisor lives
+        self.log_file = state / "up.log"  # what a detached supervisor says
+        self.admin_token_file = self.token_file("admin")  # of the broker-wide administrator
+        self.daemon_directory = state / "daemon"
+        self.outbox_file = self.daemon_directory / "outbox.db"  # nobody else opens it while the daemon runs
 
     def token_file(self, member: str) -> Path:
         """Return the file with a member's token."""
         return self.state / "tokens" / member
-
-    @property
-    def daemon_directory(self) -> Path:
-        """Where the daemon keeps its outbox."""
-        return self.state / "daemon"
-
-    @property
-    def outbox_file(self) -> Path:
-        """The daemon's outbox; nobody else opens it while the daemon runs."""
-        return self.daemon_directory / "outbox.db"
 
     @property
     def socket(self) -> Path:

@@ -12,9 +12,9 @@ import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from cli.stack.layout import MESH, SENDER, Layout, write_secret
+from cli.stack.layout import MESH, SENDER, write_secret
 from embedded import EmbeddedError, EmbeddedServer, ProcessIdentity
 from embedded.nats import is_free
 from embedded.processes import tethered
@@ -23,6 +23,9 @@ from postroom._wire.connections import Pool, url_dial
 from postroom._wire.peer import Peer
 from postroom._wire.transport import Transport
 from postroom.broker import BrokerClient
+
+if TYPE_CHECKING:
+    from cli.stack.stack import Stack
 
 _PORTS: Final = range(20_000, 32_768)  # below those that the kernel hands out, so that a port stays free for its owner
 _TRIES: Final = 100
@@ -44,9 +47,10 @@ class Program(EmbeddedServer):
     module: str
     arguments: tuple[str, ...] = ()
 
-    def __init__(self, layout: Layout, directory: Path) -> None:
-        super().__init__(directory)
-        self.layout = layout
+    def __init__(self, stack: Stack) -> None:
+        super().__init__(stack.layout.state / self.name)
+        self.stack = stack
+        self.layout = stack.layout
 
     @property
     def config_file(self) -> Path:
@@ -117,26 +121,18 @@ class BrokerProgram(PageProgram):
 
     name = module = "broker"
 
-    def __init__(
-        self, layout: Layout, postgres: EmbeddedServer, redis: EmbeddedServer | None, nats: EmbeddedServer
-    ) -> None:
-        super().__init__(layout, layout.state / "broker")
-        self._postgres = postgres
-        self._nats = nats
-        self._redis = redis
-
     def client(self) -> BrokerClient:
         """Return a client that administers the broker."""
         return BrokerClient(self.url, self.layout.admin_token_file.read_text("utf-8").strip(), patience=0)
 
     def _settings(self) -> Mapping[str, Any]:
-        redis = {} if self._redis is None else {"redis_url": self._redis.url}
+        redis = {} if self.stack.redis is None else {"redis_url": self.stack.redis.url}
         return redis | {
-            "database_url": self._postgres.url,
+            "database_url": self.stack.postgres.url,
             "admin_token_file": str(self.layout.admin_token_file),
             "listen_host": "127.0.0.1",
             "listen_port": self._port(),
-            "nats": {"url": self._nats.url},
+            "nats": {"url": self.stack.nats.url},
         }
 
     def _prepare(self) -> None:
@@ -153,11 +149,6 @@ class DaemonProgram(Program):
 
     name = module = "daemon"
 
-    def __init__(self, layout: Layout, broker: BrokerProgram, nats: EmbeddedServer) -> None:
-        super().__init__(layout, layout.daemon_directory)
-        self._broker = broker
-        self._nats = nats
-
     @property
     def url(self) -> str:
         """Where a client connects: the socket."""
@@ -172,8 +163,8 @@ class DaemonProgram(Program):
             "mesh": MESH,
             "state_directory": str(self.layout.daemon_directory),
             "socket": {"path": str(self.layout.socket)},
-            "broker": {"url": self._broker.url, "token_file": str(self.layout.token_file(SENDER))},
-            "nats": {"url": self._nats.url},
+            "broker": {"url": self.stack.broker.url, "token_file": str(self.layout.token_file(SENDER))},
+            "nats": {"url": self.stack.nats.url},
         }
 
     async def _probe(self) -> object:
@@ -188,16 +179,11 @@ class WorkerProgram(PageProgram):
     module = "postroom.worker"
     arguments = ("run",)
 
-    def __init__(self, layout: Layout, postgres: EmbeddedServer, nats: EmbeddedServer) -> None:
-        super().__init__(layout, layout.state / "worker")
-        self._postgres = postgres
-        self._nats = nats
-
     def _settings(self) -> Mapping[str, Any]:
         return {
-            "database_url": self._postgres.url,
+            "database_url": self.stack.postgres.url,
             "listen_port": self._port(),
-            "nats": {"url": self._nats.url},
+            "nats": {"url": self.stack.nats.url},
         }
 
     async def backlog(self) -> dict[str, int]:

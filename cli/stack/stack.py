@@ -55,9 +55,9 @@ class Stack:
         self.postgres = EmbeddedPostgres(self.layout.state / "postgres")
         self.redis = EmbeddedRedis(self.layout.state / "redis") if EmbeddedRedis.installed() else None
         self.nats = EmbeddedNats(self.layout.state / "nats")
-        self.broker = BrokerProgram(self.layout, self.postgres, self.redis, self.nats)
-        self.worker = WorkerProgram(self.layout, self.postgres, self.nats)
-        self.daemon = DaemonProgram(self.layout, self.broker, self.nats)
+        self.broker = BrokerProgram(self)
+        self.worker = WorkerProgram(self)
+        self.daemon = DaemonProgram(self)
 
     @property
     def programs(self) -> tuple[EmbeddedServer, ...]:
