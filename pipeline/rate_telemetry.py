@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from broker.config import LimiterConfig
-from pipeline.registry import History, Outcome, history_options
+from pipeline.registry import History, Outcome
 from pipeline.runner import submitted
-from pipeline.tables import QUERIES, migrate, write_rows
+from pipeline.tables import QUERIES, history, migrate, write_rows
 from postroom.chassis.postgres import connected
-from postroom.spark.history import HistorySource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,11 +35,12 @@ class Options(History, kw_only=True):
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Count the history by mesh, member and window, and keep the counts."""
     asyncio.run(migrate(options.database_url))
-    spark.dataSource.register(HistorySource)
-    history = spark.read.format(HistorySource.name()).options(**history_options(options)).schema(_COLUMNS).load()
     length = options.window_seconds
     windows = (
-        history.selectExpr(
+        history(spark, options)
+        .schema(_COLUMNS)
+        .load()
+        .selectExpr(
             "mesh",
             "sender AS member",
             f"timestamp_seconds(unix_seconds(accepted_at) DIV {length} * {length}) AS window_start",

@@ -83,11 +83,6 @@ def moment(text: str | None, option: str) -> datetime | None:
     return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
 
 
-def history_options(options: History) -> dict[str, str]:
-    """Return the options of the source `postroom_history` that these mean."""
-    return {name: value for name in History.__struct_fields__ if (value := getattr(options, name)) is not None}
-
-
 def _refuse(name: str, options: type[msgspec.Struct], why: str) -> Any:
     known = ", ".join(options.__struct_fields__)
     raise Fatal(Exit.USAGE, f"{name}: {why}; its options are {known} (`postroom pipeline list` describes them)")

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from pipeline.registry import History, Outcome, history_options
+from pipeline.registry import History, Outcome
 from pipeline.runner import submitted
-from pipeline.tables import QUERIES, migrate, write_rows
+from pipeline.tables import QUERIES, history, migrate, write_rows
 from postroom.chassis.postgres import connected
-from postroom.spark.history import HistorySource
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,9 +27,7 @@ class Options(History, kw_only=True):
 def run(spark: SparkSession, options: Options) -> Outcome:
     """Index the messages that are not indexed yet, and forget those that are gone."""
     asyncio.run(migrate(options.database_url))
-    spark.dataSource.register(HistorySource)
-    history = spark.read.format(HistorySource.name()).options(**history_options(options)).load()
-    texts = history.where("body IS NOT NULL").select(*_COLUMNS)
+    texts = history(spark, options).load().where("body IS NOT NULL").select(*_COLUMNS)
     write_rows(texts, options.database_url, QUERIES["index_messages"], ("mesh", "history_id"))
 
     async def forget() -> dict[str, int]:

@@ -19,14 +19,15 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from broker.database import check_version
+from pipeline.registry import History
 from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
 from postroom.chassis.postgres import Connection, connected
-from postroom.spark.history import copy
+from postroom.spark.history import HistorySource, copy
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame, Row, SparkSession
+    from pyspark.sql import DataFrame, DataFrameReader, Row, SparkSession
 
 
 ROOM: Final = "pipeline"
@@ -41,6 +42,14 @@ _ROWS: Final = 1000  # of one statement
 async def migrate(url: str) -> list[str]:
     """Bring the pipelines' own tables to this program's version and return what was applied; raises `Fatal`."""
     return await postgres.migrate(url, ROOM)
+
+
+def history(spark: SparkSession, options: History) -> DataFrameReader:
+    """Return what reads the history, or the part of it that the options mean."""
+    spark.dataSource.register(HistorySource)
+    given = {name: getattr(options, name) for name in History.__struct_fields__}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return spark.read.format(HistorySource.name()).options(**chosen)
 
 
 class Snapshot(NamedTuple):
