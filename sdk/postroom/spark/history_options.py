@@ -144,7 +144,13 @@ class Conditions(NamedTuple):
             kind, value = type(filter_).__name__, getattr(filter_, "value", None)
             column = ".".join(getattr(filter_, "attribute", ()))
             if column in _RANGES:
-                found = found._bounded(column, value, lower=kind in _LOWER, upper=kind in _UPPER)
+                if isinstance(value, datetime) and value.tzinfo is None:
+                    value = value.replace(tzinfo=UTC)
+                least, most, bounded = _RANGES[column]
+                if isinstance(value, bounded):
+                    bounds = {least: _tighter(max, getattr(found, least), value)} if kind in _LOWER else {}
+                    bounds |= {most: _tighter(min, getattr(found, most), value)} if kind in _UPPER else {}
+                    found = found._replace(**bounds)
             elif kind == "EqualTo" and column in _EQUALS and isinstance(value, str) and getattr(found, column) is None:
                 said: dict[str, Any] = {column: value}
                 found = found._replace(**said) if column != "broker_message_id" or _is_uuid(value) else found
@@ -164,16 +170,6 @@ class Conditions(NamedTuple):
             self.client_message_id,
             self.broker_message_id,
         ]
-
-    def _bounded(self, column: str, value: Any, *, lower: bool, upper: bool) -> Self:
-        if isinstance(value, datetime) and value.tzinfo is None:
-            value = value.replace(tzinfo=UTC)
-        least, most, kind = _RANGES[column]
-        if not isinstance(value, kind):
-            return self
-        bounds = {least: _tighter(max, getattr(self, least), value)} if lower else {}
-        bounds |= {most: _tighter(min, getattr(self, most), value)} if upper else {}
-        return self._replace(**bounds)
 
 
 # The filters that bound a value from below, and from above.

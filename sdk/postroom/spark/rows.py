@@ -133,17 +133,13 @@ class RowReader:
         values = [columns.raw(name) for name in ids]
         for name, column in zip(ids, values, strict=True):
             if None in column:
-                row = self._place(columns, column.index(None))
+                index, task = column.index(None), TaskContext.get()
+                partition = "its partition" if task is None else f"the partition {task.partitionId()}"
+                first = ((each, columns.raw(each)[index]) for each in columns.names[:_COLUMNS_SHOWN])
+                held = ", ".join(f"{each}={reprlib.repr(value)}" for each, value in first if value is not None)
+                row = f"row {self._read + index + 1} of {partition}" + (f", with {held}" if held else "")
                 raise _unusable(f"a row has no id: its `{name}`, which the option `id` names, is null. It is {row}")
         return list(zip(*([id_text(value) for value in column] for column in values), strict=True))
-
-    def _place(self, columns: _Columns, index: int) -> str:
-        """Name a row that has no key: where it was read, and what its first columns hold."""
-        task = TaskContext.get()
-        partition = "its partition" if task is None else f"the partition {task.partitionId()}"
-        values = [(name, columns.raw(name)[index]) for name in columns.names[:_COLUMNS_SHOWN]]
-        held = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in values if value is not None)
-        return f"row {self._read + index + 1} of {partition}" + (f", with {held}" if held else "")
 
     def _destinations(self, columns: _Columns, keys: Sequence[tuple[str, ...]]) -> Iterator[str]:
         if self._plan.to_column is None:
