@@ -111,13 +111,13 @@ class _Moved(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     enqueued_at: _Time
     settled_after: int
     pruned_after: int
-    not_before: _Time | None
-    broker_message_id: _Packed | None
-    history_id: _Number | None
-    duplicate: Literal[1] | None
-    unanswered_at: _Time | None
-    aborted_by: _AbortedBy | None
-    superseded_by: _Number | None
+    not_before: _Time | None = None
+    broker_message_id: _Packed | None = None
+    history_id: _Number | None = None
+    duplicate: Literal[1] | None = None
+    unanswered_at: _Time | None = None
+    aborted_by: _AbortedBy | None = None
+    superseded_by: _Number | None = None
     checksum: int = 0
 
 
@@ -329,13 +329,17 @@ class _Salvage:
         self._new.execute(_QUERIES["drop_payloads_without_row"])
         self._new.execute(keeps_payloads)
         self._new.execute(_QUERIES["recount"])
-        lines, lost_lines = self._keep_log()
+        for seq, line in self._rows("operator_log", _LogLine):
+            self._new.execute(_QUERIES["keep_log_line"], (seq, *msgspec.structs.astuple(line)[1:]))
+        (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()
+        entries = (key.seq for key, sound in self._keys("operator_log_row", _Entry) if sound)
+        last = max(self._highest["operator_log"], max(filter(self._is_number, entries), default=0))
         for control, _ in self._keys("relay_control", _Control):
             self._new.execute(_QUERIES["keep_control"], msgspec.structs.astuple(control))
         for at, recovery in self._rows("outbox_recovery", _Recovered):
             self._new.execute(_QUERIES["keep_recovery"], (at, *msgspec.structs.astuple(recovery)[1:]))
         self._new.execute(_QUERIES["keep_recovery"], (self._now, saved, missing, buried, None, None))
-        return Recovery(source, saved, missing, buried, lines, lost_lines, self._pages.damaged_frames)
+        return Recovery(source, saved, missing, buried, lines, max(0, last - lines), self._pages.damaged_frames)
 
     def _rows(self, table: str, kind: type[T]) -> Iterator[tuple[int, T]]:
         """Yield the rows of a table that are what they should be, each with its number; the newest of each first."""
@@ -508,22 +512,8 @@ class _Salvage:
             enqueued_at=row.enqueued_at if row else self._now,
             settled_after=self._now - row.enqueued_at if row else 0,
             pruned_after=0,
-            not_before=None,
-            broker_message_id=None,
-            history_id=None,
-            duplicate=None,
             unanswered_at=row.unanswered_at if row else None,
             aborted_by="auto",
-            superseded_by=None,
         )
         owner = (row.destination, row.priority, row.submitted_by) if row else ("", "next", _NOBODY.submitted_by)
         return self._write_moved(seq, moved, _Common(*owner, _DAMAGED, 0))
-
-    def _keep_log(self) -> tuple[int, int]:
-        """Write the operator log; returns how many lines, and how many are missing."""
-        for seq, line in self._rows("operator_log", _LogLine):
-            self._new.execute(_QUERIES["keep_log_line"], (seq, *msgspec.structs.astuple(line)[1:]))
-        (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()
-        entries = (key.seq for key, sound in self._keys("operator_log_row", _Entry) if sound)
-        last = max(filter(self._is_number, entries), default=0)
-        return lines, max(0, max(last, self._highest["operator_log"]) - lines)

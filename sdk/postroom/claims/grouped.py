@@ -44,19 +44,13 @@ class Grouped(Generic[Item, Answer]):
                     await self._run_group([each])
                 return
             for _, done in group:
-                _fail(done, error)
+                if isinstance(error, asyncio.CancelledError):
+                    done.cancel()
+                elif not done.done():
+                    done.set_exception(error)
             if not isinstance(error, Exception):
                 raise
             return
         for (_, done), result in zip(group, results, strict=True):
             if not done.done():  # nobody waits any more for one that was cancelled
                 done.set_result(result)
-
-
-def _fail(done: asyncio.Future[Answer], error: BaseException) -> None:
-    if done.done():
-        return
-    if isinstance(error, asyncio.CancelledError):
-        done.cancel()
-    else:
-        done.set_exception(error)
