@@ -35,7 +35,7 @@ _log = structlog.get_logger(__name__)
 
 PROBE_MESSAGES: Final = 10  # claimed for a probe; what is least suspicious of them is posted
 IDLE_SECONDS: Final = 60.0  # longest wait for work, should nobody wake the relay
-GATHER_SECONDS: Final = 0.005  # for which work gathers while a post is under way: few posts are cheaper than many
+GATHER_SECONDS: Final = 0.02  # for which work gathers at most while posts are under way: few are cheaper than many
 
 Batch = Sequence[ClaimedRow]
 State = Literal["starting", "relaying", "paused", "waiting", "stopped"]
@@ -204,7 +204,8 @@ class Relay:
             seconds = min(self._controls.wait_seconds(self._clock()), self._check.fresh_seconds())
             await self._wait(seconds, for_work=True)
             if self._posts:
-                await self._sleep(GATHER_SECONDS)
+                ended = asyncio.wait(set(self._posts), return_when=asyncio.FIRST_COMPLETED)
+                await _first_of(ended, self._sleep(GATHER_SECONDS))
 
     def _hold_seconds(self) -> float:
         """Return how long not to post: 0 to go on, infinite where something will wake the relay."""
