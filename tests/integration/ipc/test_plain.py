@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from support.wire import Reply, encode, parse
 
-from ipc.peers import Policy
+from ipc.peers import Policy, rotate
 from ipc.shares import Limits
 from outbox import OutboxSettings
 
@@ -204,6 +204,37 @@ async def test_after_what_only_aiohttp_could_read_it_reads_on(room: Any) -> None
     assert (await answered(reader)).status == 400
     assert await room.rows() == 0
     writer.close()
+
+
+async def test_over_tcp_a_send_needs_the_token_either_way(open_room: Any, way: str, short_directory: Path) -> None:
+    rotate(short_directory / "local.token")
+    room = await open_room(token_file=short_directory / "local.token")
+    reader, writer = await asyncio.open_connection("127.0.0.1", room.port)
+    await until(lambda: any(not connection.busy for connection in room.server.connections))
+    writer.write(send(way))
+    assert (await answered(reader)).json["code"] == "unauthorized"
+    assert await room.rows() == 0
+    writer.close()
+
+
+async def test_sends_count_as_requests_in_flight_and_bytes_held_until_they_are_on_disk(
+    open_room: Any, way: str, short_directory: Path
+) -> None:
+    room = await open_room(limits=Limits(requests_in_flight=1))
+    reader, writer = await connected(room)
+    second, other = await connected(room)
+    with stuck(short_directory):
+        writer.write(send(way))
+        await until(lambda: room.services.budget.held > 0)
+        assert room.server.requests.held == 1
+        other.write(send(way))
+        refused = await answered(second)
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+    assert (await answered(reader)).status == 202
+    other.write(send(way))
+    assert (await answered(second)).status == 202
+    for each in (writer, other):
+        each.close()
 
 
 async def test_a_send_is_answered_after_a_half_close(room: Any, way: str, short_directory: Path) -> None:
