@@ -86,11 +86,12 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
     unread: list[Problem] = []
     more = False
     errors: list[PostroomError] = []
+    away: list[Ask] = []
 
     async def tell(keeper: Ask | None, one: str, sender: str | None = None) -> dict[str, str | None]:
         """Add one part; return the ids that messages were sent under, and who sent them."""
         nonlocal more
-        if keeper is None:
+        if keeper is None or keeper in away:
             return {}
         try:
             part = await keeper(one, sender)
@@ -98,6 +99,7 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
             errors.append(error)
             if not isinstance(error, NotFound):
                 unread.append(error.problem)
+                away.append(keeper)
             return {}
         steps.update((step.id, step) for step in part.steps)
         waits.update((wait.step, wait) for wait in part.waits)
@@ -122,12 +124,13 @@ def compose(
 ) -> Story:
     """Make a story of steps and waits, each by the id of its step.
 
-    A step that has no time comes with its parent, and what the broker accepted follows from the row that it was sent
-    from; of waits that follow from each other only the last is told.
+    A step that has no time comes with its parent, and what the broker accepted follows from its row's last post; of
+    waits that follow from each other only the last is told.
     """
-    kept = {step.ids[NAME]: step.id for step in steps.values() if step.what == "kept"}
-    for step in [step for step in steps.values() if step.what == "accepted" and step.ids[NAME] in kept]:
-        steps[step.id] = msgspec.structs.replace(step, parent=kept[step.ids[NAME]])
+    sent = {step.ids[NAME]: step.id for step in steps.values() if step.what == "kept"}
+    sent |= {step.thing: step.id for step in steps.values() if step.what == "posted"}
+    for step in [step for step in steps.values() if step.what == "accepted" and step.ids[NAME] in sent]:
+        steps[step.id] = msgspec.structs.replace(step, parent=sent[step.ids[NAME]])
 
     def line_of(step: Step) -> list[Step]:
         """Return a step and those that it follows from, the nearest first."""

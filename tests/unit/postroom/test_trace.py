@@ -60,7 +60,10 @@ async def test_a_row_leads_to_the_broker_and_a_message_to_the_row() -> None:
 
 
 async def test_who_cannot_be_asked_is_named_and_an_unknown_id_is_not_found() -> None:
-    async def away(_id: str, _sender: str | None) -> Story:
+    asked: list[str] = []
+
+    async def away(id_: str, _sender: str | None) -> Story:
+        asked.append(id_)
         raise Unavailable.of("broker_unreachable", "the broker is away")
 
     async def unknown(_id: str, _sender: str | None) -> Story:
@@ -69,8 +72,9 @@ async def test_who_cannot_be_asked_is_named_and_an_unknown_id_is_not_found() -> 
     async def known(_id: str, _sender: str | None) -> Story:
         return story(step("row", "kept", client_message_id="k"))
 
-    found = await follow_trace("k", broker=away, daemon=known)
+    found = await follow_trace("row", broker=away, daemon=known)
     assert [problem.code for problem in found.unread] == ["broker_unreachable"]
+    assert len(asked) == 1  # whoever is away takes long to say so
     with pytest.raises(Unavailable):
         await follow_trace("k", broker=away, daemon=unknown)
     with pytest.raises(NotFound):
