@@ -14,11 +14,13 @@ from uuid import UUID
 import msgspec
 
 from outbox import Outbox
-from outbox.recover import Recovery, recover
+from outbox.recover import Recovery
 from outbox.settled import text_of
 from postroom._wire.ids import new_id
 from postroom._wire.message import prepare
+from postroom.chassis.exits import Exit
 from support.outboxes import WHY, accepted, dead, done
+from support.terminal import Terminal
 
 PAGE: Final = 4096
 SETTLED: Final = ("done", "aborted")
@@ -71,24 +73,35 @@ def written(files: dict[str, bytes] | Files) -> dict[str, Written]:
     return {text_of(name): Written(seq, text_of(row_id), *others) for name, seq, row_id, *others in found}
 
 
-def after(files: dict[str, bytes], damage: Callable[[Files], None]) -> tuple[Recovery, dict[str, Written]]:
-    """Damage a copy of the files and recover it; the rows that the new file has."""
+def after(files: dict[str, bytes], damage: Callable[[Files], None]) -> tuple[int, Recovery, dict[str, Written]]:
+    """Damage a copy of the files and recover it as an operator does; the exit code, and the rows of the new file."""
     damaged = {part: bytearray(content) for part, content in files.items()}
     damage(damaged)
     with TemporaryDirectory() as directory:
         _lay(Path(directory), damaged)
-        recovery = recover(Path(directory))
+        operator = Terminal(
+            POSTROOM_DAEMON_MESH="demo",
+            POSTROOM_DAEMON_BROKER_URL="http://127.0.0.1:9",
+            POSTROOM_DAEMON_BROKER_TOKEN_FILE=f"{directory}/token",
+            POSTROOM_DAEMON_STATE_DIRECTORY=directory,
+        )
+        done = operator.run("outbox", "recover", "--yes", "--json")
+        assert done.out, done.err
+        recovery = Recovery(**done.json[0])
         kept = {part: Path(f"{recovery.damaged}{part}").read_bytes() for part in damaged}
         assert kept == damaged, "the damaged files were changed"
         with closing(sqlite3.connect(f"{directory}/outbox.db")) as db:
             assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert db.execute("PRAGMA foreign_key_check").fetchall() == []
         rows = written({"": Path(f"{directory}/outbox.db").read_bytes()})
-    return recovery, rows
+    return done.code, recovery, rows
 
 
-def reckon(before: dict[str, Written], recovery: Recovery, rows: dict[str, Written]) -> None:
-    """Assert that each row was saved as it was, or is counted as missing, and that known ids stay used."""
+def reckon(before: dict[str, Written], code: int, recovery: Recovery, rows: dict[str, Written]) -> None:
+    """Assert that each row was saved as it was, or is counted as missing, and that known ids stay used.
+
+    The exit code is 0 only where all was saved: the rows, the lines of the log, and the newest state of each.
+    """
     buried = {name for name, row in rows.items() if row.buried}
     saved = {name: row for name, row in rows.items() if name not in buried}
     assert rows.keys() <= before.keys()
@@ -98,6 +111,8 @@ def reckon(before: dict[str, Written], recovery: Recovery, rows: dict[str, Writt
             kept = kept._replace(status=row.status, payload=kept.payload or row.payload)
         assert row == kept, name
         assert row.payload or row.status in SETTLED, name
+    lost = before.keys() != saved.keys() or recovery.lost_log_lines or recovery.damaged_frames
+    assert code == (Exit.FAILED if lost else Exit.OK)
     assert (len(saved), len(buried)) == (recovery.saved, recovery.buried)
     if recovery.missing is None:  # the newest page of the counters may be among those that the log lost
         assert recovery.damaged_frames

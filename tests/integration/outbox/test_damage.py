@@ -12,8 +12,8 @@ async def test_each_page_in_turn(tmp_path: Path) -> None:
     before = written(files)
     lost = 0
     for start in range(0, len(files[""]), PAGE):
-        recovery, rows = after(files, overwrite("", start, b"\xa5" * PAGE))
-        reckon(before, recovery, rows)
+        code, recovery, rows = after(files, overwrite("", start, b"\xa5" * PAGE))
+        reckon(before, code, recovery, rows)
         lost += recovery.missing or 0
     assert lost
 
@@ -36,8 +36,8 @@ async def test_each_page_of_2_mb_in_turn_and_200_random_damages(tmp_path: Path) 
     damages = missing = 0
     for start in range(0, len(files[""]), PAGE):
         content = Random(start).choice([b"\xa5" * PAGE, bytes(PAGE), Random(start).randbytes(PAGE)])
-        recovery, rows = after(files, overwrite("", start, content))
-        reckon(before, recovery, rows)
+        code, recovery, rows = after(files, overwrite("", start, content))
+        reckon(before, code, recovery, rows)
         damages, missing = damages + 1, missing + (recovery.missing or 0)
     print(f"{len(before)} rows, {damages} pages damaged in turn, {missing} rows missing in all")  # noqa: T201
     logged = await filled(tmp_path / "logged", 300, logged=True)
