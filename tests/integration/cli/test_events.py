@@ -66,7 +66,7 @@ def test_who_dropped_an_event_is_who_the_token_says_and_its_line_in_the_log_comm
     assert tuple(line) == ("administrator", "drop", "event", poison, "dropped", "a test")
 
 
-def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was(
+def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was_and_whose(
     user: Terminal, poison: str, database_url: str
 ) -> None:
     published = (
@@ -85,10 +85,12 @@ def test_a_redrive_needs_a_reason_and_its_line_in_the_log_says_how_much_it_was(
     ]
     (waits, *_) = user.run("worker", "backlog", "--json").json
     assert (waits["source"], waits["count"], waits["failing"]) == ("events", 1, 1)
+    user.environment.update(LOGNAME="ceo", USER="ceo", LNAME="ceo", USERNAME="ceo")
     done = user.run(*since, "--stream", "DEMO_EVENTS", "--reason", "an older copy", "--yes", "--json")
     assert done.json == [{"source": s, "messages": n} for s, n in (("events", 1), ("deliveries", 0), ("letters", 0))]
     (logged,) = user.run("log", "--json").json
-    assert (logged["verb"], logged["noun"], logged["reason"]) == ("redrive", "source", "an older copy")
+    assert (logged["actor"], logged["verb"], logged["noun"]) == ("administrator", "redrive", "source")
+    assert logged["reason"] == "an older copy"
     assert logged["key"] == "published into DEMO_EVENTS since 2000-01-01T00:00:00+00:00"
     assert logged["outcome"] == "1 events, 0 deliveries, 0 letters published again"
     (waits, *_) = user.run("worker", "backlog", "--json").json
