@@ -17,6 +17,7 @@ with other batches: no member can fill the broker's time with what comes to noth
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -72,6 +73,8 @@ class Accepting:
                 if not batch.waiting:
                     break
             batch.give_up()
+            for (phase, status), answers in batch.answered.items():
+                self._metrics.messages.labels(phase, status).inc(answers)
             return _encode(AcceptResponse(answers=batch.in_order()))
 
     async def until_ended(self, sender: Member) -> None:
@@ -154,6 +157,7 @@ class _Batch:
 
     def __init__(self, metrics: Metrics) -> None:
         self.answers: list[AcceptAnswer | None] = []
+        self.answered: Counter[tuple[str, int]] = Counter()  # by phase and status
         self.waiting: list[Item] = []
         self._metrics = metrics
         self._checked: dict[int, Checked] = {}
@@ -280,7 +284,7 @@ class _Batch:
         self._answer(phase, item, answer)
 
     def _answer(self, phase: str, item: Item | Malformed, answer: AcceptAnswer) -> None:
-        self._metrics.messages.labels(phase, answer.status).inc()
+        self.answered[phase, answer.status] += 1
         self.answers[item.position] = answer
 
 
