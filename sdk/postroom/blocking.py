@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
     Callable,
@@ -62,26 +61,9 @@ def _iterating(
     @functools.wraps(method)
     def iterate(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> Generator[_R, None, None]:
         loop, client = self._streaming()
-        items = method(client, *args, **kwargs)
-        try:
-            while True:
-                try:
-                    yield loop.run(_next(items))
-                except StopAsyncIteration:
-                    return
-        finally:
-            if isinstance(items, AsyncGenerator) and loop.alive:
-                loop.run(_close(items))
+        yield from loop.walk(method(client, *args, **kwargs))
 
     return iterate
-
-
-async def _next(items: AsyncIterator[_R]) -> _R:
-    return await anext(items)
-
-
-async def _close(items: AsyncGenerator[Any, None]) -> None:
-    await items.aclose()
 
 
 class Client:
@@ -114,7 +96,7 @@ class Client:
         _run_to_end(self._requests.close())
         if self._streams is not None:
             loop, streamer = self._streams
-            loop.run(streamer.close())
+            loop.run(streamer.close)
             loop.close()
 
     send = _blocking(AsyncClient.send)

@@ -1,13 +1,17 @@
-"""A thread with an event loop of its own, for what blocking code needs one for."""
+"""A thread with an event loop of its own, for what blocking code needs one for.
+
+Ctrl-C may come between any two instructions of the thread that waits. So that thread holds no lock that the loop needs,
+and what it leaves running is ended on the loop, by whoever closes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
-
-_CANCEL_SECONDS: Final = 10.0  # for what is interrupted to wind up
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -16,37 +20,55 @@ class LoopThread:
     """The loop runs until `close`; after a fork it does not."""
 
     def __init__(self) -> None:
+        self._process: int | None = os.getpid()  # where it runs; `Thread.is_alive` is wrong once interrupted
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="postroom-client", daemon=True)
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        """Whether the loop runs."""
-        return self._thread.is_alive()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` to its end on the loop."""
-        if not self.alive:
-            work.close()
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` to its end on the loop, where it goes on if this is interrupted."""
+        if self._process != os.getpid():
             raise RuntimeError("this client is closed")
-        ended = threading.Event()
+        running: list[asyncio.Task[T]] = []
+        ended = SimpleQueue[asyncio.Task[T]]()
 
-        async def watched() -> T:
-            task = asyncio.ensure_future(work)
-            task.add_done_callback(lambda _: ended.set())
-            return await task
+        def begin() -> None:
+            running.append(self._loop.create_task(work()))
+            running[0].add_done_callback(ended.put)
 
-        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        self._loop.call_soon_threadsafe(begin)
+        return ended.get().result()
+
+    def walk(self, items: AsyncIterator[T]) -> Generator[T, None, None]:
+        """Yield the items, each taken on the loop; once this is closed nothing of theirs runs any more."""
+        taking: asyncio.Task[Any] | None = None
+
+        async def take() -> T:
+            nonlocal taking
+            taking = asyncio.current_task()
+            return await anext(items)
+
+        async def end() -> None:
+            if taking is not None:
+                taking.cancel()
+                await asyncio.gather(taking, return_exceptions=True)
+            if isinstance(items, AsyncGenerator):
+                await items.aclose()
+
         try:
-            return future.result()
-        except BaseException:
-            if future.cancel():  # interrupted, as by Ctrl-C: wait until the work has really ended
-                ended.wait(_CANCEL_SECONDS)
-            raise
+            while True:
+                try:
+                    item = self.run(take)
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            if self._process == os.getpid():
+                self.run(end)
 
     def close(self) -> None:
         """End the loop and its thread."""
+        self._process = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from postroom import AsyncClient, Client
+from postroom import AsyncClient, Client, SendRequest
 
 METHODS = [name for name, _ in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")]
 
@@ -26,3 +30,52 @@ def test_nothing_else_is_there() -> None:
 
 def parameters(method: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     return [(each.name, each.kind, each.default) for each in inspect.signature(method).parameters.values()]
+
+
+def test_ctrl_c_ends_a_stream_wherever_it_comes(tmp_path: Path) -> None:
+    """At each point in turn where Python handles signals; the client can be used afterwards."""
+    with Client(tmp_path / "absent") as client:
+        assert list(client.send_many_in_chunks([])) == []
+        point = 0
+        while interrupted(client, point):
+            assert list(client.send_many_in_chunks([])) == []
+            point += 1
+    assert point > 20
+
+
+def interrupted(client: Client, point: int) -> bool:
+    """Interrupt a stream at its `point`th begin of a function or end of one in C; False where it ended before.
+
+    The stream is in the middle of its work until the thread waits for it.
+    """
+    left, waits, begun, over = point, False, 0, 0
+
+    async def messages() -> AsyncIterator[SendRequest]:
+        nonlocal begun, over
+        begun += 1
+        try:
+            while not waits:  # noqa: ASYNC110 - an Event would be set through the loop that is being tested
+                await asyncio.sleep(0)
+        finally:
+            over += 1
+        return
+        yield
+
+    def watch(frame: FrameType, event: str, called: Any) -> None:
+        nonlocal left, waits
+        if event in {"call", "c_return"} and frame.f_code.co_name != "_remove":  # of a WeakSet: nobody hears it there
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+        waits = waits or (event == "c_call" and called.__name__ in {"acquire", "get"})
+
+    chunks = client.send_many_in_chunks(messages())
+    sys.setprofile(watch)
+    try:
+        assert list(chunks) == []
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+        assert begun == over
+    return False
