@@ -271,7 +271,7 @@ SELECT mesh.last_history_id($1);
 -- name: history_horizon
 -- Up to which number the history of a mesh may be read by the next statement, and the oldest transaction, with all later
 -- ones, of which it may not.
-SELECT last_history_id, oldest FROM mesh.history_horizon($1);
+SELECT last_history_id, oldest FROM mesh.history_horizon(ARRAY[$1::integer]);
 
 -- name: begin_incarnation
 -- A new incarnation, for the reason $1.

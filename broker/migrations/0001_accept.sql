@@ -372,26 +372,33 @@ BEGIN
   END;
 END $$;
 
--- How far the history of a mesh is complete for a snapshot that is taken afterwards: up to `last_history_id`, but for what
--- was written by the transaction `oldest` or a later one; null where none is under way. On a standby no locks show which
--- transactions accept, so every one that has not ended counts.
-CREATE FUNCTION mesh.history_horizon(mesh_id integer, OUT last_history_id bigint, OUT oldest xid) LANGUAGE plpgsql AS $$
+-- How far the histories of meshes are complete for a snapshot that is taken afterwards: up to `last_history_id`, but for
+-- what was written by the transaction `oldest` or a later one; null where none is under way. On a standby no locks show
+-- which transactions accept, so every one that has not ended counts.
+CREATE FUNCTION mesh.history_horizon(meshes integer[])
+RETURNS TABLE (mesh_id integer, last_history_id bigint, oldest xid) LANGUAGE plpgsql AS $$
+DECLARE
+  -- Before the look at the locks: whoever comes later takes higher ones.
+  numbers bigint[] := ARRAY(SELECT mesh.last_history_id(id) FROM unnest(meshes) WITH ORDINALITY AS known (id, n) ORDER BY n);
 BEGIN
-  last_history_id := mesh.last_history_id(mesh_id);  -- before the look at the locks: whoever comes later takes higher ones
   IF pg_is_in_recovery() THEN
-    oldest := pg_snapshot_xmin(pg_current_snapshot())::xid;
+    RETURN QUERY SELECT id, number, pg_snapshot_xmin(pg_current_snapshot())::xid
+    FROM unnest(meshes, numbers) AS known (id, number);
     RETURN;
   END IF;
-  WITH held AS MATERIALIZED (
+  RETURN QUERY WITH held AS MATERIALIZED (
     SELECT * FROM pg_locks WHERE granted AND locktype IN ('advisory', 'transactionid')
   )
-  SELECT writing.transactionid INTO oldest
-  FROM held AS mark JOIN held AS writing USING (virtualtransaction)
-  WHERE mark.locktype = 'advisory' AND mark.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-    AND mark.classid::bigint = hashtext('postroom.history')::bigint & 4294967295 AND mark.objid = mesh_id
-    AND mark.objsubid = 2 AND mark.mode = 'ShareLock'
-    AND writing.locktype = 'transactionid' AND writing.mode = 'ExclusiveLock'
-  ORDER BY age(writing.transactionid) DESC LIMIT 1;
+  SELECT id, number, (
+    SELECT writing.transactionid
+    FROM held AS mark JOIN held AS writing USING (virtualtransaction)
+    WHERE mark.locktype = 'advisory' AND mark.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND mark.classid::bigint = hashtext('postroom.history')::bigint & 4294967295 AND mark.objid = id
+      AND mark.objsubid = 2 AND mark.mode = 'ShareLock'
+      AND writing.locktype = 'transactionid' AND writing.mode = 'ExclusiveLock'
+    ORDER BY age(writing.transactionid) DESC LIMIT 1
+  )
+  FROM unnest(meshes, numbers) AS known (id, number);
 END $$;
 
 -- Which incarnation it is --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from postroom.delivery.publishing.source import Outgoing, Place
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 DIGEST = b"d" * 32
+ALICE = Member(1, "demo", 1, "alice", "member", DIGEST)
 _decode = msgspec.json.Decoder(HistoryMessage).decode
 
 
@@ -59,11 +61,12 @@ class Accepting:
         await self.pool.execute("INSERT INTO mesh.queue (mesh_id, name) VALUES (1, 'work'), (1, 'mail.post.send')")
         await self.pool.execute("INSERT INTO mesh.topic_subscription (topic_id, member_id) VALUES (1, 1), (1, 2)")
 
-    async def send(self, *messages: dict[str, Any], traceparent: str | None = None) -> list[str]:
-        """Accept messages from alice, and return their ids."""
-        alice = Member(1, "demo", 1, "alice", "member", DIGEST)
+    async def send(
+        self, *messages: dict[str, Any], traceparent: str | None = None, sender: Member = ALICE
+    ) -> list[str]:
+        """Accept messages, and return their ids."""
         candidates = [_candidate(message, traceparent) for message in messages]
-        written = await self._store.write(alice, candidates, lambda: True)
+        written = await self._store.write(sender, candidates, lambda: True)
         assert all(one.history_id for one in written)
         return [str(one.broker_message_id) for one in written]
 
@@ -125,6 +128,49 @@ async def test_workers_publish_what_a_broker_rings_for(accepting: Accepting, own
 
     bodies = [json.loads(one.data)["message"]["body"] for one in await read(own_nats, "DEMO_EVENTS")]
     assert bodies == [f"{number}" for number in range(20)]
+
+
+@asynccontextmanager
+async def held_before_its_commit(accepting: Accepting, message: dict[str, Any]) -> AsyncIterator[None]:
+    """An accept that has number 1, and does not commit before this ends."""
+    await accepting.pool.execute(
+        "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "IF NEW.mesh_id = 1 AND NEW.history_id = 1 THEN PERFORM pg_advisory_xact_lock(7); END IF; RETURN NULL; END $$;"
+        "CREATE TRIGGER w AFTER INSERT ON mesh.message_history FOR EACH ROW EXECUTE FUNCTION wait()"
+    )
+    holder = await asyncpg.connect(accepting.url)
+    try:
+        await holder.execute("SELECT pg_advisory_lock(7)")
+        held = asyncio.create_task(accepting.send(message))
+        waiting = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objid = 7 AND NOT granted)"
+        while not await holder.fetchval(waiting):  # noqa: ASYNC110 - the database has no event for it
+            await asyncio.sleep(0.01)
+        yield
+    finally:
+        await holder.close()
+    await held
+
+
+async def test_a_recipient_gets_its_messages_in_the_order_of_the_history_whichever_commits_first(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    """An accept that is under way holds up what is behind it in its mesh, and in no other."""
+    await accepting.pool.execute(QUERIES["create_mesh"], "sea")
+    await accepting.pool.execute(
+        "INSERT INTO mesh.member (mesh_id, name, role, token_sha256) VALUES (2, 'zoe', 'member', $1)", b"z" * 32
+    )
+    sailor = Member(2, "sea", 3, "zoe", "member", b"z" * 32)
+    with worker(**urls(accepting, own_nats)):
+        async with held_before_its_commit(accepting, {"to": "dm:bob", "body": "lower"}):
+            await accepting.send({"to": "dm:bob", "body": "higher"})
+            (alongside,) = await accepting.send({"to": "dm:zoe", "body": "ahoy"}, sender=sailor)
+            published = "SELECT published_at FROM mesh.delivery_queue WHERE broker_message_id = $1::uuid"
+            async with asyncio.timeout(30):
+                while await accepting.pool.fetchval(published, alongside) is None:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.01)
+        await asyncio.wait_for(accepting.published(), 30)
+    bodies = [json.loads(one.data)["body"] for one in await read(own_nats, "DEMO_INBOX")]
+    assert bodies == ["lower", "higher"]
 
 
 async def read(server: EmbeddedNats, stream: str) -> list[Any]:

@@ -16,17 +16,28 @@
 \set confirmed FALSE
 \set ended FALSE
 
+-- name: horizon
+-- How far the histories of the recipients $1 are complete for the next statement, each mesh's: the meshes, the last number
+-- of each, and the oldest transaction that may still write a lower one.
+SELECT array_agg(mesh_id) AS meshes, array_agg(last_history_id) AS last_history_ids, array_agg(oldest) AS oldest
+FROM mesh.history_horizon(ARRAY(SELECT DISTINCT mesh_id FROM mesh.member WHERE id = ANY ($1::integer[])));
+
 -- name: claim
--- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least); each row is
--- looked up by itself, as in events.sql.
+-- The oldest $2 unpublished deliveries of the recipients $1, of $3 bytes of bodies at most (one at least), within the
+-- horizon $4 to $6: beyond it a lower number may still be committed, which is to be published first. A row that was changed
+-- is behind the oldest transaction until that ends, and holds up what is behind it. Each row is looked up by itself, as in
+-- events.sql.
 WITH oldest AS MATERIALIZED (
   SELECT following.*
   FROM unnest($1::integer[]) AS claimed (recipient_id), LATERAL (
-    SELECT broker_message_id, recipient_id, history_id, row_number() OVER (ORDER BY history_id) AS place
+    SELECT broker_message_id, recipient_id, mesh_id, history_id, xmin AS written_by,
+      row_number() OVER (ORDER BY history_id) AS place
     FROM mesh.delivery_queue AS delivery
     WHERE published_at IS NULL AND delivery.recipient_id = claimed.recipient_id
     ORDER BY history_id LIMIT $2
   ) AS following
+  JOIN unnest($4::integer[], $5::bigint[], $6::xid[]) AS horizon (mesh_id, last_history_id, oldest) USING (mesh_id)
+  WHERE history_id <= last_history_id AND age(written_by) NOT BETWEEN 0 AND coalesce(age(horizon.oldest), -1)
   ORDER BY history_id LIMIT $2
 ), locked AS MATERIALIZED (
   SELECT oldest.place, delivery.*

@@ -162,8 +162,11 @@ class PostgresSource:
             more = len(found) == limits.aggregates
             self._after = found[-1]["aggregate"] if more else self.table.lowest
             mine = [row["aggregate"] for row in found if row["claimed"]]
-            # A second statement reads the rows: its snapshot is later than the locks.
-            rows = await connection.fetch(queries["claim"], mine, limits.batch, limits.batch_bytes) if mine else []
+            rows: list[asyncpg.Record] = []
+            if mine:
+                (bounds,) = await connection.fetch(queries["horizon"], mine) if "horizon" in queries else ((),)
+                # A statement of its own reads the rows: its snapshot is later than the locks and the horizon.
+                rows = await connection.fetch(queries["claim"], mine, limits.batch, limits.batch_bytes, *bounds)
             yield PostgresClaim(self, connection, [self.table.outgoing(row) for row in rows], more=more)
 
     async def backlog(self, context: str | None = None) -> Backlog:

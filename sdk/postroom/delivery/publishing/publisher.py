@@ -105,12 +105,14 @@ class Publisher:
         """Publish until `stop`; NATS or Postgres away is waited out."""
         clock, pace = asyncio.get_running_loop().time, Pace(self._settings.idle_seconds)
         while not self._stop.is_set():
+            called = self._woken.is_set()
             self._woken.clear()  # whoever wakes it from here on has written what this look may not see
             pausing = self._woken
             try:
                 async with self._working:
                     moved = await self.step()
-                pause = pace.rest(clock(), moved=moved > 0)
+                # What it was called for may be held up by what nobody calls for: an accept that fails, say.
+                pause = pace.rest(clock(), moved=moved > 0 or called)
                 self.counters.trouble = None
             except (PostroomError, asyncpg.PostgresError, *UNREACHABLE) as failure:
                 error = str(failure) or type(failure).__name__

@@ -81,6 +81,33 @@ async def test_what_is_rung_for_while_a_batch_is_under_way_is_in_the_next(office
         assert (publisher.counters.published, publisher.counters.batches) == (6, 2)
 
 
+async def test_what_could_not_be_had_when_it_was_called_for_is_published_soon_after(office: Any, running: Any) -> None:
+    """An accept that it waits for may be rolled back, and rings for nothing."""
+    await office.add_stream()
+    looks = 0
+    first, written = asyncio.Event(), asyncio.Event()
+
+    class Early(PostgresSource):
+        @asynccontextmanager
+        async def claim(self, limits: PublisherSettings) -> AsyncIterator[PostgresClaim]:
+            async with super().claim(limits) as claim:
+                yield claim
+            nonlocal looks
+            looks += 1
+            if looks == 1:
+                first.set()
+            elif looks == 2:  # the one that it was called for
+                await office.emit()
+                written.set()
+
+    publisher = office.publisher(PATIENT, source=Early(office.pool, EVENTS, RecordSettings()))
+    async with running(publisher):
+        await first.wait()
+        publisher.wake()
+        await written.wait()
+        await asyncio.wait_for(office.drained(), 30)
+
+
 async def test_a_bell_whose_connection_was_cut_listens_again_and_makes_up_for_what_it_missed(
     office: Any, rung: Any
 ) -> None:

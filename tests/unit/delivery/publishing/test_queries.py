@@ -12,7 +12,7 @@ from postroom.delivery.publishing.postgres import QUERIES
 SOURCE = "".join(file.read_text() for file in Path(publishing.__file__).parent.glob("*.py"))
 DROPPED = {"drop", "list_dropped"}  # dead letters have verbs of their own
 ONLY_EVENTS = {"prune"}  # deliveries go with their messages
-ONLY_DELIVERIES = {"has_broker", "list_meshes"}
+ONLY_DELIVERIES = {"has_broker", "horizon", "list_meshes"}
 ONLY_LETTERS = {"list_contexts"}
 
 
