@@ -87,12 +87,12 @@ class BodyReader:
 
     async def read(self, request: Request | PlainSend) -> bytes:
         """Return the whole body; raises `InvalidMessage` (413, 417) or `TryAgain` (429)."""
-        if isinstance(request, PlainSend):
-            return request.body
-        content = request.content
-        if content.is_eof():
-            return content.read_nowait()
-        length = request.content_length
+        if isinstance(request, PlainSend) or request.has_arrived:
+            body = request.body if isinstance(request, PlainSend) else request.content.read_nowait()
+            if len(body) > self._limit:
+                self._refuse(f"{len(body)} bytes")
+            return body
+        content, length = request.content, request.content_length
         if length is not None and length > self._limit:
             self._refuse(f"{length} bytes")
         uid = request.caller.uid  # what has arrived, not what is promised, draws on its share of the budget

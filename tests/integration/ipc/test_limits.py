@@ -95,6 +95,20 @@ async def test_more_bytes_than_may_be_held_are_a_429_on_every_route(open_room: A
     await _until(lambda: room.services.budget.left == 4096)
 
 
+@pytest.mark.parametrize(("above", "status"), [(0, b"202"), (1, b"413")])
+@pytest.mark.parametrize("unusual", ["", "X-Read-By: aiohttp\r\n"])
+async def test_a_request_that_arrives_whole_has_the_same_limit(
+    open_room: Any, unusual: str, above: int, status: bytes
+) -> None:
+    room = await open_room(limits=Limits(body_bytes=2048, request_bytes=4096))
+    size = 4096 + above
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n{unusual}"
+    reply = await room.raw(f"POST /v1/send HTTP/1.1\r\n{fields}\r\n".encode() + SEND.ljust(size))
+    assert reply.startswith(b"HTTP/1.1 " + status)
+    assert (b"request_too_large" in reply) == bool(above)
+    assert await room.rows() == 1 - above
+
+
 async def test_bytes_that_are_only_promised_refuse_nobody(open_room: Any) -> None:
     room = await open_room(limits=_SMALL)
     slow = [await room.connect() for _ in range(20)]
