@@ -1,16 +1,14 @@
 """The daemon's metrics (docs/contract/operate.md#operate-31): plain integers kept elsewhere, sorted when scraped."""
 
 import time
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping
 from typing import Final
 
 from prometheus_client import ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from broker_client import Relay
 from daemon.receiver import Receiver
-from ipc.services import LATENCY_BOUNDS as ACCEPT_BOUNDS
 from ipc.services import Counters
 from outbox import Outbox
 from postroom.chassis.routes import exposition
@@ -28,12 +26,10 @@ async def expose(counters: Counters, outbox: Outbox, relay: Relay, receiver: Rec
     rows = GaugeMetricFamily(f"{PREFIX}outbox_rows", "Rows of the outbox by status", labels=["status"])
     for status, count in counts.rows.items():
         rows.add_metric([status], count)
-    accepts, posts = counters.accept, relay.counters
+    posts = relay.counters
     metrics = [
         _counter("sends", "Sends by outcome: queued, inflight, done, or the code of the refusal", counters.sends),
-        _histogram(
-            "accept_seconds", "POST /v1/send, from its head to its answer", ACCEPT_BOUNDS, accepts.counts, accepts.total
-        ),
+        counters.accept.family(f"{PREFIX}accept_seconds", "POST /v1/send, from its head to its answer"),
         CounterMetricFamily(f"{PREFIX}batches", "Requests to the batch route", counters.batches),
         _counter("refusals", "Requests that were answered with a problem", counters.answers, "status"),
         _counter("connections_dropped", "Connections ended by a deadline or a cap", counters.dropped, "reason"),
@@ -74,10 +70,3 @@ def _counter(
 
 def _gauge(name: str, documentation: str, value: float) -> Metric:
     return GaugeMetricFamily(PREFIX + name, documentation, value)
-
-
-def _histogram(name: str, documentation: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
-    """Make a histogram of counts per bucket; Prometheus wants them added up."""
-    labels = [*map(str, bounds), "+Inf"]
-    buckets = list(zip(labels, accumulate(counts), strict=True))
-    return HistogramMetricFamily(PREFIX + name, documentation, buckets=buckets, sum_value=total)

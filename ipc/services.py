@@ -1,6 +1,5 @@
 """What the handlers work with: the rooms that the daemon has built, each seen through the little that a route needs."""
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from ipc.peers import DestinationRule, Policy
 from ipc.shares import Budget, Limits
 from outbox import Outbox
 from postroom._wire.sends import RelayStatus
+from postroom.chassis.routes import Histogram
 from postroom.errors import NotFound
 
-LATENCY_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
+_ACCEPT_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
 
 
 class RelayControl(Protocol):
@@ -69,27 +69,12 @@ class NoInbox:
         """Say that nothing is wrong with that."""
 
 
-class Latency:
-    """A histogram of seconds: how many observations fell below each bound, and their sum."""
-
-    __slots__ = ("counts", "total")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(LATENCY_BOUNDS) + 1)
-        self.total = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one observation."""
-        self.counts[bisect_left(LATENCY_BOUNDS, seconds)] += 1
-        self.total += seconds
-
-
 class Counters:
     """What the socket counts since the process began: plain integers, bumped in the hot path, read by the metrics."""
 
     def __init__(self) -> None:
         self.sends: Counter[str] = Counter()  # by outcome: queued, inflight, done, or the problem's code
-        self.accept = Latency()  # of POST /v1/send, from the parsed head to the answer
+        self.accept = Histogram(_ACCEPT_BOUNDS)  # of POST /v1/send, from the parsed head to the answer
         self.batches = 0
         self.answers: Counter[int] = Counter()  # every request but sends, by status
         self.dropped: Counter[str] = Counter()  # connections ended by a deadline or a cap, by reason

@@ -7,13 +7,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from itertools import accumulate
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import ConsumerCounters
-from postroom.delivery.http.handler import CALL_BOUNDS, HttpHandler
+from postroom.delivery.http.handler import HttpHandler
 from postroom.delivery.http.inbox_messages import Backlog as InboxBacklog
 from postroom.delivery.publishing import Backlog, Publisher, Record
 from postroom.delivery.webhooks.webhooks import Webhooks
@@ -76,15 +75,13 @@ def of_consumer(
 ) -> list[Metric]:
     """Return every metric of a consumer; without a backlog where Postgres could not tell it."""
     counters, reach = handler.counters, handler.reach
-    buckets = list(zip([*map(str, CALL_BOUNDS), "+Inf"], accumulate(counters.call_counts), strict=True))
-    seconds = "postroom_consumer_call_seconds"
     reachable = "0 while calls pause because the handler is unreachable"
     away = "How long the handler has been unreachable"
     families = [
         _counter("consumer_deliveries", "Deliveries by outcome, since the start", "outcome", asdict(consumer)),
         _gauge("consumer_in_hand", "Messages claimed", in_hand),
         _counter("consumer_calls", "Calls of the handler by its answer", "answer", counters.answers),
-        HistogramMetricFamily(seconds, "Time of a call", buckets=buckets, sum_value=counters.call_seconds),
+        counters.call_seconds.family("postroom_consumer_call_seconds", "Time of a call"),
         _gauge("consumer_calls_under_way", "Calls running", counters.calls_under_way),
         *(
             CounterMetricFamily(f"postroom_consumer_{name}", what, value)

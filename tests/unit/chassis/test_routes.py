@@ -2,7 +2,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from postroom.chassis.routes import Route, application, decode_query, json_response, openapi
+from postroom.chassis.routes import Histogram, Route, application, decode_query, json_response, openapi
 from postroom.errors import NotFound, NotPermitted
 
 
@@ -90,3 +90,13 @@ def test_the_document_describes_every_route_from_its_types():
         "$ref": "#/components/schemas/Parcel"
     }
     assert {"Parcel", "Problem"} <= set(document["components"]["schemas"])
+
+
+def test_seconds_are_counted_under_the_bound_that_holds_them() -> None:
+    histogram = Histogram((0.001, 0.01))
+    for seconds in (0.0, 0.001, 0.00101, 99.0):
+        histogram.observe(seconds)
+    assert histogram.counts == [2, 1, 1]
+    assert histogram.total == pytest.approx(99.00201)
+    samples = histogram.family("seconds", "Of what").samples
+    assert [sample.value for sample in samples if "le" in sample.labels] == [2, 3, 4]

@@ -15,7 +15,6 @@ from ipc.batch import Splitter
 from ipc.peers import GRACE_SECONDS, DestinationRule, LocalToken, Policy, peer_of, rotate
 from ipc.request import _is_media
 from ipc.sends import idempotency_key
-from ipc.services import LATENCY_BOUNDS, Latency
 from ipc.shares import Budget
 from outbox.model import Caller
 from postroom.chassis.exits import Exit, Fatal
@@ -206,13 +205,3 @@ def test_destinations_are_allowed_by_pattern() -> None:
         rule.check("queue:work")
     assert refusal.value.problem.field == "to"
     DestinationRule().check("queue:work")
-
-
-def test_a_latency_is_counted_under_the_bound_that_holds_it() -> None:
-    latency = Latency()
-    for seconds in (0.0, LATENCY_BOUNDS[0], LATENCY_BOUNDS[0] * 1.01, 99.0):
-        latency.observe(seconds)
-    assert latency.counts[0] == 2
-    assert latency.counts[1] == 1
-    assert latency.counts[-1] == 1
-    assert sum(latency.counts) == 4

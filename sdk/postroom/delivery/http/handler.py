@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -35,6 +34,7 @@ import structlog
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.logs import clean
 from postroom.chassis.postgres import REFUSED
+from postroom.chassis.routes import Histogram
 from postroom.claims.leases import LeaseLost
 from postroom.claims.model import Claim, Held
 from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Done, Later, Outcome, Settle
@@ -46,7 +46,7 @@ from postroom.delivery.message import Delivery
 _log = structlog.get_logger(__name__)
 
 PAUSES: Final = Backoff(0.5, 30.0, least=STEADY)  # after calls that found nobody
-CALL_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)  # seconds
+_CALL_BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)  # seconds
 
 LEASE_SHARE: Final = 2 / 3  # of ack_wait: the lease of a consumer that died is over when the message comes again
 _STOPPED: Final = Later("the consumer stopped before it called the handler", 0)
@@ -117,8 +117,7 @@ class HandlerCounters:
         self._clock = clock
         self.answers: Counter[str] = Counter()  # by `http_<status>`, or the code of a call without an answer
         self.calls_under_way = 0
-        self.call_counts = [0] * (len(CALL_BOUNDS) + 1)
-        self.call_seconds = 0.0
+        self.call_seconds = Histogram(_CALL_BOUNDS)
         self.duplicates = 0
         self.malformed = 0
         self.held = 0
@@ -133,9 +132,7 @@ class HandlerCounters:
             yield
         finally:
             self.calls_under_way -= 1
-            seconds = self._clock() - started
-            self.call_seconds += seconds
-            self.call_counts[bisect_left(CALL_BOUNDS, seconds)] += 1
+            self.call_seconds.observe(self._clock() - started)
 
 
 class HttpHandler:
