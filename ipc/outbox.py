@@ -295,7 +295,7 @@ def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:
             why, help_ = "an operator has paused the relay", "postroom relay resume"
         case _ if row.destination in relay.paused_destinations:
             why = f"an operator has paused the relay to {row.destination}"
-            help_ = f"postroom relay resume --to {row.destination}"
+            help_ = f"postroom relay resume {row.destination}"
         case _ if row.not_before is not None and row.not_before > datetime.now(UTC):
             why = f"its sender wants it posted at {row.not_before:%Y-%m-%d %H:%M:%SZ}"
         case _ if relay.state == "waiting":

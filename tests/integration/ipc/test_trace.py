@@ -70,7 +70,7 @@ async def test_what_is_too_old_has_expired(room: Any) -> None:
         (RelayStatus(state="paused"), "postroom relay resume"),
         (
             RelayStatus(state="relaying", paused_destinations=["topic:orders"]),
-            "postroom relay resume --to topic:orders",
+            "postroom relay resume topic:orders",
         ),
         (RelayStatus(state="waiting", reason="the broker is unreachable"), "postroom doctor"),
         (RelayStatus(state="relaying"), None),

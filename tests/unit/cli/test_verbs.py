@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from cli.app import VERBS
 
@@ -21,6 +26,24 @@ def commands() -> Iterator[tuple[str, Any]]:
             yield f"{noun} {name}", each
         if not hasattr(command, "commands"):
             yield noun, command
+
+
+def named_commands() -> Iterator[str]:
+    """Every command that a string of the product names or is, with `x` in the place of what is not known yet."""
+    root = Path(__file__).parents[3]
+    for room in ("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline", "sdk"):
+        for file in sorted((root / room).rglob("*.py")):
+            nodes = list(ast.walk(ast.parse(file.read_text())))
+            parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+            for node in nodes:
+                if isinstance(node, ast.JoinedStr):
+                    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+                    text = node.value
+                else:
+                    continue
+                yield from re.findall(r"`postroom ([^`]+)`", text)
+                yield from re.findall(r"^postroom (.+)$", text)
 
 
 COMMANDS = dict(commands())
@@ -75,3 +98,14 @@ def test_every_operator_verb_takes_ids_filters_a_reason_and_a_dry_run(verb: str)
 )
 def test_every_destructive_verb_can_be_told_not_to_ask(words: str) -> None:
     assert "--yes" in options(words)
+
+
+@pytest.mark.parametrize("named", sorted({named for named in named_commands() if named.split()[0] in VERBS}))
+def test_every_command_that_a_message_names_can_be_run(named: str) -> None:
+    noun, *words = shlex.split(named)
+    command: Any = VERBS[noun].command()
+    while words and (below := getattr(command, "commands", {})):
+        if words[0] in ("x", "…") or words[0].startswith("-"):  # any verb, or an option of all of them
+            return
+        command = below[words.pop(0)]
+    command.make_parser(typer.Context(command)).parse_args(words)
