@@ -9,6 +9,7 @@ from postroom._wire.dead_letters import LetterFilter
 from postroom.delivery.dead_letters.letter import DeadLetter, is_dead_letter, letter_id, letter_of
 from postroom.delivery.dead_letters.operations import StoredLetter, replay_id
 from postroom.delivery.message import Delivery, message_id_of
+from postroom.delivery.nats import UNREADABLE
 
 DIED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -41,6 +42,7 @@ def letter(**members) -> DeadLetter:
         ({}, b'{"broker_message_id":"m2","more":[1]}', "m2"),
         ({"Nats-Msg-Id": ""}, b'{"broker_message_id":""}', None),
         ({}, b'{"broker_message_id":7}', None),
+        ({UNREADABLE: "TkFUUy8="}, b'{"broker_message_id":"m2"}', None),
         ({}, b"[]", None),
         ({}, b"\xff", None),
         ({}, b"", None),
