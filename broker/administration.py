@@ -38,6 +38,11 @@ class Administration:
         self._database = database
         self._authentication = authentication
 
+    async def whoami(self, request: web.Request) -> web.Response:
+        """`GET /v1/whoami`."""
+        principal = request[PRINCIPAL]
+        return json_response(api.WhoAmI(actor=principal.actor, role=principal.role, mesh=principal.mesh))
+
     async def create_mesh(self, request: web.Request) -> web.Response:
         """`POST /v1/meshes`."""
         wanted = await decode_body(request, api.CreateMesh)
@@ -265,7 +270,7 @@ def path_mesh(request: web.Request) -> str:
 
 def _require_self_or_admin(request: web.Request, name: str) -> None:
     principal = request[PRINCIPAL]
-    if isinstance(principal, Member) and principal.role != "admin" and principal.name != name:
+    if isinstance(principal, Member) and principal.role == "member" and principal.name != name:
         raise NotPermitted.of("not_permitted", f"only an admin of the mesh may do this for {name}")
 
 

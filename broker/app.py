@@ -93,6 +93,8 @@ def routes(services: Services) -> list[Route]:
         Route(method="GET", path="/v1/features", handler=accept.features, access="member",
               summary="What this broker supports, and the member that the token belongs to",
               answers={200: Features}, problems=(401, 403, 503)),
+        Route(method="GET", path="/v1/whoami", handler=admin.whoami, access="reader",
+              summary="Whom the token speaks for, and what it may do", answers={200: api.WhoAmI}, problems=(401, 503)),
         Route(method="POST", path="/v1/meshes", handler=admin.create_mesh, access="broker_admin",
               summary="Create a mesh", body=api.CreateMesh, answers={201: api.Mesh}, problems=WRITE),
         Route(method="GET", path="/v1/meshes", handler=admin.list_meshes, access="broker_admin",

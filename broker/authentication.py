@@ -25,7 +25,7 @@ from typing import Final, Literal
 from aiohttp import web
 
 from broker.database import QUERIES, Database, unavailable_as_503
-from postroom._wire.administration import Role
+from postroom._wire.administration import CallerRole
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import CONNECT_SECONDS
 from postroom.errors import InvalidMessage, NotPermitted
@@ -50,6 +50,9 @@ _MOST_REFUSALS: Final = 500  # that wait; what is beyond is hung up on
 class Principal:
     """Whom a token speaks for: a `Member`, or the broker-wide `Administrator`, who belongs to no mesh."""
 
+    mesh: str | None
+    role: CallerRole
+
     @property
     def whose(self) -> tuple[str, str]:
         """Return in whose name shares are held: mesh and member."""
@@ -69,7 +72,7 @@ class Member(Principal):
     mesh: str
     member_id: int
     name: str
-    role: Role
+    role: CallerRole
     token_sha256: bytes
 
     @property
@@ -86,6 +89,9 @@ class Member(Principal):
 @dataclass(frozen=True, slots=True)
 class Administrator(Principal):
     """The broker-wide administrator."""
+
+    mesh: None = None
+    role: CallerRole = "administer"
 
 
 PRINCIPAL: Final = web.RequestKey("principal", Principal)
@@ -146,7 +152,7 @@ class Authentication:
                 raise NotPermitted.of("not_a_member", "the administrator belongs to no mesh: use a member's token")
         elif access == "broker_admin":
             raise NotPermitted.of("not_permitted", "only the broker's administrator may do this")
-        elif access == "mesh_admin" and principal.role != "admin":
+        elif access == "mesh_admin" and principal.role == "member":
             raise NotPermitted.of("not_permitted", f"{principal.name} is not an admin of the mesh {principal.mesh}")
         request[PRINCIPAL] = principal
 

@@ -133,7 +133,7 @@ class _Page:
 
 def _reader(principal: Principal) -> int | None:
     """Return the member whose eyes the history is read with; None sees everything."""
-    return principal.member_id if isinstance(principal, Member) and principal.role != "admin" else None
+    return principal.member_id if isinstance(principal, Member) and principal.role == "member" else None
 
 
 class LookUp:

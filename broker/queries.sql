@@ -142,7 +142,8 @@ SELECT set_config('synchronous_commit', 'off', true), pg_notify('postroom_outbox
 
 -- name: find_members_by_token
 -- Whom each of these tokens speaks for; a revoked member has none.
-SELECT member.mesh_id, mesh.slug, member.id, member.name, member.role, member.token_sha256
+SELECT member.mesh_id, mesh.slug, member.id, member.name,
+  CASE member.role WHEN 'admin' THEN 'administer' ELSE member.role END, member.token_sha256
 FROM mesh.member JOIN mesh.mesh ON mesh.id = member.mesh_id
 WHERE member.token_sha256 = ANY ($1::bytea[]);
 

@@ -103,7 +103,7 @@ class _Telling:
         self.steps: dict[str, Step] = {}
         self.waits: dict[str, Wait] = {}
         self.published: list[_Published] = []
-        self.operates = not isinstance(principal, Member) or principal.role == "admin"
+        self.operates = not isinstance(principal, Member) or principal.role == "administer"
         self.more = False
         self._connection = connection
         self._mesh = principal.mesh_id if isinstance(principal, Member) else None

@@ -42,6 +42,7 @@ from postroom._wire.administration import (
     TopicList,
     Webhook,
     WebhookList,
+    WhoAmI,
 )
 from postroom._wire.arguments import check_seconds
 from postroom._wire.connections import Pool, url_dial
@@ -79,6 +80,10 @@ class BrokerClient(Calls):
     async def features(self) -> Features:
         """Return what the broker supports, and the member that the token belongs to."""
         return await self._read("/v1/features", Features)
+
+    async def whoami(self) -> WhoAmI:
+        """Return whom the token speaks for, as the log of operators names it, and what it may do in which mesh."""
+        return await self._read("/v1/whoami", WhoAmI)
 
     async def accepted(self, messages: Sequence[SentMessage]) -> list[AcceptAnswer]:
         """Ask which of the member's own messages the broker accepted: an answer per message (at most 1000), in order.

@@ -17,6 +17,7 @@ from postroom._wire.message import DestinationKind, Priority
 from postroom.errors import InvalidMessage
 
 Role = Literal["member", "admin"]
+CallerRole = Literal["member", "look", "repair", "administer"]
 
 MAX_PAGE = 1000  # messages in one page of the history
 MAX_URL = 2048  # characters in the address of a webhook
@@ -215,6 +216,17 @@ class QueueList(msgspec.Struct, kw_only=True):
     """The body of `GET /v1/queues`, by name."""
 
     queues: list[Queue]
+
+
+class WhoAmI(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/whoami`: whom the token speaks for, as the log of operators names it, and what it may do.
+
+    A member that is an `admin` may `administer` its mesh. A caller with no `mesh` has that role in every mesh.
+    """
+
+    actor: str
+    role: CallerRole
+    mesh: str | None
 
 
 class MeshQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

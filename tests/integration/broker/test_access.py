@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from broker.app import routes
 from broker.authentication import Authentication, digest
+from postroom import BrokerClient
 
 Message = Callable[..., dict[str, Any]]
 
@@ -32,6 +34,19 @@ async def test_a_token_that_is_nobodys_opens_nothing(broker: Any) -> None:
         async with session.get(url, headers={"Authorization": header}) as answer:
             assert answer.status == 401
             assert "nonsense" not in await answer.text()
+
+
+async def test_a_token_says_whom_it_speaks_for_and_what_it_may_do(broker: Any) -> None:
+    said = {}
+    for caller in (broker.admin, broker.member("ada"), broker.member("alice")):
+        async with BrokerClient(broker.url, caller.token) as client:
+            said[caller] = msgspec.structs.astuple(await client.whoami())
+
+    assert list(said.values()) == [
+        ("administrator", "administer", None),
+        ("ada of demo", "administer", "demo"),
+        ("alice of demo", "member", "demo"),
+    ]
 
 
 async def test_a_member_may_not_use_the_routes_of_an_admin(broker: Any) -> None:
