@@ -3,33 +3,27 @@
 Leg 1 counts the attempt, computes the request, and sends it out with the digit that says so. Leg 2 does what a
 message's ledger says is left, in order:
 
-    step 1      the handler's work          one commit: nothing lies between them,
+    step 1      the handler's work          one commit,
     step 2      children, semaphore         and each has its digit
     step 3      the completion tasks, where this message closed the job
 
 A worker that dies leaves the steps that it had committed, and the next delivery goes on after them.
-
-What step 1 leaves for step 2 is a `Plan`, kept with the message's ledger, so that after a crash the same is done.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-import msgspec
-
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import Connection
-from postroom.flow import Activity, Again, Context, Job, Spawn, next_steps
+from postroom.flow import Activity, Again, Job, Spawn, next_steps
 from postroom.ledger.primitives import (
     Answer,
     Child,
     Leg2,
     Request,
-    Spawned,
     complete_leg1,
     enter_leg1,
     enter_leg2,
@@ -65,46 +59,12 @@ def request_of(activity: Activity, key: UUID, body: Any) -> Request:
     return Request(key, activity.queue, encode(body, f"the request of {activity.name!r}"), timeout, activity.asks)
 
 
-class Plan(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Children by name and request, requests of cycles that work again, and bodies of those that ask again."""
+class Spawns(NamedTuple):
+    """What the work of a message spawns: children, requests of cycles that work again, and those that ask again."""
 
-    children: list[tuple[str, Any]] = msgspec.field(default_factory=list)
-    again: list[Any] = msgspec.field(default_factory=list)
-    asks: list[Any] = msgspec.field(default_factory=list)
-
-
-async def plan_of(running: Running, entry: Leg2, context: Context, returned: Any) -> Plan:
-    """Plan what a handler returned; leg 1 runs for each cycle that asks again. Raises `InvalidFlow`."""
-    activity, plan = running.activity(entry.name), Plan()
-    for step in next_steps(running.flow, activity, returned):
-        match step:
-            case Spawn(spawned, request):
-                plan.children.append((spawned.name, request))
-            case Again(again, request) if again.leg1 is None:
-                plan.again.append(request)
-            case Again(again, request):
-                key = str(_ask_id(entry, len(plan.asks)))
-                asking = replace(context, message=None, request_id=key, idempotency_key=key)
-                plan.asks.append(await again.leg1(asking, request))
-    return plan
-
-
-async def carry_out(connection: Connection, running: Running, entry: Leg2, plan: Plan) -> Spawned:
-    """Do step 2 as it is planned, and with it step 1, which is the plan; raises as `spawn` does."""
-    children = [
-        Child(
-            derived(entry.activity, entry.guid, "child", place), name, encode(request, f"what {name!r} is spawned with")
-        )
-        for place, (name, request) in enumerate(plan.children)
-    ]
-    again = [encode(request, f"what {entry.name!r} is entered with again") for request in plan.again]
-    activity = running.activity(entry.name)
-    requests = [request_of(activity, _ask_id(entry, place), body) for place, body in enumerate(plan.asks)]
-    return await spawn(connection, entry, children, again, requests, result=encode(plan, "what it returned"))
-
-
-def _ask_id(entry: Leg2, place: int) -> UUID:
-    return derived(entry.activity, entry.guid, "request", place)
+    children: list[Child]
+    again: list[str]
+    requests: list[Request]
 
 
 async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, most: int | None = None) -> None:
@@ -117,20 +77,18 @@ async def run_leg2(running: Running, activity: UUID, guid: str, answer: Answer, 
         entry = await enter_leg2(
             connection, activity, guid, running.lease, answer, most=most, most_completions=completions
         )
-    if not entry.steps.children_spawned:  # steps 1 and 2 in one commit, or step 2 alone where 1 is done
+    if not entry.steps.children_spawned:
         async with step_of(running, entry) as step:
-            if entry.steps.work_done:
-                plan = msgspec.json.decode(entry.result or "{}", type=Plan)
-            else:
-                plan = await under_lease(running, entry, _work(running, entry, step, answer))
-            spawned = await step.conclude(lambda connection: carry_out(connection, running, entry, plan))
+            spawns = await under_lease(running, entry, _work(running, entry, step, answer))
+            spawned = await step.conclude(lambda connection: spawn(connection, entry, *spawns))
         entry = entry._replace(ledger=spawned.ledger, attempt=1)  # of the step that may be left
     if not entry.steps.done:
         await _complete(running, entry)
 
 
-async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: Answer) -> Plan:
-    activity = running.activity(entry.name)
+async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: Answer) -> Spawns:
+    """Run the handler of an answer, and leg 1 for each cycle that asks again; raises `InvalidFlow`."""
+    activity, spawns = running.activity(entry.name), Spawns([], [], [])
     assert activity.leg2 is not None  # noqa: S101 - `check_flow` has seen to it
     context = running.context(
         entry,
@@ -140,7 +98,19 @@ async def _work(running: Running, entry: Leg2, step: StepTransaction, answer: An
         request_id=None if answer.request is None else str(answer.request),
         dimension=entry.steps.dimension,
     )
-    return await plan_of(running, entry, context, await activity.leg2(context, decode(answer.body)))
+    for each in next_steps(running.flow, activity, await activity.leg2(context, decode(answer.body))):
+        match each:
+            case Spawn(spawned, request):
+                key = derived(entry.activity, entry.guid, "child", len(spawns.children))
+                body = encode(request, f"what {spawned.name!r} is spawned with")
+                spawns.children.append(Child(key, spawned.name, body))
+            case Again(again, request) if again.leg1 is None:
+                spawns.again.append(encode(request, f"what {entry.name!r} is entered with again"))
+            case Again(again, request):
+                key = derived(entry.activity, entry.guid, "request", len(spawns.requests))
+                asking = replace(context, message=None, request_id=str(key), idempotency_key=str(key))
+                spawns.requests.append(request_of(activity, key, await again.leg1(asking, request)))
+    return spawns
 
 
 async def _complete(running: Running, entry: Leg2) -> None:

@@ -100,8 +100,8 @@ class Leg1(NamedTuple):
 class Leg2(NamedTuple):
     """An entry into leg 2 with one message, which `claim` leases; `ledger` is the message's, as the entry found it.
 
-    `result` is what step 1 returned, where it is done. `attempt` counts the message's entries, from 1: since the last
-    retry of the job, or, where it has closed the job, for its completion.
+    `attempt` counts the message's entries, from 1: since the last retry of the job, or, where it has closed the job, for
+    its completion.
     """
 
     activity: UUID
@@ -110,7 +110,6 @@ class Leg2(NamedTuple):
     job: UUID
     context: str
     name: str
-    result: str | None
     activity_ledger: int
     ledger: int
     attempt: int
@@ -124,7 +123,7 @@ class Leg2(NamedTuple):
 
 
 class Spawned(NamedTuple):
-    """What step 2 left: the message's ledger, the job's semaphore, and whether this closed the job."""
+    """What steps 1 and 2 left: the message's ledger, the job's semaphore, and whether this closed the job."""
 
     ledger: int
     semaphore: int
@@ -209,7 +208,6 @@ async def enter_leg2(
         row["job_id"],
         row["context"],
         row["name"],
-        row["result"],
         row["activity_ledger"],
         row["ledger"],
         row["attempt"],
@@ -218,36 +216,24 @@ async def enter_leg2(
     )
 
 
-async def finish_work(connection: Connection, leg2: Leg2, result: str) -> int:
-    """Step 1 by itself: mark the work as done, and keep its `result` (JSON) for the steps after it.
-
-    Returns the message's ledger. Raises `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
-    """
-    row = await connection.fetchrow(QUERIES["finish_work"], leg2.activity, leg2.guid, leg2.claim.owner, result)
-    return int(_done(row, leg2.activity, step="step 1", needs="the entry")["ledger"])
-
-
 async def spawn(
     connection: Connection,
     leg2: Leg2,
     children: Sequence[Child] = (),
     again: Sequence[str] = (),
     requests: Sequence[Request] = (),
-    *,
-    result: str | None = None,
 ) -> Spawned:
-    """Step 2: one statement, whatever it spawns (docs/contract/jobs.md#jobs-17); with a `result` it is step 1 too.
+    """Steps 1 and 2: one statement, whatever it spawns (docs/contract/jobs.md#jobs-17).
 
     `children` go out as `activity_spawned`; for each request in `again` (JSON) the activity is entered once more, with
-    the `activity_cycled` that goes out, and for each of `requests` with the answer to it. Raises `Forbidden` before
-    step 1 and without its result, `LeaseLost`, `Duplicate`, `Inactive` and `Missing`.
+    the `activity_cycled` that goes out, and for each of `requests` with the answer to it.
+    Raises `LeaseLost`, also where the steps are done and gave up their lease, `Inactive` and `Missing`.
     """
     found = await connection.fetchrow(
         QUERIES["spawn"],
         leg2.activity,
         leg2.guid,
         leg2.claim.owner,
-        result,
         [child.id for child in children],
         [child.name for child in children],
         [child.request for child in children],
@@ -258,7 +244,7 @@ async def spawn(
         [request.timeout for request in requests],
         [request.asks for request in requests],
     )
-    row = _done(found, leg2.activity, step="step 2", needs="step 1")
+    row = _done(found, leg2.activity, step="step 2", needs="the entry")
     return Spawned(row["ledger"], row["semaphore"], bool(row["threshold_hit"]))
 
 

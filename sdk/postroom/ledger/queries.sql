@@ -18,14 +18,10 @@ SELECT * FROM ledger.complete_leg1($1, $2, $3, $4, $5, $6, $7);
 -- it has closed the job, and leases it to $3 for $4; it says $5, and answers the request $6, in the trace $9.
 SELECT * FROM ledger.enter_leg2($1, $2, $3, $4, $5, $6, $7, $8, $9);
 
--- name: finish_work
--- Step 1 for the message $2 of the activity $1, leased to $3, with the result $4.
-SELECT * FROM ledger.finish_work($1, $2, $3, $4);
-
 -- name: spawn
--- Step 2 for the message $2 of the activity $1, leased to $3, with step 1 where $4 is its result: the children $5 (names
--- $6, requests $7), cycles with the requests $8, and the commands $9 (queues $10, payloads $11, time-outs $12, asks $13).
-SELECT * FROM ledger.spawn($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13);
+-- Steps 1 and 2 for the message $2 of the activity $1, leased to $3: the children $4 (names $5, requests $6), cycles with
+-- the requests $7, and the commands $8 (queues $9, payloads $10, time-outs $11, asks $12).
+SELECT * FROM ledger.spawn($1, $2, $3, 'null', $4, $5, $6, $7, $8, $9, $10, $11, $12);
 
 -- name: finish_job
 -- Step 3 for the message $2 of the activity $1, leased to $3, with the result $4.

@@ -19,7 +19,7 @@ from support.terminal import Terminal
 from broker.database import migrate
 from embedded import EmbeddedPostgres
 from postroom.ledger.engine import set_aside
-from postroom.ledger.primitives import Answer, Child, enter_leg2, fail_activity, finish_work, spawn
+from postroom.ledger.primitives import Answer, Child, enter_leg2, fail_activity, spawn
 
 FLOW = """
 from postroom.flow import Flow
@@ -77,7 +77,6 @@ class Office:
         async def work(jobs: Jobs) -> UUID:
             begun = await jobs.asked()
             root = await jobs.enter(begun.root)
-            await finish_work(jobs.connection, root, "{}")
             await spawn(jobs.connection, root, children or [Child(uuid4(), "load"), Child(uuid4(), "count")])
             return begun.job
 

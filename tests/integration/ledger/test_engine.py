@@ -244,7 +244,7 @@ async def test_a_worker_that_dies_behind_the_closing_commit_costs_the_completion
     leg1 = await enter_leg1(running.jobs.connection, start.root, LEASE)
     await complete_leg1(running.jobs.connection, leg1)
     entry = await enter_leg2(running.jobs.connection, start.root, "spawned", LEASE)
-    assert (await spawn(running.jobs.connection, entry, result="{}")).threshold_hit
+    assert (await spawn(running.jobs.connection, entry)).threshold_hit
     await running.jobs.end_leases(start.root)
     await running.engine.spawned(start.root, "fragile", "spawned")
 

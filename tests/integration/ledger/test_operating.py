@@ -28,7 +28,6 @@ from postroom.ledger.primitives import (
     enter_leg2,
     fail_activity,
     finish_job,
-    finish_work,
     spawn,
 )
 
@@ -61,7 +60,6 @@ async def come_to(jobs: Jobs, state: str) -> tuple[Start, Leg2]:
     begun = await jobs.asked()
     entry = await jobs.enter(begun.root)
     if state in {"closed", "completed", "failed at its end"}:
-        await finish_work(jobs.connection, entry, "{}")
         await spawn(jobs.connection, entry)
     if state == "completed":
         await finish_job(jobs.connection, entry)
@@ -124,7 +122,6 @@ async def test_after_a_cancel_every_message_is_inactive_and_no_step_commits(jobs
         enter_leg1(jobs.connection, begun.root, LEASE),
         jobs.enter(begun.root),
         jobs.enter(begun.root, "m-2"),
-        finish_work(jobs.connection, entry, "{}"),
         spawn(jobs.connection, entry, [Child(uuid4(), "load")]),
         finish_job(jobs.connection, entry),
         fail_activity(jobs.connection, begun.root, "late"),
@@ -149,7 +146,6 @@ async def test_a_cancel_waits_for_a_step_that_is_being_committed_and_keeps_out_t
     """The step spawns a child meanwhile, which the cancel must not overlook."""
     begun = await jobs.asked()
     entry = await jobs.enter(begun.root)
-    await finish_work(jobs.connection, entry, "{}")
     child = Child(uuid4(), "load")
     async with jobs.connection.transaction():
         await spawn(jobs.connection, entry, [child])
@@ -169,7 +165,7 @@ async def test_a_step_that_waits_for_a_cancel_is_refused(
     entry = await jobs.enter(begun.root)
     async with jobs.connection.transaction():
         await cancel(jobs, begun.job)
-        working = asyncio.create_task(finish_work(another, entry, "{}"))
+        working = asyncio.create_task(spawn(another, entry))
         await until_it_waits(jobs_database, another)
     with pytest.raises(Inactive):
         await working
@@ -191,7 +187,6 @@ async def test_a_leg_1_that_failed_goes_out_again_and_its_next_attempt_is_counte
 async def test_a_message_that_failed_goes_on_where_it_stopped_with_what_it_said(jobs: Jobs) -> None:
     begun = await jobs.asked()
     entry = await enter_leg2(jobs.connection, begun.root, "m-1", LEASE, Answer('{"parts": 2}'))
-    await finish_work(jobs.connection, entry, '"half"')
     await fail_activity(jobs.connection, begun.root, "the disk is full")
     await retry(jobs, begun.job)
 
@@ -201,7 +196,7 @@ async def test_a_message_that_failed_goes_on_where_it_stopped_with_what_it_said(
     with pytest.raises(LeaseLost):
         await spawn(jobs.connection, entry)
     again = await jobs.enter(begun.root)
-    assert (again.attempt, again.result, again.steps.work_done) == (1, '"half"', True)
+    assert (again.attempt, again.steps.dimension) == (1, 0)
     assert (await spawn(jobs.connection, again)).threshold_hit
     assert await jobs.activity(begun.root) == "001111000000002"
 
@@ -219,7 +214,6 @@ async def test_what_came_while_the_job_was_failed_comes_again_once(jobs: Jobs) -
     """An answer to a sibling was acknowledged, and would be lost: the job would never end."""
     begun = await jobs.asked()
     root = await jobs.enter(begun.root)
-    await finish_work(jobs.connection, root, "{}")
     failing, sibling, late = (Child(uuid4(), "load") for _ in range(3))
     await spawn(jobs.connection, root, [failing, sibling, late])
     await jobs.ask(sibling.id)
@@ -293,7 +287,6 @@ async def test_a_retry_and_a_cancel_at_once_leave_one_truth(
 async def test_a_tree_is_shown_with_a_word_for_each_step_and_what_operators_did(jobs: Jobs) -> None:
     begun = await jobs.asked()
     root = await jobs.enter(begun.root)
-    await finish_work(jobs.connection, root, "{}")
     children = [Child(uuid4(), name) for name in ("load", "count", "check")]
     await spawn(jobs.connection, root, children)
     await jobs.ask(children[0].id)

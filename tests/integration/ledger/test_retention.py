@@ -39,11 +39,11 @@ async def completed(jobs: Jobs, children: int) -> Start:
     """Run a job whose root spawns children, each of which asks and is answered."""
     begun = await jobs.asked()
     ids = [uuid4() for _ in range(children)]
-    await spawn(jobs.connection, await jobs.enter(begun.root), [Child(each, "load") for each in ids], result="null")
+    await spawn(jobs.connection, await jobs.enter(begun.root), [Child(each, "load") for each in ids])
     for number, each in enumerate(ids):
         await jobs.ask(each)
         leg2 = await jobs.enter(each, f"m-{number}")
-        if (await spawn(jobs.connection, leg2, result="null")).threshold_hit:
+        if (await spawn(jobs.connection, leg2)).threshold_hit:
             await finish_job(jobs.connection, leg2)
     return begun
 

@@ -23,7 +23,6 @@ from postroom.ledger.primitives import (
     enter_leg2,
     fail_activity,
     finish_job,
-    finish_work,
     spawn,
 )
 
@@ -108,14 +107,12 @@ class Worker:
         assert answer.body == '"it"'
         entry = await enter_leg2(self.connection, activity, guid, LEASE, answer)
         self.may_fail()
-        if not entry.steps.work_done:
-            async with self.connection.transaction():
-                await self.connection.execute(WORKED, self.job, f"{activity}/{guid}")
-                await finish_work(self.connection, entry, "{}")
-            self.may_fail()
         closed = entry.steps.job_closed
         if not entry.steps.children_spawned:
-            closed = (await spawn(self.connection, entry, await self.children(), self.again())).threshold_hit
+            children, again = await self.children(), self.again()
+            async with self.connection.transaction():
+                await self.connection.execute(WORKED, self.job, f"{activity}/{guid}")
+                closed = (await spawn(self.connection, entry, children, again)).threshold_hit
         if closed:
             self.may_fail()
             await finish_job(self.connection, entry)

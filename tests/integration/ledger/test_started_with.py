@@ -20,14 +20,14 @@ async def with_children(jobs: Jobs, threshold: int, count: int) -> tuple[Start, 
     await jobs.ask(begun.root)
     ids = [uuid4() for _ in range(count)]
     leg2 = await jobs.enter(begun.root, "m-0")
-    spawned = await spawn(jobs.connection, leg2, [Child(each, "vote") for each in ids], result="null")
+    spawned = await spawn(jobs.connection, leg2, [Child(each, "vote") for each in ids])
     for each in ids:
         await jobs.ask(each)
     return begun, ids, spawned.threshold_hit
 
 
 async def answer(jobs: Jobs, activity: UUID) -> bool:
-    return (await spawn(jobs.connection, await jobs.enter(activity), result="null")).threshold_hit
+    return (await spawn(jobs.connection, await jobs.enter(activity))).threshold_hit
 
 
 @pytest.mark.parametrize(("threshold", "children"), [(0, 3), (1, 3), (2, 3), (12, 15)])
@@ -90,7 +90,7 @@ async def test_a_trace_goes_through_requests_answers_and_what_they_spawn(jobs: J
     child, silent = uuid4(), uuid4()
     answered = Answer("null", None, None, OTHER)
     leg2 = await enter_leg2(jobs.connection, begun.root, "m-1", LEASE, answered)
-    await spawn(jobs.connection, leg2, [Child(child, "load"), Child(silent, "load")], result="null")
+    await spawn(jobs.connection, leg2, [Child(child, "load"), Child(silent, "load")])
     child_leg1 = await jobs.ask(child)
     without = await enter_leg2(jobs.connection, child, "m-2", LEASE)
     await fail_activity(jobs.connection, silent, "no disk")

@@ -136,8 +136,8 @@ CREATE TABLE ledger.request (
 CREATE INDEX request_activity ON ledger.request (activity_id);
 CREATE INDEX request_due ON ledger.request (flow, due_at) WHERE due_at IS NOT NULL;
 
--- The ledger of each leg-2 message, what it says (for an operator's retry), and what the work of step 1 returned for step 2
--- to go on with. Attempts before the last retry of its job count no more; nor do those of steps 1 and 2 for step 3.
+-- The ledger of each leg-2 message, what it says (for an operator's retry), and the result of its work. Attempts
+-- before the last retry of its job count no more; nor do those of steps 1 and 2 for step 3.
 CREATE TABLE ledger.guid (
   activity_id uuid NOT NULL,
   guid text COLLATE "C" NOT NULL CHECK (guid ~ '^[!-~]+$' AND length(guid) <= 255),

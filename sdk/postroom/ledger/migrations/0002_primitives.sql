@@ -215,41 +215,11 @@ BEGIN
   FROM judged LEFT JOIN counted ON true LEFT JOIN entered ON true;
 END $$;
 
--- Step 1: marks the work of a message, leased to the owner, as done, with its result.
-CREATE FUNCTION ledger.finish_work(activity uuid, guid text, owner uuid, result jsonb)
-RETURNS TABLE (verdict text, state text, ledger bigint) LANGUAGE plpgsql AS $$
-#variable_conflict use_column
-BEGIN
-  PERFORM ledger.take_turn(finish_work.activity);
-  RETURN QUERY
-  WITH judged AS MATERIALIZED (
-    SELECT guid.*, job.state, CASE
-      WHEN job.state <> 'running' OR activity.failed_at IS NOT NULL THEN 'inactive'
-      WHEN (guid.owner = finish_work.owner AND guid.leased_until > clock_timestamp()) IS NOT TRUE THEN 'lease_lost'
-      WHEN ledger.is_set(guid.ledger, 10000000000) THEN 'duplicate'
-      ELSE 'done'
-    END AS verdict
-    FROM ledger.guid JOIN ledger.activity ON activity.id = guid.activity_id JOIN ledger.job ON job.id = guid.job_id
-    WHERE guid.activity_id = finish_work.activity AND guid.guid = finish_work.guid
-  ), marked AS (
-    UPDATE ledger.guid SET ledger = guid.ledger + 10000000000, result = finish_work.result
-    FROM judged
-    WHERE guid.activity_id = judged.activity_id AND guid.guid = judged.guid AND verdict = 'done'
-    RETURNING guid.activity_id, guid.ledger
-  ), noted AS (
-    UPDATE ledger.activity SET ledger = activity.ledger + 10000000000
-    FROM marked
-    WHERE activity.id = marked.activity_id AND NOT ledger.is_set(activity.ledger, 10000000000)
-  )
-  SELECT judged.verdict, judged.state, coalesce(marked.ledger, judged.ledger)::bigint
-  FROM judged LEFT JOIN marked ON true;
-END $$;
-
--- Step 2, the compound primitive, for a message that is leased to the owner: inserts the children, has the activity entered
--- again for each request of `again`, and for the answer to each command of `requests`, moves the semaphore by their number
--- less one, sets both markers, and, where an answer that spawned nothing leaves no more open than the job's threshold, closes
--- the job and says so in this message's ledger. With a result it is step 1 too, where that is not done. What is spawned goes out through the outbox; of an entry that is due again, the
--- event's id is the next message's.
+-- Steps 1 and 2, the compound primitive, for a message that is leased to the owner: keeps the result of its work, inserts the
+-- children, has the activity entered again for each request of `again`, and for the answer to each command of `requests`, moves
+-- the semaphore by their number less one, sets the markers of both steps on both ledgers, and, where an answer that spawned
+-- nothing leaves no more open than the job's threshold, closes the job and says so in this message's ledger. What is spawned
+-- goes out through the outbox; of an entry that is due again, the event's id is the next message's.
 CREATE FUNCTION ledger.spawn(
   activity uuid, guid text, owner uuid, result jsonb,
   children uuid[], child_names text[], child_requests jsonb[], again jsonb[],
@@ -265,12 +235,9 @@ BEGIN
     SELECT guid.*, job.state, job.context, job.flow, activity.name,
       cardinality(spawn.again) + cardinality(spawn.requests) AS answers_due,
       cardinality(spawn.children) + cardinality(spawn.again) + cardinality(spawn.requests) - 1 AS delta,
-      CASE WHEN ledger.is_set(guid.ledger, 10000000000) THEN 0 ELSE 10000000000 END AS work_done,
       CASE
         WHEN job.state <> 'running' OR activity.failed_at IS NOT NULL THEN 'inactive'
         WHEN (guid.owner = spawn.owner AND guid.leased_until > clock_timestamp()) IS NOT TRUE THEN 'lease_lost'
-        WHEN NOT ledger.is_set(guid.ledger, 10000000000) AND spawn.result IS NULL THEN 'forbidden'
-        WHEN ledger.is_set(guid.ledger, 1000000000) THEN 'duplicate'
         ELSE 'done'
       END AS verdict
     FROM ledger.guid JOIN ledger.activity ON activity.id = guid.activity_id JOIN ledger.job ON job.id = guid.job_id
@@ -284,8 +251,8 @@ BEGIN
     RETURNING job.id, job.semaphore, CASE WHEN job.state = 'closed' THEN 1 ELSE 0 END AS threshold_hit
   ), marked AS (
     UPDATE ledger.guid SET
-      ledger = guid.ledger + work_done + 1000000000 + threshold_hit * 100000000000,
-      result = coalesce(guid.result, spawn.result),
+      ledger = guid.ledger + 11000000000 + threshold_hit * 100000000000,
+      result = spawn.result,
       last_error = NULL,
       attempts_before = guid.attempts - threshold_hit,
       owner = CASE threshold_hit WHEN 1 THEN guid.owner END,
@@ -295,9 +262,7 @@ BEGIN
     RETURNING guid.activity_id, guid.ledger
   ), noted AS (
     UPDATE ledger.activity SET
-      ledger = activity.ledger
-        + CASE WHEN ledger.is_set(activity.ledger, 10000000000) THEN 0 ELSE 10000000000 END
-        + CASE WHEN ledger.is_set(activity.ledger, 1000000000) THEN 0 ELSE 1000000000 END,
+      ledger = activity.ledger + CASE WHEN ledger.is_set(activity.ledger, 1000000000) THEN 0 ELSE 11000000000 END,
       answers_due = activity.answers_due + judged.answers_due
     FROM marked, judged
     WHERE activity.id = marked.activity_id
