@@ -100,8 +100,8 @@ class Leg1(NamedTuple):
 class Leg2(NamedTuple):
     """An entry into leg 2 with one message, which `claim` leases; `ledger` is the message's, as the entry found it.
 
-    `attempt` counts the message's entries, from 1: since the last retry of the job, or, where it has closed the job, for
-    its completion.
+    `attempt` counts the message's entries, from 1: since the last retry of the job, or, where it has closed the job,
+    for its completion.
     """
 
     activity: UUID
@@ -223,7 +223,7 @@ async def spawn(
     again: Sequence[str] = (),
     requests: Sequence[Request] = (),
 ) -> Spawned:
-    """Steps 1 and 2: one statement, whatever it spawns (docs/contract/jobs.md#jobs-17).
+    """Do steps 1 and 2 by one statement, whatever it spawns (docs/contract/jobs.md#jobs-17).
 
     `children` go out as `activity_spawned`; for each request in `again` (JSON) the activity is entered once more, with
     the `activity_cycled` that goes out, and for each of `requests` with the answer to it.
