@@ -26,6 +26,7 @@ from postroom._wire import administration as api
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import decode_query, json_response
 from postroom.delivery.http.addresses import Guard
+from postroom.delivery.programs import forget_daemons
 from postroom.errors import Conflict, NotFound, NotPermitted
 
 MOST_PER_TOPIC: Final = 10  # webhooks: each is a consumer at every worker
@@ -71,6 +72,7 @@ class Administration:
                 )
                 raise Conflict.of("mesh_holds_messages", sentence)
             await connection.execute(QUERIES["delete_mesh"], mesh_id)
+            await forget_daemons(connection, slug)
         self._authentication.forget()
         return web.Response(status=204)
 
@@ -100,6 +102,7 @@ class Administration:
             mesh_id = await _mesh_id(connection, mesh)
             if await connection.fetchval(QUERIES["revoke_member"], mesh_id, name) is None:
                 raise _missing("member", name)
+            await forget_daemons(connection, mesh, name)
         self._authentication.forget()
         return web.Response(status=204)
 

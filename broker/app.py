@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any
 
 from aiohttp import web
 
@@ -23,6 +22,7 @@ from broker.metrics import CONTENT_TYPE, Metrics
 from broker.nats import Nats
 from broker.once import Keys
 from broker.operator import READ, WRITE, OperatorLog, routes_of
+from broker.programs import Health, Programs
 from broker.publishing import Consumers, Sources, Unpublished
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
@@ -41,13 +41,12 @@ from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import OPERATOR_LOG
 from postroom._wire.once import KEYS
+from postroom._wire.programs import PROGRAMS, Report
 from postroom._wire.trace import Story
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
 from postroom.chassis.routes import Route, application, json_response, openapi
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
-
-_READY_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +59,7 @@ class Services:
     accepting: Accepting
     limiter: Limiter
     metrics: Metrics
+    health: Health
     guard: Guard
 
 
@@ -82,6 +82,7 @@ def routes(services: Services) -> list[Route]:
     webhooks = Webhooks(services.database, services.guard)
     jobs = Jobs(services.database)
     nats = Nats(services.config.nats)
+    programs = Programs(services.database)
     topics = "/v1/topics/{mesh}/{name}"
     return [
         Route(method="POST", path="/v1/accept", handler=accept.accept, access="member",
@@ -159,6 +160,10 @@ def routes(services: Services) -> list[Route]:
         *routes_of(JOBS, jobs),
         *routes_of(KEYS, Keys(services.database)),
         *routes_of(OPERATOR_LOG, OperatorLog(services.database)),
+        Route(method="POST", path=PROGRAMS.path, handler=programs.report, access="member",
+              summary="Report how a daemon of the member is; once in a while, and when that changes",
+              body=Report, answers={204: None}, problems=(400, 401, 403, 408, 413, 415, 503)),
+        *routes_of(PROGRAMS, programs),
         Route(method="GET", path="/health", handler=control.health, access="anyone",
               summary="Whether the process works, and what is wrong", answers={200: api.BrokerHealth}, problems=()),
         Route(method="GET", path="/ready", handler=control.ready, access="anyone",
@@ -229,15 +234,14 @@ class _Control:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._looking: asyncio.Task[api.BrokerHealth] | None = None
 
     async def health(self, _request: web.Request) -> web.Response:
         """`GET /health`: 200 while the process answers; its reasons are those of `/ready`."""
-        return json_response(await self._state())
+        return json_response(await self._services.health.state())
 
     async def ready(self, _request: web.Request) -> web.Response:
         """`GET /ready`: 503 without a Postgres that takes writes, or a Redis where the limiter closes; else 200."""
-        state = await self._state()
+        state = await self._services.health.state()
         return json_response(state, 503 if state.status == "unavailable" else 200)
 
     async def metrics(self, _request: web.Request) -> web.Response:
@@ -251,33 +255,6 @@ class _Control:
     @cached_property
     def _document(self) -> dict[str, Any]:
         return document(self._services)
-
-    async def _state(self) -> api.BrokerHealth:
-        """Look how things are, once for all who ask meanwhile."""
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look(), name="health")
-            self._looking.add_done_callback(self._looked)
-        return await asyncio.shield(self._looking)
-
-    def _looked(self, _: object) -> None:
-        self._looking = None
-
-    async def _look(self) -> api.BrokerHealth:
-        if (trouble := await self._trouble_with_postgres()) is not None:
-            return api.BrokerHealth(status="unavailable", reasons=[trouble])
-        await self._services.limiter.probe()
-        reason = self._services.limiter.degraded
-        if reason is None:
-            return api.BrokerHealth(status="ok", reasons=[])
-        closed = self._services.config.limiter.on_error == "closed"
-        return api.BrokerHealth(status="unavailable" if closed else "degraded", reasons=[reason])
-
-    async def _trouble_with_postgres(self) -> str | None:
-        try:
-            async with asyncio.timeout(_READY_SECONDS):
-                return await self._services.database.trouble()
-        except TimeoutError:
-            return "Postgres does not answer in time: the broker cannot accept messages"
 
 
 def document(services: Services) -> dict[str, Any]:

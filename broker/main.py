@@ -16,6 +16,7 @@ from broker.config import BrokerConfig
 from broker.database import Database
 from broker.limiter import Breaker, Limiter, LocalWindow, RedisWindow, open_redis
 from broker.metrics import Metrics
+from broker.programs import Health
 from broker.retention import Sweeper
 from broker.server import serving
 from broker.store import AcceptStore, MessageIds
@@ -38,7 +39,7 @@ async def run(config: BrokerConfig) -> None:
         url = await stack.enter_async_context(serving(services))
         _log.info("listening", url=url)
         notify(f"READY=1\nSTATUS=accepting on {url}")
-        tasks: dict[str, Coroutine[Any, Any, None]] = {}
+        tasks: dict[str, Coroutine[Any, Any, None]] = {"reports": services.health.reporting(url)}
         if services.config.retention.sweep:
             tasks["sweeper"] = Sweeper(services.database, services.config.retention, services.metrics).run()
         if (seconds := watchdog_seconds()) is not None:
@@ -67,6 +68,7 @@ async def open_services(config: BrokerConfig) -> AsyncIterator[Services]:
                 accepting=Accepting(store, limiter, metrics, config),
                 limiter=limiter,
                 metrics=metrics,
+                health=Health(database, limiter, metrics, needs_redis=config.limiter.on_error == "closed"),
                 guard=Guard(networks_of(config.webhooks)),
             )
         finally:

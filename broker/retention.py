@@ -20,6 +20,7 @@ from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.metrics import Metrics
 from postroom.chassis.postgres import UNREACHABLE, Connection
+from postroom.delivery.programs import sweep_programs
 
 _log = structlog.get_logger(__name__)
 
@@ -57,6 +58,8 @@ class Sweeper:
                 return False
             try:
                 while any(await self._timed_step(connection)):
+                    pass
+                while await sweep_programs(connection, self._config.sweep_rows):
                     pass
             finally:
                 await connection.reset()  # lets the lock go, which the pool itself does not

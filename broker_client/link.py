@@ -1,4 +1,4 @@
-"""What the daemon says to its broker: accept, features, topics; and the check that an answer makes sense.
+"""What the daemon says to its broker: accept, features, topics, reports; and the check that an answer makes sense.
 
 An answer that is not JSON, or is about other ids, raises `RequestFailed` like a lost connection does
 (docs/contract/send.md#send-65).
@@ -26,6 +26,7 @@ from postroom._wire.accept import (
 from postroom._wire.administration import Subscribe, Subscription, TopicList
 from postroom._wire.ids import is_client_message_id, now_ms
 from postroom._wire.message import parse_destination
+from postroom._wire.programs import PROGRAMS, Report
 from postroom._wire.retry import read_date, read_retry_after
 from postroom.chassis.config import MASK
 from postroom.chassis.logs import clean
@@ -132,6 +133,10 @@ class BrokerLink:
     async def features(self) -> Features:
         """Ask what the broker can do and whom the token speaks for; raises `RequestFailed`."""
         return _decoded(self._succeeded(await self._request("GET", "/v1/features")), _decode_features)
+
+    async def report(self, report: Report) -> None:
+        """Tell the broker how this daemon is; raises `RequestFailed`."""
+        self._succeeded(await self._request("POST", PROGRAMS.path, _encode(report)))
 
     async def topics(self) -> TopicList:
         """List the topics of the member's mesh; raises `PostroomError`."""

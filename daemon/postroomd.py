@@ -22,6 +22,7 @@ from broker_client import BrokerLink, Relay
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
+from daemon.reports import Reports
 from ipc.peers import DestinationRule, LocalToken, Policy, TcpGuard, rotate
 from ipc.routes import routes
 from ipc.server import Server
@@ -48,6 +49,7 @@ class Postroomd:
         relay: Relay,
         receiver: Receiver | None,
         server: Server,
+        reports: Reports,
     ) -> None:
         self.config = config
         self.outbox = outbox
@@ -55,6 +57,7 @@ class Postroomd:
         self.relay = relay
         self.receiver = receiver  # None: the config names no NATS, and there is no inbox
         self.server = server
+        self.reports = reports
         self._own: list[tuple[Path, int]] = []  # the socket files, with their inodes, that are ours to remove
 
     @classmethod
@@ -114,7 +117,11 @@ class Postroomd:
                 counters=services.counters,
                 tcp_guard=guard,
             )
-            daemon = cls(config, outbox=outbox, link=link, relay=relay, receiver=receiver, server=server)
+            address = str(inherited[0].getsockname() if inherited else socket_path(config))
+            reports = Reports(services, outbox, link, relay, address=address, state=state)
+            daemon = cls(
+                config, outbox=outbox, link=link, relay=relay, receiver=receiver, server=server, reports=reports
+            )
             # serve the sockets that systemd passed in, else our own; and the TCP port where one is configured
             sockets = list(inherited)
             if not inherited:
@@ -140,6 +147,7 @@ class Postroomd:
             "pruning": self.outbox.prune_by_age(),
             "connections": self.server.sweep(),
             "watchdog": answer_watchdog(self.outbox),
+            "reports": self.reports.run(),
             "status": keep_status(self.outbox, self.relay),
         }
 

@@ -24,6 +24,48 @@ WAL_WARNING_BYTES: Final = 64 * 1024 * 1024
 FULL_WARNING: Final = 0.8  # of outbox.max_bytes
 
 
+async def health_of(services: Services) -> Health:
+    """Look whether all is well, and if not, why."""
+    counts = await services.outbox.counts()
+    missing, progress = await services.outbox.missing(), await services.outbox.comparison()
+    relay = services.relay.status()
+    reasons = []
+    if not services.outbox.healthy:
+        reasons.append("the outbox cannot be written: check the disk and the log")
+    if relay.degraded:
+        reasons.append(f"the relay makes no progress: {relay.reason}")
+    if counts.due_ms > services.late_seconds * 1000:
+        why = relay.reason or f"the relay is {relay.state}"
+        reasons.append(f"a message that is due has waited for {counts.due_ms // 1000} s: {why}")
+    if missing.rows:
+        gone = f" ({missing.without_payload} of them without their payload, which was deleted)" * bool(
+            missing.without_payload
+        )
+        reasons.append(
+            f"{missing.rows} messages that the broker had accepted are no longer in its database{gone}: "
+            "send them again with `postroom outbox resend --missing`"
+        )
+    if counts.wal_bytes > WAL_WARNING_BYTES:
+        reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
+    if counts.waiting_bytes > FULL_WARNING * services.outbox_max_bytes:
+        advice = "wait for the relay, requeue or abort dead rows, or raise outbox.max_bytes"
+        reasons.append(f"the outbox is nearly full of waiting rows: {advice}")
+    if (trouble := services.inbox.trouble()) is not None:
+        reasons.append(f"nothing arrives in the inbox: {trouble}")
+    return Health(
+        status="degraded" if reasons else "ok",
+        reasons=reasons,
+        rows=dict(counts.rows.items()),
+        relay=relay,
+        oldest_pending_at=to_datetime(counts.oldest_pending_at),
+        wal_bytes=counts.wal_bytes,
+        outbox_bytes=counts.file_bytes,
+        comparing=progress is not None and not progress.ended,
+        missing=missing.rows,
+        missing_without_payload=missing.without_payload,
+    )
+
+
 class Control:
     """The handlers of the control plane."""
 
@@ -33,45 +75,7 @@ class Control:
 
     async def health(self, _request: Request) -> web.StreamResponse:
         """Say whether all is well, and if not, why."""
-        counts = await self._services.outbox.counts()
-        missing, progress = await self._services.outbox.missing(), await self._services.outbox.comparison()
-        relay = self._services.relay.status()
-        reasons = []
-        if not self._services.outbox.healthy:
-            reasons.append("the outbox cannot be written: check the disk and the log")
-        if relay.degraded:
-            reasons.append(f"the relay makes no progress: {relay.reason}")
-        if counts.due_ms > self._services.late_seconds * 1000:
-            why = relay.reason or f"the relay is {relay.state}"
-            reasons.append(f"a message that is due has waited for {counts.due_ms // 1000} s: {why}")
-        if missing.rows:
-            gone = f" ({missing.without_payload} of them without their payload, which was deleted)" * bool(
-                missing.without_payload
-            )
-            reasons.append(
-                f"{missing.rows} messages that the broker had accepted are no longer in its database{gone}: "
-                "send them again with `postroom outbox resend --missing`"
-            )
-        if counts.wal_bytes > WAL_WARNING_BYTES:
-            reasons.append(f"the write-ahead log has {counts.wal_bytes} bytes: a reader keeps it from being emptied")
-        if counts.waiting_bytes > FULL_WARNING * self._services.outbox_max_bytes:
-            advice = "wait for the relay, requeue or abort dead rows, or raise outbox.max_bytes"
-            reasons.append(f"the outbox is nearly full of waiting rows: {advice}")
-        if (trouble := self._services.inbox.trouble()) is not None:
-            reasons.append(f"nothing arrives in the inbox: {trouble}")
-        health = Health(
-            status="degraded" if reasons else "ok",
-            reasons=reasons,
-            rows=dict(counts.rows.items()),
-            relay=relay,
-            oldest_pending_at=to_datetime(counts.oldest_pending_at),
-            wal_bytes=counts.wal_bytes,
-            outbox_bytes=counts.file_bytes,
-            comparing=progress is not None and not progress.ended,
-            missing=missing.rows,
-            missing_without_payload=missing.without_payload,
-        )
-        return json_answer(health)
+        return json_answer(await health_of(self._services))
 
     async def ready(self, _request: Request) -> web.StreamResponse:
         """Say whether a send would be accepted now; it never depends on the broker."""

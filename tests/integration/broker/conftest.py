@@ -166,7 +166,8 @@ async def postgres(broker_database: str) -> AsyncIterator[asyncpg.Connection[asy
 @pytest.fixture
 async def migrated(config: BrokerConfig, postgres: asyncpg.Connection[asyncpg.Record]) -> BrokerConfig:
     """The config of a broker on an empty, migrated database."""
-    await postgres.execute(f"TRUNCATE mesh.mesh, postroom.dropped_events, {', '.join(TABLES)} RESTART IDENTITY CASCADE")
+    emptied = ", ".join(("mesh.mesh", "postroom.dropped_events", "postroom.programs", *TABLES))
+    await postgres.execute(f"TRUNCATE {emptied} RESTART IDENTITY CASCADE")
     return config
 
 

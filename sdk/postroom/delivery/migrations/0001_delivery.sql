@@ -373,3 +373,19 @@ CREATE INDEX dead_letters_unpublished ON postroom.dead_letters (id) WHERE publis
 CREATE INDEX dead_letters_unsettled ON postroom.dead_letters (context, died_at) WHERE settled_at IS NULL;
 CREATE UNIQUE INDEX dead_letters_place ON postroom.dead_letters (stream, stream_sequence, stream_created_at)
   WHERE published_at IS NOT NULL;
+
+-- What each daemon, broker and worker last said of itself, for whoever asks how an installation is; nothing else depends on
+-- it. One address of a host is one process's: a program that was started again takes the place of the one before.
+CREATE TABLE postroom.programs (
+  kind text NOT NULL CHECK (kind IN ('daemon', 'broker', 'worker')),
+  mesh text COLLATE "C" NOT NULL CHECK ((mesh <> '') = (kind = 'daemon')),  -- '': a program of all meshes
+  name text COLLATE "C" NOT NULL,  -- of a daemon its member
+  host text COLLATE "C" NOT NULL,
+  pid bigint NOT NULL,
+  address text,
+  reported_at timestamptz NOT NULL DEFAULT now(),
+  clock_seconds double precision NOT NULL,  -- by which its clock was ahead of this one
+  report json NOT NULL,  -- as it came
+
+  PRIMARY KEY (kind, mesh, name, host, pid)
+);

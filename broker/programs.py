@@ -1,0 +1,105 @@
+"""How the programs of an installation are: what daemons report, what this broker does, and the list of them all.
+
+The rule is docs/contract/operate.md#operate-60.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from aiohttp import web
+
+from broker.authentication import PRINCIPAL, any_mesh, member_of
+from broker.database import Database
+from broker.limiter import Limiter
+from broker.metrics import Metrics
+from broker.requests import decode_body
+from postroom._wire.administration import BrokerHealth
+from postroom._wire.programs import ProgramPage, ProgramsQuery, Report
+from postroom.chassis.reporting import Reporter, keep_reporting
+from postroom.chassis.routes import decode_query, json_response
+from postroom.delivery.programs import PostgresReports, keep_report, list_programs
+
+_READY_SECONDS: Final = 2.0
+
+
+class Programs:
+    """The handlers of the routes of programs."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def report(self, request: web.Request) -> web.Response:
+        """`POST /v1/programs`: from a daemon, which is called by the member that it acts as."""
+        member, report = member_of(request), await decode_body(request, Report)
+        async with self._database.read(member.whose) as connection:
+            await keep_report(connection, "daemon", member.mesh, member.name, report)
+        return web.Response(status=204)
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/programs`: a member sees the daemons of its mesh."""
+        mesh = any_mesh(request[PRINCIPAL], decode_query(request, ProgramsQuery).mesh)
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            return json_response(ProgramPage(programs=await list_programs(connection, mesh)))
+
+
+class Health:
+    """How this broker is: looked at once for all who ask meanwhile."""
+
+    def __init__(self, database: Database, limiter: Limiter, metrics: Metrics, *, needs_redis: bool) -> None:
+        self._database = database
+        self._limiter = limiter
+        self._metrics = metrics
+        self._needs_redis = needs_redis
+        self._looking: asyncio.Task[BrokerHealth] | None = None
+
+    async def state(self) -> BrokerHealth:
+        """Say whether it can accept now, and what is wrong."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look(), name="health")
+            self._looking.add_done_callback(self._looked)
+        return await asyncio.shield(self._looking)
+
+    def reporting(self, url: str) -> Coroutine[Any, Any, None]:
+        """Return what reports the broker at `url` until it is cancelled; then it is no longer in the list."""
+        reporter = Reporter("postroom-server", url)
+        reports = PostgresReports(self._database.reading, "broker", "broker")
+
+        async def look() -> Report:
+            state, answered = await self.state(), self._metrics.messages.collect()
+            accepted = sum(
+                one.value
+                for family in answered
+                for one in family.samples
+                if one.name.endswith("_total") and one.labels["status"] == "201"
+            )
+            return reporter.report(state.reasons, status=state.status, totals={"accepted": int(accepted)})
+
+        async def run() -> None:
+            try:
+                await keep_reporting(look, reports.keep, lambda: self._limiter.degraded)
+            finally:
+                await asyncio.shield(reports.withdraw())
+
+        return run()
+
+    def _looked(self, _: object) -> None:
+        self._looking = None
+
+    async def _look(self) -> BrokerHealth:
+        if (trouble := await self._trouble_with_postgres()) is not None:
+            return BrokerHealth(status="unavailable", reasons=[trouble])
+        await self._limiter.probe()
+        reason = self._limiter.degraded
+        if reason is None:
+            return BrokerHealth(status="ok", reasons=[])
+        return BrokerHealth(status="unavailable" if self._needs_redis else "degraded", reasons=[reason])
+
+    async def _trouble_with_postgres(self) -> str | None:
+        try:
+            async with asyncio.timeout(_READY_SECONDS):
+                return await self._database.trouble()
+        except TimeoutError:
+            return "Postgres does not answer in time: the broker cannot accept messages"

@@ -1,0 +1,71 @@
+"""What programs report of themselves, in Postgres (docs/contract/operate.md#operate-60).
+
+Brokers and workers write it by themselves, daemons through a broker. It is rare, small, and may be lost.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
+
+import asyncpg
+import msgspec
+
+from postroom._wire.programs import AWAY_SECONDS, Kind, Program, Report
+from postroom._wire.sql import load_queries
+from postroom.chassis.postgres import UNREACHABLE, Connection, Pool
+
+_QUERIES: Final = load_queries(__package__, "programs.sql")
+_AWAY: Final = timedelta(seconds=AWAY_SECONDS)
+_KEPT: Final = timedelta(days=7)  # after the last report
+_LISTED: Final = 5000
+
+
+async def keep_report(connection: Connection | Pool, kind: Kind, mesh: str, name: str, report: Report) -> None:
+    """Keep a program's report in the place of its last one."""
+    said = msgspec.json.encode(report).decode()
+    process = kind, mesh, name, report.host, report.pid, report.address
+    await connection.execute(_QUERIES["keep_report"], *process, report.at, said, _AWAY)
+
+
+class PostgresReports:
+    """The reports of a process that has Postgres: `keep` them, and `withdraw` what was said when it stops."""
+
+    def __init__(self, pool: Pool, kind: Kind, name: str) -> None:
+        self._pool = pool
+        self._kind = kind
+        self._name = name[:255]
+        self._last: Report | None = None
+
+    async def keep(self, report: Report) -> None:
+        """Write it; Postgres away is no trouble of the process that reports."""
+        with suppress(*UNREACHABLE, asyncpg.PostgresError):
+            await keep_report(self._pool, self._kind, "", self._name, report)
+            self._last = report
+
+    async def withdraw(self) -> None:
+        """Forget the process, which stops as it was asked to, and is not missed."""
+        if self._last is not None:
+            with suppress(*UNREACHABLE, asyncpg.PostgresError):
+                process = self._kind, self._name, self._last.host, self._last.pid
+                await self._pool.execute(_QUERIES["withdraw_report"], *process)
+
+
+async def list_programs(connection: Connection, mesh: str | None) -> list[Program]:
+    """Return the programs of a mesh, or all of all."""
+    found = []
+    for row in await connection.fetch(_QUERIES["list_programs"], mesh, _AWAY, _LISTED):
+        said = msgspec.json.decode(row["report"])
+        found.append(msgspec.convert({**said, **dict(row)}, Program))
+    return found
+
+
+async def forget_daemons(connection: Connection, mesh: str, member: str | None = None) -> None:
+    """Forget the daemons of a mesh, or of a member of it, that is no more."""
+    await connection.execute(_QUERIES["forget_daemons"], mesh, member)
+
+
+async def sweep_programs(connection: Connection, rows: int) -> int:
+    """Forget up to `rows` programs that have been silent for a week; return how many those were."""
+    return int(await connection.fetchval(_QUERIES["sweep_programs"], rows, _KEPT))

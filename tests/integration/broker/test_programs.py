@@ -1,0 +1,147 @@
+"""What programs report: who is listed for whom, what takes whose place, what is away, and what is forgotten."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from support.waiting import until_so
+
+from broker.retention import Sweeper
+
+PATH = "/v1/programs"
+
+
+def report(**fields: Any) -> dict[str, Any]:
+    """What a daemon says that is well."""
+    now = datetime.now(UTC).isoformat()
+    said = {
+        "host": "red",
+        "pid": 1,
+        "version": "1.0",
+        "started_at": now,
+        "at": now,
+        "status": "ok",
+        "address": "/run/d",
+    }
+    return said | fields
+
+
+async def names(caller: Any, **query: str) -> list[tuple[Any, ...]]:
+    answer = await caller.get(PATH, **query)
+    assert answer.status == 200, answer.body
+    return [(one.get("mesh"), one["name"], one["host"], one["pid"]) for one in answer.body["programs"]]
+
+
+async def test_a_daemon_is_listed_as_the_member_that_its_token_says(broker: Any) -> None:
+    said = report(
+        waiting=3, dead=1, relay="paused", disk_free=5, totals={"queued": 9}, reasons=["so"], status="degraded"
+    )
+    assert (await broker.member("alice").post(PATH, said)).status == 204
+
+    (listed,) = (await broker.admin.get(PATH)).body["programs"]
+    kept = {name: value for name, value in listed.items() if name in said and name not in ("at", "started_at")}
+    assert kept == {name: value for name, value in said.items() if name not in ("at", "started_at")}
+    assert (listed["kind"], listed["mesh"], listed["name"]) == ("daemon", "demo", "alice")
+    assert "away" not in listed
+    assert abs(listed["clock_seconds"]) < 30
+
+
+async def test_members_see_the_daemons_of_their_mesh_alone(broker: Any) -> None:
+    await broker.add_mesh("other", {"oscar": "member"})
+    await broker.member("alice").post(PATH, report())
+    await broker.member("oscar", "other").post(PATH, report())
+
+    demo, other = ("demo", "alice", "red", 1), ("other", "oscar", "red", 1)
+    assert await names(broker.admin) == [demo, other]
+    assert await names(broker.admin, mesh="other") == [other]
+    assert await names(broker.member("bob")) == [demo]
+    assert (await broker.member("bob").get(PATH, mesh="other")).status == 403
+    assert (await broker.admin.post(PATH, report())).status == 403
+
+
+async def test_a_program_that_was_started_again_takes_its_own_place_and_no_others(broker: Any, postgres: Any) -> None:
+    alice = broker.member("alice")
+    for host, pid, address in (("red", 1, "/a"), ("red", 2, "/b"), ("blue", 1, "/a"), ("red", 3, "/a")):
+        assert (await alice.post(PATH, report(host=host, pid=pid, address=address))).status == 204
+    assert [name[2:] for name in await names(broker.admin)] == [("blue", 1), ("red", 2), ("red", 3)]
+
+    await postgres.execute("UPDATE postroom.programs SET reported_at = now() - interval '31 s'")
+    await alice.post(PATH, report(pid=4, address="/c"))
+    assert [name[2:] for name in await names(broker.admin)] == [("blue", 1), ("red", 4)]
+
+
+async def test_what_has_not_reported_for_three_intervals_is_away(broker: Any, postgres: Any) -> None:
+    await broker.member("alice").post(PATH, report())
+    await broker.member("bob").post(PATH, report())
+    await postgres.execute("UPDATE postroom.programs SET reported_at = now() - interval '31 s' WHERE name = 'bob'")
+
+    listed = (await broker.admin.get(PATH)).body["programs"]
+    assert [(one["name"], one.get("away", False)) for one in listed] == [("alice", False), ("bob", True)]
+
+
+async def test_a_clock_is_held_against_the_databases(broker: Any) -> None:
+    ahead = datetime.now(UTC) + timedelta(hours=2)
+    await broker.member("alice").post(PATH, report(at=ahead.isoformat()))
+    (listed,) = (await broker.admin.get(PATH)).body["programs"]
+    assert listed["clock_seconds"] == pytest.approx(7200, abs=60)
+
+
+async def test_a_member_cannot_fill_the_table(broker: Any) -> None:
+    alice = broker.member("alice")
+    for pid in range(105):
+        await alice.post(PATH, report(pid=pid, host=f"h{pid}"))
+    assert len(await names(broker.admin)) <= 101
+    assert ("demo", "alice", "h104", 104) in await names(broker.admin)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"host": "a\0b"},
+        {"host": "x" * 300},
+        {"pid": -1},
+        {"status": "fine"},
+        {"reasons": ["x"] * 21},
+        {"at": "2026-01-01T00:00:00"},
+    ],
+)
+async def test_a_report_that_is_none_is_refused(broker: Any, fields: dict[str, Any]) -> None:
+    assert (await broker.member("alice").post(PATH, report(**fields))).status == 400
+    assert await names(broker.admin) == []
+
+
+async def test_texts_come_back_as_they_were_said(broker: Any) -> None:
+    await broker.member("alice").post(PATH, report(reasons=["a\0b ' \" \\ é 🦀"], status="degraded"))
+    (listed,) = (await broker.admin.get(PATH)).body["programs"]
+    assert listed["reasons"] == ["a\0b ' \" \\ é 🦀"]
+
+
+async def test_the_daemons_of_a_member_that_is_revoked_are_forgotten(broker: Any) -> None:
+    for name in ("alice", "bob"):
+        await broker.member(name).post(PATH, report())
+    assert (await broker.admin.delete("/v1/members/demo/alice")).status == 204
+    assert [name[1] for name in await names(broker.admin)] == ["bob"]
+
+
+async def test_the_sweep_forgets_what_has_been_away_for_a_week(broker: Any, postgres: Any) -> None:
+    for name in ("alice", "bob"):
+        await broker.member(name).post(PATH, report())
+    await postgres.execute("UPDATE postroom.programs SET reported_at = now() - interval '8 days' WHERE name = 'bob'")
+    services = broker.services
+    assert await Sweeper(services.database, services.config.retention, services.metrics).sweep()
+    assert [name[1] for name in await names(broker.admin)] == ["alice"]
+
+
+async def test_a_broker_reports_itself_until_it_is_stopped(broker: Any, broker_process: Any) -> None:
+
+    async def reports() -> bool:
+        return bool(await names(broker.admin))
+
+    await until_so(reports)
+    (one,) = (await broker.admin.get(PATH)).body["programs"]
+    assert (one["kind"], one["status"], one["address"]) == ("broker", "ok", broker_process.url)
+    assert one["totals"] == {"accepted": 0}
+    assert broker_process.terminate() == 0
+    assert await names(broker.admin) == []
