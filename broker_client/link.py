@@ -64,6 +64,11 @@ class BrokerLink:
         """Close every connection; safe to call twice."""
         await self._channel.close()
 
+    @property
+    def address(self) -> str:
+        """Where requests go."""
+        return self._channel.base
+
     def identity(self) -> int:
         """Return a number that changes whenever the token does, since it may then be another member's.
 

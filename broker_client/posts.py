@@ -24,7 +24,7 @@ from broker_client.channel import Failure, RequestFailed
 from broker_client.link import BrokerLink
 from broker_client.pace import Availability
 from broker_client.settings import RelaySettings
-from outbox import ClaimedRow, Outbox, Settlement, Verdict
+from outbox import ClaimedRow, Outbox, Post, Settlement, Verdict
 from postroom._wire.accept import AcceptAnswer
 from postroom._wire.retry import clamp_retry_after
 from postroom.chassis.logs import clean
@@ -139,17 +139,18 @@ class Posting:
             result, outcomes, settlements = error.failure.value, *self._failed(batch, error, pauses)
         else:
             result, outcomes, settlements = "answered", *self._answered(batch, answers, pauses)
-        self.counters.batch(result, outcomes, (self._clock() - started) / 1000)
-        await self.settle(settlements)
+        took = self._clock() - started
+        self.counters.batch(result, outcomes, took / 1000)
+        await self.settle(settlements, Post(started, took, self._link.address))
 
-    async def settle(self, settlements: Sequence[Settlement]) -> None:
+    async def settle(self, settlements: Sequence[Settlement], post: Post | None = None) -> None:
         """Store the settlements in one transaction; while the disk is full, try again until it is not.
 
         An outbox that has stopped takes nothing more: the rows stay `inflight`, and the next start puts them back.
         """
         while True:
             try:
-                await self._outbox.settle(settlements)
+                await self._outbox.settle(settlements, post)
             except PostroomError as error:
                 if error.code in OUTBOX_STOPPED:
                     return

@@ -393,6 +393,12 @@ def show_chain(chain: RowChain) -> None:
     if others:
         line("")
         tree(_in_chain(first, row.id), (_in_chain(other, row.id) for other in others))
+    if chain.failed_posts:
+        line("")
+        table(
+            ("POSTED", "SECONDS", "BROKER", "TIMES", "SINCE", "ANSWER", "ROW"),
+            ((p.at, p.seconds, p.broker, p.times, p.since, p.code, p.row_id) for p in chain.failed_posts),
+        )
     if chain.log:
         line("")
         table(

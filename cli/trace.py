@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 app = noun()
 
 _COLOURS: Final = {"running": "cyan", "waiting": "yellow", "dead": "red", "ended": "bright_black"}
+_NAMED: Final = {
+    "client_message_id": "as {}",
+    "sender": "from {}",
+    "to": "to {}",
+    "state": "is {}",
+    "broker": "at {}",
+    "seconds": "in {} s",
+    "since": "since {}",
+}
 _LOOK_SECONDS: Final = 1.0  # between two looks with --follow
 
 
@@ -128,8 +137,7 @@ def _said(step: Step) -> Iterator[str]:
         yield f"{step.attempt} attempts"
     if step.by is not None:
         yield f"by {step.by}"
-    names = (("client_message_id", "as"), ("sender", "from"), ("to", "to"), ("state", "is"))
-    yield from (f"{word} {step.ids[name]}" for name, word in names if name in step.ids)
+    yield from (words.format(step.ids[name]) for name, words in _NAMED.items() if step.ids.get(name))
     if step.reason is not None:
         yield step.reason
 

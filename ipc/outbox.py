@@ -30,7 +30,7 @@ from postroom._wire.operations import (
     ResendResult,
     Verb,
 )
-from postroom._wire.sends import OutboxRow, RelayStatus, RowChain, RowStatus
+from postroom._wire.sends import FailedPosts, OutboxRow, RelayStatus, RowChain, RowStatus
 from postroom._wire.trace import NAME, Outcome, Step, TraceQuery, Wait, compose
 from postroom.chassis.routes import NDJSON, Handler, decode_query
 from postroom.errors import InvalidMessage, NotFound
@@ -225,7 +225,7 @@ def _filter(query: ListQuery) -> RowFilter:
 
 
 def steps_of(chain: RowChain, place: str) -> list[Step]:
-    """Tell of a row and of those before and after it: when each was kept, how often posted, and what operators did."""
+    """Tell of a row and of those before and after it: when each was kept, each post, and what operators did."""
     steps: list[Step] = []
     successors: dict[str, str] = {}  # the step that each row follows from
     for row in chain.chain:
@@ -240,8 +240,13 @@ def steps_of(chain: RowChain, place: str) -> list[Step]:
             ids={NAME: row.client_message_id, "to": row.destination, "submitted_by": row.submitted_by or ""},
         )
         steps.append(kept)
+        failed = [posts for posts in chain.failed_posts if posts.row_id == row.id]
         if row.status == "inflight" or row.attempts or row.delivered_at or row.last_error:
             code = (row.last_error or "").partition(":")[0]
+            # of what failed last, the row itself says more
+            latest = (
+                failed.pop() if failed and row.status not in ("done", "inflight") and failed[-1].code == code else None
+            )
             phase = _PHASES.get(code, "B1" if code.startswith("invalid_") else None)
             reason = row.last_error if phase is None else f"refused in {phase}: {row.last_error}"
             if row.status == "done":
@@ -255,12 +260,28 @@ def steps_of(chain: RowChain, place: str) -> list[Step]:
                     thing=row.client_message_id,
                     outcome=kept.outcome,
                     parent=kept.id,
-                    at=row.delivered_at or row.unanswered_at,
+                    at=row.delivered_at or (latest.at if latest else row.unanswered_at),
                     place=place,
                     attempt=row.attempts,
                     reason=reason,
+                    ids=_post_ids(latest),
                 )
             )
+        steps += [
+            Step(
+                id=f"tried:{row.id} {number}",
+                what="tried",
+                thing=row.client_message_id,
+                outcome="ended",
+                parent=kept.id,
+                at=posts.at,
+                place=place,
+                attempt=posts.times,
+                reason=posts.code,
+                ids=_post_ids(posts),
+            )
+            for number, posts in enumerate(failed)
+        ]
         for number, act in enumerate(act for act in chain.log if act.row_id == row.id):
             step = Step(
                 id=f"act:{row.id} {number}",
@@ -277,6 +298,14 @@ def steps_of(chain: RowChain, place: str) -> list[Step]:
             if act.verb == "requeue" and row.superseded_by is not None:
                 successors[row.superseded_by] = step.id
     return steps
+
+
+def _post_ids(posts: FailedPosts | None) -> dict[str, str]:
+    """Name where posts went, how long the last took, and when they began where they are several."""
+    if posts is None:
+        return {}
+    since = {"since": f"{posts.since:%Y-%m-%d %H:%M:%S}Z"} if posts.times > 1 else {}
+    return {"broker": posts.broker, "seconds": f"{posts.seconds:g}", **since}
 
 
 def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:

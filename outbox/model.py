@@ -155,6 +155,14 @@ class Settlement(NamedTuple):
     answered: bool | None = None
 
 
+class Post(NamedTuple):
+    """One request to a broker that rows were sent in."""
+
+    at: int  # when it began, in ms since the epoch
+    took: int  # ms
+    broker: str  # its address
+
+
 class Unanswered(NamedTuple):
     """A row that the broker was sent and did not answer for: it may have been accepted."""
 

@@ -20,6 +20,7 @@ from outbox.model import (
     Comparison,
     DoneRow,
     OutboxSettings,
+    Post,
     RowFilter,
     Settlement,
     Verdict,
@@ -218,9 +219,12 @@ class Outbox(reading.Reader):
             self._work.set()
         return result
 
-    async def settle(self, settlements: Sequence[Settlement]) -> int:
-        """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed."""
-        settled = await self._store.submit(relaying.Settle(settlements, self._walked))
+    async def settle(self, settlements: Sequence[Settlement], post: Post | None = None) -> int:
+        """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed.
+
+        What they are the answers to is `post`, which is kept with the rows that were not accepted.
+        """
+        settled = await self._store.submit(relaying.Settle(settlements, self._walked, post))
         self._watchers.settled(s.row_id for s in settlements if s.verdict is not Verdict.RETRY)
         if any(s.verdict is Verdict.RETRY for s in settlements):
             self._work.set()

@@ -28,7 +28,7 @@ from outbox.model import (
 from outbox.relaying import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
 from postroom._wire.message import Priority
-from postroom._wire.sends import OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
+from postroom._wire.sends import FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
 from postroom.chassis.store import Store
@@ -110,10 +110,28 @@ class _LogLine(NamedTuple):
         return OperatorAction(**{**self._asdict(), "at": datetime.fromtimestamp(self.at / 1000, UTC)})
 
 
+class _FailedPosts(NamedTuple):
+    """What outbox_failed_posts has of posts that failed alike, in its order."""
+
+    at: int
+    took: int
+    code: str
+    broker: str
+    since: int
+    times: int
+
+    def view(self, row_id: str) -> FailedPosts:
+        values: dict[str, Any] = self._asdict()
+        for name in ("at", "since"):
+            values[name] = to_datetime(values[name])
+        return FailedPosts(row_id=row_id, seconds=values.pop("took") / 1000, **values)
+
+
 _decode_row: Final = msgspec.json.Decoder(StoredRow).decode
 _decode_rows: Final = msgspec.json.Decoder(list[StoredRow]).decode
 _decode_page: Final = msgspec.json.Decoder(list[tuple[int, StoredRow]]).decode
 _decode_log: Final = msgspec.json.Decoder(list[_LogLine]).decode
+_decode_posts: Final = msgspec.json.Decoder(list[tuple[str, _FailedPosts]]).decode
 _decode_ids: Final = msgspec.json.Decoder(list[str]).decode
 _decode_seqs: Final = msgspec.json.Decoder(list[int]).decode
 _encode: Final = msgspec.json.Encoder().encode
@@ -175,7 +193,8 @@ class Reader:
                 chain.append(_stored(db, seq))
             ids = _encode([link.id for link in chain]).decode()
             log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
-            return RowChain(row=row, chain=chain, log=log)
+            failed = [posts.view(row_id) for row_id, posts in _decode_posts(_value(db, "failed_posts", (ids,)))]
+            return RowChain(row=row, chain=chain, log=log, failed_posts=failed)
 
         return await self._read(read)
 

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from outbox.model import DUE, LANES, ClaimedRow, Settlement, Verdict
+from outbox.model import DUE, LANES, ClaimedRow, Post, Settlement, Verdict
 from outbox.transaction import Transaction
 from postroom._wire.sql import load_queries
 
@@ -140,6 +140,7 @@ class Settle(NamedTuple):
 
     settlements: Sequence[Settlement]
     walked: WalkedPast
+    post: Post | None = None  # that they are the answers to
 
     @property
     def rows(self) -> int:
@@ -161,6 +162,10 @@ class Settle(NamedTuple):
         ]
         if retry:
             self.walked.forget()
+        if self.post is not None and (failed := [s for s in self.settlements if s.verdict is not Verdict.DONE]):
+            answers = [(s.row_id, (s.last_error or "").partition(":")[0]) for s in failed]
+            noted = {**self.post._asdict(), "answers": _encode(answers).decode()}
+            transaction.execute(_QUERIES["note_failed_posts"], noted)
         settled = 0
         for verdict, query, rows in (
             (Verdict.DONE, "settle_done", done),
@@ -210,6 +215,8 @@ class Expire(NamedTuple):
 
 def reclaim(transaction: Transaction) -> None:
     """Make what was inflight at a start pending again, with one attempt more (docs/contract/send.md#send-76)."""
+    noted = {**Post(transaction.now, 0, "")._asdict(), "answers": transaction.value(_QUERIES["interrupted"])}
+    transaction.execute(_QUERIES["note_failed_posts"], noted)
     changed = transaction.execute(_QUERIES["reclaim"], {"now": transaction.now})
     transaction.changed("inflight", "pending", changed)
 

@@ -198,6 +198,15 @@ CREATE TABLE outbox_missing (
     seq INTEGER PRIMARY KEY
 );
 
+-- The last posts of a row that the broker did not accept, as a JSON array, the oldest first: when it began, how many ms
+-- it took, the code of the answer or of the failure, and the broker's address. Posts that failed alike one after another
+-- are one entry, with the time of the first and their number, so that a busy broker costs a row no more than a few bytes.
+-- At most 20 entries; a row that is accepted at its first post has none, and what they take goes when the row moves.
+CREATE TABLE outbox_failed_posts (
+    seq   INTEGER PRIMARY KEY,
+    posts TEXT    NOT NULL
+);
+
 -- Who did what to which row, when and why.
 CREATE TABLE operator_log (
     seq    INTEGER PRIMARY KEY,

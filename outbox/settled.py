@@ -118,6 +118,7 @@ class Prune(NamedTuple):
         seqs = (_encode([row.seq for row in rows]).decode(),)
         transaction.execute(QUERIES["leave"], seqs)
         transaction.execute(QUERIES["leave_payloads"], seqs)
+        transaction.execute(QUERIES["leave_failed_posts"], seqs)
         transaction.moved(len(rows), sum(row.payload_bytes for row in rows), sum(row.room for row in rows))
         newest, newest_moved = transaction.db.execute(QUERIES["newest"]).fetchone()
         transaction.next_seq = newest_moved + 1 if newest_moved > newest else None

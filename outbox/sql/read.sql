@@ -29,6 +29,13 @@ ORDER BY seq;
 -- The row that this one superseded.
 SELECT seq FROM outbox WHERE superseded_by = :id UNION ALL SELECT seq FROM outbox_settled WHERE superseded_by = :seq;
 
+-- name: failed_posts
+-- The posts of these rows that the broker did not accept: [[id, [at, ms it took, code, broker, since, times]], …], a row's
+-- oldest first.
+SELECT json_group_array(json_array(outbox.id, json(post.value)))
+FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_failed_posts USING (seq)
+CROSS JOIN json_each(posts) AS post;
+
 -- name: log
 -- What operators did to these rows, oldest first.
 SELECT json_group_array(json_array(at, verb, actor, reason, row_id, detail))

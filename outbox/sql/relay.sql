@@ -65,6 +65,23 @@ CROSS JOIN outbox_payload ON outbox_payload.seq = chosen.value;
 SELECT coalesce(sum(room), 0) FROM outbox
 WHERE id IN (SELECT json_extract(value, '$[0]') FROM json_each(:settlements)) AND status = 'inflight';
 
+-- name: note_failed_posts
+-- Add a failed post to those of each row that is inflight: [[id, code], …].
+INSERT INTO outbox_failed_posts (seq, posts)
+SELECT seq, json_array(json_array(:at, :took, answer.value ->> 1, :broker, :at, 1))
+FROM json_each(:answers) AS answer CROSS JOIN outbox ON outbox.id = answer.value ->> 0
+WHERE status = 'inflight'
+ON CONFLICT (seq) DO UPDATE SET posts = CASE
+    WHEN posts ->> '$[#-1][2]' = excluded.posts ->> '$[0][2]' AND posts ->> '$[#-1][3]' = :broker
+    THEN json_set(posts, '$[#-1][0]', :at, '$[#-1][1]', :took, '$[#-1][5]', (posts ->> '$[#-1][5]') + 1)
+    ELSE json_insert(iif(json_array_length(posts) < 20, posts, json_remove(posts, '$[0]')),
+                     '$[#]', json(excluded.posts -> 0)) END;
+
+-- name: interrupted
+-- What a crash left inflight, as `note_failed_posts` takes it.
+SELECT json_group_array(json_array(id, 'interrupted')) FROM outbox
+WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
+
 -- name: settle_done
 -- The broker has them: [[id, broker_message_id, history_id, 1 where it had them before], …].
 UPDATE outbox

@@ -51,6 +51,10 @@ DELETE FROM outbox WHERE seq IN (SELECT value FROM json_each(?));
 -- The same with their payloads.
 DELETE FROM outbox_payload WHERE seq IN (SELECT value FROM json_each(?));
 
+-- name: leave_failed_posts
+-- The same with what is known of their failed posts.
+DELETE FROM outbox_failed_posts WHERE seq IN (SELECT value FROM json_each(?));
+
 -- name: newest
 -- The newest row of the outbox, and the newest that was moved.
 SELECT coalesce((SELECT max(seq) FROM outbox), 0), coalesce((SELECT max(seq) FROM outbox_settled), 0);

@@ -90,12 +90,31 @@ class OperatorAction(msgspec.Struct, kw_only=True, omit_defaults=True):
     detail: str | None = None
 
 
+class FailedPosts(msgspec.Struct, kw_only=True):
+    """Posts of a row, one after another, that the broker did not accept: `code` says why, as `last_error` begins.
+
+    `interrupted` is one whose answer a crash of the daemon lost, found at the start after it.
+    """
+
+    row_id: str
+    at: datetime  # when the last of them began
+    seconds: float  # that it took
+    code: str
+    broker: str  # its address; "" where that is not known
+    since: datetime  # when the first of them began
+    times: int
+
+
 class RowChain(msgspec.Struct, kw_only=True):
-    """A row with all its predecessors and successors (`superseded_by`), oldest first, and what operators did."""
+    """A row with all its predecessors and successors (`superseded_by`), oldest first, and what operators did.
+
+    `failed_posts` is empty for a row that was accepted at its first post, or whose payload is deleted.
+    """
 
     row: OutboxRow
     chain: list[OutboxRow]
     log: list[OperatorAction]
+    failed_posts: list[FailedPosts] = []
 
 
 class OutboxPage(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -18,7 +18,10 @@ from postroom._wire.ids import is_client_message_id
 from postroom.errors import NotFound, PostroomError, Problem
 
 Outcome = Literal["done", "running", "waiting", "dead", "ended"]
-"""What came of a step: `waiting` goes on, by itself or with help; `dead` does not; `ended` it was by an operator."""
+"""What came of a step.
+
+`waiting` goes on, by itself or with help; `dead` does not; `ended` it was by an operator, or by another attempt.
+"""
 
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _MOST: Final = 20  # ids that one is asked for because the other knows them

@@ -114,6 +114,17 @@ async def test_each_message_of_a_batch_is_settled_by_its_own_answer(scripted_bro
     }
     assert rows["gone"].last_error == "topic_not_found: no"
     assert [rows[one].attempts for one in ("fine", "limited", "failed")] == [1, 2, 2]
+    posts = {one: (await here.outbox.inspect(one)).failed_posts for one in ids}
+    assert {one: [each.code for each in posts[one]] for one in ids} == {
+        "fine": [],
+        "conflict": ["idempotency_key_reused"],
+        "gone": ["topic_not_found"],
+        "large": ["payload_too_large"],
+        "limited": ["rate_limited"],
+        "failed": ["database_down"],
+        "twice": [],
+    }
+    assert {each.broker for found in posts.values() for each in found} == {scripted_broker.url}
 
 
 async def test_an_exhausted_limit_is_not_hammered_with_the_whole_backlog(scripted_broker, station, answers):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outbox.model import Settlement, Verdict
+from outbox.model import Post, Settlement, Verdict
 from postroom._wire.sends import RelayStatus
 
 TO = {"to": "topic:orders", "body": "x"}
@@ -55,6 +55,31 @@ async def test_what_was_not_answered_may_have_been_accepted(room: Any) -> None:
     steps, (wait,) = await told(room, "k")
     assert "may have accepted it" in steps["posted"]["reason"]
     assert wait["help"] == f"postroom outbox flush {steps['kept']['thing']}"
+
+
+async def test_every_post_is_told_with_its_answer_its_broker_and_its_time(room: Any) -> None:
+    assert (await room.send(TO, idempotency_key="k")).status == 202
+    (row,) = await room.outbox.claim()
+    for number, code in enumerate(("broker_unreachable", "rate_limited", "rate_limited")):
+        settlement = Settlement(row.row_id, Verdict.RETRY, last_error=f"{code}: later", answered=True)
+        await room.outbox.settle([settlement], Post(number * 1000, 20, "https://broker"))
+        story = (await room.request("GET", "/v1/trace/k")).json
+        last = {step["what"]: step for step in story["steps"]}["posted"]
+        assert (last["outcome"], last["ids"]["broker"], last["ids"]["seconds"]) == ("waiting", "https://broker", "0.02")
+        await room.outbox.claim()
+    tried = [step for step in story["steps"] if step["what"] == "tried"]
+    assert [(step["reason"], step["attempt"], step["outcome"]) for step in tried] == [
+        ("broker_unreachable", 1, "ended")
+    ]
+    assert last["at"] == "1970-01-01T00:00:02Z"
+    await room.outbox.settle([Settlement(row.row_id, Verdict.DONE, broker_message_id="m", history_id=1)])
+    story = (await room.request("GET", "/v1/trace/k")).json
+    posts = [(step["what"], step["outcome"], step.get("reason"), step.get("attempt")) for step in story["steps"][1:]]
+    assert posts == [
+        ("tried", "ended", "broker_unreachable", 1),
+        ("tried", "ended", "rate_limited", 2),
+        ("posted", "done", None, 4),
+    ]
 
 
 async def test_what_is_too_old_has_expired(room: Any) -> None:

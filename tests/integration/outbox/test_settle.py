@@ -1,11 +1,12 @@
 """What the broker's answers make of rows, and what becomes of rows that are too old."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
-from support.outboxes import START, WHY, Clock, accepted, dead, done, retry, row_in, send
+from support.outboxes import START, WHY, Clock, accepted, dead, done, opened, retry, row_in, send
 
-from outbox import Outbox, Settlement
+from outbox import Outbox, Post, Settlement
 from postroom._wire.sends import OutboxRow
 
 
@@ -87,6 +88,67 @@ async def test_only_an_inflight_row_is_settled(outbox: Outbox, status: str, answ
     settlement: Settlement = answer(row_id)  # type: ignore[operator]
     assert await outbox.settle([settlement, done("no such row")]) == 0
     assert await found(outbox) == before
+
+
+async def test_failed_posts_are_kept_and_those_that_failed_alike_are_one_entry(outbox: Outbox, clock: Clock) -> None:
+    row_id = await row_in(outbox, "inflight")
+    for code, broker in [("busy", "a"), ("busy", "a"), ("busy", "b"), ("gone", "b"), ("busy", "b")]:
+        settlement = retry(row_id)._replace(last_error=f"{code}: not now")
+        await outbox.settle([settlement], Post(clock.now, 250, f"https://{broker}"))
+        clock.forward(1)
+        await outbox.claim()
+    await outbox.settle([done(row_id)], Post(clock.now, 3, "https://b"))
+    found = [
+        (
+            posts.code,
+            posts.broker,
+            posts.times,
+            posts.since.timestamp() - START / 1000,
+            posts.at.timestamp() - START / 1000,
+        )
+        for posts in (await outbox.inspect(row_id)).failed_posts
+    ]
+    assert found == [
+        ("busy", "https://a", 2, 0, 1),
+        ("busy", "https://b", 1, 2, 2),
+        ("gone", "https://b", 1, 3, 3),
+        ("busy", "https://b", 1, 4, 4),
+    ]
+    assert (await outbox.inspect(row_id)).failed_posts[0].seconds == 0.25
+
+
+async def test_of_failed_posts_the_last_twenty_kinds_are_kept_until_the_row_moves(
+    outbox: Outbox, clock: Clock, database: Path
+) -> None:
+    row_id = await row_in(outbox, "inflight")
+    for number in range(25):
+        settlement = retry(row_id)._replace(last_error=f"busy_{number}: not now")
+        await outbox.settle([settlement], Post(clock.now, 1, "https://a"))
+        await outbox.claim()
+    await outbox.settle([done(row_id)])
+    codes = [posts.code for posts in (await outbox.inspect(row_id)).failed_posts]
+    assert codes == [f"busy_{number}" for number in range(5, 25)]
+    await row_in(outbox, "pending", "id-2")
+    await outbox.prune(clock.now + 1, **WHY)
+    assert (await outbox.inspect(row_id)).failed_posts == []
+    with opened(database) as db:
+        assert db.execute("SELECT count(*) FROM outbox_failed_posts").fetchone() == (0,)
+
+
+async def test_a_row_that_is_accepted_at_its_first_post_costs_nothing_more(outbox: Outbox, clock: Clock) -> None:
+    row_id = await row_in(outbox, "inflight")
+    statements: list[str] = []
+    await outbox._store.run(lambda db: db.set_trace_callback(statements.append))
+    await outbox.settle([done(row_id)], Post(clock.now, 3, "https://a"))
+    await outbox._store.run(lambda db: db.set_trace_callback(None))
+    assert any("broker_message_id" in each for each in statements)
+    assert [each for each in statements if "failed_posts" in each or "unreported" in each] == []
+
+
+async def test_what_is_not_inflight_any_more_gets_no_failed_post(outbox: Outbox, clock: Clock) -> None:
+    row_id = await row_in(outbox, "dead")
+    await outbox.settle([retry(row_id)], Post(clock.now, 1, "https://a"))
+    assert (await outbox.inspect(row_id)).failed_posts == []
 
 
 async def test_waiting_for_a_send_ends_when_it_settles(outbox: Outbox) -> None:

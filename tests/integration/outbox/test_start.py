@@ -48,6 +48,8 @@ async def test_inflight_rows_go_back_with_one_attempt_more(
     again = await open_outbox()
     assert (await again.counts()).rows == {"pending": 2, "inflight": 0, "done": 1, "dead": 0, "aborted": 0}
     assert [(row.client_message_id, row.attempts) for row in await again.claim()] == [("a", 1), ("b", 1)]
+    posts = {name: (await again.inspect(name)).failed_posts for name in "abc"}
+    assert [[(each.code, each.broker) for each in posts[name]] for name in "abc"] == [*[[("interrupted", "")]] * 2, []]
     await again.close()
 
 
