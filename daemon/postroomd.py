@@ -23,7 +23,8 @@ from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
 from daemon.reports import Reports
-from ipc.peers import DestinationRule, LocalToken, Policy, TcpGuard, rotate
+from ipc.accept_table import DestinationRule
+from ipc.peers import LocalToken, Policy, TcpGuard, rotate
 from ipc.routes import routes
 from ipc.server import Server
 from ipc.services import Counters, NoInbox, Services

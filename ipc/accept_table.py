@@ -1,18 +1,21 @@
 """The accept table (docs/contract/send.md#send-37): what a send is answered, by its id's row and its content.
 
-The single and the batch route answer from here. Nothing here writes: the outbox has looked, and inserted where there
-was no row. To a caller of another uid every cell says the same, and nothing about the row
-(docs/contract/send.md#send-40).
+The single and the batch route answer from here: `DestinationRule` hands in what the config allows
+(docs/contract/send.md#send-19), and `answer` says what the row means that the outbox found, or inserted where there was
+none. To a caller of another uid every cell says the same, and nothing about the row (docs/contract/send.md#send-40).
 """
 
+from collections.abc import Awaitable, Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from outbox import AcceptedRow, Caller
+from outbox import AcceptedRow, Caller, Outbox
 from postroom._wire.fingerprint import prefix
 from postroom._wire.message import PreparedSend
 from postroom._wire.sends import RowStatus, SendResult
-from postroom.errors import Conflict, PostroomError
+from postroom.errors import Conflict, NotPermitted, PostroomError
 
 
 class Kept(NamedTuple):
@@ -93,3 +96,46 @@ def answer(row: AcceptedRow, send: PreparedSend, caller: Caller) -> Answered | P
         result.broker_message_id = row.broker_message_id
         result.history_id = row.history_id
     return Answered(cell.http_status, result, True)
+
+
+class DestinationRule:
+    """Allows what matches one of its shell patterns, such as `topic:orders*`; without patterns everything."""
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        self._patterns = tuple(patterns)
+        self._matches = lru_cache(maxsize=1024)(lambda to: any(fnmatchcase(to, each) for each in self._patterns))
+
+    def check(self, destination: str) -> None:
+        """Raise `NotPermitted` (403) for a destination that the config does not allow."""
+        if not self.allows(destination):
+            raise _refusal(destination)
+
+    def accept(
+        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
+    ) -> Awaitable[list[AcceptedRow | PostroomError]]:
+        """Accept the sends that the config allows; one that is on disk already is answered, whatever it allows now.
+
+        The others have their refusal (403) in their place.
+        """
+        return self._accept_allowed(outbox, sends, caller) if self._patterns else outbox.accept(sends, caller)
+
+    async def _accept_allowed(
+        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
+    ) -> list[AcceptedRow | PostroomError]:
+        allowed = [send for send in sends if self.allows(send.destination)]
+        others = [send for send in sends if not self.allows(send.destination)]
+        accepted = iter(await outbox.accept(allowed, caller) if allowed else ())
+        known = iter(await outbox.known(others, caller) if others else ())
+        return [
+            next(accepted) if self.allows(send.destination) else next(known) or _refusal(send.destination)
+            for send in sends
+        ]
+
+    def allows(self, destination: str) -> bool:
+        """Tell whether callers may send there."""
+        return not self._patterns or self._matches(destination)
+
+
+def _refusal(destination: str) -> NotPermitted:
+    detail = f"this daemon may not send to {destination} (config: allow_destinations)"
+    return NotPermitted.of("destination_not_allowed", detail, field="to")

@@ -1,4 +1,4 @@
-"""Connections: one with its peer, its deadlines and the errors that HTTP itself makes, and the crowd of all of them.
+"""A connection: its peer, its deadlines and the errors that HTTP itself makes.
 
 Beside the deadlines that the broker's connections have as well, a socket open to every local process needs: the peer's
 credentials, read once on accept; deadlines for a body that does not come to an end; an answer after a half-close; and
@@ -8,10 +8,8 @@ problem+json where the parser refuses a request (bad-input.md, "Before HTTP" and
 import asyncio
 import select
 import socket
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_parser import RawRequestMessage
@@ -25,8 +23,6 @@ from outbox import Caller
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed
 from postroom.errors import Problem
 
-_LOOKS: Final = 8  # at connections that count as idle but still write their answer
-
 
 class Connection(TimedConnection):
     """A caller's connection."""
@@ -39,6 +35,7 @@ class Connection(TimedConnection):
         "_now",
         "between_lines",
         "caller",
+        "is_allowed",
         "is_tcp",
         "requests",
         "turns",
@@ -46,6 +43,7 @@ class Connection(TimedConnection):
 
     requests: Budget  # what all connections share; the server sets it
     turns: Turns
+    is_allowed: bool  # to call: so does the server
 
     def __init__(self, server: web.Server, *, loop: asyncio.AbstractEventLoop, **options: Any) -> None:
         super().__init__(server, loop=loop, **options)
@@ -118,83 +116,3 @@ class Connection(TimedConnection):
 
     def _last_answer(self, problem: Problem) -> web.StreamResponse:
         return problem_answer(problem, close=True)
-
-
-Row = dict[Connection, None]  # in the order in which they joined it
-
-
-class Crowd:
-    """All connections, by uid; at most `cap` of them stay, so that one may have to go where another comes.
-
-    The uid with the most connections gives one up, the one that has idled longest; where none of them idles, and the
-    newcomer is somebody else, the one that has been busy longest. Every step takes as long among thousands as among
-    two.
-    """
-
-    def __init__(self, cap: int) -> None:
-        self.cap = cap
-        self.count = 0
-        self._idle: defaultdict[int, Row] = defaultdict(dict)
-        self._busy: defaultdict[int, Row] = defaultdict(dict)
-        self._sizes: dict[int, int] = {}  # connections by uid
-        self._having: defaultdict[int, dict[int, None]] = defaultdict(dict)  # uids by their number of connections
-        self._most = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether one more would be one too many."""
-        return self.count >= self.cap
-
-    def enter(self, newcomer: Connection) -> Connection | None:
-        """Count a connection, which idles; returns the one that has to go, where there is none too many None."""
-        uid = newcomer.caller.uid
-        self._idle[uid][newcomer] = None
-        self._resize(uid, 1)
-        if self.count <= self.cap:
-            return None
-        (greediest, *_) = self._having[self._most]
-        idle, busy = self._idle[greediest], self._busy[greediest]
-        for guest in list(islice(idle, _LOOKS)):
-            if guest is not newcomer and guest.idle_since is not None:
-                return guest
-            idle[guest] = idle.pop(guest)  # to the end of the row
-        return newcomer if greediest == uid or not busy else next(iter(busy))
-
-    def leave(self, guest: Connection) -> None:
-        """Forget a connection; a second call does nothing."""
-        uid = guest.caller.uid
-        for rows in (self._idle, self._busy):
-            if guest in rows.get(uid, ()):
-                del rows[uid][guest]
-                if not rows[uid]:
-                    del rows[uid]
-                self._resize(uid, -1)
-
-    def begins(self, guest: Connection) -> None:
-        """Note that a request of this connection is being answered."""
-        uid = guest.caller.uid
-        if guest in self._idle.get(uid, ()):
-            del self._idle[uid][guest]
-            self._busy[uid][guest] = None
-
-    def ends(self, guest: Connection) -> None:
-        """Note that it has been."""
-        uid = guest.caller.uid
-        if guest in self._busy.get(uid, ()):
-            del self._busy[uid][guest]
-            self._idle[uid][guest] = None
-
-    def _resize(self, uid: int, by: int) -> None:
-        before = self._sizes.get(uid, 0)
-        now = before + by
-        self.count += by
-        self._having[before].pop(uid, None)
-        if not self._having[before]:
-            del self._having[before]
-        if now:
-            self._sizes[uid] = now
-            self._having[now][uid] = None
-        else:
-            del self._sizes[uid]
-        if now > self._most or (before == self._most and before not in self._having):
-            self._most = now

@@ -9,8 +9,6 @@ needs the local token; its `Host` must name this machine, and no header may say 
 The token is a file of mode 0600 that `postroom daemon rotate-token` replaces. The daemon notices a new file by itself,
 and accepts the token before it for 60 s more, so that a rotation refuses nobody. A token in a query string ends up in
 logs and histories: it is refused on every socket.
-
-`DestinationRule` says which destinations the config lets callers use (docs/contract/send.md#send-19).
 """
 
 import hmac
@@ -21,9 +19,7 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from fnmatch import fnmatchcase
-from functools import lru_cache
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -31,11 +27,10 @@ from urllib.parse import urlsplit
 import structlog
 from aiohttp import hdrs, web
 
-from outbox import AcceptedRow, Caller, Outbox
-from postroom._wire.message import PreparedSend
+from outbox import Caller
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import hand_over, private_directory, user_name
-from postroom.errors import InvalidMessage, NotPermitted, PostroomError
+from postroom.errors import InvalidMessage, NotPermitted
 
 _UCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ROOT: Final = 0
@@ -74,49 +69,6 @@ class Policy:
     def may_operate(self, caller: Caller) -> bool:
         """Tell whether this peer may see and repair everybody's rows."""
         return caller.uid in self._operators
-
-
-class DestinationRule:
-    """Allows what matches one of its shell patterns, such as `topic:orders*`; without patterns everything."""
-
-    def __init__(self, patterns: Sequence[str] = ()) -> None:
-        self._patterns = tuple(patterns)
-        self._matches = lru_cache(maxsize=1024)(lambda to: any(fnmatchcase(to, each) for each in self._patterns))
-
-    def check(self, destination: str) -> None:
-        """Raise `NotPermitted` (403) for a destination that the config does not allow."""
-        if not self.allows(destination):
-            raise _refusal(destination)
-
-    def accept(
-        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
-    ) -> Awaitable[list[AcceptedRow | PostroomError]]:
-        """Accept the sends that the config allows; one that is on disk already is answered, whatever it allows now.
-
-        The others have their refusal (403) in their place.
-        """
-        return self._accept_allowed(outbox, sends, caller) if self._patterns else outbox.accept(sends, caller)
-
-    async def _accept_allowed(
-        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
-    ) -> list[AcceptedRow | PostroomError]:
-        allowed = [send for send in sends if self.allows(send.destination)]
-        others = [send for send in sends if not self.allows(send.destination)]
-        accepted = iter(await outbox.accept(allowed, caller) if allowed else ())
-        known = iter(await outbox.known(others, caller) if others else ())
-        return [
-            next(accepted) if self.allows(send.destination) else next(known) or _refusal(send.destination)
-            for send in sends
-        ]
-
-    def allows(self, destination: str) -> bool:
-        """Tell whether callers may send there."""
-        return not self._patterns or self._matches(destination)
-
-
-def _refusal(destination: str) -> NotPermitted:
-    detail = f"this daemon may not send to {destination} (config: allow_destinations)"
-    return NotPermitted.of("destination_not_allowed", detail, field="to")
 
 
 class LocalToken:

@@ -10,8 +10,10 @@ held is shared, and work goes by turns (ipc/shares.py).
 
 import asyncio
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final, cast
 
 import structlog
@@ -22,7 +24,7 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from ipc.answers import Answer, problem_answer, problem_of
-from ipc.connection import Connection, Crowd
+from ipc.connection import Connection
 from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
 from ipc.plain import PlainConnection
 from ipc.request import MethodNotAllowed, PlainSend, Request, Table
@@ -36,6 +38,7 @@ _log = structlog.get_logger(__name__)
 
 _ACCEPTED_A_TURN: Final = 4  # connections
 _TURNED_AWAY_A_TURN: Final = 64  # connections of a uid that has too many
+_LOOKS: Final = 8  # at connections that count as idle but still write their answer
 _PAUSE: Final = 0.1  # seconds without accepting, where the process has no descriptor left
 _NOT_ALLOWED: Final = problem_of(
     403, "peer_not_allowed", "your uid may not use this socket (config: socket.allow_uids)"
@@ -147,6 +150,7 @@ class Server(TimedServer):
         super().connection_made(handler, transport)
         newcomer = cast(Connection, handler)
         newcomer.requests, newcomer.turns = self.requests, self.turns
+        newcomer.is_allowed = self._policy.may_call(newcomer.caller)
         surplus = self._crowd.enter(newcomer)
         self._counters.connections = self._crowd.count
         if surplus is not None:
@@ -210,7 +214,7 @@ class Server(TimedServer):
                 raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters")
         if connection.is_tcp and self._tcp_guard is not None and isinstance(request, Request):
             self._tcp_guard.check(request)
-        if not self._policy.may_call(connection.caller):
+        if not connection.is_allowed:
             return problem_answer(_NOT_ALLOWED, close=True)
         if route.access == "operator" and not self._policy.may_operate(connection.caller):
             raise NotPermitted.of("not_an_operator", "your uid is not among the operators of this daemon")
@@ -223,3 +227,83 @@ class Server(TimedServer):
         status = error.problem.status
         self._counters.answers[status] += 1
         return problem_answer(error.problem, headers, close=not request.has_arrived)
+
+
+Row = dict[Connection, None]  # in the order in which they joined it
+
+
+class Crowd:
+    """All connections, by uid; at most `cap` of them stay, so that one may have to go where another comes.
+
+    The uid with the most connections gives one up, the one that has idled longest; where none of them idles, and the
+    newcomer is somebody else, the one that has been busy longest. Every step takes as long among thousands as among
+    two.
+    """
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self.count = 0
+        self._idle: defaultdict[int, Row] = defaultdict(dict)
+        self._busy: defaultdict[int, Row] = defaultdict(dict)
+        self._sizes: dict[int, int] = {}  # connections by uid
+        self._having: defaultdict[int, dict[int, None]] = defaultdict(dict)  # uids by their number of connections
+        self._most = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more would be one too many."""
+        return self.count >= self.cap
+
+    def enter(self, newcomer: Connection) -> Connection | None:
+        """Count a connection, which idles; returns the one that has to go, where there is none too many None."""
+        uid = newcomer.caller.uid
+        self._idle[uid][newcomer] = None
+        self._resize(uid, 1)
+        if self.count <= self.cap:
+            return None
+        (greediest, *_) = self._having[self._most]
+        idle, busy = self._idle[greediest], self._busy[greediest]
+        for guest in list(islice(idle, _LOOKS)):
+            if guest is not newcomer and guest.idle_since is not None:
+                return guest
+            idle[guest] = idle.pop(guest)  # to the end of the row
+        return newcomer if greediest == uid or not busy else next(iter(busy))
+
+    def leave(self, guest: Connection) -> None:
+        """Forget a connection; a second call does nothing."""
+        uid = guest.caller.uid
+        for rows in (self._idle, self._busy):
+            if guest in rows.get(uid, ()):
+                del rows[uid][guest]
+                if not rows[uid]:
+                    del rows[uid]
+                self._resize(uid, -1)
+
+    def begins(self, guest: Connection) -> None:
+        """Note that a request of this connection is being answered."""
+        uid = guest.caller.uid
+        if guest in self._idle.get(uid, ()):
+            del self._idle[uid][guest]
+            self._busy[uid][guest] = None
+
+    def ends(self, guest: Connection) -> None:
+        """Note that it has been."""
+        uid = guest.caller.uid
+        if guest in self._busy.get(uid, ()):
+            del self._busy[uid][guest]
+            self._idle[uid][guest] = None
+
+    def _resize(self, uid: int, by: int) -> None:
+        before = self._sizes.get(uid, 0)
+        now = before + by
+        self.count += by
+        self._having[before].pop(uid, None)
+        if not self._having[before]:
+            del self._having[before]
+        if now:
+            self._sizes[uid] = now
+            self._having[now][uid] = None
+        else:
+            del self._sizes[uid]
+        if now > self._most or (before == self._most and before not in self._having):
+            self._most = now

@@ -10,7 +10,6 @@ A file holds any number of queries; each begins with a line `-- name: <name>` an
 """
 
 import re
-from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -22,24 +21,15 @@ _FILES: Final = ("sslrootcert", "sslcert", "sslkey", "sslcrl")
 _REMEDY: Final = "name the authority's certificate with sslrootcert=FILE"
 
 
-class Queries(Mapping[str, str]):
+class Queries(dict[str, str]):
     """The queries of one file by name; an unknown name is a `KeyError` when the module that wants it is imported."""
 
     def __init__(self, text: str) -> None:
         heads = list(_NAME.finditer(text))
         ends = [head.start() for head in heads[1:]] + [len(text)]
-        self._queries = {head[1]: text[head.start() : end].strip() for head, end in zip(heads, ends, strict=False)}
-        if len(self._queries) != text.count("-- name:"):
+        super().__init__((head[1], text[head.start() : end].strip()) for head, end in zip(heads, ends, strict=False))
+        if len(self) != text.count("-- name:"):
             raise ValueError("a query has no description, or a name is used twice")
-
-    def __getitem__(self, name: str) -> str:
-        return self._queries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._queries)
-
-    def __len__(self) -> int:
-        return len(self._queries)
 
 
 def load_queries(package: str, file: str = "queries.sql") -> Queries:

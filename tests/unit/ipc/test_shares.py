@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from ipc.connection import Connection, Crowd
+from ipc.connection import Connection
+from ipc.server import Crowd
 from ipc.shares import REQUEST, TURN, Turns
 from outbox.model import Caller
 
