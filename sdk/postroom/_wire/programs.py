@@ -95,7 +95,9 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
             yield Trouble(reason, "postroom doctor" if self.kind == "daemon" else log)
         for part in self.parts:
             for reason in part.reasons:
-                yield Trouble(f"{part.name}: {reason}", "postroom consumer list")
+                kind, _, name = part.name.partition(" ")
+                ways = {"publishing": "postroom worker backlog", "consumer": f"postroom consumer show {name}"}
+                yield Trouble(f"{part.name}: {reason}", ways.get(kind, log))
         if self.relay == "paused":
             at = "" if self.address is None else f" --socket {self.address}"
             yield Trouble("the relay is paused by an operator", f"postroom relay resume{at}")

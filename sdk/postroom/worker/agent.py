@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import structlog
 from nats.aio.client import Client
@@ -36,6 +36,8 @@ class RunningAgent:
     nats: Client
     runtime: AgentRuntime
     consumers: list[Consumer]
+    pool: ClassVar[None] = None
+    flows: ClassVar[Collection[str]] = ()
 
     @property
     def name(self) -> str:
@@ -46,6 +48,13 @@ class RunningAgent:
     def labels(self) -> Mapping[str, str]:
         """What tells its metrics from those of others."""
         return {"mesh": self.config.tenant, "workspace": self.config.workspace, "agent": self.agent}
+
+    def totals(self) -> dict[str, int]:
+        """Return what it has done since it started."""
+        return {
+            "handled": sum(consumer.counters.done for consumer in self.consumers),
+            "dead_lettered": sum(consumer.counters.dead_lettered for consumer in self.consumers),
+        }
 
     def reasons(self) -> list[str]:
         """Return what keeps it from handling messages now."""

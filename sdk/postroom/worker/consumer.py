@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import asyncpg
 import msgspec
@@ -45,6 +45,7 @@ class HttpConsumer:
     handler: HttpHandler
     consumer: Consumer
     retention: InboxRetention
+    flows: ClassVar[Collection[str]] = ()
 
     @property
     def name(self) -> str:
@@ -55,6 +56,10 @@ class HttpConsumer:
     def labels(self) -> Mapping[str, str]:
         """What tells its metrics from those of others."""
         return {"consumer": self.config.consumer.durable}
+
+    def totals(self) -> dict[str, int]:
+        """Return what it has done since it started."""
+        return {"handled": self.consumer.counters.done, "dead_lettered": self.consumer.counters.dead_lettered}
 
     def reasons(self) -> list[str]:
         """Return what keeps it from consuming now."""

@@ -4,8 +4,11 @@ A part is a database that is published from, a consumer, or an agent. The first 
 ends the process. Any number of workers may run the same: what one has claimed, the others leave alone.
 """
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, Final, Protocol
 
@@ -13,10 +16,14 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from postroom._wire.programs import ProgramPart, Report, Status
 from postroom.chassis import logs, runtime
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.postgres import Pool
+from postroom.chassis.reporting import Reporter, keep_reporting, lines
 from postroom.chassis.routes import exposition, json_response
 from postroom.delivery.agents.settings import load_agent
+from postroom.delivery.programs import PostgresReports
 from postroom.worker.agent import open_agent
 from postroom.worker.config import WorkerConfig
 from postroom.worker.consumer import open_consumer
@@ -36,6 +43,17 @@ class Part(Protocol):
     @property
     def labels(self) -> Mapping[str, str]:
         """What tells its metrics from those of others."""
+
+    @property
+    def pool(self) -> Pool | None:
+        """Its database, where it has one."""
+
+    @property
+    def flows(self) -> Collection[str]:
+        """The flows that it runs."""
+
+    def totals(self) -> Mapping[str, int]:
+        """Return what it has done since it started, as a report counts it."""
 
     def reasons(self) -> list[str]:
         """Return what keeps it from working now."""
@@ -79,6 +97,8 @@ async def _run(config: WorkerConfig) -> None:
             part.announce(url)
         runtime.notify("READY=1")
         tasks = {_said(parts, part, name): task for part in parts for name, task in part.tasks().items()}
+        if (pool := next((part.pool for part in parts if part.pool is not None), None)) is not None:
+            tasks["reports"] = _report(parts, url, pool)
         if runtime.managed():
             tasks["status"] = _tell_status(parts)
         if (seconds := runtime.watchdog_seconds()) is not None:
@@ -148,6 +168,31 @@ async def serving_page(host: str, port: int | None, parts: Sequence[Part]) -> As
         yield f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
     finally:
         await runner.cleanup()
+
+
+async def _report(parts: Sequence[Part], page: str | None, pool: Pool) -> None:
+    """Report how the parts are, in the database of the first that has one, until it is cancelled."""
+    reporter = Reporter("postroom", page)
+    reports = PostgresReports(pool, "worker", ", ".join(part.name for part in parts))
+
+    def glance() -> tuple[tuple[str, ...], ...]:
+        return tuple((*part.reasons(), *part.concerns()) for part in parts)
+
+    async def look() -> Report:
+        found = [
+            ProgramPart(name=part.name, reasons=lines(reasons), flows=sorted(part.flows))
+            for part, reasons in zip(parts, glance(), strict=True)
+        ]
+        totals: Counter[str] = Counter()
+        for part in parts:
+            totals.update(part.totals())
+        status: Status = "degraded" if any(part.reasons for part in found) else "ok"
+        return reporter.report([], status=status, parts=found, totals=totals)
+
+    try:
+        await keep_reporting(look, reports.keep, glance)
+    finally:
+        await asyncio.shield(reports.withdraw())
 
 
 async def _tell_status(parts: Sequence[Part]) -> None:

@@ -5,7 +5,7 @@ NATS may be away all the while, from the start on: what cannot be published wait
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 
 from postroom.chassis.postgres import UNREACHABLE, Pool, open_rooms
 from postroom.delivery import ROOM
+from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
 from postroom.delivery.publishing import (
@@ -64,6 +65,21 @@ class Publication:
     orphan_check: OrphanCheck | None  # None: it has no meshes, or is not to check
     name: ClassVar[str] = "publishing"
     labels: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def flows(self) -> Collection[str]:
+        """The flows that it runs."""
+        return () if self.jobs is None else self.jobs.engines.keys()
+
+    def totals(self) -> dict[str, int]:
+        """Return what it has done since it started."""
+        posted = ConsumerCounters() if self.webhooks is None else self.webhooks.counters
+        steps = 0 if self.jobs is None else sum(engine.counters.done for engine in self.jobs.engines.values())
+        return {
+            "published": sum(publisher.counters.published for publisher in self.publishers),
+            "handled": posted.done + steps,
+            "dead_lettered": posted.dead_lettered,
+        }
 
     def reasons(self) -> list[str]:
         """Return what keeps it from publishing now."""

@@ -15,8 +15,10 @@ from support.handlers import serving
 from support.jetstream import Context
 from support.mailroom import worker
 
+from postroom._wire.programs import Program
 from postroom.chassis.postgres import migrate
 from postroom.delivery.nats import connect
+from postroom.delivery.programs import list_programs
 from postroom.delivery.settings import NatsSettings
 from postroom.ledger import ROOMS
 from postroom.ledger.primitives import Start, start_job
@@ -38,6 +40,14 @@ async def context(nats_url: str) -> AsyncIterator[Context]:
 async def ask(page: str, path: str) -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.get(page + path) as answer:
         return answer.status, await answer.text()
+
+
+async def programs(database_url: str) -> list[Program]:
+    connection = await asyncpg.connect(database_url)
+    try:
+        return await list_programs(connection, None)
+    finally:
+        await connection.close()
 
 
 def agent(context: Context, state: Path) -> str:
@@ -68,9 +78,18 @@ async def test_a_worker_runs_a_flow_an_agent_and_a_consumer_beside_publishing(
         with worker("--config", str(config), PYTHONPATH=str(EXAMPLES), **QUICK) as (process, started):
             await handler.saw(1)
             ready, metrics = await ask(started["page"], "/ready"), (await ask(started["page"], "/metrics"))[1]
+            (reported,) = await programs(database_url)
             process.terminate()
             assert await asyncio.to_thread(process.wait) == 0
 
+    parts = ["publishing", "consumer books", f"agent {context.name}.default.extract"]
+    assert (reported.kind, reported.address, reported.name) == ("worker", started["page"], ", ".join(parts))
+    assert [(part.name, part.flows) for part in reported.parts] == [
+        (parts[0], ["nightly-export"]),
+        (parts[1], []),
+        (parts[2], []),
+    ]
+    assert await programs(database_url) == []  # it was stopped, and is not missed
     (call,) = handler.calls
     assert (call.request.payload["job"], call.request.payload["result"]["parts"]) == (str(job), 2)
     assert ready == (200, '{"status":"ok","reasons":[]}')
