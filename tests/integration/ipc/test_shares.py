@@ -119,8 +119,13 @@ async def test_a_newcomer_finds_room_where_one_uid_keeps_all_connections_busy(op
 )
 async def test_a_batch_is_checked_a_turn_at_a_time(room: Any, monkeypatch: pytest.MonkeyPatch, line: bytes) -> None:
     turn = 0
-    checked: Counter[int] = Counter()
-    monkeypatch.setattr(ipc.batch, "prepare", _counting(ipc.batch.prepare, lambda size: checked.update({turn: size})))
+    cut, checked, answered = Counter[int](), Counter[int](), Counter[int]()
+    for where, name, note in (
+        (ipc.batch.Splitter, "feed", lambda _, piece: cut.update({turn: len(piece)})),
+        (ipc.batch, "prepare", lambda line, **_: checked.update({turn: len(line)})),
+        (ipc.batch.Batch, "_result", lambda *_: answered.update({turn: 1})),
+    ):
+        monkeypatch.setattr(where, name, _counting(getattr(where, name), note))
     lines = line * min(300_000 // len(line), 10_000)
     sending = asyncio.create_task(room.request("POST", "/v1/send/batch", lines, {"Content-Type": NDJSON}, uid=MALLORY))
     while not sending.done():
@@ -128,12 +133,14 @@ async def test_a_batch_is_checked_a_turn_at_a_time(room: Any, monkeypatch: pytes
         await asyncio.sleep(0)
     assert len((await sending).lines) == lines.count(b"\n")
     assert max(checked.values()) <= TURN + len(line)
+    assert max(cut.values()) <= 5 * TURN
+    assert max(answered.values()) <= 100
 
 
-def _counting(prepare: Any, note: Callable[[int], None]) -> Any:
-    def counted(line: bytes, **options: Any) -> Any:
-        note(len(line))
-        return prepare(line, **options)
+def _counting(function: Any, note: Callable[..., None]) -> Any:
+    def counted(*values: Any, **options: Any) -> Any:
+        note(*values, **options)
+        return function(*values, **options)
 
     return counted
 
