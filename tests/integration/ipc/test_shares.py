@@ -13,8 +13,9 @@ import pytest
 from support.inboxes import Opened, message
 
 import ipc.batch
+import ipc.sends
 from inbox import Inbox, InboxSettings
-from ipc.shares import TURN, Budget, Limits
+from ipc.shares import REQUEST, TURN, Budget, Limits
 from postroom.errors import TryAgain
 
 MALLORY, ALICE = 61_001, 61_002
@@ -65,9 +66,10 @@ async def test_who_waits_as_often_as_it_may_leaves_waits_to_others(open_room: An
         assert (await room.request("POST", "/v1/send", SEND, uid=MALLORY)).status == 202
 
 
-async def test_who_fills_all_the_memory_that_it_may_leaves_memory_to_others(open_room: Any) -> None:
+@pytest.mark.parametrize("head", [post("/v1/send", 4096), post("/v1/send/batch", 4096, NDJSON)], ids=["body", "line"])
+async def test_who_fills_all_the_memory_that_it_may_leaves_memory_to_others(open_room: Any, head: bytes) -> None:
     room = await open_room(limits=Limits(request_bytes=4096, body_bytes=2048, buffered_bytes=4096))
-    async with held(room, MALLORY, 1, post("/v1/send", 4096) + b" " * 4095):
+    async with held(room, MALLORY, 1, head + b" " * 4095):
         await until(lambda: room.services.budget.left == 1)
         assert (await room.request("POST", "/v1/send", SEND, uid=MALLORY)).status == 429
         assert (await room.request("POST", "/v1/send", SEND, uid=ALICE)).status == 202
@@ -143,6 +145,41 @@ def _counting(function: Any, note: Callable[..., None]) -> Any:
         return function(*values, **options)
 
     return counted
+
+
+async def test_a_large_send_is_decoded_in_one_turn_and_checked_in_another(
+    room: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = 0
+    done: Counter[int] = Counter()
+    for name in ("decode_request", "prepare"):
+        step = getattr(ipc.sends, name)
+        monkeypatch.setattr(ipc.sends, name, _counting(step, lambda *_, **__: done.update({turn: 1})))
+    large = {**SEND, "body": "x" * 100_000}
+    sending = asyncio.gather(*(room.request("POST", "/v1/send", large, uid=MALLORY) for _ in range(4)))
+    while not sending.done():
+        turn += 1
+        await asyncio.sleep(0)
+    assert [reply.status for reply in await sending] == [202] * 4
+    assert set(done.values()) == {1}
+
+
+async def test_requests_of_one_uid_are_begun_a_turn_at_a_time(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = 0
+    begun: Counter[int] = Counter()
+    monkeypatch.setattr(ipc.sends, "prepare", _counting(ipc.sends.prepare, lambda *_, **__: begun.update({turn: 1})))
+    await room.request("POST", "/v1/send", SEND, uid=ALICE)
+    body = json.dumps(SEND).encode()
+    writers = [(await room.connect(MALLORY))[1] for _ in range(50)]
+    await until(lambda: room.services.counters.connections >= 50)
+    for writer in writers:
+        writer.write(post("/v1/send", len(body)) + body)
+    while sum(begun.values()) < 51:
+        turn += 1
+        await asyncio.sleep(0)
+    for writer in writers:
+        writer.close()
+    assert max(begun.values()) <= 2 * (TURN // REQUEST)
 
 
 async def test_a_send_goes_past_everything_that_another_uid_has_in_hand(room: Any) -> None:

@@ -206,6 +206,21 @@ async def test_pending_rows_that_are_too_old_die(outbox: Outbox, clock: Clock) -
     assert (await found(outbox, "young")).status == "pending"
 
 
+@pytest.mark.parametrize("claimed", [False, True])
+async def test_whether_the_broker_has_a_row_that_expired_unanswered_stays_unknown(
+    outbox: Outbox, *, claimed: bool
+) -> None:
+    row_id = await row_in(outbox, "inflight")
+    await outbox.settle([retry(row_id)._replace(answered=False)])
+    if claimed:
+        await outbox.claim()
+        await outbox.settle([dead(row_id, "expired: it is too old")._replace(answered=None)])
+    else:
+        await outbox.expire(START + 1)
+    row = await found(outbox)
+    assert (row.status, row.unanswered_at is None) == ("dead", False)
+
+
 async def test_the_age_of_a_row_counts_from_its_not_before(outbox: Outbox, clock: Clock) -> None:
     await accepted(
         outbox, send("later", not_before=START + 60_000), send("now"), send("past", not_before=START - 60_000)
