@@ -102,6 +102,29 @@ async def test_a_post_that_is_at_work_is_waited_for(
     assert await asking == [200]
 
 
+async def test_a_post_that_has_not_begun_to_write_is_waited_for(
+    broker: Any, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit = broker.services.limiter.admit
+    at_work, go_on = asyncio.Event(), asyncio.Event()
+
+    async def admit_later(*asked: Any) -> Any:
+        at_work.set()
+        await go_on.wait()
+        return await admit(*asked)
+
+    monkeypatch.setattr(broker.services.limiter, "admit", admit_later)
+    alice = broker.member("alice")
+    post = asyncio.create_task(alice.send_one(message("id-1")))
+    await at_work.wait()
+    asking = asyncio.create_task(look_up(alice, message("id-1")))
+    await asyncio.wait([asking], timeout=0.1)
+    assert not asking.done()
+    go_on.set()
+    assert (await post).status == 201
+    assert await asking == [200]
+
+
 async def test_a_post_at_work_in_another_instance_is_waited_for(
     broker: Any, message: Message, postgres: Any, waiting_for_lock: Waiting, start_broker: Any
 ) -> None:

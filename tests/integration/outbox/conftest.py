@@ -34,13 +34,14 @@ def database(state: Path) -> Path:
 def open_outbox(state: Path, clock: Clock) -> OpenOutbox:
     numbers = count(1)
 
-    async def open_it(*, accept_lost_ids: bool = False, **settings: Any) -> Outbox:
+    async def open_it(*, accept_lost_ids: bool = False, look_up: Any = None, **settings: Any) -> Outbox:
         return await Outbox.open(
             state,
             OutboxSettings(**settings),
             accept_lost_ids=accept_lost_ids,
             clock=clock,
             new_id=lambda: f"ROW{next(numbers):023d}",
+            look_up=look_up,
         )
 
     return open_it

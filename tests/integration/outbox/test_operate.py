@@ -1,6 +1,7 @@
 """The operator's verbs: requeue with its chain, abort, hold, release, flush, bulk, prune, and the log of it all."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import msgspec
 import pytest
 from support.outboxes import OPERATOR, START, WHY, Clock, accepted, dead, opened, retry, row_in, send
 
-from outbox import Caller, Outbox, RelayControl, RowFilter, reading
+from outbox import Accepted, Caller, Outbox, RelayControl, RowFilter, Unanswered, reading
 from postroom._wire.message import Envelope, prepare
 from postroom.errors import Conflict, InvalidMessage, NotFound
 
@@ -344,3 +345,26 @@ async def test_the_log_tells_what_the_relay_was_told(outbox: Outbox, database: P
             ("pause", "relay of dm:bob"),
             ("resume", "relay of everything, 2.5/s"),
         ]
+
+
+@pytest.mark.parametrize("said", [None, Accepted("BROKER-1", 7)], ids=["absent", "there"])
+async def test_what_the_broker_says_of_an_earlier_post_settles_no_later_one(
+    open_outbox: Any, clock: Clock, said: Accepted | None
+) -> None:
+    async def post() -> None:
+        clock.forward(1)
+        (row,) = await outbox.claim()
+        await outbox.settle([retry(row.row_id)._replace(answered=False)])
+
+    async def look_up(_: Sequence[Unanswered]) -> list[Accepted | None]:
+        await post()
+        return [said]
+
+    outbox = await open_outbox(look_up=look_up)
+    async with outbox:
+        await accepted(outbox, send())
+        await post()
+        with pytest.raises(Conflict, match="posted again meanwhile") as refusal:
+            await outbox.act("abort", "id-1", **WHY)
+        assert refusal.value.code == "outcome_unknown"
+        assert (await outbox.inspect("id-1")).row.status == "pending"
