@@ -1,5 +1,7 @@
 """Reading what was accepted: `GET /v1/history` and `GET /v1/messages/{broker_message_id}`, the authoritative reads.
 
+`GET /v1/messages` is for people who look for one: the latest first, by sender, destination and time, without bodies.
+
 An admin reads its whole mesh. A member reads what it sent, what was sent to it, and the topics it is subscribed to.
 History goes by `history_id`. Accepts of one mesh commit in any order, so a page ends where a lower number may still
 come, and one that would be empty for that reason waits: a reader that continues after the last number it saw never
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import UTC, datetime
 from typing import Any, Final
 from uuid import UUID
 
@@ -32,18 +35,20 @@ from broker.database import QUERIES, Database
 from broker.shares import Slices
 from broker.store import Taken
 from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse
-from postroom._wire.administration import HistoryPage, HistoryQuery
+from postroom._wire.administration import HistoryId, HistoryPage, HistoryQuery, MessageLine, MessageLines, MessagesQuery
 from postroom._wire.message import parse_destination
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import decode_query, json_response
 from postroom.delivery.message import history_message
-from postroom.errors import Gone, NotFound, TryAgain
+from postroom.errors import Gone, InvalidMessage, NotFound, TryAgain
 
 LOOK_AT: Final = 10_000  # rows of history that one page looks at, so that a page costs the same for every member
 MAX_PAGE_BYTES: Final = 2 * 1024 * 1024  # of bodies and metas: what is answered with in a millisecond or two
 _ROWS_AT_ONCE: Final = 16  # that Postgres makes and the broker holds: each may have a body of a megabyte
 _WAIT_SECONDS: Final = 3.0  # for posts that began before; below the patience of whoever asks
 _LOOK_SECONDS: Final = 0.01  # between two looks at the transactions
+_FIRST: Final = datetime.min.replace(tzinfo=UTC)
+_LAST: Final = datetime.max.replace(tzinfo=UTC)
 
 
 class History:
@@ -94,6 +99,41 @@ class History:
         answer = HistoryPage(messages=page.messages, next_after=next_after, incarnation=str(incarnation))
         return json_response(answer)
 
+    async def find_messages(self, request: web.Request) -> web.Response:
+        """`GET /v1/messages?mesh=&sender=&destination=&since=&until=&cursor=&limit=`."""
+        query = decode_query(request, MessagesQuery)
+        principal = request[PRINCIPAL]
+        mesh = own_mesh(principal, query.mesh)
+        kind, ref = parse_destination(query.destination) if query.destination else (None, None)
+        before = (query.until or _LAST, 0) if query.cursor is None else _place(query.cursor)
+        async with self._database.read(principal.whose) as connection:
+            ((_, mesh_id, _),) = await connection.fetch(QUERIES["find_cursor"], mesh, 0)
+            if mesh_id is None:
+                raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}")
+            wanted = (query.limit, _reader(principal), query.sender, kind, ref)
+            rows = await connection.fetch(
+                QUERIES["find_latest"], mesh_id, *before, query.since or _FIRST, LOOK_AT, *wanted
+            )
+        found = [
+            MessageLine(
+                history_id=row["history_id"],
+                broker_message_id=str(row["broker_message_id"]),
+                client_message_id=row["client_message_id"],
+                sender=row["sender"],
+                to=row["destination"],
+                accepted_at=row["accepted_at"],
+            )
+            for row in rows
+            if row["history_id"] is not None
+        ]
+        last: tuple[datetime, int] | None = None
+        if len(found) == query.limit:
+            last = found[-1].accepted_at, found[-1].history_id
+        elif rows[0]["looked_at"] == LOOK_AT:
+            last = rows[0]["last_at"], rows[0]["last_id"]
+        next_cursor = None if last is None else f"{last[0].isoformat()}/{last[1]}"
+        return json_response(MessageLines(messages=found, next_cursor=next_cursor))
+
     async def get_message(self, request: web.Request) -> web.Response:
         """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
         text = request.match_info["broker_message_id"]
@@ -109,6 +149,16 @@ class History:
         if row is None:
             raise missing
         return json_response(history_message(row))
+
+
+def _place(cursor: str) -> tuple[datetime, int]:
+    """Read where a page of the latest messages ended."""
+    try:
+        moment, number = cursor.split("/")
+        return datetime.fromisoformat(moment).astimezone(UTC), msgspec.convert(number, HistoryId, strict=False)
+    except (OverflowError, ValueError):
+        sentence = "that cursor is not one of a list of messages"
+        raise InvalidMessage.of("invalid_cursor", sentence, field="cursor") from None
 
 
 class _Page:

@@ -321,6 +321,36 @@ WITH looked_at AS MATERIALIZED (
 )
 SELECT extent.*, page.* FROM extent LEFT JOIN page ON true ORDER BY page.history_id;
 
+-- name: find_latest
+-- The latest messages of the mesh $1 that came before the place ($2, $3) and not before $4: at most $5 rows are looked at,
+-- and of those that match at most $6 are returned. $7 is the member that reads, null for one who may read everything; $8 is
+-- a sender, $9 and $10 are a destination, or null. Each row says how many were looked at, and the place of the last one;
+-- there is one row without a message where none matches.
+WITH looked_at AS MATERIALIZED (
+  SELECT accepted_at, history_id, broker_message_id, client_message_id, sender_id,
+    destination_kind, destination_id, destination_ref
+  FROM mesh.message_history
+  WHERE mesh_id = $1 AND (accepted_at, history_id) < ($2::timestamptz, $3::bigint) AND accepted_at >= $4
+  ORDER BY accepted_at DESC, history_id DESC LIMIT $5
+), extent AS (
+  SELECT count(*) AS looked_at, (array_agg(accepted_at ORDER BY accepted_at, history_id))[1] AS last_at,
+    (array_agg(history_id ORDER BY accepted_at, history_id))[1] AS last_id
+  FROM looked_at
+), page AS (
+  SELECT looked_at.*, member.name AS sender FROM looked_at JOIN mesh.member ON member.id = sender_id
+  WHERE ($8::text IS NULL OR member.name = $8)
+    AND ($9::text IS NULL OR (destination_kind = $9 AND destination_ref = $10))
+    AND (
+      $7::integer IS NULL OR sender_id = $7 OR (destination_kind = 'dm' AND destination_id = $7)
+      OR (destination_kind = 'topic'
+        AND destination_id IN (SELECT topic_id FROM mesh.topic_subscription WHERE member_id = $7))
+    )
+  ORDER BY accepted_at DESC, history_id DESC LIMIT $6
+)
+SELECT extent.looked_at, last_at, last_id, broker_message_id, client_message_id, sender, accepted_at, history_id,
+  destination_kind || ':' || destination_ref AS destination
+FROM extent LEFT JOIN page ON true ORDER BY accepted_at DESC, history_id DESC;
+
 -- name: read_message
 -- One message that the caller may see: $2 is its mesh and $3 the member that reads; null may read everything.
 SELECT message.* FROM mesh.message

@@ -31,6 +31,8 @@ from postroom._wire.administration import (
     Mesh,
     MeshList,
     MeshQuery,
+    MessageLines,
+    MessagesQuery,
     NewWebhook,
     Queue,
     QueueList,
@@ -175,6 +177,10 @@ class BrokerClient(Calls):
     async def message(self, broker_message_id: str) -> HistoryMessage:
         """Return one accepted message; raises `NotFound`."""
         return await self._read(_path("messages", broker_message_id), HistoryMessage)
+
+    async def messages(self, query: MessagesQuery) -> MessageLines:
+        """Return one page of the messages that match `query`, the latest first, without their bodies."""
+        return await self._read("/v1/messages", MessageLines, query=query)
 
     async def trace(self, id_: str) -> Story:
         """Return what the broker knows of a message, an event, a dead letter or a job; raises `NotFound`."""

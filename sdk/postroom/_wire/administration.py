@@ -235,6 +235,9 @@ class MeshQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mesh: str | None = None
 
 
+HistoryId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class HistoryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The query of `GET /v1/history`: messages after a `history_id`, oldest first, to one destination if given.
 
@@ -242,10 +245,44 @@ class HistoryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
     mesh: str | None = None
-    after: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    after: HistoryId = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
     destination: str | None = None
     incarnation: str | None = None
+
+
+class MessagesQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query of `GET /v1/messages`: of a mesh the latest messages first; what is not set matches all.
+
+    `since` and `until` are when the broker accepted them, the first included; `cursor` is the `next_cursor` of the
+    page before.
+    """
+
+    mesh: str | None = None
+    sender: str | None = None
+    destination: str | None = None
+    since: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    until: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+    cursor: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 50
+
+
+class MessageLine(msgspec.Struct, kw_only=True, frozen=True):
+    """A committed message as a list shows it: never a body."""
+
+    history_id: int
+    broker_message_id: str
+    client_message_id: str
+    sender: str
+    to: str
+    accepted_at: datetime
+
+
+class MessageLines(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Messages, the latest first. A page may have fewer than requested, even none, and still have a next one."""
+
+    messages: list[MessageLine]
+    next_cursor: str | None = None
 
 
 class HistoryMessage(msgspec.Struct, kw_only=True, omit_defaults=True):

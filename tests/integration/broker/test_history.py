@@ -198,3 +198,42 @@ async def test_a_message_is_found_by_its_id_and_only_by_its_id(broker: Any, mess
     assert found["request_fingerprint"] == item["request_fingerprint"]
     for nonsense in ("x", "00000000-0000-0000-0000-000000000000", "%27", "id-1"):
         assert (await alice.get(f"/v1/messages/{nonsense}")).code == "message_not_found"
+
+
+async def test_the_latest_messages_are_found_by_sender_destination_and_time(broker: Any, message: Message) -> None:
+    alice, bob, ada = (broker.member(name) for name in ("alice", "bob", "ada"))
+    await alice.send(message("a"), message("b", "dm:bob"), message("c", "queue:work"))
+    await bob.send(message("d", "dm:alice"), message("e"))
+
+    async def find(caller: Any = ada, **query: Any) -> list[str]:
+        """Follow `next_cursor` to the end, two a page."""
+        found, cursor = [], {}
+        while cursor is not None:
+            page = (await caller.get("/v1/messages", limit=2, **query, **cursor)).body
+            found += [line["client_message_id"] for line in page["messages"]]
+            cursor = {"cursor": page["next_cursor"]} if "next_cursor" in page else None
+        return found
+
+    assert await find() == ["e", "d", "c", "b", "a"]
+    assert await find(sender="alice", destination="dm:bob") == ["b"]
+    assert await find(sender="nobody") == []
+    assert await find(bob) == ["e", "d", "b", "a"]  # it does not work at the queue
+    assert await find(broker.admin, mesh="demo", destination="topic:orders") == ["e", "a"]
+    (line,) = (await alice.get("/v1/messages", destination="queue:work")).body["messages"]
+    assert (line["to"], line["sender"], line["history_id"], "body" in line) == ("queue:work", "alice", 3, False)
+    assert set(await find(since=line["accepted_at"])) >= {"c", "d", "e"}
+    assert not {"c", "d", "e"} & set(await find(until=line["accepted_at"]))
+    for cursor in ("soon", "2026-01-31", f"2026-01-31T12:00:00Z/{2**63}"):
+        assert (await alice.get("/v1/messages", cursor=cursor)).code == "invalid_cursor"
+
+
+async def test_looking_for_a_rare_message_goes_on_from_page_to_page(
+    broker: Any, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "LOOK_AT", 4)
+    await broker.member("alice").send(message("rare", "dm:bob"), *(message(f"id-{n}") for n in range(5)))
+
+    first = (await broker.member("ada").get("/v1/messages", destination="dm:bob")).body
+    assert first["messages"] == []
+    (line,) = (await broker.member("ada").get("/v1/messages", cursor=first["next_cursor"])).body["messages"][-1:]
+    assert line["client_message_id"] == "rare"
