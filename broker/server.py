@@ -20,7 +20,7 @@ from aiohttp.web_protocol import RequestHandler
 from broker.app import Services, build
 from broker.config import BrokerConfig
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.listener import TimedConnection, TimedServer, remove, unix_listener
+from postroom.chassis.listener import TimedConnection, TimedServer, listening, remove, running, unix_listener
 
 _SHUTDOWN_SECONDS: Final = 20.0  # how long the batches at work may take to finish
 _DESCRIPTORS_KEPT: Final = 64  # for Postgres, Redis, webhooks' names and whatever else the process opens
@@ -37,35 +37,15 @@ async def serving(services: Services) -> AsyncIterator[str]:
     config = services.config
     tls = _tls(config)
     async with AsyncExitStack() as stack:
-        runner = await stack.enter_async_context(_running(services))
+        runner = await stack.enter_async_context(
+            running(build(services), lambda app: timed_server(app, services), _SHUTDOWN_SECONDS)
+        )
         if config.socket_path is None:
-            try:
-                await web.TCPSite(runner, config.listen_host, config.listen_port, ssl_context=tls).start()
-            except OSError as error:
-                where = f"{config.listen_host}:{config.listen_port}"
-                raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {where}: {error.strerror}") from error
-            host, port = runner.addresses[0][:2]
-            yield f"{'http' if tls is None else 'https'}://{f'[{host}]' if ':' in host else host}:{port}"
+            yield await listening(runner, config.listen_host, config.listen_port, tls)
         else:
             sock = stack.enter_context(_unix_socket(config.socket_path, config.socket_group))
             await web.SockSite(runner, sock, ssl_context=tls).start()
             yield f"unix://{config.socket_path}"
-
-
-@asynccontextmanager
-async def _running(services: Services) -> AsyncIterator[web.ServerRunner]:
-    """Run the application on a server that drops the connections of clients that are too slow."""
-    app = web.AppRunner(build(services), handle_signals=False)
-    await app.setup()
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(app.cleanup)
-        server = timed_server(app, services)
-        runner = web.ServerRunner(server, shutdown_timeout=_SHUTDOWN_SECONDS)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        sweep = asyncio.create_task(server.sweep())
-        stack.callback(sweep.cancel)
-        yield runner
 
 
 class CrowdedServer(TimedServer):

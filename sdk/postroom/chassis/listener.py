@@ -15,10 +15,11 @@ import fcntl
 import grp
 import os
 import socket
+import ssl
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, cast
@@ -319,6 +320,37 @@ class TimedServer(web.Server):
             if (reason := connection.overdue(now, self._deadlines)) is not None:
                 self._on_drop(reason)
                 connection.abort()
+
+
+@asynccontextmanager
+async def running(
+    app: web.Application, make_server: Callable[[web.AppRunner], TimedServer], shutdown_seconds: float
+) -> AsyncIterator[web.ServerRunner]:
+    """Run an application on a server that drops the connections of peers that are too slow.
+
+    At the end the requests at work have `shutdown_seconds` to finish.
+    """
+    prepared = web.AppRunner(app, handle_signals=False)
+    await prepared.setup()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(prepared.cleanup)
+        server = make_server(prepared)
+        runner = web.ServerRunner(server, shutdown_timeout=shutdown_seconds)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        sweep = asyncio.create_task(server.sweep())
+        stack.callback(sweep.cancel)
+        yield runner
+
+
+async def listening(runner: web.BaseRunner, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
+    """Listen on a TCP port and return the URL; raises `Fatal` (69) where it is taken."""
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
+    except OSError as error:
+        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}") from error
+    bound, number = runner.addresses[0][:2]
+    return f"{'http' if tls is None else 'https'}://{f'[{bound}]' if ':' in bound else bound}:{number}"
 
 
 def has_passed(since: float, now: float, seconds: float) -> bool:

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from postroom._wire.programs import ProgramPart, Report, Status
 from postroom.chassis import logs, runtime
-from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.listener import listening
 from postroom.chassis.postgres import Pool
 from postroom.chassis.reporting import Reporter, keep_reporting, lines
 from postroom.chassis.routes import exposition, json_response
@@ -160,12 +160,7 @@ async def serving_page(host: str, port: int | None, parts: Sequence[Part]) -> As
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
     try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}") from error
-        bound, number = runner.addresses[0][:2]
-        yield f"http://{f'[{bound}]' if ':' in bound else bound}:{number}"
+        yield await listening(runner, host, port)
     finally:
         await runner.cleanup()
 
