@@ -59,6 +59,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "pipeline": Verb("cli.pipeline", "Run the pipelines over the history, with Spark."),
         "jobs": Verb("cli.jobs", "Start, inspect, retry and cancel jobs."),
         "once": Verb("cli.once", "List, inspect and delete keys of things done once."),
+        "console": Verb("cli.console", "Serve a page on which operators see and repair."),
         "log": Verb("cli.log", "Show what operators changed at the broker."),
         "agent": Verb("cli.agent", "Run agents, and inspect their event stores."),
         "consumer": Verb("cli.consumer", "Post messages to an HTTP handler."),

@@ -39,6 +39,7 @@ SYSTEM: Final = Scope(
         "postroomd@.service": Path("/etc/systemd/system"),
         "postroomd@.socket": Path("/etc/systemd/system"),
         "postroom-broker.service": Path("/etc/systemd/system"),
+        "postroom-console.service": Path("/etc/systemd/system"),
         "postroom-worker.service": Path("/etc/systemd/system"),
         "postroom-consumer@.service": Path("/etc/systemd/system"),
         "postroom-agent@.service": Path("/etc/systemd/system"),
@@ -62,6 +63,8 @@ For a broker on this machine: write /etc/postroom/broker.toml ({examples}/broker
 /etc/postroom/broker-admin.token, mode 0600 each; then systemctl enable --now postroom-broker
 For a worker, which publishes what brokers accept: write /etc/postroom/worker.toml, mode 0600 ({examples}/worker.toml
 shows how); then systemctl enable --now postroom-worker
+For a console, a page for operators: write /etc/postroom/console.toml ({examples}/console.toml shows how); then
+systemctl enable --now postroom-console
 For a consumer (here: billing): write /etc/postroom/consumer/billing.toml, mode 0600 ({examples}/consumer.toml shows
 how); then systemctl enable --now postroom-consumer@billing
 For an agent (here: counter): write /etc/postroom/agent/counter.toml, mode 0600 ({examples}/agent.toml shows how), with

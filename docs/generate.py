@@ -4,6 +4,8 @@ from pathlib import Path
 
 from broker.config import PREFIX as BROKER_PREFIX
 from broker.config import BrokerConfig
+from console.config import PREFIX as CONSOLE_PREFIX
+from console.config import ConsoleConfig
 from daemon.config import PREFIX as DAEMON_PREFIX
 from daemon.config import DaemonConfig
 from postroom._wire.dead_letters import DEAD_LETTERS
@@ -63,6 +65,9 @@ This page is written by `make docs` from the types that decode the files.
 ## The broker
 
 {broker}
+## The console
+
+{console}
 ## The worker
 
 {worker}
@@ -90,6 +95,7 @@ def configuration() -> str:
     return _CONFIGURATION.format(
         daemon=reference(DaemonConfig, DAEMON_PREFIX),
         broker=reference(BrokerConfig, BROKER_PREFIX),
+        console=reference(ConsoleConfig, CONSOLE_PREFIX),
         worker=reference(WorkerConfig, WORKER_PREFIX),
         consumer=reference(ConsumerConfig, CONSUMER_PREFIX),
         agent=reference(AgentConfig, AGENT_PREFIX),

@@ -283,6 +283,14 @@ def test_both_wheels_carry_the_licence(wheels: list[Path]) -> None:
             assert archive.read(text) == (REPOSITORY / "LICENSE").read_bytes()
 
 
+def test_the_servers_wheel_carries_the_pages_of_the_console(wheels: list[Path]) -> None:
+    with zipfile.ZipFile(wheels[1]) as archive:
+        carried = {name for name in archive.namelist() if name.startswith(("console/templates/", "console/static/"))}
+    files = [file for name in ("templates", "static") for file in (REPOSITORY / "console" / name).iterdir()]
+    assert carried == {str(file.relative_to(REPOSITORY)) for file in files}
+    assert {"console/templates/base.html", "console/static/console.css"} <= carried
+
+
 def requirements(project: Path, *extras: str) -> list[Requirement]:
     """Return what a distribution and some of its extras depend on, but for ours."""
     said = tomllib.loads((project / "pyproject.toml").read_text())["project"]

@@ -8,6 +8,7 @@ pytestmark = pytest.mark.systemd
 SERVICES = (
     "postroomd@orders.service",
     "postroom-broker.service",
+    "postroom-console.service",
     "postroom-worker.service",
     "postroom-consumer@billing.service",
     "postroom-agent@counter.service",

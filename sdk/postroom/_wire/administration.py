@@ -17,7 +17,7 @@ from postroom._wire.message import DestinationKind, Priority
 from postroom.errors import InvalidMessage
 
 Role = Literal["member", "admin"]
-CallerRole = Literal["member", "look", "repair", "administer"]
+CallerRole = Literal["member", "look", "repair", "administer"]  # each may do what the one before may
 
 MAX_PAGE = 1000  # messages in one page of the history
 MAX_URL = 2048  # characters in the address of a webhook

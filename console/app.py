@@ -1,0 +1,93 @@
+"""The console's pages: one table of routes, and what every answer of them has in common."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Final
+
+from aiohttp import web
+
+from console import messages
+from console.config import ConsoleConfig
+from console.login import log_in, log_out, show_login
+from console.sessions import SESSION, Gate, Sessions, next_of
+from console.views import SESSIONS, STATIC, page
+from postroom.chassis.routes import Handler, Route, application
+from postroom.errors import NotFound, PostroomError
+
+_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "same-origin",  # `no-referrer` would take the origin from our own forms too
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+_FOR_EVER: Final = "public, max-age=31536000, immutable"
+_TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+ROUTES: Final = [
+    Route(method="GET", path="/login", handler=show_login, access="anyone", summary="The form to log in with"),
+    Route(method="POST", path="/login", handler=log_in, access="anyone", summary="Log in with a token"),
+    Route(method="POST", path="/logout", handler=log_out, access="member", summary="Log out"),
+    Route(method="GET", path="/messages", handler=messages.show_messages, access="member", summary="Find messages"),
+    Route(method="GET", path="/messages/{id}/body", handler=messages.show_body, access="member",
+          summary="The body of a message, as a file"),
+    Route(method="GET", path="/find", handler=messages.find, access="member", summary="Go to the story of an id"),
+    Route(method="GET", path="/trace/{id}", handler=messages.show_story, access="member",
+          summary="The story of a message"),
+]  # fmt: skip
+
+
+def build(config: ConsoleConfig, sessions: Sessions) -> web.Application:
+    """Build the application."""
+    static = Route(
+        method="GET",
+        path="/static/{name}",
+        handler=show_static,
+        access="anyone",
+        summary="A style, a script, a picture",
+    )
+    app = application([*ROUTES, static], Gate(config, sessions).authorize)
+    app[SESSIONS] = sessions
+    app.middlewares.append(problems_as_pages)
+    app.on_response_prepare.append(add_headers)
+    return app
+
+
+async def show_static(request: web.Request) -> web.Response:
+    """`GET /static/{name}`."""
+    name = request.match_info["name"]
+    if name not in STATIC:
+        raise NotFound.of("not_found", f"there is no file {name[:64]!r}")
+    headers = {"Cache-Control": _FOR_EVER}
+    return web.Response(body=STATIC[name], content_type=_TYPES[name.rpartition(".")[2]], headers=headers)
+
+
+@web.middleware
+async def problems_as_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Show what went wrong as a page; whose token the broker has forgotten has to log in again."""
+    try:
+        return await handler(request)
+    except PostroomError as error:
+        problem, session = error.problem, request.get(SESSION)
+        if problem.code == "invalid_token" and session is not None:
+            await request.app[SESSIONS].end(session.key)
+            raise web.HTTPSeeOther(f"/login{next_of(request)}") from error
+        return page(request, "problem.html", status=problem.status, sentence=problem.detail, code=problem.code)
+    except web.HTTPException as error:
+        if error.status < HTTPStatus.BAD_REQUEST:
+            raise
+        sentence = f"{request.method} {request.path[:200]}: {error.reason}"
+        code = HTTPStatus(error.status).name.lower()
+        return page(request, "problem.html", status=error.status, sentence=sentence, code=code)
+
+
+async def add_headers(_request: web.Request, answer: web.StreamResponse) -> None:
+    """Forbid browsers what no page of ours needs."""
+    answer.headers.update(_HEADERS)
+    answer.headers.setdefault("Cache-Control", "no-store")
+    answer.headers.popall("Server", None)

@@ -1,0 +1,124 @@
+"""Messages: finding one, and its story from the row on a disk to what it caused."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+from aiohttp import web
+
+from console.sessions import SESSION
+from console.views import ROWS, asked, mesh_of, page
+from postroom._wire.administration import HistoryMessage, MessageLines, MessagesQuery
+from postroom._wire.trace import Step
+from postroom.errors import InvalidMessage, NotFound, NotPermitted
+
+MOST_STEPS: Final = 100  # of a story on one page
+MOST_TEXT: Final = 4000  # characters of a body on a page; all of it is a file
+
+
+async def show_messages(request: web.Request) -> web.Response:
+    """`GET /messages?mesh=&sender=&destination=&since=&until=&cursor=`: the latest first."""
+    given = asked(request)
+    mesh, meshes = await mesh_of(request, given)
+    found = MessageLines(messages=[])
+    if mesh is not None:
+        query = MessagesQuery(
+            mesh=mesh,
+            sender=given.get("sender"),
+            destination=given.get("destination"),
+            since=_moment(given, "since"),
+            until=_moment(given, "until"),
+            cursor=given.get("cursor"),
+            limit=ROWS,
+        )
+        found = await request[SESSION].client.messages(query)
+    return page(request, "messages.html", given=given, mesh=mesh, meshes=meshes, found=found)
+
+
+async def find(request: web.Request) -> web.Response:
+    """`GET /find?id=`: a form without a script knows no path with the id in it."""
+    wanted = request.query.get("id", "").strip()
+    raise web.HTTPSeeOther(f"/trace/{quote(wanted, safe='')}" if wanted else "/messages")
+
+
+class Branch(NamedTuple):
+    """A step, and those that follow from it."""
+
+    step: Step
+    children: list[Branch]
+
+
+async def show_story(request: web.Request) -> web.Response:
+    """`GET /trace/{id}`: where it waits, how it went in time, what follows from what, and the body for its readers."""
+    client, id_ = request[SESSION].client, request.match_info["id"]
+    story = await client.trace(id_)
+    steps = story.steps[:MOST_STEPS]
+    times = [step.at for step in steps if step.at is not None]
+    accepted = next((step for step in steps if step.what == "accepted"), None)
+    message: HistoryMessage | None = None
+    if accepted is not None:
+        try:
+            message = await client.message(accepted.thing)
+        except (NotFound, NotPermitted):  # retention took it, or somebody else's eyes alone may see it
+            message = None
+    text = None if message is None else _text(message)
+    return page(
+        request,
+        "story.html",
+        id=id_,
+        story=story,
+        outcomes={step.id: step.outcome for step in story.steps},
+        steps=steps,
+        began=min(times, default=None),
+        branches=grow(steps),
+        message=message,
+        text=text,
+        cut=text is not None and len(text) > MOST_TEXT,
+        most_text=MOST_TEXT,
+    )
+
+
+def grow(steps: Iterable[Step]) -> list[Branch]:
+    """Make trees of steps; one whose parent is not among them is a root."""
+    branches: dict[str, Branch] = {}
+    roots: list[Branch] = []
+    for step in steps:  # a parent comes before its children
+        branch = branches[step.id] = Branch(step, [])
+        above = branches.get(step.parent or "")
+        (roots if above is None else above.children).append(branch)
+    return roots
+
+
+async def show_body(request: web.Request) -> web.Response:
+    """`GET /messages/{id}/body`: as a file that no browser shows as a page."""
+    message = await request[SESSION].client.message(request.match_info["id"])
+    data = base64.b64decode(message.body_base64) if message.body_base64 is not None else (message.body or "").encode()
+    headers = {"Content-Disposition": f'attachment; filename="{message.broker_message_id}"'}
+    return web.Response(body=data, content_type="application/octet-stream", headers=headers)
+
+
+def _text(message: HistoryMessage) -> str | None:
+    """Return a body that is text; JSON as people read it, where it is not too large for that."""
+    if message.body is None or len(message.body) > MOST_TEXT:
+        return message.body
+    try:
+        return msgspec.json.format(message.body, indent=2)
+    except msgspec.DecodeError:
+        return message.body
+
+
+def _moment(given: dict[str, str], name: str) -> datetime | None:
+    """Read a time of a form, in UTC unless it says otherwise."""
+    if name not in given:
+        return None
+    try:
+        found = datetime.fromisoformat(given[name].strip())
+        return found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    except (OverflowError, ValueError):
+        sentence = f"{given[name][:64]!r} is not a time: write 2026-01-31T12:00, in UTC"
+        raise InvalidMessage.of("invalid_query", sentence, field=name) from None

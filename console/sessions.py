@@ -1,0 +1,195 @@
+"""Who is logged in: a cookie names a session, which holds an operator's token in memory and nowhere else.
+
+Every question goes to the broker with that token, so what an operator may see and do is the broker's decision. A
+session ends by logging out, with time, when the broker refuses its token, and with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, NamedTuple, Self, get_args
+from urllib.parse import urlencode
+
+import structlog
+from aiohttp import web
+
+from console.config import ConsoleConfig
+from postroom import BrokerClient
+from postroom._wire.administration import CallerRole
+from postroom.errors import InvalidMessage, NotPermitted, TryAgain
+
+ROLES: Final[tuple[str, ...]] = get_args(CallerRole)  # each may do what the one before may
+
+COOKIE: Final = "postroom_console"
+MOST_SESSIONS: Final = 1000
+MOST_ATTEMPTS: Final = 10  # to log in, that fail, of one address in a minute
+_MINUTE: Final = 60.0
+_SWEEP_SECONDS: Final = 30.0
+_SECONDS: Final = 30.0  # that one request to the broker may take
+_PATIENCE: Final = 2.0  # seconds that a person waits for a broker that is just being restarted
+
+_log = structlog.get_logger(__name__)
+
+
+class Session(NamedTuple):
+    """An operator who is logged in: as whom, with which role, in which mesh (None: all), until when (monotonic)."""
+
+    key: str
+    client: BrokerClient
+    actor: str
+    role: CallerRole
+    mesh: str | None
+    ends_at: float
+
+    def may(self, role: str) -> bool:
+        """Tell whether the operator may do what a role may."""
+        return ROLES.index(self.role) >= ROLES.index(role)
+
+
+SESSION: Final = web.RequestKey("session", Session)
+
+
+class Sessions:
+    """The sessions of this process."""
+
+    def __init__(self, config: ConsoleConfig, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._monotonic = monotonic
+        self._sessions: dict[str, Session] = {}
+        self._used_at: dict[str, float] = {}
+        self._secret = secrets.token_bytes(32)
+        self._attempts: Counter[str] = Counter()  # by address, since `_attempts_since`
+        self._attempts_since = monotonic()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for key in list(self._sessions):
+            await self.end(key)
+
+    @property
+    def secure(self) -> bool:
+        """Whether browsers reach the console over TLS, so that a cookie is for that alone."""
+        return (self._config.public_url or "").startswith("https://")
+
+    def form_key(self, cookie: str) -> str:
+        """Return what every form of a browser with this cookie has to bring back: nobody else's page can know it."""
+        return hmac.new(self._secret, cookie.encode(), hashlib.sha256).hexdigest()
+
+    async def begin(self, token: str, address: str) -> Session:
+        """Log in whoever has a `token`, from an `address`.
+
+        Raises `NotPermitted` where the broker does not know it, `TryAgain` (429) after too many attempts.
+        """
+        if self._monotonic() - self._attempts_since > _MINUTE:
+            self._attempts.clear()
+            self._attempts_since = self._monotonic()
+        if self._attempts[address] >= MOST_ATTEMPTS:
+            sentence = "too many attempts to log in have failed: wait a minute"
+            raise TryAgain.of("too_busy", sentence, retry_after=_MINUTE)
+        self._attempts[address] += 1
+        if not (token.isascii() and token.isprintable() and token):
+            raise InvalidMessage.of("invalid_token", "that is not a token: paste one line of plain text")
+        client = BrokerClient(
+            self._config.broker_url, token, timeout=_SECONDS, patience=_PATIENCE, ca_file=self._config.broker_ca_file
+        )
+        try:
+            who = await client.whoami()
+        except BaseException:
+            await client.close()
+            raise
+        self._attempts[address] -= 1
+        ends_at = self._monotonic() + self._config.session_minutes * _MINUTE
+        session = Session(new_cookie(), client, who.actor, who.role, who.mesh, ends_at)
+        while len(self._sessions) >= MOST_SESSIONS:
+            await self.end(min(self._used_at, key=self._used_at.__getitem__))
+        self._sessions[session.key] = session
+        self._used_at[session.key] = self._monotonic()
+        _log.info("logged_in", actor=session.actor, role=session.role, address=address)
+        return session
+
+    def find(self, cookie: str) -> Session | None:
+        """Return the session that a cookie names, unless it has ended; this counts as using it."""
+        session = self._sessions.get(cookie)
+        if session is None or self._has_ended(session):
+            return None
+        self._used_at[cookie] = self._monotonic()
+        return session
+
+    async def end(self, cookie: str) -> None:
+        """Forget a session and its token; one that is not there is no error."""
+        self._used_at.pop(cookie, None)
+        if (session := self._sessions.pop(cookie, None)) is not None:
+            _log.info("logged_out", actor=session.actor)
+            await session.client.close()
+
+    async def sweep(self) -> None:
+        """End the sessions whose time has come, for ever."""
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            for session in list(self._sessions.values()):
+                if self._has_ended(session):
+                    await self.end(session.key)
+
+    def _has_ended(self, session: Session) -> bool:
+        idle_from = self._used_at[session.key] + self._config.idle_minutes * _MINUTE
+        return self._monotonic() >= min(session.ends_at, idle_from)
+
+
+def new_cookie() -> str:
+    """Make the value of a cookie, which nobody can guess."""
+    return secrets.token_urlsafe(32)
+
+
+class Gate:
+    """Decides which requests are answered: whose they are, and whether they come from a page of ours."""
+
+    def __init__(self, config: ConsoleConfig, sessions: Sessions) -> None:
+        self._public_url = config.public_url
+        self._sessions = sessions
+
+    async def authorize(self, request: web.Request, access: str) -> None:
+        """Put the session on the request, or send whoever has none to log in; `access` is `anyone` or a role.
+
+        Raises `NotPermitted` for a role that may not do this, and for a form that no page of ours has sent.
+        """
+        cookie = request.cookies.get(COOKIE, "")
+        if request.method == "POST":
+            await self._check_form(request, cookie)
+        session = self._sessions.find(cookie)
+        if session is not None:
+            request[SESSION] = session
+        if access == "anyone":
+            return
+        if session is None:
+            raise web.HTTPSeeOther(f"/login{next_of(request)}")
+        if not session.may(access):
+            raise NotPermitted.of("not_permitted", f"{session.actor} has the role `{session.role}`, not `{access}`")
+
+    async def _check_form(self, request: web.Request, cookie: str) -> None:
+        own = self._public_url or f"http://{request.host}"
+        if (
+            request.headers.get("Origin") != own
+            or request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin"
+        ):
+            raise NotPermitted.of("foreign_form", f"the form was not sent by a page of {own}: open the page there")
+        given = (await request.post()).get("form_key")
+        wanted = self._sessions.form_key(cookie)
+        if not (cookie and isinstance(given, str) and hmac.compare_digest(given.encode(), wanted.encode())):
+            raise NotPermitted.of("stale_form", "the form is from before the last log-in: open the page again")
+
+
+def next_of(request: web.Request) -> str:
+    """Return the query of the log-in page that leads back to where a request goes."""
+    back = request.method == "GET" and request.path not in ("/", "/login")
+    return f"?{urlencode({'next': request.path_qs})}" if back else ""

@@ -1,0 +1,118 @@
+"""What a page is made of: the templates, and what each of them gets.
+
+Everything that a template is given is text to it: Jinja escapes it. No page has a script or a style of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+from aiohttp import web
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from console.sessions import COOKIE, SESSION, Session, Sessions, new_cookie
+
+_HERE: Final = Path(__file__).parent
+STATIC: Final = {file.name: file.read_bytes() for file in sorted((_HERE / "static").iterdir())}
+VERSION: Final = hashlib.sha256(b"".join(STATIC.values())).hexdigest()[:12]  # browsers keep a file under it for ever
+SESSIONS: Final = web.AppKey("sessions", Sessions)
+ROWS: Final = 50  # of a list on one page
+_FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
+
+HOME: Final = "/messages"  # where a log-in leads
+NAVIGATION: Final = (("/messages", "Messages"),)
+
+
+def when(moment: datetime | None) -> str:
+    """Write a moment: to the second, in UTC."""
+    return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def span(seconds: float) -> str:
+    """Write how long something took, or how old it is: `40 ms`, `3.2 s`, `12 min`, `5 h`, `9 d`."""
+    for most, unit, name in (
+        (1, 0.001, "ms"),
+        (2 * _MINUTE, 1, "s"),
+        (2 * _HOUR, _MINUTE, "min"),
+        (2 * _DAY, _HOUR, "h"),
+    ):
+        if seconds < most:
+            return f"{seconds / unit:.1f} {name}" if unit == 1 and seconds < _FEW else f"{seconds / unit:.0f} {name}"
+    return f"{seconds / _DAY:.0f} d"
+
+
+def age(moment: datetime | None) -> str:
+    """Write how long ago a moment was."""
+    return "" if moment is None else span(max(0.0, (datetime.now(UTC) - moment).total_seconds()))
+
+
+def number(count: int) -> str:
+    """Write a number so that its thousands can be read."""
+    return f"{count:,}"
+
+
+_ENVIRONMENT: Final = Environment(
+    loader=FileSystemLoader(_HERE / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters |= {
+    "when": when,
+    "span": span,
+    "age": age,
+    "number": number,
+    "path": lambda text: quote(text, safe=""),
+}
+_ENVIRONMENT.globals |= {
+    "home": HOME,
+    "version": VERSION,
+    "navigation": NAVIGATION,
+    "with_query": lambda **pairs: link_query(pairs),
+}
+
+
+def link_query(pairs: dict[str, Any]) -> str:
+    """Return the query of a link, `?a=1&b=2`; what is not set is left out."""
+    query = urlencode({name: value for name, value in pairs.items() if value not in (None, "")})
+    return f"?{query}" if query else ""
+
+
+def asked(request: web.Request) -> dict[str, str]:
+    """Return what a form or a link asks for: the fields that are filled in; to a template the others are empty."""
+    return defaultdict(str, {name: text for name, text in request.query.items() if text.strip()})
+
+
+def page(request: web.Request, template: str, *, status: int = 200, **values: Any) -> web.Response:
+    """Answer with a page; a browser without a cookie gets one, so that its forms are known to be ours."""
+    session: Session | None = request.get(SESSION)
+    cookie = request.cookies.get(COOKIE, "") if session is None else session.key
+    fresh = not cookie
+    cookie = cookie or new_cookie()
+    text: str = _ENVIRONMENT.get_template(template).render(
+        session=session, here=request.path, form_key=request.app[SESSIONS].form_key(cookie), **values
+    )
+    answer = web.Response(text=text, content_type="text/html", status=status)
+    if fresh:
+        set_cookie(request, answer, cookie)
+    return answer
+
+
+def set_cookie(request: web.Request, answer: web.StreamResponse, value: str) -> None:
+    """Hand a browser its cookie: no script reads it, no other site's page sends it, and over TLS no plain request."""
+    answer.set_cookie(COOKIE, value, path="/", httponly=True, samesite="Strict", secure=request.app[SESSIONS].secure)
+
+
+async def mesh_of(request: web.Request, given: dict[str, str]) -> tuple[str | None, list[str]]:
+    """Return the mesh that a page is about, the one that is asked for, else the first, and those to choose from."""
+    session = request[SESSION]
+    if session.mesh is not None:
+        return session.mesh, [session.mesh]
+    meshes = [mesh.slug for mesh in await session.client.list_meshes()]
+    return given.get("mesh") or next(iter(meshes), None), meshes
