@@ -171,6 +171,15 @@ async def test_a_letter_is_published_when_its_stream_is_there_again(context: Con
         await until(there, "the letter is published")
 
 
+async def test_a_letter_larger_than_nats_takes_is_published_without_its_payload(context: Context, tmp_path: Path):
+    body = msgspec.json.encode({"poison": True, "padding": '"' * (context.connection.max_payload // 2 - 1000)})
+    await context.js.publish(context.subject, body, headers={"Nats-Msg-Id": "bad"})
+    async with running_agent(context, tmp_path, settings=RECORD, max_deliver=1):
+        await settled(context)
+        (letter,) = await context.letters()
+    assert (letter.message_id, letter.has_payload, letter.payload_omitted) == ("bad", False, True)
+
+
 async def test_what_is_older_than_the_horizon_stays_lost(context: Context, tmp_path: Path):
     settings = msgspec.structs.replace(RECORD, horizon_days=1e-9)
     await place_orders(context, ORDERS)

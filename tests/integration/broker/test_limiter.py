@@ -180,6 +180,19 @@ async def test_a_flushed_redis_forgets_the_script_and_the_window_and_refuses_not
         assert broker.metric("postroom_broker_limiter_decisions_total", decider="redis", decision="admitted") == 3
 
 
+async def test_another_message_under_an_id_of_an_earlier_window_costs_a_unit(
+    on_own_redis: BrokerConfig, own_redis: EmbeddedRedis, start_broker: Any, message: Message
+) -> None:
+    async with start_broker(limited(on_own_redis, per_member=2)) as broker:
+        await broker.add_mesh()
+        alice = broker.member("alice")
+        assert (await alice.send_one(message("id-0"))).status == 201
+        async with Redis.from_url(own_redis.url) as redis:
+            await redis.flushall()
+        assert (await alice.send_one(message("id-0", body="something else"))).status == 409
+        assert [answer.status for answer in await alice.send(message("id-1"), message("id-2"))] == [201, 429]
+
+
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
 async def test_a_redis_without_memory_refuses_nothing_accepted_and_loses_nothing(
     on_own_redis: BrokerConfig, own_redis: EmbeddedRedis, start_broker: Any, message: Message, policy: str

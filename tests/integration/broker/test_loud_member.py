@@ -113,6 +113,32 @@ async def test_batches_that_hang_take_the_slots_and_connections_of_their_own_mes
     assert {answer.status for answer in await asyncio.gather(*hanging)} == {201}
 
 
+async def test_reads_that_hang_take_the_connections_of_their_own_mesh_alone(
+    broker: Any, zoe: Any, postgres: Any, waiting_for_lock: Any
+) -> None:
+    async with postgres.transaction():
+        await postgres.execute("LOCK TABLE mesh.topic IN ACCESS EXCLUSIVE MODE")
+        readers = [broker.member(name) for name in ("alice", "bob", "ada")]
+        hanging = [asyncio.create_task(reader.get("/v1/topics")) for reader in readers * 10]
+        await waiting_for_lock(2)
+        for _ in range(5):
+            assert (await zoe.get("/v1/features")).status == 200
+    assert {answer.status for answer in await asyncio.gather(*hanging)} == {200}
+
+
+async def test_a_token_that_is_nobodys_is_looked_up_once_and_each_refusal_takes_its_turn(
+    broker: Any, zoe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, refusals = broker.services.authentication._members, broker.services.authentication._refusals
+    asked, waited = [], []
+    find, wait = members.find, refusals.wait
+    monkeypatch.setattr(members, "find", lambda token: asked.append(token) or find(token))
+    monkeypatch.setattr(refusals, "wait", lambda request: waited.append(request) or wait(request))
+    for path in ("/v1/features", "/v1/topics", "/v1/features"):
+        assert (await replace(zoe, token="a-guess").get(path)).code == "invalid_token"
+    assert (len(asked), len(waited)) == (1, 3)
+
+
 async def test_tokens_that_are_nobodys_cost_no_connection_that_anybody_needs(broker: Any, zoe: Any) -> None:
     async with AsyncExitStack() as stack:
         for pool in (broker.services.database.reading, broker.services.database.accepting):

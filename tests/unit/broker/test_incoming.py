@@ -94,6 +94,12 @@ def test_a_message_is_found_before_the_next_one_is_looked_at() -> None:
     assert bytes(next(messages)) == b'{"a":1}'
 
 
+def test_a_large_batch_is_never_split_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incoming, "_decode_request", lambda _: pytest.fail("all of it was decoded"))
+
+    assert len(list(split(encode({"messages": [{"body": "x" * 100_000}] * 30}), 30))) == 30
+
+
 @pytest.mark.parametrize(("value", "code"), [(b"1,", "meta_too_large"), (b"[", "too_deep")])
 def test_a_message_of_too_many_values_is_refused_before_all_of_it_is_read(value: bytes, code: str) -> None:
     many = b'{"to":"topic:orders","meta":{"a":[' + value * 400_000

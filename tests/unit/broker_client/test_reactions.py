@@ -132,6 +132,12 @@ def test_a_busy_broker_ends_an_outage():
     assert not state.probing
 
 
+def test_a_broker_that_was_not_reached_for_half_a_minute_makes_an_outage():
+    state = availability()
+    state.failed(failed(Failure.UNREACHABLE), 0, 1000)
+    assert [state.is_outage(now) for now in (30_999, 31_000)] == [False, True]
+
+
 def test_an_exhausted_limit_pauses_without_a_failure():
     state = availability()
     state.rest(20, 1000)
