@@ -23,7 +23,7 @@ from broker.authentication import Member, digest
 from broker.config import RetentionConfig
 from broker.database import QUERIES, Database
 from broker.incoming import Item, check, event, read_item, split
-from broker.store import AcceptStore, Candidate, MessageIds
+from broker.store import AcceptStore, Candidate, Entry, MessageIds
 from embedded import EmbeddedPostgres
 from postroom import AsyncClient
 from postroom._wire.accept import AcceptResponse, RawAcceptItem
@@ -148,18 +148,20 @@ async def _bare_loop(running: Broker, bodies: Sequence[bytes]) -> float:
     values = [_values(store, sender, _candidates(body), ids.mint(_BATCH)) for body in bodies]
     began = time.perf_counter()
     for row in values:
-        await database.accepting.fetch(QUERIES["accept"], *row)
+        await database.accepting.fetch(QUERIES["accept"], *row, None)
     took = time.perf_counter() - began
     await database.close()
     return took
 
 
 def _values(store: AcceptStore, sender: Member, candidates: list[Candidate], minted: Sequence[UUID]) -> tuple[Any, ...]:
-    events = [
-        event(item, checked, str(message_id), sender.mesh, sender.name)
-        for (item, checked), message_id in zip(candidates, minted, strict=True)
-    ]
-    return store._values(sender, candidates, minted, events)  # noqa: SLF001 - the baseline
+    return store.values(
+        sender,
+        [
+            Entry(candidate, message_id, event(*candidate, str(message_id), sender.mesh, sender.name))
+            for candidate, message_id in zip(candidates, minted, strict=True)
+        ],
+    )
 
 
 def _candidates(body: bytes) -> list[Candidate]:

@@ -58,7 +58,7 @@ class Accepting:
         self._config = config
         self._at_work: dict[int, set[asyncio.Future[None]]] = {}  # a future per batch, by member
 
-    async def accept(self, sender: Member, body: bytes, wanted: Wanted = lambda: True) -> bytes:
+    async def accept(self, sender: Member, body: bytes | bytearray, wanted: Wanted = lambda: True) -> bytes:
         """Return the encoded `AcceptResponse` to a batch; nothing more is written once it is not `wanted`.
 
         Raises `PostroomError` where the request fails as a whole: 400 and 413 for a batch that can't be read, 401 for a

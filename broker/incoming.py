@@ -98,7 +98,7 @@ class Malformed(NamedTuple):
     problem: Problem
 
 
-def split(body: bytes, max_batch: int) -> Iterator[msgspec.Raw]:
+def split(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw]:
     """Yield the messages of a batch, those of a large one each as it is asked for: small values may take long.
 
     Raises `InvalidMessage` where the batch itself is wrong, which may be after its first messages.
@@ -111,7 +111,7 @@ def split(body: bytes, max_batch: int) -> Iterator[msgspec.Raw]:
     yield from messages if 0 < len(messages) <= max_batch else _one_by_one(body, max_batch)
 
 
-def _one_by_one(body: bytes, max_batch: int) -> Iterator[msgspec.Raw]:
+def _one_by_one(body: bytes | bytearray, max_batch: int) -> Iterator[msgspec.Raw]:
     if (opening := _FIRST.match(body)) is None:
         _refuse_batch(max_batch, 'it is not {"messages": […]}')
     rest, start, count = memoryview(body), opening.end(), 0

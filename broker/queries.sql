@@ -18,11 +18,12 @@ WHERE locktype = 'relation' AND relation = 'mesh.client_message_dedupe'::regclas
 --
 -- Locks are taken in one order, so that no two batches and no administration wait for each other in a circle:
 -- the mesh and the sender, the destinations, the ids in order. The numbers come before them, as `take_history_ids` has it:
--- everything else reads what that answered.
+-- everything else reads what that answered. A part of a batch whose numbers are taken already is given the one before its
+-- first as $25.
 -- Answers a row per message: its history_id if it was accepted, why its destination refused it, or neither where another
 -- batch took its id first. No row at all: the sender's token was revoked meanwhile.
 WITH taken AS MATERIALIZED (
-  SELECT mesh.take_history_ids($1, cardinality($6::uuid[])) AS before
+  SELECT coalesce($25::bigint, mesh.take_history_ids($1, cardinality($6::uuid[]))) AS before
 ), sender AS MATERIALIZED (
   SELECT member.id AS sender_id, mesh.id AS mesh_id
   FROM mesh.mesh JOIN mesh.member ON member.mesh_id = mesh.id
@@ -135,6 +136,15 @@ WITH taken AS MATERIALIZED (
 )
 SELECT judged.position - 1 AS position, accepted.history_id, judged.refusal
 FROM judged LEFT JOIN accepted USING (position);
+
+-- name: accept_alone
+-- Waits until no other transaction accepts for mesh $1, and lets none do so before this one ends: statements that take ids
+-- one after the other would otherwise wait for another's in a circle.
+SELECT pg_advisory_xact_lock(hashtext('postroom.history'), $1);
+
+-- name: take_history_ids
+-- The number before the first of $2 numbers for messages of mesh $1; null where the mesh is gone.
+SELECT mesh.take_history_ids($1, $2);
 
 -- name: ring
 -- Wakes the publishers of the sources $1. A notification costs a commit; this one need not be on disk.

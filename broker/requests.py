@@ -25,7 +25,7 @@ ROOM = web.AppKey("room", Shares)  # for bodies, in bytes
 
 
 @asynccontextmanager
-async def received(request: web.Request) -> AsyncIterator[bytes]:
+async def received(request: web.Request) -> AsyncIterator[bytearray]:
     """Wait until there is room for the body in the caller's name, read it, and hold the room for the block.
 
     415 for a body that is compressed or no JSON, 413 for a large one, 408 for a slow one, 503 where no room comes free.
@@ -40,12 +40,14 @@ async def received(request: web.Request) -> AsyncIterator[bytes]:
     async with request.app[ROOM].hold(request[PRINCIPAL].whose, size):
         try:
             async with asyncio.timeout(config.body_seconds):
-                body = await request.read()
+                body = bytearray()
+                async for chunk in request.content.iter_any():  # `read` lets all of it pile up first
+                    body += chunk
+                    if len(body) > config.max_request_bytes:
+                        raise _too_large(config)
         except TimeoutError:
             sentence = f"the body did not arrive within {config.body_seconds:g} s"
             raise PostroomError.of("request_timeout", sentence, retryable=True) from None
-        except web.HTTPRequestEntityTooLarge:
-            raise _too_large(config) from None
         except (ConnectionError, web.RequestPayloadError):  # the caller has disconnected, or said that more would come
             raise InvalidMessage.of("incomplete_body", "the body ended too early") from None
         yield body

@@ -1,7 +1,7 @@
 """What accepting asks of Postgres: B0, the look-up, and B2 with B3, the write. No rule is decided here.
 
-The write is one statement and so one transaction, without a round trip inside: a broker that dies leaves no
-transaction open, and a batch is in the tables whole or not at all.
+The write is one statement and so one transaction, without a round trip inside. A large batch is several statements, so
+that encoding it does not hold up the event loop, in one transaction too: it is in the tables whole or not at all.
 
 A `broker_message_id` is a ULID, kept as `uuid`, minted in the order in which this process accepts: ids in time order
 keep every index append-only. A ULID is 48 bits of milliseconds and 80 bits of randomness; within a millisecond (and
@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from functools import lru_cache
+from itertools import accumulate, groupby
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,7 @@ from broker.incoming import Checked, Item, event
 from broker.shares import Slices
 from postroom._wire.ids import now_ms
 from postroom._wire.message import DestinationKind
+from postroom.chassis.postgres import Connection
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
 from postroom.delivery.subjects import command_subject, event_subject
 
@@ -43,6 +45,8 @@ _SOURCES: Final[dict[DestinationKind, tuple[str, ...]]] = {
 }
 _TIME_BYTES: Final = 6
 _RANDOM_BYTES: Final = 10
+_AT_ONCE_BYTES: Final = 4 * 1024 * 1024  # of values that go out in one statement: as many as a relay posts
+_PART_BYTES: Final = 1024 * 1024  # of those of a larger batch: about 1 ms to encode
 
 
 class Candidate(NamedTuple):
@@ -50,6 +54,14 @@ class Candidate(NamedTuple):
 
     item: Item
     checked: Checked
+
+
+class Entry(NamedTuple):
+    """A candidate with the id that it gets, and the payload of its event, None for a dm."""
+
+    candidate: Candidate
+    broker_message_id: UUID
+    event: str | None
 
 
 class Taken(NamedTuple):
@@ -115,23 +127,41 @@ class AcceptStore:
         unknown.
         """
         minted = self._ids.mint(len(candidates))
-        events: list[str | None] = []
+        announced: list[str | None] = []
 
         def announce(numbered: tuple[int, Candidate]) -> None:
             index, (item, checked) = numbered
-            events.append(event(item, checked, str(minted[index]), sender.mesh, sender.name))
+            announced.append(event(item, checked, str(minted[index]), sender.mesh, sender.name))
 
         await self.slices.each(sender.whose, enumerate(candidates), announce)
-        values = self._values(sender, candidates, minted, events)
+        parts = _parts(list(map(Entry, candidates, minted, announced)))
         async with self._turn(sender.mesh_id), self._pool.acquire(timeout=_WAIT_SECONDS) as connection:
             if not wanted():
                 raise Unwanted
-            rows = await connection.fetch(QUERIES["accept"], *values)
+            if len(parts) == 1:
+                written = await self._write(connection, sender, parts[0])
+            else:
+                async with connection.transaction():
+                    await connection.execute(QUERIES["accept_alone"], sender.mesh_id)
+                    last = await connection.fetchval(QUERIES["take_history_ids"], sender.mesh_id, len(candidates))
+                    if last is None:  # the mesh is gone, and its members' tokens with it
+                        raise TokenRevoked
+                    written = []
+                    for part in parts:
+                        written += await self._write(connection, sender, part, last)
+                        last += len(part)
+        self._ring(source for candidate in candidates for source in _SOURCES[candidate.checked.destination_kind])
+        return written
+
+    async def _write(
+        self, connection: Connection, sender: Member, entries: Sequence[Entry], last: int | None = None
+    ) -> list[Written]:
+        """Write what `entries` have: under the numbers after `last`, or under some that are taken now."""
+        rows = await connection.fetch(QUERIES["accept"], *self.values(sender, entries), last)
         if not rows:
             raise TokenRevoked
-        self._ring(source for candidate in candidates for source in _SOURCES[candidate.checked.destination_kind])
         verdicts = {position: (history_id, refusal) for position, history_id, refusal in rows}
-        return [Written(candidate, minted[index], *verdicts[index]) for index, candidate in enumerate(candidates)]
+        return [Written(entry.candidate, entry.broker_message_id, *verdicts[at]) for at, entry in enumerate(entries)]
 
     @asynccontextmanager
     async def _turn(self, mesh_id: int) -> AsyncIterator[None]:
@@ -144,12 +174,10 @@ class AcceptStore:
         finally:
             turn.release()
 
-    def _values(
-        self, sender: Member, candidates: Sequence[Candidate], minted: Sequence[UUID], events: Sequence[str | None]
-    ) -> tuple[Any, ...]:
+    def values(self, sender: Member, entries: Sequence[Entry]) -> tuple[Any, ...]:
         """Return the statement's parameters: scalars, then a column per field, the mentions, the mesh, the subjects."""
-        items = [candidate.item for candidate in candidates]
-        checked = [candidate.checked for candidate in candidates]
+        items = [entry.candidate.item for entry in entries]
+        checked = [entry.candidate.checked for entry in entries]
         mentions = [(index + 1, name) for index, values in enumerate(checked) for name in values.mentions]
         return (
             sender.mesh_id,
@@ -157,7 +185,7 @@ class AcceptStore:
             sender.token_sha256,
             self._message_life,
             self._dedupe_life,
-            minted,
+            [entry.broker_message_id for entry in entries],
             [item.client_message_id for item in items],
             [item.fingerprint for item in items],
             [values.destination_kind for values in checked],
@@ -168,7 +196,7 @@ class AcceptStore:
             [values.meta for values in checked],
             [values.body for values in checked],
             [values.body_is_text for values in checked],
-            events,
+            [entry.event for entry in entries],
             [values.event_version for values in checked],
             [values.correlation_id for values in checked],
             [values.causation_id for values in checked],
@@ -180,6 +208,15 @@ class AcceptStore:
                 for values in checked
             ],
         )
+
+
+def _parts(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
+    """Divide a batch into what goes out in one statement each."""
+    sizes = [len(checked.body) + len(checked.meta or "") + len(payload or "") for (_, checked), _, payload in entries]
+    if sum(sizes) <= _AT_ONCE_BYTES:
+        return [entries]
+    parts = groupby(zip(entries, accumulate(sizes), strict=True), lambda sized: sized[1] // _PART_BYTES)
+    return [[entry for entry, _ in part] for _, part in parts]
 
 
 @lru_cache(maxsize=4096)

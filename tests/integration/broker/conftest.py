@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -63,7 +64,8 @@ class Caller:
     token: str | None
 
     async def call(self, method: str, path: str, body: Any = None, /, **query: Any) -> Answer:
-        data = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        text = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
+        data = None if text is None else io.BytesIO(text)  # aiohttp warns of bytes that take long to send
         headers = {"Content-Type": "application/json"} if data is not None else {}
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"

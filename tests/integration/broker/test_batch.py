@@ -24,6 +24,39 @@ async def test_answers_and_history_follow_the_order_of_the_request(broker: Any, 
     assert minted == sorted(minted)
 
 
+def large(message: Message, *ids: str) -> list[dict[str, Any]]:
+    """Return messages whose values are more than what goes out in one statement."""
+    return [message(client_id, body="x" * 500_000) for client_id in ids]
+
+
+async def test_a_batch_too_large_for_one_statement_keeps_its_order_and_leaves_out_what_is_refused(
+    broker: Any, message: Message, postgres: Any
+) -> None:
+    ids = [f"{9 - n}-id" for n in range(8)]
+    alice = broker.member("alice")
+    (before,) = await alice.send(message(ids[3], body="x" * 500_000))
+    answers = await alice.send(*large(message, *ids), message("id-refused", "topic:nothing"))
+
+    assert [answer.status for answer in answers] == [201, 201, 201, 200, 201, 201, 201, 201, 404]
+    assert answers[3].broker_message_id == before.broker_message_id
+    fresh = [answer.history_id for answer in answers if answer.status == 201]
+    assert fresh == [2, 3, 4, 5, 6, 7, 8]
+    events = await postgres.fetch("SELECT payload->>'client_message_id' FROM postroom.outbox_events ORDER BY position")
+    assert [client_id for (client_id,) in events] == [ids[3], *ids[:3], *ids[4:]]
+
+
+async def test_large_batches_of_the_same_ids_in_opposite_orders_do_not_deadlock(
+    broker: Any, message: Message, start_broker: Any, counts: Counts
+) -> None:
+    items = large(message, *(f"id-{n}" for n in range(8)))
+    async with start_broker(broker.services.config) as other:
+        here, there = broker.member("alice"), broker.member("alice").at(other.url)
+        for _ in range(3):
+            answers = await asyncio.gather(here.send(*items), there.send(*reversed(items)), here.send(items[-1]))
+            assert {answer.status for batch in answers for answer in batch} <= {200, 201}
+    assert (await counts())["topic_message"] == 8
+
+
 async def test_a_message_that_its_destination_refuses_uses_a_number_up_and_a_duplicate_does_not(
     broker: Any, message: Message
 ) -> None:
@@ -75,6 +108,22 @@ async def test_a_failure_that_is_no_messages_own_fails_them_all_and_keeps_nothin
 
     await postgres.execute("DROP FUNCTION refuse CASCADE")
     assert [answer.status for answer in await alice.send(message("id-1"), message("id-2", "dm:bob"))] == [201, 201]
+
+
+async def test_a_large_batch_that_fails_at_its_last_message_keeps_nothing(
+    broker: Any, message: Message, counts: Counts, postgres: Any
+) -> None:
+    alice, items = broker.member("alice"), large(message, *(f"id-{n}" for n in range(8)))
+    await postgres.execute(RAISE)
+    await postgres.execute(
+        "CREATE TRIGGER r BEFORE INSERT ON mesh.topic_message FOR EACH ROW "
+        "WHEN (new.client_message_id = 'id-7') EXECUTE FUNCTION refuse()"
+    )
+    assert {answer.status for answer in await alice.send(*items)} == {503}
+    assert not any((await counts()).values())
+
+    await postgres.execute("DROP FUNCTION refuse CASCADE")
+    assert {answer.status for answer in await alice.send(*items)} == {201}
 
 
 async def test_a_body_that_is_no_batch_is_refused_whole(broker: Any) -> None:

@@ -71,7 +71,7 @@ async def zoe(broker: Any) -> Any:
 async def test_a_batch_that_takes_long_to_check_lets_others_by(
     broker: Any, zoe: Any, message: Callable[..., dict[str, Any]]
 ) -> None:
-    large = {"messages": [message(f"id-{n}", meta={"a": [[]] * 2000}) for n in range(40)]}
+    large = {"messages": [message(f"id-{n}", meta={"a": [[]] * 2000}) for n in range(150)]}
     long = asyncio.create_task(broker.member("alice").post("/v1/accept", large))
     while not broker.metric("postroom_broker_batch_messages_count"):  # noqa: ASYNC110 - the metric has no event
         await asyncio.sleep(0)
