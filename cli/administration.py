@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.connect import with_broker, with_daemon, with_mesh
-from cli.lines import file_errors
+from cli.files import file_errors
 from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, named, noun, with_options
 from cli.output import confirm, json_line, line, listing, note
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from cli.files import read_plain_file
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
 
 def read_token(file: Path | None) -> str:
     """Read a bearer token from its file."""
-    from cli.lines import read_plain_file  # noqa: PLC0415 - brings Typer, which some come without
-
     if file is None:
         raise Fatal(Exit.USAGE, "no token is configured: set POSTROOM_ADMIN_TOKEN_FILE, or --token-file")
     try:

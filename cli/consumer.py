@@ -95,7 +95,7 @@ def show(
                 ("consumer", one.consumer),
                 ("stream", one.stream),
                 ("takes", ", ".join(one.filters)),
-                ("state", _state(one)),
+                ("state", one.state),
                 ("waiting", one.waiting),
                 ("in hand", one.in_hand),
                 ("came before", one.again),
@@ -118,15 +118,7 @@ def _find(reach: Reach) -> list[Durable]:
 
 def _cells(one: Durable) -> tuple[Any, ...]:
     oldest, seen = ago(one.oldest_at), ago(one.seen_at)
-    return (one.consumer, one.stream, one.waiting, one.in_hand, oldest, seen, _state(one))
-
-
-def _state(one: Durable) -> str:
-    if one.paused is not None:
-        return f"paused: {one.paused}"
-    if one.asks:
-        return "running"
-    return "full, or stopped: it asks for no messages" if one.in_hand else "stopped: nobody asks for its messages"
+    return (one.consumer, one.stream, one.waiting, one.in_hand, oldest, seen, one.state)
 
 
 @app.command()

@@ -6,8 +6,6 @@ They are read as they are needed: a million lines never lie in memory.
 from __future__ import annotations
 
 import codecs
-import os
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +17,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, TextIO
 import typer
 
 from cli.connect import with_daemon
+from cli.files import size_of
 from cli.message import body_of
 from cli.noun import time_of
 from cli.output import json_line, line, note
-from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.exits import Exit
 
 if TYPE_CHECKING:
     from postroom import Client, SendRequest
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 PATIENCE: Final = 30.0  # seconds without any answer from a daemon that was there before
 MAX_LINE: Final = 16 * 1024 * 1024  # bytes; a longer line fails alone
-MAX_FILE: Final = 16 * 1024 * 1024  # bytes of a file that is read whole
 
 
 class Source:
@@ -81,45 +79,6 @@ class Source:
             while len(line) > MAX_LINE and not line.endswith(b"\n"):
                 line = self._stream.readline(MAX_LINE + 1)
                 self.bytes_read += len(line)
-
-
-@contextmanager
-def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None]:
-    """Raise `Fatal` that says why one cannot do `what` (read, write) with the file."""
-    try:
-        yield
-    except OSError as error:
-        raise Fatal(code, f"cannot {what} {file}: {error.strerror}") from error
-
-
-def open_source(file: Path) -> BinaryIO:
-    """Open a file or pipe of messages (`-`: standard input); raises `Fatal` where that can't be read."""
-    if str(file) == "-":
-        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    with file_errors("read", file):
-        return file.open("rb")
-
-
-def size_of(stream: BinaryIO) -> int | None:
-    """Return how many bytes a plain file has; None for a pipe, whose end nobody knows."""
-    status = os.fstat(stream.fileno())
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def read_plain_file(file: Path) -> bytes:
-    """Return what a plain file holds; a FIFO, a device or a directory is refused before a byte is read."""
-    with file_errors("read", file):
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Fatal(Exit.USAGE, f"{file} is not a regular file")
-        if status.st_size > MAX_FILE:
-            raise Fatal(Exit.USAGE, f"{file} has {status.st_size} bytes, the limit is {MAX_FILE}")
-        with open(descriptor, "rb", closefd=False) as stream:
-            return stream.read(MAX_FILE + 1)
-    finally:
-        os.close(descriptor)
 
 
 class Common(NamedTuple):

@@ -40,6 +40,15 @@ def call(arguments: list[str]) -> int:
         send_one(brief.socket, to, content, options, brief.client_message_id, wait=None, as_json=brief.as_json)
         sys.stdout.flush()
         return 0
+    if arguments[:1] == ["status"]:
+        from cli.installation import parse_status  # noqa: PLC0415
+
+        if (wanted := parse_status(arguments)) is not None:
+            from cli.screen import show_status  # noqa: PLC0415
+
+            place, as_json = wanted
+            show_status(place, as_json=as_json)
+            return 0
     from cli.app import call as call_verb  # noqa: PLC0415 - Typer takes longer to import than such a send takes
 
     return call_verb(arguments)

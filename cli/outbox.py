@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from cli.change import check_choice
 from cli.connect import with_daemon
 from cli.daemon import daemon_config
-from cli.lines import file_errors, read_plain_file
+from cli.files import file_errors, read_plain_file
 from cli.noun import All, Config, DryRun, Json, Reason, Socket, Yes, age, choice, chosen_ids, noun, with_options
 from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table, tree
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest

@@ -8,15 +8,13 @@ from typing import Annotated, Final
 
 import typer
 
+from cli.files import file_errors, open_source, read_plain_file
 from cli.lines import (
     Common,
-    file_errors,
     json_lines,
     meta_of,
     moment_of,
-    open_source,
     plain_lines,
-    read_plain_file,
     send_lines,
 )
 from cli.message import PRIORITIES, send_one

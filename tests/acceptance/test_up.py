@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import asyncpg
 import pytest
@@ -103,7 +104,7 @@ def test_a_message_goes_all_the_way_with_the_environment_alone(stack: Stack) -> 
 
 def test_the_environment_alone_tells_status_where_to_look(stack: Stack) -> None:
     done = run("status", "--json", environ=environment(stack.layout))
-    assert {json.loads(row)["state"] for row in done.stdout.splitlines()} == {"running"}
+    assert {row["state"] for row in processes(done.stdout).values()} == {"running"}
 
 
 @pytest.mark.parametrize("destination", ["dm:bob", "dm:alice", "queue:work"])
@@ -112,10 +113,15 @@ def test_the_members_and_the_queue_are_there(stack: Stack, destination: str) -> 
     assert done.returncode == 0, done.stderr
 
 
+def processes(said: str) -> dict[str, Any]:
+    """Return what `status --json` said of each process of `up`."""
+    return {row["process"]: row for row in map(json.loads, said.splitlines()) if "process" in row}
+
+
 def test_status_shows_every_process_and_the_backlog(stack: Stack) -> None:
     done = run("status", "--state", str(stack.layout.state), "--json")
     assert done.returncode == 0, done.stderr
-    rows = {row["process"]: row for row in map(json.loads, done.stdout.splitlines())}
+    rows = processes(done.stdout)
     assert list(rows) == ["up", "postgres", "redis", "nats", "broker", "worker", "daemon"]
     assert {row["state"] for row in rows.values()} == {"running"}
     assert all(rows[name]["pid"] == process.pid for name, process in pids(stack).items() if process)
@@ -134,7 +140,7 @@ def test_status_tells_a_broker_that_hangs_from_one_that_runs(stack: Stack) -> No
         done = run("status", "--state", str(stack.layout.state), "--json")
     finally:
         hung.send(signal.SIGCONT)
-    rows = {row["process"]: row["state"] for row in map(json.loads, done.stdout.splitlines())}
+    rows = {name: row["state"] for name, row in processes(done.stdout).items()}
     assert (rows["broker"], rows["daemon"], done.returncode) == ("silent", "running", 69)
 
 
@@ -146,7 +152,7 @@ def test_status_says_that_the_broker_limits_without_redis(stack: Stack) -> None:
         done = run("status", "--state", str(stack.layout.state), "--json")
     finally:
         redis.send(signal.SIGCONT)
-    (broker,) = (row for row in map(json.loads, done.stdout.splitlines()) if row["process"] == "broker")
+    broker = processes(done.stdout)["broker"]
     assert (broker["state"], broker["problem"]) == (
         "running",
         "Redis does not answer: each broker limits by itself, at the same rate",
@@ -160,7 +166,7 @@ def test_status_tells_what_fails_from_what_is_silent(stack: Stack) -> None:
     finally:
         asyncio.run(execute(stack, "ALTER SCHEMA elsewhere RENAME TO ledger"))
     assert done.returncode == 69
-    (row,) = (line for line in done.stdout.splitlines() if line.startswith("postgres"))
+    row = next(line for line in done.stdout.splitlines() if line.startswith("postgres  "))
     assert row.startswith("postgres  failing")
     assert "internal error: see the log" in row
 
@@ -175,7 +181,7 @@ def test_status_names_a_consumer_that_pauses_until_its_handler_is_there(stack: S
     def problem() -> str:
         done = run("status", "--json", environ=environ)
         assert done.returncode == 0, done.stderr
-        rows = {row["process"]: row for row in map(json.loads, done.stdout.splitlines())}
+        rows = processes(done.stdout)
         return str(rows["worker"].get("problem", ""))
 
     with subprocess.Popen(tethered([sys.executable, "-m", "cli", *words]), env={**os.environ, **environ}) as consumer:
@@ -194,16 +200,9 @@ def test_status_names_a_consumer_that_pauses_until_its_handler_is_there(stack: S
 
 def test_status_for_people_is_a_table(stack: Stack) -> None:
     done = run("status", "--state", str(stack.layout.state))
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [
-        "PROCESS",
-        "up",
-        "postgres",
-        "redis",
-        "nats",
-        "broker",
-        "worker",
-        "daemon",
-    ]
+    tables = [[line.split()[0] for line in table.splitlines()] for table in done.stdout.split("\n\n")]
+    assert tables[1] == ["PROCESS", "up", "postgres", "redis", "nats", "broker", "worker", "daemon"]
+    assert sorted(tables[2]) == ["PROGRAM", "alice@demo", "broker", "worker"]
 
 
 def test_up_twice_is_up_once(stack: Stack) -> None:
@@ -236,7 +235,7 @@ def test_status_names_the_log_of_a_program_that_has_ended(stack: Stack) -> None:
         done = run("status", "--state", str(stack.layout.state), "--json")
     finally:
         supervisor.send(signal.SIGCONT)
-    rows = {row["process"]: row for row in map(json.loads, done.stdout.splitlines())}
+    rows = processes(done.stdout)
     assert (rows["worker"]["state"], done.returncode) == ("stopped", 69)
     assert rows["worker"]["problem"] == f"it ended, and is started again; see {stack.worker.log_file}"
     assert wait_until(lambda: stack.worker.process not in {None, worker}, SECONDS)

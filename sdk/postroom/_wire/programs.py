@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -64,11 +64,17 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     parts: Annotated[list[ProgramPart], msgspec.Meta(max_length=1000)] = []
 
 
-class Trouble(NamedTuple):
-    """What is wrong, in a sentence, and a command that helps next."""
+class Trouble(msgspec.Struct, frozen=True):
+    """What is wrong with what, in a sentence, and a command that helps next.
 
+    `down` is what does not run or cannot be asked, `wrong` what runs and is not well; the rest waits for somebody to
+    `look` at it.
+    """
+
+    thing: str
     what: str
     help: str
+    level: Literal["down", "wrong", "look"]
 
 
 class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
@@ -84,31 +90,40 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
     mesh: str | None = None
     away: bool = False
 
+    @property
+    def title(self) -> str:
+        """What it is called: `alice@demo` for a daemon."""
+        return self.kind if self.mesh is None else f"{self.name}@{self.mesh}"
+
     def troubles(self) -> Iterator[Trouble]:
-        """Yield what is wrong with it, each with a command that helps next."""
-        unit = {"daemon": f"postroomd@{self.mesh or '*'}"}.get(self.kind, f"postroom-{self.kind}")
+        """Yield what is wrong with it."""
+        thing = f"{self.title} on {self.host}"
+        unit = f"postroomd@{self.mesh}" if self.kind == "daemon" else f"postroom-{self.kind}"
         log = f"journalctl -u {unit}  # on {self.host}"
+        here = "" if self.address is None else f" --socket {self.address}"
         if self.away:
-            yield Trouble(f"has not reported since {self.reported_at:%Y-%m-%d %H:%M:%S}Z", log)
+            yield Trouble(thing, f"no report since {self.reported_at:%Y-%m-%d %H:%M:%S}Z", log, "down")
             return
         for reason in self.reasons:
-            yield Trouble(reason, "postroom doctor" if self.kind == "daemon" else log)
+            yield Trouble(thing, reason, log, "down" if self.status == "unavailable" else "wrong")
         for part in self.parts:
+            kind, _, name = part.name.partition(" ")
+            ways = {"publishing": "postroom worker backlog", "consumer": f"postroom consumer show {name}"}
             for reason in part.reasons:
-                kind, _, name = part.name.partition(" ")
-                ways = {"publishing": "postroom worker backlog", "consumer": f"postroom consumer show {name}"}
-                yield Trouble(f"{part.name}: {reason}", ways.get(kind, log))
+                level: Literal["look", "wrong"] = "look" if kind == "consumer" else "wrong"
+                yield Trouble(thing, f"{part.name}: {reason}", ways.get(kind, log), level)
         if self.relay == "paused":
-            at = "" if self.address is None else f" --socket {self.address}"
-            yield Trouble("the relay is paused by an operator", f"postroom relay resume{at}")
+            remedy = f"postroom relay resume --reason 'it was paused'{here}"
+            yield Trouble(thing, "an operator paused its relay", remedy, "wrong")
         if self.dead:
-            at = "" if self.address is None else f" --socket {self.address}"
-            yield Trouble(f"{self.dead} dead rows", f"postroom outbox list --status dead{at}")
+            yield Trouble(thing, f"{self.dead} dead rows", f"postroom outbox list --status dead{here}", "look")
         if self.disk_free is not None and self.disk_free < LOW_DISK_BYTES:
-            yield Trouble(f"its disk has only {self.disk_free // 1024**2} MiB left", f"df -h  # on {self.host}")
+            left = f"its disk has only {self.disk_free // 1024**2} MiB left"
+            yield Trouble(thing, left, f"df -h  # on {self.host}", "wrong")
         if abs(self.clock_seconds) > CLOCK_SECONDS:
             way = "ahead" if self.clock_seconds > 0 else "behind"
-            yield Trouble(f"its clock is {abs(self.clock_seconds):.0f} s {way}", f"timedatectl  # on {self.host}")
+            off = f"its clock is {abs(self.clock_seconds):.0f} s {way}"
+            yield Trouble(thing, off, f"timedatectl  # on {self.host}", "wrong")
 
 
 class ProgramsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

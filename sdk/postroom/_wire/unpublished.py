@@ -5,14 +5,18 @@ The rules begin at docs/contract/delivery.md#delivery-24. Only the administrator
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Final
 
 import msgspec
 
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Change, Noun, Result, Verb
+from postroom._wire.programs import Trouble
 from postroom.errors import Problem
+
+_STILL: Final = timedelta(minutes=1)  # since a consumer was given or acknowledged a message
 
 
 class Failing(msgspec.Struct, frozen=True):
@@ -159,6 +163,26 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     seen_at: datetime | None = None
     begun: int = 0
     paused: str | None = None
+
+    @property
+    def state(self) -> str:
+        """Say in a few words whether it runs, and why not."""
+        if self.paused is not None:
+            return f"paused: {self.paused}"
+        if self.asks:
+            return "running"
+        return "full, or stopped: it asks for no messages" if self.in_hand else "stopped: nobody asks for its messages"
+
+    def troubles(self) -> Iterator[Trouble]:
+        """Yield what is wrong with it: it pauses, or messages wait and nobody asks for them.
+
+        One that asks for none while it has some in hand is full, unless nothing has moved for a while.
+        """
+        still = self.seen_at is None or datetime.now(UTC) - self.seen_at > _STILL
+        stopped = (self.waiting or self.in_hand) and not self.asks and (still or not self.in_hand)
+        if self.paused is not None or stopped:
+            what = f"{self.waiting} waiting, {self.in_hand} in hand, {self.state}"
+            yield Trouble(f"consumer {self.consumer}", what, f"postroom consumer show {self.consumer}", "look")
 
 
 class ConsumerPage(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -1,0 +1,54 @@
+"""Files that a command line names: how they are opened and read, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from postroom.chassis.exits import Exit, Fatal
+
+MAX_FILE: Final = 16 * 1024 * 1024  # bytes of a file that is read whole
+
+
+@contextmanager
+def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None]:
+    """Raise `Fatal` that says why one cannot do `what` (read, write) with the file."""
+    try:
+        yield
+    except OSError as error:
+        raise Fatal(code, f"cannot {what} {file}: {error.strerror}") from error
+
+
+def open_source(file: Path) -> BinaryIO:
+    """Open a file or pipe of messages (`-`: standard input); raises `Fatal` where that can't be read."""
+    if str(file) == "-":
+        return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    with file_errors("read", file):
+        return file.open("rb")
+
+
+def size_of(stream: BinaryIO) -> int | None:
+    """Return how many bytes a plain file has; None for a pipe, whose end nobody knows."""
+    status = os.fstat(stream.fileno())
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def read_plain_file(file: Path) -> bytes:
+    """Return what a plain file holds; a FIFO, a device or a directory is refused before a byte is read."""
+    with file_errors("read", file):
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Fatal(Exit.USAGE, f"{file} is not a regular file")
+        if status.st_size > MAX_FILE:
+            raise Fatal(Exit.USAGE, f"{file} has {status.st_size} bytes, the limit is {MAX_FILE}")
+        with open(descriptor, "rb", closefd=False) as stream:
+            return stream.read(MAX_FILE + 1)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,251 @@
+"""An installation, as far as it can be seen from here: what `up` started, the daemon, the broker and what reports.
+
+`postroom status` shows it once, and `postroom top` again and again. Typer would take longer to import than a look
+takes, so a plain line is read here (docs/contract/operate.md#operate-61).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from msgspec.structs import replace
+
+from cli.connect import read_token
+from postroom import AsyncClient, BrokerClient, NotPermitted, PostroomError, Unavailable
+from postroom._wire.administration import MeshQuery
+from postroom._wire.dead_letters import DEAD_LETTERS
+from postroom._wire.jobs import JOBS
+from postroom._wire.programs import PROGRAMS, Program, ProgramsQuery, Trouble
+from postroom._wire.transport import find_socket
+from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable, SourceBacklog
+from postroom.chassis.exits import Exit, Fatal
+
+T = TypeVar("T")
+
+_ANSWER_SECONDS: Final = 4.0
+_REPORTED_ALONE: Final = ("name", "pid", "started_at", "clock_seconds", "disk_free", "totals")  # not asked for
+_VALUES: Final = {"--state": "state", "--socket": "socket", "--url": "url", "--token-file": "token_file"}
+_ENVIRONMENT: Final = {
+    "state": ("POSTROOM_STATE",),
+    "url": ("POSTROOM_BROKER_URL",),
+    "token_file": ("POSTROOM_ADMIN_TOKEN_FILE", "POSTROOM_BROKER_TOKEN_FILE"),
+}
+_PATHS: Final = ("state", "socket", "token_file")
+
+
+class Place(NamedTuple):
+    """Where to look: the directory of an `up`, a daemon's socket, a broker with a token; None for what is found."""
+
+    state: Path | None = None
+    socket: Path | None = None
+    url: str | None = None
+    token_file: Path | None = None
+
+
+def parse_status(arguments: list[str], environ: Mapping[str, str] = os.environ) -> tuple[Place, bool] | None:
+    """Read `status` with its options: where to look, and whether as JSON; None for any other line."""
+    if arguments[:1] != ["status"] or "_POSTROOM_COMPLETE" in environ:
+        return None
+    given: dict[str, Any] = {}
+    as_json, words = False, iter(arguments[1:])
+    for word in words:
+        if word == "--json":
+            as_json = True
+        elif (name := _VALUES.get(word)) is None or name in given or (value := next(words, "-"))[:1] in {"", "-"}:
+            return None
+        else:
+            given[name] = value
+    for name, variables in _ENVIRONMENT.items():
+        if found := next((environ[each] for each in variables if environ.get(each)), None):
+            given.setdefault(name, found)
+    return Place(**given | {name: Path(given[name]) for name in _PATHS if name in given}), as_json
+
+
+@dataclass
+class Sight:
+    """What was seen: processes of `up`, programs, consumers, what is wrong, and what could not be asked and why."""
+
+    processes: list[dict[str, Any]] = field(default_factory=list)
+    programs: list[Program] = field(default_factory=list)
+    consumers: list[Durable] = field(default_factory=list)
+    letters: dict[str, int] = field(default_factory=dict)
+    troubles: list[Trouble] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> Exit:
+        """69 where something does not run or cannot be asked, 1 where something that runs is not well, else 0."""
+        levels = {trouble.level for trouble in self.troubles}
+        return Exit.UNAVAILABLE if "down" in levels else Exit.FAILED if "wrong" in levels else Exit.OK
+
+    async def ask(self, asked: Awaitable[T], what: str) -> T | None:
+        """Wait for an answer; where only others are told, or it fails, note so and return None."""
+        try:
+            return await asked
+        except NotPermitted:
+            self.unseen.append(f"{what}: only the administrator is told (POSTROOM_ADMIN_TOKEN_FILE)")
+        except PostroomError as error:
+            self.troubles.append(Trouble(what, str(error), "postroom doctor", "down"))
+        return None
+
+
+async def look(place: Place) -> Sight:
+    """Look at everything that is there; raises `Fatal` (3) where nothing is."""
+    sight = Sight()
+    place = await _look_at_up(place, sight)
+    told, _ = await asyncio.gather(_ask_daemon(place, sight), _look_at_broker(place, sight))
+    if told is not None:
+        sight.programs = _with_daemon(sight.programs, told)
+    for program in sight.programs:
+        sight.troubles += program.troubles()
+    order = ("down", "wrong", "look")
+    sight.troubles.sort(key=lambda trouble: order.index(trouble.level))
+    return sight
+
+
+async def _look_at_up(place: Place, sight: Sight) -> Place:
+    """Look at what `up` started, where it was named, runs, or nothing else is there; return where else to look."""
+    from cli.stack import Layout, Stack, default_state_directory  # noqa: PLC0415
+    from cli.stack.supervisor import supervisor_of  # noqa: PLC0415
+    from cli.stack.view import look_at  # noqa: PLC0415
+
+    layout = Layout((place.state or default_state_directory()).absolute())
+    elsewhere = place.url is not None or place.socket is not None or _find_socket() is not None
+    try:
+        layout.check()
+    except Fatal as fatal:
+        if place.state is not None:
+            raise
+        if not elsewhere:
+            nothing = "nothing is in sight: no daemon's socket, and no broker (POSTROOM_BROKER_URL); and"
+            raise Fatal(fatal.exit_code, f"{nothing} {fatal}") from fatal
+        return place
+    supervisor = supervisor_of(layout)
+    if place.state is None and supervisor is None and elsewhere:
+        return place
+    stack = Stack(layout.state)
+    sight.processes = await look_at(stack)
+    for row in sight.processes:
+        if row["state"] != "running":
+            help_ = f"postroom up --detach --state {layout.state}" if supervisor is None else "postroom doctor"
+            what = f"{row['state']}: {row['problem']}" if "problem" in row else row["state"]
+            sight.troubles.append(Trouble(row["process"], what, help_, "down"))
+    if supervisor is None:
+        return place
+    return Place(
+        layout.state,
+        place.socket or (None if "POSTROOM_SOCKET" in os.environ else layout.socket),
+        place.url or stack.broker.url,
+        place.token_file or layout.admin_token_file,
+    )
+
+
+def _find_socket() -> Path | None:
+    """Return the socket that the environment names, or the only one; None where there are none, or several."""
+    try:
+        return find_socket()
+    except Unavailable:
+        return None
+
+
+async def _ask_daemon(place: Place, sight: Sight) -> Program | None:
+    """Ask the daemon of this machine, whose word is newer than its last report."""
+    path = place.socket or _find_socket()
+    if path is None:
+        sight.unseen.append("there is no daemon's socket on this machine, or several: set POSTROOM_SOCKET")
+        return None
+    path, now = path.absolute(), datetime.now(UTC)
+    async with AsyncClient(path, patience=0, timeout=_ANSWER_SECONDS) as client:
+        thing = f"the daemon at {path}"
+        version = await sight.ask(client.version(), thing)
+        health = None if version is None else await sight.ask(client.health(), thing)
+    if version is None or health is None:
+        return None
+    return Program(
+        kind="daemon",
+        name="here",
+        mesh=version.mesh,
+        host=socket.gethostname(),
+        pid=0,
+        version=version.version,
+        started_at=now,
+        at=now,
+        reported_at=now,
+        clock_seconds=0.0,
+        address=str(path),
+        status=health.status,
+        reasons=health.reasons,
+        waiting=health.rows["pending"] + health.rows["inflight"],
+        dead=health.rows["dead"],
+        oldest_at=health.oldest_pending_at,
+        relay=health.relay.state,
+    )
+
+
+def _with_daemon(programs: list[Program], told: Program) -> list[Program]:
+    """Return the programs with what a daemon has just told, in the place of its last report where there is one."""
+    place = told.host, told.address, told.mesh
+    for number, one in enumerate(programs):
+        if (one.host, one.address, one.mesh) == place:
+            known = {name: getattr(one, name) for name in _REPORTED_ALONE}
+            return [*programs[:number], replace(told, **known), *programs[number + 1 :]]
+    return [*programs, told]
+
+
+async def _look_at_broker(place: Place, sight: Sight) -> None:
+    """Ask the broker, where one is configured, what it and whatever reports to it say."""
+    if place.url is None:
+        sight.unseen.append("the broker was not asked: set POSTROOM_BROKER_URL and POSTROOM_ADMIN_TOKEN_FILE")
+        return
+    thing = f"the broker at {place.url}"
+    try:
+        token = read_token(place.token_file)
+    except Fatal as fatal:
+        sight.troubles.append(Trouble(thing, str(fatal), "export POSTROOM_ADMIN_TOKEN_FILE=FILE", "down"))
+        return
+    async with BrokerClient(place.url, token, patience=0, timeout=_ANSWER_SECONDS) as client:
+        health = await sight.ask(client.health(), thing)
+        if health is None:
+            return
+        if health.status == "unavailable":
+            sight.troubles += [Trouble(thing, one, "postroom doctor", "down") for one in health.reasons]
+            return
+        page, consumers, sources, letters, jobs = await asyncio.gather(
+            sight.ask(client.list_things(PROGRAMS, ProgramsQuery()), "programs"),
+            sight.ask(client.list_things(CONSUMERS, ConsumersQuery()), "consumers"),
+            sight.ask(client.list_things(SOURCES, MeshQuery()), "what waits to be published"),
+            sight.ask(client.counts(DEAD_LETTERS), "dead letters"),
+            sight.ask(client.counts(JOBS), "jobs"),
+        )
+    sight.programs += [] if page is None else page.programs
+    if consumers is not None:
+        sight.consumers = consumers.consumers
+        sight.unseen += [] if consumers.unread is None else [consumers.unread.detail]
+        sight.troubles += [trouble for one in consumers.consumers for trouble in one.troubles()]
+    if sources is not None:
+        sight.troubles += _of_publishing(sources.sources, reports=any(one.kind == "worker" for one in sight.programs))
+    if letters is not None:
+        sight.letters = letters.letters
+        found = [(stream, f"{count} dead letters", count) for stream, count in letters.letters.items()]
+        sight.troubles += [Trouble(stream, what, "postroom dlq list", "look") for stream, what, count in found if count]
+    if jobs is not None:
+        for count, what in ((jobs.failed, "failed jobs"), (jobs.unknown, "steps that no worker knows")):
+            sight.troubles += [Trouble("jobs", f"{count} {what}", "postroom jobs list", "look")] if count else []
+
+
+def _of_publishing(sources: list[SourceBacklog], *, reports: bool) -> Iterator[Trouble]:
+    """Yield what is wrong with publishing, of which a worker `reports` or none does."""
+    waiting = sum(one.count for one in sources)
+    if not reports:
+        lack = f"no worker reports, and {waiting} messages wait to be published"
+        yield Trouble("publishing", lack, "postroom worker run --help", "wrong" if waiting else "look")
+    for one in sources:
+        if one.failing:
+            yield Trouble("publishing", f"{one.failing} {one.source} are refused", "postroom worker backlog", "wrong")

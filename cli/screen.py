@@ -1,0 +1,142 @@
+"""An installation on a screen: what is wrong first, each with the command that helps next, then what there is.
+
+On a terminal it has colours (unless `NO_COLOR` is set) and folds at its width; in a pipe it is plain and whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from cli.exits import printable
+from cli.installation import Place, Sight, look
+from cli.output import ago, json_line
+from postroom._wire.programs import Program
+from postroom._wire.unpublished import Durable
+
+_COLOURS: Final = {"down": "1;31", "wrong": "31", "look": "33", "well": "32", "head": "1", "help": "36"}
+_ROWS: Final = 10  # of a table on a terminal
+_PROCESSES: Final = ("PROCESS", "STATE", "PID", "ADDRESS", "BACKLOG")
+_PROGRAMS: Final = ("PROGRAM", "HOST", "VERSION", "WAITING", "DEAD", "OLDEST", "DISK", "CLOCK", "STATE")
+_CONSUMERS: Final = ("CONSUMER", "STREAM", "WAITING", "IN HAND", "OLDEST", "SEEN", "STATE")
+
+
+def show_status(place: Place, *, as_json: bool) -> None:
+    """Show an installation once; raises `SystemExit` with the code that says how it is, where that is not well."""
+    sight = asyncio.run(look(place))
+    if as_json:
+        for thing in (*sight.processes, *sight.programs, *sight.consumers, *sight.troubles):
+            json_line(thing)
+    else:
+        for text in Screen().installation(sight):
+            sys.stdout.write(text + "\n")
+    if sight.exit_code:
+        raise SystemExit(sight.exit_code)
+
+
+class Screen:
+    """How wide the lines are, how many rows a table has, and whether there are colours."""
+
+    def __init__(self) -> None:
+        on_terminal = sys.stdout.isatty()
+        self._width = shutil.get_terminal_size().columns if on_terminal else 10_000
+        self._rows = _ROWS if on_terminal else 10_000
+        self._colours = on_terminal and "NO_COLOR" not in os.environ
+
+    def installation(self, sight: Sight) -> Iterator[str]:
+        """Yield the lines of all that was seen."""
+        yield from self.troubles(sight)
+        if sight.processes:
+            yield ""
+            yield from self._table(_PROCESSES, [_process(row) for row in sight.processes])
+        if sight.programs:
+            yield ""
+            yield from self.programs(sight.programs)
+        if sight.consumers:
+            yield ""
+            yield from self.consumers(sight.consumers)
+        for one in sight.unseen:
+            yield from self._fold(one, "(", "  ", None)
+
+    def troubles(self, sight: Sight) -> Iterator[str]:
+        """Yield what is wrong, and what there is."""
+        if not sight.troubles:
+            yield self._styled("all is well", "well")
+        for trouble in sight.troubles[: self._rows]:
+            yield from self._fold(f"{trouble.thing}: {trouble.what}", "", "  ", trouble.level)
+            yield from self._fold(trouble.help, "    ", "      ", "help")
+        yield from self._more(len(sight.troubles))
+        kinds = Counter(one.kind for one in sight.programs) + Counter(consumer=len(sight.consumers))
+        if kinds:
+            yield ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in sorted(kinds.items()))
+
+    def programs(self, programs: Sequence[Program]) -> Iterator[str]:
+        """Yield a table of them, the worst first."""
+        worst = sorted(programs, key=lambda one: (not one.away, one.status == "ok", not one.dead, one.kind, one.title))
+        yield from self._table(_PROGRAMS, [_program(one) for one in worst])
+
+    def consumers(self, consumers: Sequence[Durable]) -> Iterator[str]:
+        """Yield a table of them, the worst first."""
+        worst = sorted(consumers, key=lambda one: (one.paused is None, one.asks, -one.waiting, one.consumer))
+        yield from self._table(_CONSUMERS, [_consumer(one) for one in worst])
+
+    def _table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+        """Yield a table whose last column folds; no other cell is ever cut."""
+        texts = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows[: self._rows]]
+        filled = [number for number in range(len(columns)) if any(row[number] for row in texts)]
+        if not filled:
+            return
+        texts = [[row[number] for number in filled] for row in [list(columns), *texts]]
+        widths = [max(map(len, column)) for column in list(zip(*texts, strict=True))[:-1]]
+        left = sum(widths) + 2 * len(widths)
+        for number, row in enumerate(texts):
+            begin = "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
+            folded = textwrap.wrap(row[-1], max(self._width - left, 20)) or [""]
+            for place, part in enumerate(folded):
+                line = ((begin if place == 0 else " " * left) + part).rstrip()
+                yield self._styled(line, "head") if number == 0 else line
+        yield from self._more(len(rows))
+
+    def _more(self, count: int) -> Iterator[str]:
+        if count > self._rows:
+            yield f"… and {count - self._rows} more (--json shows all)"
+
+    def _fold(self, text: str, first: str, below: str, style: str | None) -> Iterator[str]:
+        """Yield a text within the width; no word of it is broken, and nothing in it steers the terminal."""
+        clean = printable(text.replace("\n", " "))
+        lines = textwrap.wrap(
+            clean,
+            self._width,
+            initial_indent=first,
+            subsequent_indent=below,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for one in lines:
+            yield self._styled(one, style)
+
+    def _styled(self, text: str, style: str | None) -> str:
+        return f"\033[{_COLOURS[style]}m{text}\033[0m" if self._colours and style is not None else text
+
+
+def _process(row: dict[str, Any]) -> list[Any]:
+    backlog = ", ".join(f"{count} {status}" for status, count in row.get("backlog", {}).items())
+    return [row["process"], row["state"], row.get("pid"), row.get("address"), row.get("problem") or backlog or None]
+
+
+def _program(one: Program) -> list[Any]:
+    disk = None if one.disk_free is None else f"{one.disk_free / 1024**3:.0f}G"
+    state = f"away {ago(one.reported_at)}" if one.away else "paused" if one.relay == "paused" else one.status
+    clock = f"{one.clock_seconds:+.0f}s"
+    return [one.title, one.host, one.version, one.waiting, one.dead, ago(one.oldest_at), disk, clock, state]
+
+
+def _consumer(one: Durable) -> list[Any]:
+    state = one.state.partition(":")[0]
+    return [one.consumer, one.stream, one.waiting, one.in_hand, ago(one.oldest_at), ago(one.seen_at), state]

@@ -1,0 +1,254 @@
+"""`postroom status` on real servers: two daemons, a broker and a worker, and what goes wrong with each."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import asyncpg
+import nats
+import pytest
+from nats.js.api import AckPolicy, ConsumerConfig
+from support.mailroom import MESH, Mailroom, Process, worker
+from support.terminal import SECONDS, Outcome, Terminal
+
+from embedded import EmbeddedNats, EmbeddedPostgres, EmbeddedRedis
+from postroom import BrokerClient
+
+HEAVY = ("typer", "click", "rich", "aiohttp", "pydantic", "asyncpg", "nats", "uvloop", "prometheus_client")
+
+
+class Office:
+    """A mail room with two daemons, of alice and of bob, and an administrator at alice's."""
+
+    def __init__(self, room: Mailroom, nats_url: str, database: str) -> None:
+        self.room = room
+        self.nats_url = nats_url
+        self.database = database
+        self.user = self.with_token("admin")
+        self.other = room.directory / "b.sock"
+        place = room.directory / "bob"
+        place.mkdir()
+        self.bob = Process(
+            place,
+            "daemon",
+            {
+                "POSTROOM_DAEMON_MESH": MESH,
+                "POSTROOM_DAEMON_SOCKET_PATH": self.other,
+                "POSTROOM_DAEMON_STATE_DIRECTORY": place / "state",
+                "POSTROOM_DAEMON_BROKER_URL": room.broker_urls[0],
+                "POSTROOM_DAEMON_BROKER_TOKEN_FILE": room.directory / "bob.token",
+            },
+        )
+
+    def with_token(self, name: str, **environment: str) -> Terminal:
+        reach = {
+            "POSTROOM_BROKER_URL": self.room.broker_urls[0],
+            "POSTROOM_ADMIN_TOKEN_FILE": str(self.room.directory / f"{name}.token"),
+        }
+        return Terminal(self.room.socket, **{**reach, **environment})
+
+    async def add_bob(self) -> None:
+        async with BrokerClient(self.room.broker_urls[0], self.room.admin_token) as administrator:
+            self.room._secret("bob.token", (await administrator.create_member(MESH, "bob")).token)
+        self.bob.start()
+
+    def execute(self, statement: str) -> None:
+        async def work() -> None:
+            connection = await asyncpg.connect(self.database)
+            await connection.execute(statement)
+            await connection.close()
+
+        run(work())
+
+
+def run(work: Any) -> Any:
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def until(look: Callable[[], Outcome], condition: Callable[[Outcome], bool]) -> Outcome:
+    """Look until what is seen is so; no loop may run meanwhile, since commands run their own."""
+    end = time.monotonic() + SECONDS
+    while not condition(seen := look()):
+        assert time.monotonic() < end, seen
+        time.sleep(0.02)
+    return seen
+
+
+def troubles(seen: Outcome) -> dict[str, tuple[str, str, str]]:
+    """Return what is said to be wrong, by thing: the level, the sentence, the command."""
+    return {one["thing"]: (one["level"], one["what"], one["help"]) for one in seen.json if "level" in one}
+
+
+@pytest.fixture(scope="module")
+def office(session_directory: Path, postgres_server: EmbeddedPostgres, redis_server: EmbeddedRedis) -> Iterator[Office]:
+    directory = session_directory / "status"
+    directory.mkdir(mode=0o711)
+    database = postgres_server.url_of("status")
+
+    async def create() -> None:
+        connection = await asyncpg.connect(postgres_server.url)
+        await connection.execute("CREATE DATABASE status")
+        await connection.close()
+
+    run(create())
+    server = EmbeddedNats(directory / "nats")
+    url = server.start()
+    room = Mailroom(directory, database, redis_server.url)
+    room.brokers[0].settle({"POSTROOM_BROKER_NATS_URL": url})
+    run(room.open())
+    office = Office(room, url, database)
+    run(office.add_bob())
+    with worker(POSTROOM_WORKER_DATABASE_URL=database, POSTROOM_WORKER_NATS_URL=url):
+        yield office
+    office.bob.stop()
+    room.close()
+    server.stop()
+
+
+@pytest.fixture
+def well(office: Office) -> Outcome:
+    """What is seen while all is well."""
+    look = functools.partial(office.user.run, "status", "--json")
+    return until(look, lambda seen: seen.code == 0 and sum("kind" in one for one in seen.json) == 4)
+
+
+def test_all_that_is_well_fits_a_screen(office: Office, well: Outcome) -> None:
+    kinds = [(one["kind"], one["name"], one["status"]) for one in well.json]
+    assert sorted(kinds) == [
+        ("broker", "broker", "ok"),
+        ("daemon", "alice", "ok"),
+        ("daemon", "bob", "ok"),
+        ("worker", "publishing", "ok"),
+    ]
+    assert all(one["version"] and one["host"] and abs(one["clock_seconds"]) < 30 for one in well.json)
+    seen = office.user.at_a_terminal("status", COLUMNS="80")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", seen.out).splitlines()
+    assert (seen.code, plain[0], plain[1]) == (0, "all is well", "1 broker, 2 daemons, 1 worker")
+    assert [line for line in plain if len(line) > 80] == []
+    assert len(plain) <= 24
+    assert "\x1b[32m" in seen.out
+    assert "\x1b" not in office.user.at_a_terminal("status", NO_COLOR="1").out
+    assert "\x1b" not in office.user.run("status").out
+
+
+def test_a_look_imports_neither_typer_nor_a_server(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    names = f"[name for name in {HEAVY!r} if name in sys.modules]"
+    script = f"import sys, cli.main; cli.main.run(['status', '--json']); print({names})"
+    done = office.user.shell(f'{sys.executable} -c "{script}"')
+    assert done.out.splitlines()[-1] == "[]", done.err
+    assert len(done.out.splitlines()) == 5
+
+
+def test_a_paused_relay_is_wrong_and_the_command_that_is_shown_helps(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    words = ["--socket", str(office.other), "--reason", "a test"]
+    assert office.user.run("relay", "pause", *words).code == 0
+    seen = until(lambda: office.user.run("status", "--json"), lambda seen: seen.code == 1)
+    (found,) = troubles(seen).items()
+    assert found[0].startswith("bob@demo on ")
+    assert found[1][:2] == ("wrong", "an operator paused its relay")
+    assert office.user.run("status").out.splitlines()[0] == f"{found[0]}: an operator paused its relay"
+
+    assert office.user.shell(found[1][2]).code == 0
+    until(lambda: office.user.run("status", "--json"), lambda seen: seen.code == 0)
+
+
+def test_a_daemon_that_is_silent_is_away_since_then(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    office.bob.kill()
+    office.execute("UPDATE postroom.programs SET reported_at = '2026-01-01 12:00:00Z' WHERE name = 'bob'")
+    seen = office.user.run("status", "--json")
+    (found,) = troubles(seen).values()
+    assert (seen.code, found[:2]) == (69, ("down", "no report since 2026-01-01 12:00:00Z"))
+    assert office.user.run("status").out.splitlines()[2] == "1 broker, 2 daemons, 1 worker"
+    office.bob.start()
+    until(lambda: office.user.run("status", "--json"), lambda seen: seen.code == 0)
+
+
+def test_a_disk_that_is_nearly_full_and_a_wrong_clock_are_seen_from_elsewhere(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+
+    async def report() -> None:
+        now = datetime.now(UTC)
+        said = {"host": "blue", "pid": 1, "version": "1.0", "status": "ok", "disk_free": 5 * 1024**2, "dead": 3}
+        said |= {"started_at": now.isoformat(), "at": (now - timedelta(hours=1)).isoformat()}
+        headers = {"Authorization": f"Bearer {office.room.token}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(f"{office.room.broker_urls[0]}/v1/programs", json=said) as answer,
+        ):
+            assert answer.status == 204, await answer.text()
+
+    run(report())
+    seen = office.user.run("status", "--json")
+    said = [(one["level"], one["what"]) for one in seen.json if one.get("thing") == "alice@demo on blue"]
+    assert seen.code == 1
+    assert said[0] == ("wrong", "its disk has only 5 MiB left")
+    assert re.fullmatch(r"its clock is 3[56]\d\d s behind", said[1][1])
+    assert said[2] == ("look", "3 dead rows")
+    office.execute("DELETE FROM postroom.programs WHERE host = 'blue'")
+
+
+def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    assert office.user.run("send", "topic:orders", "one", "--wait").code == 0
+
+    async def declare() -> None:
+        connection = await nats.connect(office.nats_url)
+        config = ConsumerConfig(durable_name="books", ack_policy=AckPolicy.EXPLICIT)
+        await connection.jetstream().add_consumer(f"{MESH.upper()}_EVENTS", config)
+        await connection.close()
+
+    until(
+        lambda: office.user.run("worker", "backlog", "--json"), lambda seen: all(not one["count"] for one in seen.json)
+    )
+    run(declare())
+    seen = until(lambda: office.user.run("status", "--json"), lambda seen: "consumer books" in troubles(seen))
+    stopped = "1 waiting, 0 in hand, stopped: nobody asks for its messages"
+    assert troubles(seen)["consumer books"] == ("look", stopped, "postroom consumer show books")
+    assert seen.code == 0
+    assert office.user.run("consumer", "show", "books").code == 0
+    line = next(line for line in office.user.run("status").out.splitlines() if line.startswith("books"))
+    assert line.split()[:4] == ["books", "DEMO_EVENTS", "1", "0"]
+
+
+def test_a_broker_that_cannot_be_reached_is_said_and_the_daemon_is_shown_all_the_same(office: Office) -> None:
+    user = office.with_token("admin", POSTROOM_BROKER_URL="http://127.0.0.1:9")
+    seen = user.run("status", "--json")
+    assert (seen.code, [one["mesh"] for one in seen.json if "kind" in one]) == (69, [MESH])
+    assert troubles(seen)["the broker at http://127.0.0.1:9"][0] == "down"
+
+    nowhere = office.user.run("status", "--socket", office.room.directory / "no.sock")
+    assert nowhere.code == 69
+    assert nowhere.out.startswith(f"the daemon at {office.room.directory / 'no.sock'}: no daemon at ")
+
+
+def test_a_member_sees_the_daemons_of_its_mesh_and_is_told_what_is_missing(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    seen = office.with_token("bob").run("status")
+    assert seen.code == 0, seen
+    assert seen.out.splitlines()[:2] == ["all is well", "2 daemons"]
+    assert "consumers: only the administrator is told" in seen.out
+
+
+def test_without_anything_to_ask_it_says_what_to_set(tmp_path: Path) -> None:
+    seen = Terminal(None, XDG_STATE_HOME=str(tmp_path)).run("status")
+    assert seen.code == 3
+    assert "POSTROOM_BROKER_URL" in seen.sentence()
+
+
+def test_a_wrong_option_is_explained(office: Office) -> None:
+    assert office.user.run("status", "--nonsense").code == 2
+    assert json.loads(office.user.run("status", "--json").out.splitlines()[0])

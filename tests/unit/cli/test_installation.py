@@ -1,0 +1,46 @@
+"""Which lines of `status` are read without Typer, and what a screen shows of many troubles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cli.installation import Place, Sight, parse_status
+from cli.screen import Screen
+from postroom._wire.programs import Trouble
+
+REACH = {"POSTROOM_BROKER_URL": "http://b", "POSTROOM_BROKER_TOKEN_FILE": "/t", "POSTROOM_STATE": "/s"}
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "read"),
+    [
+        ("", {}, (Place(), False)),
+        ("--json", {}, (Place(), True)),
+        ("", REACH, (Place(Path("/s"), None, "http://b", Path("/t")), False)),
+        ("", REACH | {"POSTROOM_ADMIN_TOKEN_FILE": "/a"}, (Place(Path("/s"), None, "http://b", Path("/a")), False)),
+        ("--url http://c --socket /d", REACH, (Place(Path("/s"), Path("/d"), "http://c", Path("/t")), False)),
+    ],
+)
+def test_a_plain_status_is_read(line: str, environ: dict[str, str], read: tuple[Place, bool]) -> None:
+    assert parse_status(["status", *line.split()], environ) == read
+
+
+@pytest.mark.parametrize("line", ["--help", "x", "--url", "--url -", "--url a --url b", "--state", "--nonsense"])
+def test_any_other_line_is_typers(line: str) -> None:
+    assert parse_status(["status", *line.split()], {}) is None
+    assert parse_status(["status"], {"_POSTROOM_COMPLETE": "complete_bash"}) is None
+
+
+def test_what_is_down_counts_more_than_what_is_wrong() -> None:
+    down, wrong, look = (Trouble("it", "is so", "help it", level) for level in ("down", "wrong", "look"))
+    assert [Sight(troubles=found).exit_code for found in ([], [look], [look, wrong], [wrong, down])] == [0, 0, 1, 69]
+
+
+def test_a_screen_escapes_what_programs_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(Screen().troubles(Sight(troubles=[Trouble("a\x1b[31m", "b\nc", "d", "down")]))) == [
+        "a\\x1b[31m: b c",
+        "    d",
+    ]
+    assert capsys.readouterr().out == ""
