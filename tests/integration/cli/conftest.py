@@ -35,5 +35,6 @@ def terminal(daemon: LoneDaemon) -> Terminal:
 @pytest.fixture
 def nobody(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A user without a daemon, and without patience."""
-    monkeypatch.setattr(connect, "PATIENCE", 0.1)
+    monkeypatch.setattr(connect, "PATIENCE", 0.1)  # of the broker's clients
+    monkeypatch.setitem(connect.with_daemon.__kwdefaults__, "patience", 0.1)
     return Terminal(short_directory / "nobody.sock")

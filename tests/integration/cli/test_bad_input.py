@@ -158,8 +158,7 @@ def test_an_absent_daemon_is_said_in_one_sentence(nobody: Terminal) -> None:
 
 
 def test_a_hung_daemon_is_given_up(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "TIMEOUT", 0.1)
-    monkeypatch.setattr(connect, "PATIENCE", 0.1)
+    monkeypatch.setattr(connect.with_daemon, "__kwdefaults__", {"patience": 0.1, "timeout": 0.1})
     path = short_directory / "hung.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -298,8 +297,7 @@ def test_no_color_is_obeyed(terminal: Terminal) -> None:
 def test_a_message_that_may_have_been_kept_can_be_sent_again_by_its_id(
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connect, "TIMEOUT", 0.1)
-    monkeypatch.setattr(connect, "PATIENCE", 0.1)
+    monkeypatch.setattr(connect.with_daemon, "__kwdefaults__", {"patience": 0.1, "timeout": 0.1})
     path = short_directory / "hung.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
