@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, takewhile
 from typing import Final, NamedTuple
 
 BODY_BYTES: Final = 1024
@@ -40,12 +41,10 @@ def order(number: int = 0) -> str:
     return head + "x" * (BODY_BYTES - len(head) - 2) + '"}'
 
 
-def numbers_for(seconds: float, first: int = 0) -> Iterator[int]:
-    """Count from `first` until so much time has passed."""
+def numbers_for(seconds: float) -> Iterator[int]:
+    """Count from 0 until so much time has passed."""
     deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        yield first
-        first += 1
+    yield from takewhile(lambda _: time.perf_counter() < deadline, count())
 
 
 async def drive(send: Callable[[int], Awaitable[object]], numbers: Iterable[int], *, at_once: int) -> Load:

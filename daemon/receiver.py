@@ -44,7 +44,6 @@ _RETRY_SECONDS: Final = 1.0  # between two tries to write to a full disk
 _PAGE: Final = 200  # messages of the history asked for, and filed, at once
 
 _decode: Final = msgspec.json.Decoder(HistoryMessage).decode
-Sleep = Callable[[float], Awaitable[None]]
 
 
 class Receiver:
@@ -59,7 +58,6 @@ class Receiver:
         mesh: str,
         state_directory: Path,
         features: Callable[[], Features | None],
-        sleep: Sleep = asyncio.sleep,
     ) -> None:
         """`features` says for whom the broker says that the token speaks, None while that is not known."""
         self._nats = nats
@@ -68,7 +66,6 @@ class Receiver:
         self._mesh = mesh
         self._state_directory = state_directory
         self._features = features
-        self._sleep = sleep
         self.counters = FilingCounters()
         self.inbox: Inbox | None = None
         self._connection: Client | None = None
@@ -113,7 +110,7 @@ class Receiver:
                 failures += 1
                 pause = _PAUSES.seconds(failures)
                 _log.error("inbox_closed", reason=self._trouble, next_try_seconds=round(pause, 3))
-                await self._sleep(pause)
+                await asyncio.sleep(pause)
         await asyncio.Event().wait()  # the process ends when a task does: the rest may take its time
 
     async def stop(self, grace_seconds: float) -> None:
@@ -147,7 +144,7 @@ class Receiver:
 
     async def _pull(self, inbox: Inbox) -> None:
         member = self._member = await self._whom()
-        self._filing = Filing(inbox, self._mesh, self.counters, sleep=self._sleep)
+        self._filing = Filing(inbox, self._mesh, self.counters)
         self._connection = await connect(self._nats, name=f"postroomd {self._mesh} {member}")
         try:
             js = self._connection.jetstream()
@@ -171,7 +168,7 @@ class Receiver:
                     await refill(inbox, broker, member, oldest)
             except (PostroomError, OSError) as error:
                 _log.warning("inbox_refill_waits", reason=str(error))
-                await self._sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_LOOK_SECONDS)
 
     async def _prune(self, inbox: Inbox) -> None:
         while True:
@@ -179,7 +176,7 @@ class Receiver:
                 await inbox.prune(now_ms() - int(self._settings.retention_days * _DAY_MS))
             except PostroomError as error:
                 _log.warning("inbox_not_pruned", reason=str(error))
-            await self._sleep(_PRUNE_SECONDS)
+            await asyncio.sleep(_PRUNE_SECONDS)
 
     async def _watch(self, inbox: Inbox) -> None:
         """Raise once the file has failed, or the token speaks for somebody else."""
@@ -193,9 +190,11 @@ class Receiver:
 
     async def _whom(self) -> str:
         """Wait until it is known for which member of the mesh the token speaks."""
-        while (features := self._features()) is None or features.mesh != self._mesh:
-            await self._sleep(_LOOK_SECONDS / 5)
-        return features.member
+        while True:
+            features = self._features()
+            if features is not None and features.mesh == self._mesh:
+                return features.member
+            await asyncio.sleep(_LOOK_SECONDS / 5)
 
 
 def consumer_settings(mesh: str, member: str, file_id: str) -> ConsumerSettings:
@@ -224,7 +223,14 @@ class Filing:
     the disk is full a batch waits in hand, however long: a message is never buried for that.
     """
 
-    def __init__(self, inbox: Inbox, mesh: str, counters: FilingCounters, *, sleep: Sleep = asyncio.sleep) -> None:
+    def __init__(
+        self,
+        inbox: Inbox,
+        mesh: str,
+        counters: FilingCounters,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._inbox = inbox
         self._mesh = mesh
         self._counters = counters

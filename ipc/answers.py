@@ -72,9 +72,9 @@ class Answer(web.StreamResponse):
         """Do nothing: an answer is complete from the start."""
 
 
-def json_answer(value: Any, status: int = 200, headers: str = "") -> Answer:
+def json_answer(value: Any, status: int = 200) -> Answer:
     """Answer with `value` encoded by msgspec."""
-    return Answer(status, _encode(value), JSON, headers)
+    return Answer(status, _encode(value))
 
 
 def problem_answer(problem: Problem, headers: Mapping[str, str] | None = None, *, close: bool = False) -> Answer:

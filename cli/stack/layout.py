@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -25,12 +24,12 @@ _TABLES: Final = ("broker", "postroom.delivery", "postroom.ledger", "outbox", "i
 _SOCKET: Final = f"{MESH}.sock"
 
 
-def default_state_directory(environ: Mapping[str, str] = os.environ) -> Path:
+def default_state_directory() -> Path:
     """Return the place in the XDG state directory; for root, whose home Postgres may not enter, in `/var/lib`.
 
     It is not the one called `postroom`: that is where services of this machine keep theirs.
     """
-    if state := environ.get("XDG_STATE_HOME"):
+    if state := os.environ.get("XDG_STATE_HOME"):
         return Path(state) / _NAME
     if os.geteuid() == 0:
         return Path("/var/lib") / _NAME

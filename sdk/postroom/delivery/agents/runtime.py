@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any, Final, Self
 
 import msgspec
@@ -326,12 +325,7 @@ def database(directory: Path) -> Path:
 
 
 async def open_consumers(
-    js: JetStreamContext,
-    runtime: AgentRuntime,
-    subjects: Sequence[str],
-    settings: ConsumerSettings,
-    *,
-    rng: Random | None = None,
+    js: JetStreamContext, runtime: AgentRuntime, subjects: Sequence[str], settings: ConsumerSettings
 ) -> list[Consumer]:
     """Declare the durable consumers for `subjects`, one for each stream that keeps some of them, and return them.
 
@@ -350,7 +344,7 @@ async def open_consumers(
     consumers: list[Consumer] = []
     for stream, some in wanted.items():
         own = msgspec.structs.replace(settings, stream=stream, filter_subjects=some)
-        consumers.append(Consumer(js, own, runtime, runtime.publisher, rng=rng))
+        consumers.append(Consumer(js, own, runtime, runtime.publisher))
         await consumers[-1].declare()
     return consumers
 

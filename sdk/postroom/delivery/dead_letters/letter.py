@@ -7,7 +7,6 @@ the same death has one letter, however often a crash has it buried.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
@@ -32,14 +31,7 @@ class DeadLetters(Protocol):
         """Return once the letter cannot be lost any more; raises `PostroomError` where it can."""
 
 
-def now() -> datetime:
-    """Return the wall clock."""
-    return datetime.now(UTC)
-
-
-def letter_of(
-    delivery: Delivery, *, reason: str, error: str, consumer: str, clock: Callable[[], datetime] = now
-) -> DeadLetter:
+def letter_of(delivery: Delivery, *, reason: str, error: str, consumer: str) -> DeadLetter:
     """Write the letter of a message that `consumer` buries."""
     body, subject = json_object(delivery.data), known_subject(delivery.subject)
     headers = {_legible(name): _legible(text) for name, text in delivery.headers.items()}
@@ -53,7 +45,7 @@ def letter_of(
         sequence=delivery.sequence,
         consumer=consumer,
         published_at=delivery.published_at,
-        died_at=clock(),
+        died_at=datetime.now(UTC),
         headers=headers,
         tenant=_text(body.get("tenant")) or (None if subject is None else subject.context),
         idempotency_key=_text(body.get("idempotency_key")) or headers.get(_IDEMPOTENCY_KEY),

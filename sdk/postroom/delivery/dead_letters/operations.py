@@ -26,7 +26,7 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.dead_letters import Act, DeadLetter, LetterFilter, LetterNote
 from postroom.chassis.postgres import Connection
-from postroom.delivery.dead_letters.letter import REPLAY_OF, REPLAYED_FOR, now
+from postroom.delivery.dead_letters.letter import REPLAY_OF, REPLAYED_FOR
 from postroom.delivery.dead_letters.record import QUERIES, columns
 from postroom.delivery.dead_letters.stream import StreamedLetter, check_context, read_letters
 from postroom.delivery.errors import (
@@ -101,7 +101,6 @@ class LetterOperations:
         *,
         actor: str,
         log: Log | None = None,
-        clock: Callable[[], datetime] = now,
     ) -> None:
         """Without `js` only the record is read; `log` keeps what is done beside the letter's own note."""
         self._connection = connection
@@ -109,7 +108,6 @@ class LetterOperations:
         self._context = context
         self._actor = actor
         self._log = log
-        self._clock = clock
 
     async def find(self, wanted: LetterFilter, *, payloads: bool = False) -> list[StoredLetter]:
         """Return the letters that are meant, oldest first; raises `NotFound` for an id that is none."""
@@ -120,7 +118,7 @@ class LetterOperations:
         self, wanted: LetterFilter, *, payloads: bool = False, cursor: str | None = None, limit: int = sys.maxsize
     ) -> tuple[list[StoredLetter], str | None]:
         """Return `limit` of them from `cursor` on, and where the next page begins, if there is one."""
-        moment, after = self._clock(), _START if cursor is None else _place(cursor)
+        moment, after = datetime.now(UTC), _START if cursor is None else _place(cursor)
         unrecorded = await self._unrecorded()
         found = [stored for stored in unrecorded if stored.key > after and stored.matches(wanted, moment)]
         seen, most = len(unrecorded), len(found) + (limit if wanted.ids is None else sys.maxsize - len(found))

@@ -21,7 +21,7 @@ import errno
 import ssl
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -95,7 +95,6 @@ class HandlerClient:
         *,
         secret: bytes | None = None,
         guard: Guard | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Check the settings; raises `Fatal` (78) for an address or a file that cannot be used.
 
@@ -107,7 +106,6 @@ class HandlerClient:
         self._secret = secret or read_secret(settings.secret_file)
         self._guard = guard
         self._ssl = _ssl_context(settings.ca_file)
-        self._clock = clock
         self._session: aiohttp.ClientSession | None = None
         self._connect_seconds = min(settings.connect_seconds, _CONNECT_SHARE * settings.timeout_seconds)
 
@@ -120,7 +118,7 @@ class HandlerClient:
     async def call(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Post one request, signed where there is a secret, and return what came of it."""
         try:
-            signature = {} if self._secret is None else {SIGNATURE: sign(self._secret, body, int(self._clock()))}
+            signature = {} if self._secret is None else {SIGNATURE: sign(self._secret, body, int(time.time()))}
             return await self._exchange(body, {**headers, **signature})
         except aiohttp.ClientSSLError as error:  # its certificate, or ours: nothing was sent
             return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {clean(str(error))}")
@@ -150,7 +148,7 @@ class HandlerClient:
                 response.status,
                 f"http_{response.status}",
                 _reason(response.status, content),
-                read_retry_after(response.headers.get("Retry-After"), int(self._clock() * 1000)),
+                read_retry_after(response.headers.get("Retry-After"), int(time.time() * 1000)),
             )
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Final
 
@@ -56,11 +56,10 @@ _LEASE_RAN_OUT: Final = Later("the lease ran out before the attempt had ended", 
 class Reach:
     """What is known of one handler, from the calls to it."""
 
-    def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str) -> None:
         """`name` is what the log calls the handler."""
         self.error: str | None = None  # why it cannot be reached; None while it can, as far as is known
         self._name = name
-        self._clock = clock
         self._since = 0.0
         self._missed = 0  # calls in a row, of which each found nobody
         self._next = 0.0  # when a call may be tried
@@ -69,14 +68,14 @@ class Reach:
     @property
     def away_seconds(self) -> float:
         """For how long it has not been reached; 0 while it can be."""
-        return 0.0 if self.error is None else self._clock() - self._since
+        return 0.0 if self.error is None else time.monotonic() - self._since
 
     @property
     def room(self) -> int | None:
         """How many messages are of use now: None sets no limit."""
         if self.error is None:
             return None
-        return 0 if self._trying or self._clock() < self._next else 1
+        return 0 if self._trying or time.monotonic() < self._next else 1
 
     @contextmanager
     def turn(self) -> Iterator[float]:
@@ -90,18 +89,18 @@ class Reach:
             finally:
                 self._trying = False
         else:
-            yield max(self._next - self._clock(), PAUSES.first)
+            yield max(self._next - time.monotonic(), PAUSES.first)
 
     def missed(self, error: str) -> float:
         """Take note of a call that found nobody; return the seconds until the next may be tried."""
         if self.error is None or self._trying:  # what was under way together counts once
-            self._since = self._clock() if self.error is None else self._since
+            self._since = time.monotonic() if self.error is None else self._since
             self._missed = 1 if self.error is None else self._missed + 1
             pause = PAUSES.seconds(self._missed)
-            self._next = self._clock() + pause
+            self._next = time.monotonic() + pause
             _log.warning("handler_unreachable", handler=self._name, error=error, pause_seconds=round(pause, 3))
         self.error = error
-        return max(self._next - self._clock(), 0.0)
+        return max(self._next - time.monotonic(), 0.0)
 
     def reached(self) -> None:
         """Take note of a call that somebody took, whatever the answer."""
@@ -113,8 +112,7 @@ class Reach:
 class HandlerCounters:
     """Everything since the process started."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.answers: Counter[str] = Counter()  # by `http_<status>`, or the code of a call without an answer
         self.calls_under_way = 0
         self.call_seconds = Histogram(_CALL_BOUNDS)
@@ -126,13 +124,13 @@ class HandlerCounters:
     @contextmanager
     def call(self) -> Iterator[None]:
         """Count and time one call of the handler."""
-        started = self._clock()
+        started = time.monotonic()
         self.calls_under_way += 1
         try:
             yield
         finally:
             self.calls_under_way -= 1
-            self.call_seconds.observe(self._clock() - started)
+            self.call_seconds.observe(time.monotonic() - started)
 
 
 class HttpHandler:

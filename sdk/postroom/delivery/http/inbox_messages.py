@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
@@ -87,20 +87,12 @@ async def count_begun(connection: Connection | Pool) -> dict[str, int]:
 class InboxMessages:
     """The rows of one consumer; any number of processes may work on them."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        consumer: str,
-        *,
-        lease_seconds: float,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, pool: Pool, consumer: str, *, lease_seconds: float) -> None:
         self._waiting = 0  # queries that Postgres has not answered at the first try
         self.leases = Leases(self.renew, lease_seconds)
         self._pool = pool
         self._consumer = consumer
         self._lease_seconds = lease_seconds
-        self._sleep = sleep
         self._claims = PostgresClaims(_TABLE, _PARTS, self._fetch)
         self._claiming = Grouped(self._claim, most=_GROUP)
         self._settling = Grouped(self._claims.settle, most=_GROUP)
@@ -145,6 +137,6 @@ class InboxMessages:
                     _log.warning("postgres_waited_for", consumer=self._consumer, error=tried)
                     self._waiting += failures == 0
                     failures += 1
-                    await self._sleep(_PAUSES.seconds(failures))
+                    await asyncio.sleep(_PAUSES.seconds(failures))
         finally:
             self._waiting -= failures > 0
