@@ -37,7 +37,7 @@ from postroom._wire.accept import (
     PayloadFeature,
     RateLimitFeature,
 )
-from postroom._wire.dead_letters import DEAD_LETTERS
+from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses
 from postroom._wire.jobs import JOBS, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import OPERATOR_LOG
 from postroom._wire.once import KEYS
@@ -82,6 +82,7 @@ def routes(services: Services) -> list[Route]:
     webhooks = Webhooks(services.database, services.guard)
     jobs = Jobs(services.database)
     nats = Nats(services.config.nats)
+    letters = DeadLetters(services.database, nats)
     programs = Programs(services.database)
     topics = "/v1/topics/{mesh}/{name}"
     return [
@@ -150,7 +151,10 @@ def routes(services: Services) -> list[Route]:
         Route(method="GET", path="/v1/trace/{id}", handler=Traces(services.database, nats).trace, access="reader",
               summary="Tell the story of a message, an event, a dead letter or a job, and where it waits",
               answers={200: Story}, problems=READ),
-        *routes_of(DEAD_LETTERS, DeadLetters(services.database, nats)),
+        *routes_of(DEAD_LETTERS, letters),
+        Route(method="GET", path=f"{DEAD_LETTERS.path}/causes", handler=letters.causes, access=DEAD_LETTERS.access,
+              summary="Why messages of a mesh are dead, with one example of each cause",
+              query=api.MeshQuery, answers={200: LetterCauses}, problems=READ),
         *routes_of(UNPUBLISHED[EVENTS.name], Unpublished(services.database, EVENTS)),
         *routes_of(UNPUBLISHED[DELIVERIES.name], Unpublished(services.database, DELIVERIES)),
         *routes_of(SOURCES, Sources(services.database)),

@@ -23,6 +23,7 @@ from postroom._wire.dead_letters import (
     DEAD_LETTERS,
     Act,
     Letter,
+    LetterCauses,
     LetterCounts,
     LetterFilter,
     LetterLog,
@@ -34,6 +35,9 @@ from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import Handler, decode_query, json_response
 from postroom.delivery.dead_letters.operations import LetterOperations, StoredLetter, count_letters
 from postroom.errors import PostroomError, Unavailable
+
+_MOST_LETTERS: Final = 100_000  # that one look for causes reads: a few seconds
+_MOST_CAUSES: Final = 100
 
 
 class DeadLetters:
@@ -50,11 +54,21 @@ class DeadLetters:
             subject=query.subject,
             reason=query.reason,
             consumer=query.consumer,
+            error=query.error,
             older_than_seconds=query.older_than_seconds,
         )
         async with self._opened(request, own_mesh(request[PRINCIPAL], query.mesh)) as (letters, unread):
             found, next_cursor = await letters.page(wanted, cursor=query.cursor, limit=query.limit)
         return _page(found, next_cursor, unread)
+
+    async def causes(self, request: web.Request) -> web.Response:
+        """`GET /v1/dead_letters/causes`: an example of each, without its payload."""
+        mesh = own_mesh(request[PRINCIPAL], decode_query(request, MeshQuery).mesh)
+        async with self._opened(request, mesh) as (letters, unread):
+            causes, more = await letters.causes(_MOST_LETTERS)
+        problem = None if unread is None else unread.problem
+        more |= len(causes) > _MOST_CAUSES
+        return json_response(LetterCauses(causes=causes[:_MOST_CAUSES], more=more, unread=problem))
 
     async def inspect(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/{mesh}/{id}`: by the id of a letter or of its message; whole."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from aiohttp import web
 
-from console import messages
+from console import dead_letters, messages, repairs
 from console.config import ConsoleConfig
 from console.login import log_in, log_out, show_login
 from console.sessions import SESSION, Gate, Sessions, next_of
@@ -39,6 +39,16 @@ ROUTES: Final = [
     Route(method="GET", path="/find", handler=messages.find, access="member", summary="Go to the story of an id"),
     Route(method="GET", path="/trace/{id}", handler=messages.show_story, access="member",
           summary="The story of a message"),
+    Route(method="GET", path="/dead_letters", handler=dead_letters.show_causes, access="look",
+          summary="Why messages are dead"),
+    Route(method="GET", path="/dead_letters/list", handler=dead_letters.list_letters, access="look",
+          summary="Dead letters to choose from"),
+    Route(method="GET", path="/dead_letters/{mesh}/{id}", handler=dead_letters.show_letter, access="look",
+          summary="A dead letter, whole"),
+    Route(method="POST", path="/repairs", handler=repairs.plan, access="repair", summary="Dry-run a verb"),
+    Route(method="GET", path="/repairs/{id}", handler=repairs.show_repair, access="repair",
+          summary="What would be done, how far it is, what came of it"),
+    Route(method="POST", path="/repairs/{id}", handler=repairs.begin, access="repair", summary="Do what was planned"),
 ]  # fmt: skip
 
 
@@ -53,6 +63,7 @@ def build(config: ConsoleConfig, sessions: Sessions) -> web.Application:
     )
     app = application([*ROUTES, static], Gate(config, sessions).authorize)
     app[SESSIONS] = sessions
+    app.cleanup_ctx.append(repairs.remember)
     app.middlewares.append(problems_as_pages)
     app.on_response_prepare.append(add_headers)
     return app

@@ -25,7 +25,7 @@ ROWS: Final = 50  # of a list on one page
 _FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
 
 HOME: Final = "/messages"  # where a log-in leads
-NAVIGATION: Final = (("/messages", "Messages"),)
+NAVIGATION: Final = (("/messages", "Messages", "member"), ("/dead_letters", "Dead letters", "look"))  # and for whom
 
 
 def when(moment: datetime | None) -> str:

@@ -48,6 +48,7 @@ from postroom._wire.administration import (
 )
 from postroom._wire.arguments import check_seconds
 from postroom._wire.connections import Pool, url_dial
+from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses
 from postroom._wire.jobs import JOBS, JobMessage, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import C, Change, F, L, Noun, P, Q, Result, T, W
 from postroom._wire.peer import Peer
@@ -209,6 +210,10 @@ class BrokerClient(Calls):
         """Return what a message was to each activity of a job that it concerned; raises `NotFound`."""
         return (await self._read(f"{JOBS.path}/messages/{quote(message, safe='')}", MessagePage)).messages
 
+    async def causes(self, mesh: str | None = None) -> LetterCauses:
+        """Return why messages of a mesh are dead, the most frequent cause first, with one example of each."""
+        return await self._read(f"{DEAD_LETTERS.path}/causes", LetterCauses, query=MeshQuery(mesh=mesh))
+
     # What an operator sees and changes: `noun` is the table of it, as `postroom._wire.dead_letters.DEAD_LETTERS` is.
 
     async def list_things(self, noun: Noun[Q, P, W, L, C, F, T], query: Q) -> P:
@@ -244,16 +249,31 @@ class BrokerClient(Calls):
         However many there are, one request is about some hundred; what it did stays done where a later one fails.
         """
         total: Result[T] = Result(dry_run=dry_run, done=[], failed=[])
+        async for part in self.changes(noun, verb, wanted, reason=reason, mesh=mesh, dry_run=dry_run):
+            total.done += part.done
+            total.failed += part.failed
+            total.unread = part.unread
+        return total
+
+    async def changes(
+        self,
+        noun: Noun[Q, P, W, L, C, F, T],
+        verb: str,
+        wanted: F,
+        *,
+        reason: str,
+        mesh: str | None = None,
+        dry_run: bool = False,
+    ) -> AsyncIterator[Result[T]]:
+        """Do the same, and yield what each request did."""
         cursor = None
         while True:
             asked = Change(reason=reason, filter=wanted, mesh=mesh, dry_run=dry_run, cursor=cursor)
             part = await self._change("POST", f"{noun.path}/{verb}", noun.result, asked)
-            total.done += part.done
-            total.failed += part.failed
-            total.unread = part.unread
+            yield part
             cursor = part.next_cursor
             if cursor is None:
-                return total
+                return
 
     async def _delete(self, *words: str) -> None:
         await self._change("DELETE", _path(*words), type(None))

@@ -6,6 +6,7 @@ The rules begin at docs/contract/delivery.md#delivery-44.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -19,6 +20,8 @@ from postroom.errors import Problem
 
 Act = Literal["replayed", "dropped"]
 
+_VARYING: Final = re.compile(r"(?<!\w)\d[\d.,:]*(?!\w)|\b(?=[\w-]*\d)[\w-]{12,}\b")
+_COMMON: Final = 200  # characters
 _UNKNOWN: Final = datetime.fromtimestamp(0, UTC)
 
 
@@ -76,12 +79,18 @@ class DeadLetter(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
         return msgspec.structs.replace(self.summary(), payload_omitted=True)
 
 
+def common_error(error: str) -> str:
+    """Return what the errors of one cause have in common: without numbers and ids, and of a long one the beginning."""
+    return _VARYING.sub("…", error)[:_COMMON]
+
+
 class _Conditions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Which letters are meant; what is not set matches everything."""
 
     subject: str | None = None  # of the original message; `*` and `>` as in NATS
     reason: str | None = None
     consumer: str | None = None
+    error: str | None = None  # as `common_error` has it
     older_than_seconds: Age | None = None
 
 
@@ -118,6 +127,29 @@ class LetterPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     letters: list[Letter]
     next_cursor: str | None = None
+    unread: Problem | None = None
+
+
+class LetterCause(msgspec.Struct, kw_only=True, frozen=True):
+    """Letters of one cause: a reason at a consumer, with one error but for numbers and ids; `example` is the latest."""
+
+    reason: str
+    consumer: str
+    error: str
+    letters: int
+    oldest_at: datetime
+    example: Letter
+
+
+class LetterCauses(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Why messages of a mesh are dead, the most frequent cause first.
+
+    `more` says that there are letters, or causes, that were not looked at; `unread` why letters that are in streams
+    alone are missing.
+    """
+
+    causes: list[LetterCause]
+    more: bool = False
     unread: Problem | None = None
 
 

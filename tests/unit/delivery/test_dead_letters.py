@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from postroom._wire.dead_letters import LetterFilter
+from postroom._wire.dead_letters import LetterFilter, common_error
 from postroom.delivery.dead_letters.letter import DeadLetter, is_dead_letter, letter_id, letter_of
 from postroom.delivery.dead_letters.operations import StoredLetter, replay_id
 from postroom.delivery.message import Delivery, message_id_of
@@ -131,3 +131,18 @@ def test_what_is_no_letter_is_only_meant_by_its_id_or_by_no_filter_at_all():
     assert stranger.matches(LetterFilter(), DIED)
     assert stranger.matches(LetterFilter(ids=frozenset({"4"})), DIED)
     assert not stranger.matches(LetterFilter(reason="max_deliver"), DIED)
+
+
+@pytest.mark.parametrize(
+    ("error", "common"),
+    [
+        ("the total is -12.50, not 3", "the total is -…, not …"),
+        ("order-2026-0001 is unknown", "… is unknown"),
+        ("http_503: no room", "http_503: no room"),
+        ("no row 019a8f3e-6c5f-7d3a-9a43-2f5b1c0d9e77 (7 tries)", "no row … (… tries)"),
+        ("x" * 500, "x" * 200),
+    ],
+)
+def test_what_errors_of_one_cause_have_in_common_is_without_numbers_and_ids(error: str, common: str) -> None:
+    assert common_error(error) == common
+    assert common_error(common) == common

@@ -24,7 +24,7 @@ import msgspec
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
-from postroom._wire.dead_letters import Act, DeadLetter, LetterFilter, LetterNote
+from postroom._wire.dead_letters import Act, DeadLetter, Letter, LetterCause, LetterFilter, LetterNote, common_error
 from postroom.chassis.postgres import Connection
 from postroom.delivery.dead_letters.letter import REPLAY_OF, REPLAYED_FOR
 from postroom.delivery.dead_letters.record import QUERIES, columns
@@ -86,6 +86,7 @@ class StoredLetter(NamedTuple):
             old_enough
             and wanted.reason in (None, letter.reason)
             and wanted.consumer in (None, letter.consumer)
+            and wanted.error in (None, common_error(letter.last_error))
             and (wanted.subject is None or covers(wanted.subject, letter.original_subject))
         )
 
@@ -141,6 +142,27 @@ class LetterOperations:
             return found, None
         at, streamed, number = found[limit - 1].key
         return found[:limit], f"{(at - _EPOCH) // _MICROSECOND}-{int(streamed)}-{number}"
+
+    async def causes(self, most: int) -> tuple[list[LetterCause], bool]:
+        """Return the causes of the oldest `most` letters, the most frequent first, and whether there are more letters.
+
+        What another program put into the stream has no cause.
+        """
+        found, more = await self.page(LetterFilter(), limit=most)
+        causes: dict[tuple[str, str, str], LetterCause] = {}
+        for stored in found:
+            if (letter := stored.letter) is not None:
+                key = letter.reason, letter.consumer, common_error(letter.last_error)
+                before = causes.get(key)
+                causes[key] = LetterCause(
+                    reason=key[0],
+                    consumer=key[1],
+                    error=key[2],
+                    letters=1 if before is None else before.letters + 1,
+                    oldest_at=stored.at if before is None else before.oldest_at,
+                    example=Letter(id=stored.id, letter=letter.summary()),
+                )
+        return sorted(causes.values(), key=lambda cause: -cause.letters), more is not None
 
     async def notes(self) -> list[LetterNote]:
         """Return what operators did, oldest first."""

@@ -1,0 +1,145 @@
+"""Repairs: what an operator is about to do, shown first as a dry run, then done under a reason, with its progress.
+
+A repair is about the things that its dry run has found, and about no others: what fails meanwhile is not meant. It
+belongs to the session that began it, and is forgotten with it; what was done is in the broker's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from console.sessions import SESSION, Session
+from console.views import ROWS, page
+from postroom._wire.dead_letters import DEAD_LETTERS, LetterFilter
+from postroom._wire.jobs import JOBS, JobFilter
+from postroom._wire.nouns import CHANGES, Failure, Noun, Result
+from postroom._wire.operations import Reason
+from postroom._wire.unpublished import UNPUBLISHED, Ids
+from postroom.errors import InvalidMessage, NotFound, PostroomError
+
+MOST_REPAIRS: Final = 200  # that are remembered, of all sessions
+_DRY: Final = "dry run"  # a dry run keeps no reason, but the broker wants one
+
+
+class Kind(NamedTuple):
+    """A noun of the broker that has verbs: what says which things are meant, and the page that lists them."""
+
+    noun: Noun[Any, Any, Any, Any, Any, Any, Any]
+    filter: type[msgspec.Struct]
+    page: str
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "dead_letters": Kind(DEAD_LETTERS, LetterFilter, "/dead_letters"),
+    "jobs": Kind(JOBS, JobFilter, "/jobs"),
+    **{name: Kind(noun, Ids, "/unpublished") for name, noun in UNPUBLISHED.items()},
+}
+
+
+class Repair:
+    """One verb on the things that a dry run has found: planned, then under way, then over."""
+
+    def __init__(self, kind: Kind, verb: str, mesh: str | None, session: Session, planned: Result[Any]) -> None:
+        self.kind = kind
+        self.verb = verb
+        self.mesh = mesh
+        self.session = session
+        self.things = [str(getattr(thing, "id", thing)) for thing in planned.done]
+        self.refused = planned.failed
+        self.done: list[Any] = []
+        self.failed: list[Failure] = []
+        self.trouble: str | None = None  # why it ended early
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it is being done."""
+        return self.task is not None and not self.task.done()
+
+    async def run(self, reason: str) -> None:
+        """Do it, some hundred things a request; what was done stays done where a later request fails."""
+        try:
+            for begin in range(0, len(self.things), _AT_ONCE):
+                wanted = msgspec.convert({"ids": self.things[begin : begin + _AT_ONCE]}, self.kind.filter)
+                parts = self.session.client.changes(self.kind.noun, self.verb, wanted, reason=reason, mesh=self.mesh)
+                async for part in parts:
+                    self.done += part.done
+                    self.failed += part.failed
+        except PostroomError as error:
+            self.trouble = str(error)
+
+
+_AT_ONCE: Final = min(100, CHANGES)  # things in one request: so often does the progress move
+_repairs: Final = web.AppKey("repairs", dict[int, Repair])
+_numbers: Final = itertools.count(1)
+
+
+async def remember(app: web.Application) -> AsyncIterator[None]:
+    """Keep the repairs of an application for as long as it runs."""
+    app[_repairs] = {}
+    yield
+    for repair in app[_repairs].values():
+        if repair.task is not None:
+            repair.task.cancel()
+
+
+async def plan(request: web.Request) -> web.Response:
+    """`POST /repairs`: a dry run of a verb, on the things that are chosen or on all that match."""
+    form, session = await request.post(), request[SESSION]
+    kind = KINDS.get(str(form.get("kind")))
+    verb = str(form.get("verb"))
+    if kind is None or verb not in kind.noun.verbs:
+        raise InvalidMessage.of("invalid_request", "the form names nothing that can be repaired")
+    given: dict[str, Any] = {
+        name: text for name in kind.filter.__struct_fields__ if name != "ids" and (text := form.get(name))
+    }
+    chosen = [str(one) for one in form.getall("id", [])]
+    if form.get("all") is None:
+        if not chosen:
+            raise InvalidMessage.of("nothing_chosen", f"choose {kind.noun.things} first, or all that match")
+        given = {"ids": chosen}
+    try:
+        wanted = msgspec.convert(given, kind.filter, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidMessage.of("invalid_request", str(error)) from error
+    mesh = str(form.get("mesh") or "") or None
+    planned = await session.client.change(kind.noun, verb, wanted, reason=_DRY, mesh=mesh, dry_run=True)
+    repairs = request.app[_repairs]
+    while len(repairs) >= MOST_REPAIRS:
+        oldest = next((number for number, each in repairs.items() if not each.under_way), next(iter(repairs)))
+        del repairs[oldest]
+    number = next(_numbers)
+    repairs[number] = Repair(kind, verb, mesh, session, planned)
+    raise web.HTTPSeeOther(f"/repairs/{number}")
+
+
+async def show_repair(request: web.Request) -> web.Response:
+    """`GET /repairs/{id}`: what would be done, how far it is, or what came of it."""
+    return page(request, "repair.html", repair=_own(request), rows=ROWS)
+
+
+async def begin(request: web.Request) -> web.Response:
+    """`POST /repairs/{id}`: do what was planned, for a reason; once."""
+    repair = _own(request)
+    try:
+        reason = msgspec.convert((await request.post()).get("reason"), Reason)
+    except msgspec.ValidationError:
+        sentence = "say why, in at most 1,000 characters: it is kept in the log"
+        raise InvalidMessage.of("reason_missing", sentence) from None
+    if repair.task is None:
+        repair.task = asyncio.create_task(repair.run(reason), name="repair")
+    raise web.HTTPSeeOther(request.path)
+
+
+def _own(request: web.Request) -> Repair:
+    number = request.match_info["id"]
+    repair = request.app[_repairs].get(int(number)) if number.isascii() and number.isdigit() else None
+    if repair is None or repair.session.key != request[SESSION].key:
+        raise NotFound.of("not_found", "that repair is not one of this log-in; `postroom log` shows what was done")
+    return repair
