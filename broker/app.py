@@ -42,6 +42,7 @@ from postroom._wire.jobs import JOBS, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import OPERATOR_LOG
 from postroom._wire.once import KEYS
 from postroom._wire.programs import PROGRAMS, Report
+from postroom._wire.sends import EndedRows
 from postroom._wire.trace import Story
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
 from postroom.chassis.routes import Route, application, json_response, openapi
@@ -83,6 +84,7 @@ def routes(services: Services) -> list[Route]:
     jobs = Jobs(services.database)
     nats = Nats(services.config.nats)
     letters = DeadLetters(services.database, nats)
+    traces = Traces(services.database, nats)
     programs = Programs(services.database)
     topics = "/v1/topics/{mesh}/{name}"
     return [
@@ -148,7 +150,10 @@ def routes(services: Services) -> list[Route]:
               query=api.MessagesQuery, answers={200: api.MessageLines}, problems=READ),
         Route(method="GET", path="/v1/messages/{broker_message_id}", handler=history.get_message, access="reader",
               summary="Read one message", answers={200: api.HistoryMessage}, problems=READ),
-        Route(method="GET", path="/v1/trace/{id}", handler=Traces(services.database, nats).trace, access="reader",
+        Route(method="POST", path="/v1/ended_rows", handler=traces.report, access="member",
+              summary="Report rows of the member's daemon that died or were retired, for their story",
+              body=EndedRows, answers={204: None}, problems=(400, 401, 403, 408, 413, 415, 503)),
+        Route(method="GET", path="/v1/trace/{id}", handler=traces.trace, access="reader",
               summary="Tell the story of a message, an event, a dead letter or a job, and where it waits",
               answers={200: Story}, problems=READ),
         *routes_of(DEAD_LETTERS, letters),

@@ -19,6 +19,7 @@ import structlog
 from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.metrics import Metrics
+from broker.trace import sweep_ended_rows
 from postroom.chassis.postgres import UNREACHABLE, Connection
 from postroom.delivery.programs import sweep_programs
 
@@ -60,6 +61,9 @@ class Sweeper:
                 while any(await self._timed_step(connection)):
                     pass
                 while await sweep_programs(connection, self._config.sweep_rows):
+                    pass
+                kept = timedelta(days=self._config.message_days)
+                while await sweep_ended_rows(connection, self._config.sweep_rows, kept):
                     pass
             finally:
                 await connection.reset()  # lets the lock go, which the pool itself does not

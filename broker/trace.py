@@ -1,17 +1,18 @@
 """The story of a message, as far as the broker can tell it (docs/contract/operate.md#operate-51).
 
 All of it is looked up in Postgres by indexes, at one moment. Which consumers have yet to take what was published, NATS
-is asked. Nobody's files are.
+is asked. Nobody's files are: of rows that died on a daemon, and may never have come here, the daemon has reported.
 
-A member is told of the messages that it may read: that they were accepted, and where they were published. What
-consumers and jobs made of them, what they caused, and who repaired it is for an admin of the mesh.
+A member is told of the messages that it may read: that they were accepted, and where they were published; and of the
+rows of its mesh that died, where and why. What consumers and jobs made of messages, what they caused, and who repaired
+it is for an admin of the mesh.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -23,13 +24,15 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
-from broker.authentication import PRINCIPAL, Member, Principal
+from broker.authentication import PRINCIPAL, Member, Principal, member_of
 from broker.database import Database
 from broker.nats import BRIEFLY, Nats, find_consumers, wants
+from broker.requests import decode_body
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.jobs import Activity, JobMessage, JobTree
+from postroom._wire.sends import EndedRow, EndedRows
 from postroom._wire.sql import load_queries
-from postroom._wire.trace import NAME, Outcome, Step, Wait, compose
+from postroom._wire.trace import NAME, Outcome, Step, Wait, compose, steps_of
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import replay_id
@@ -58,7 +61,7 @@ _OF_ACTIVITY: Final[Mapping[str, Outcome]] = {
 
 
 class Traces:
-    """The handler of the route."""
+    """The handlers of the routes."""
 
     def __init__(self, database: Database, nats: Nats) -> None:
         self._database = database
@@ -83,6 +86,23 @@ class Traces:
                     await telling.ask_consumers(js)
         unread = [] if problem is None else [problem.problem]
         return json_response(compose(telling.steps, telling.waits, more=telling.more, unread=unread))
+
+    async def report(self, request: web.Request) -> web.Response:
+        """`POST /v1/ended_rows`: from a daemon, of rows of its own; a report that comes twice is as one."""
+        member, body = member_of(request), await decode_body(request, EndedRows)
+        latest = {ended.row.id: ended for ended in body.rows}
+        kept = [ended for ended in latest.values() if ended.row.status != "done"]
+        columns = (
+            [ended.row.id for ended in kept],
+            [ended.row.client_message_id for ended in kept],
+            [ended.successor for ended in kept],
+            [msgspec.json.encode(ended).decode() for ended in kept],
+        )
+        async with self._database.read(member.whose) as connection, connection.transaction():
+            done = list(latest.keys() - set(columns[0]))
+            await connection.execute(QUERIES["forget_ended_rows"], member.member_id, done)
+            await connection.execute(QUERIES["keep_ended_rows"], member.mesh_id, member.member_id, body.host, *columns)
+        return web.Response(status=204)
 
 
 class _Published(NamedTuple):
@@ -111,6 +131,7 @@ class _Telling:
         self._meshes: list[int] = []
         self._contexts: list[str] = []
         self._told: set[str] = set()  # the messages that were asked for
+        self._sent_after: dict[tuple[str, str], str] = {}  # of messages, by mesh: the requeue that each is from
         self._causes: dict[str, str] = {}  # of messages: the step that each follows from
 
     async def tell(self, id_: str) -> None:
@@ -128,11 +149,42 @@ class _Telling:
         if self.operates:
             for name in names:
                 fresh |= await self._tell_job(name)
+        fresh |= dict.fromkeys(await self._tell_ended_rows(names))
         above = await self._follow(fresh, effects=self.operates)
         await self._follow({name: context for name, context in above.items() if name not in self._told}, effects=False)
+        for step in [step for step in self.steps.values() if step.what == "accepted"]:
+            if (requeue := self._sent_after.get((step.ids["mesh"], step.ids[NAME]))) is not None:
+                self.steps[step.id] = replace(step, parent=requeue)
         for name, parent in self._causes.items():
-            if parent in self.steps and (step := self.steps.get(f"message:{name}")) is not None:
-                self.steps[step.id] = replace(step, parent=parent)
+            if parent in self.steps and (caused := self.steps.get(f"message:{name}")) is not None:
+                self.steps[caused.id] = replace(caused, parent=parent)
+
+    async def _tell_ended_rows(self, names: set[str]) -> set[str]:
+        """Tell of rows that ended on their daemons, with those before and after; return what else to look for."""
+        found: dict[str, tuple[asyncpg.Record, EndedRow]] = {}
+        wanted, told = names, set[str]()
+        for _ in range(_ROUNDS):
+            told |= wanted
+            rows = await self._connection.fetch(QUERIES["find_ended_rows"], list(wanted), self._meshes, _MOST + 1)
+            pairs = [(row, msgspec.json.decode(row["report"], type=EndedRow)) for row in self._limited(rows)]
+            found |= {row["row_id"]: (row, one) for row, one in pairs}
+            wanted = {name for _, one in pairs for name in (one.row.client_message_id, one.successor) if name}
+            if not (wanted := wanted - told):
+                break
+        for row, ended in (found[id_] for id_ in sorted(found)):  # ids of rows are in the order of time
+            one, log = ended.row, ended.log if self.operates else []
+            steps = steps_of([one], log, ended.failed_posts, f"postroomd on {row['host']}")
+            parent = next((step.id for step in reversed(steps) if step.what == "requeue"), steps[0].id)
+            if row["successor"] is not None:
+                self._sent_after[row["mesh"], row["successor"]] = parent
+            earlier = self._sent_after.get((row["mesh"], one.client_message_id))
+            ids = {**steps[0].ids, "mesh": row["mesh"], "sender": row["member"]}
+            steps[0] = replace(steps[0], parent=earlier, ids=ids)
+            self.steps |= {step.id: step for step in steps}
+            if one.status == "dead":
+                why = f"it died on {row['host']}, and is not posted again: {one.last_error}"
+                self._wait(steps[0], why, f"postroom outbox requeue {one.id}  # on {row['host']}")
+        return told
 
     async def _follow(self, fresh: dict[str, str | None], *, effects: bool) -> dict[str, str | None]:
         """Tell of messages and on from there: of those that they caused (`effects`), or else that caused them.
@@ -426,6 +478,12 @@ class _Telling:
     def _limited(self, rows: list[Any]) -> list[Any]:
         self.more |= len(rows) > _MOST
         return rows[:_MOST]
+
+
+async def sweep_ended_rows(connection: Connection, rows: int, kept: timedelta) -> int:
+    """Forget up to `rows` reports of rows that ended, each older than it is `kept`; return how many."""
+    swept: int = await connection.fetchval(QUERIES["sweep_ended_rows"], rows, kept)
+    return swept
 
 
 _WAITS: Final = {

@@ -27,6 +27,41 @@ WHERE dedupe.mesh_id = ANY ($3) AND (
     AND history.destination_id IN (SELECT topic_id FROM mesh.topic_subscription WHERE member_id = $4))
 );
 
+-- name: keep_ended_rows
+-- Keep what the daemon of the member $2 of the mesh $1 on the host $3 reports of its rows $4: their ids, those of their
+-- messages $5 and of their successors' messages $6, and the reports $7. An earlier report of the same row goes.
+INSERT INTO mesh.ended_row (mesh_id, member_id, host, row_id, client_message_id, successor, report)
+SELECT $1, $2, $3, ended.* FROM unnest($4::text[], $5::text[], $6::text[], $7::text[]) AS ended
+ON CONFLICT (row_id, member_id) DO UPDATE
+SET successor = excluded.successor, host = excluded.host, report = excluded.report, reported_at = excluded.reported_at;
+
+-- name: forget_ended_rows
+-- Forget the rows $2 of the member $1: they turned out to be accepted.
+DELETE FROM mesh.ended_row WHERE member_id = $1 AND row_id = ANY ($2::text[]);
+
+-- name: sweep_ended_rows
+-- Forgets up to $1 rows that were reported longer than $2 ago.
+WITH forgotten AS (
+  DELETE FROM mesh.ended_row WHERE (row_id, member_id) IN (
+    SELECT row_id, member_id FROM mesh.ended_row WHERE reported_at < now() - $2::interval ORDER BY reported_at LIMIT $1
+  )
+  RETURNING 1
+)
+SELECT count(*) FROM forgotten;
+
+-- name: find_ended_rows
+-- The rows of daemons that ended and have one of the ids $1, or a message that has, or a successor; of the meshes $2.
+SELECT ended.row_id, member.name AS member, mesh.slug AS mesh, ended.host, ended.successor, ended.report
+FROM (
+  SELECT row_id, member_id FROM mesh.ended_row WHERE row_id = ANY ($1::text[])
+  UNION SELECT row_id, member_id FROM mesh.ended_row WHERE mesh_id = ANY ($2::integer[]) AND client_message_id = ANY ($1)
+  UNION SELECT row_id, member_id FROM mesh.ended_row WHERE mesh_id = ANY ($2) AND successor = ANY ($1)
+) AS found
+JOIN mesh.ended_row AS ended USING (row_id, member_id)
+JOIN mesh.member ON member.id = ended.member_id
+JOIN mesh.mesh ON mesh.id = ended.mesh_id
+WHERE ended.mesh_id = ANY ($2) ORDER BY ended.row_id LIMIT $3;
+
 -- name: find_events
 -- The events $1 and, where $3, those that they caused, of the meshes $2; of one that is not published also which event of its
 -- aggregate it waits for.

@@ -2,6 +2,7 @@
 
 from broker_client.answers import RelayCounters
 from broker_client.channel import Failure, RequestFailed
+from broker_client.ends import report_ends
 from broker_client.features import max_age_hours
 from broker_client.link import BrokerLink
 from broker_client.relay import Relay
@@ -16,4 +17,5 @@ __all__ = [
     "RelaySettings",
     "RequestFailed",
     "max_age_hours",
+    "report_ends",
 ]

@@ -28,6 +28,7 @@ from postroom._wire.ids import is_client_message_id, now_ms
 from postroom._wire.message import parse_destination
 from postroom._wire.programs import PROGRAMS, Report
 from postroom._wire.retry import read_date, read_retry_after
+from postroom._wire.sends import EndedRows
 from postroom.chassis.config import MASK
 from postroom.chassis.logs import clean
 from postroom.errors import Problem, error_for
@@ -138,6 +139,10 @@ class BrokerLink:
     async def features(self) -> Features:
         """Ask what the broker can do and whom the token speaks for; raises `RequestFailed`."""
         return _decoded(self._succeeded(await self._request("GET", "/v1/features")), _decode_features)
+
+    async def report_ended(self, report: EndedRows) -> None:
+        """Tell the broker of rows that ended here; raises `RequestFailed`."""
+        self._succeeded(await self._request("POST", "/v1/ended_rows", _encode(report)))
 
     async def report(self, report: Report) -> None:
         """Tell the broker how this daemon is; raises `RequestFailed`."""

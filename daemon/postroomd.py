@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 import structlog
 
-from broker_client import BrokerLink, Relay
+from broker_client import BrokerLink, Relay, report_ends
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
@@ -149,6 +149,7 @@ class Postroomd:
             "connections": self.server.sweep(),
             "watchdog": answer_watchdog(self.outbox),
             "reports": self.reports.run(),
+            "ends": report_ends(self.outbox, self.link),
             "status": keep_status(self.outbox, self.relay),
         }
 

@@ -4,7 +4,6 @@ And `/v1/trace/{id}`: what they tell of a message (docs/contract/operate.md#oper
 """
 
 import socket
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, TypeVar
 
@@ -30,30 +29,12 @@ from postroom._wire.operations import (
     ResendResult,
     Verb,
 )
-from postroom._wire.sends import FailedPosts, OutboxRow, RelayStatus, RowChain, RowStatus
-from postroom._wire.trace import NAME, Outcome, Step, TraceQuery, Wait, compose
+from postroom._wire.sends import OutboxRow, RelayStatus
+from postroom._wire.trace import Step, TraceQuery, Wait, compose, steps_of
 from postroom.chassis.routes import NDJSON, Handler, decode_query
 from postroom.errors import InvalidMessage, NotFound
 
 T = TypeVar("T", bound=msgspec.Struct)
-
-_OUTCOMES: Final[Mapping[RowStatus, Outcome]] = {
-    "pending": "waiting",
-    "inflight": "running",
-    "done": "done",
-    "dead": "dead",
-    "aborted": "ended",
-}
-_PHASES: Final = {  # in which the broker refuses a message (docs/contract/accept.md#accept-9)
-    "idempotency_key_reused": "B0",
-    "fingerprint_mismatch": "B1",
-    "payload_too_large": "B1",
-    "rate_limited": "B1",
-    "member_not_found": "B2",
-    "not_subscribed": "B2",
-    "queue_not_found": "B2",
-    "topic_not_found": "B2",
-}
 
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 
@@ -122,7 +103,7 @@ class OutboxDesk:
         except NotFound as error:
             missing = error
         else:
-            steps = {step.id: step for step in steps_of(chain, place)}
+            steps = {step.id: step for step in steps_of(chain.chain, chain.log, chain.failed_posts, place)}
             relay = self._services.relay.status()
             found = [wait_of(row, relay) for row in chain.chain]
             waits = {wait.step: wait for wait in found if wait is not None}
@@ -222,90 +203,6 @@ def _filter(query: ListQuery) -> RowFilter:
         older_than_seconds=query.older_than_seconds,
         held=query.held,
     )
-
-
-def steps_of(chain: RowChain, place: str) -> list[Step]:
-    """Tell of a row and of those before and after it: when each was kept, each post, and what operators did."""
-    steps: list[Step] = []
-    successors: dict[str, str] = {}  # the step that each row follows from
-    for row in chain.chain:
-        kept = Step(
-            id=f"row:{row.id}",
-            what="kept",
-            thing=row.id,
-            outcome=_OUTCOMES[row.status],
-            parent=successors.get(row.id),
-            at=row.enqueued_at,
-            place=place,
-            ids={NAME: row.client_message_id, "to": row.destination, "submitted_by": row.submitted_by or ""},
-        )
-        steps.append(kept)
-        failed = [posts for posts in chain.failed_posts if posts.row_id == row.id]
-        if row.status == "inflight" or row.attempts or row.delivered_at or row.last_error:
-            code = (row.last_error or "").partition(":")[0]
-            # of what failed last, the row itself says more
-            latest = (
-                failed.pop() if failed and row.status not in ("done", "inflight") and failed[-1].code == code else None
-            )
-            phase = _PHASES.get(code, "B1" if code.startswith("invalid_") else None)
-            reason = row.last_error if phase is None else f"refused in {phase}: {row.last_error}"
-            if row.status == "done":
-                reason = "the broker had accepted it before" if row.duplicate else None
-            elif row.unanswered_at is not None:
-                reason = f"the broker did not answer, and may have accepted it: {reason}"
-            steps.append(
-                Step(
-                    id=f"posted:{row.id}",
-                    what="expired" if code == "expired" else "posted",
-                    thing=row.client_message_id,
-                    outcome=kept.outcome,
-                    parent=kept.id,
-                    at=row.delivered_at or (latest.at if latest else row.unanswered_at),
-                    place=place,
-                    attempt=row.attempts,
-                    reason=reason,
-                    ids=_post_ids(latest),
-                )
-            )
-        steps += [
-            Step(
-                id=f"tried:{row.id} {number}",
-                what="tried",
-                thing=row.client_message_id,
-                outcome="ended",
-                parent=kept.id,
-                at=posts.at,
-                place=place,
-                attempt=posts.times,
-                reason=posts.code,
-                ids=_post_ids(posts),
-            )
-            for number, posts in enumerate(failed)
-        ]
-        for number, act in enumerate(act for act in chain.log if act.row_id == row.id):
-            step = Step(
-                id=f"act:{row.id} {number}",
-                what=act.verb,
-                thing=row.id,
-                outcome="ended" if act.verb == "abort" else "done",
-                parent=kept.id,
-                at=act.at,
-                place=place,
-                by=act.actor,
-                reason="; ".join(filter(None, (act.reason, act.detail))),
-            )
-            steps.append(step)
-            if act.verb == "requeue" and row.superseded_by is not None:
-                successors[row.superseded_by] = step.id
-    return steps
-
-
-def _post_ids(posts: FailedPosts | None) -> dict[str, str]:
-    """Name where posts went, how long the last took, and when they began where they are several."""
-    if posts is None:
-        return {}
-    since = {"since": f"{posts.since:%Y-%m-%d %H:%M:%S}Z"} if posts.times > 1 else {}
-    return {"broker": posts.broker, "seconds": f"{posts.seconds:g}", **since}
 
 
 def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:

@@ -13,7 +13,7 @@ from outbox import errors
 from outbox.accepting import to_milliseconds
 from outbox.model import HELD, Accepted, Caller, RowFilter, Unanswered, lane_for
 from outbox.reading import Reader, seq_of
-from outbox.relaying import WalkedPast
+from outbox.relaying import WalkedPast, report
 from outbox.settled import find_moved, find_row, unpack
 from outbox.transaction import Transaction, room_of
 from postroom._wire.message import PreparedSend, Priority
@@ -205,6 +205,12 @@ def why_not(verb: Verb, status: RowStatus, *, held: bool) -> str | None:
 def _abort(transaction: Transaction, row: _Row, successor: str | None) -> None:
     transaction.execute(_QUERIES["abort"], {"seq": row.seq, "now": transaction.now, "successor": successor})
     transaction.changed(row.status, "aborted", 1, row.room)
+    report(transaction, [row.id])
+
+
+def reported(numbers: Sequence[int], transaction: Transaction) -> None:
+    """Forget the ends with these numbers: the broker has heard of them."""
+    transaction.execute(_QUERIES["reported"], (_encode(numbers).decode(),))
 
 
 def log(transaction: Transaction, verb: str, order: Order, row_id: str | None, detail: str | None = None) -> None:
@@ -275,7 +281,9 @@ class _Learn(NamedTuple):
             room = transaction.value(_QUERIES["room"], values)
             transaction.changed(status, "done", transaction.execute(_QUERIES["accepted"], values), room)
         transaction.execute(_QUERIES["not_accepted"], {"absent": absent})
-        return _decode_ids(transaction.value(_QUERIES["done_of"], {"found": found}))
+        done = _decode_ids(transaction.value(_QUERIES["done_of"], {"found": found}))
+        report(transaction, done)
+        return done
 
 
 class Bulk(NamedTuple):

@@ -338,6 +338,10 @@ class Outbox(reading.Reader):
             self._urged()
         return result
 
+    async def reported(self, numbers: Sequence[int]) -> None:
+        """Note that the broker has heard of these ends (`unreported`); of a row that ended again since, it has not."""
+        await self._store.submit(Step(partial(operating.reported, numbers), rows=len(numbers)))
+
     # What the broker's database lost
 
     async def begin_comparison(self, incarnation: str, since_ms: int) -> None:

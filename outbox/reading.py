@@ -28,7 +28,7 @@ from outbox.model import (
 from outbox.relaying import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
 from postroom._wire.message import Priority
-from postroom._wire.sends import FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
+from postroom._wire.sends import EndedRow, FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
 from postroom.chassis.store import Store
@@ -191,10 +191,23 @@ class Reader:
                 chain.insert(0, _stored(db, found[0]))
             while (after := chain[-1].superseded_by) is not None and (seq := find_row(db, after)) is not None:
                 chain.append(_stored(db, seq))
-            ids = _encode([link.id for link in chain]).decode()
-            log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
-            failed = [posts.view(row_id) for row_id, posts in _decode_posts(_value(db, "failed_posts", (ids,)))]
-            return RowChain(row=row, chain=chain, log=log, failed_posts=failed)
+            return _with_log(db, row, chain)
+
+        return await self._read(read)
+
+    async def unreported(self, limit: int) -> tuple[list[int], list[EndedRow]]:
+        """Return the numbers and the rows of the next ends that the broker has not heard of, the oldest first."""
+
+        def read(db: sqlite3.Connection) -> tuple[list[int], list[EndedRow]]:
+            found = db.execute(_QUERIES["unreported"], (limit,)).fetchall()
+            rows = []
+            for _, seq in found:
+                row = _stored(db, seq)
+                after = None if row.superseded_by is None else find_row(db, row.superseded_by)
+                successor = None if after is None else _stored(db, after).client_message_id
+                chain = _with_log(db, row, [row])
+                rows.append(EndedRow(row=row, log=chain.log, failed_posts=chain.failed_posts, successor=successor))
+            return [number for number, _ in found], rows
 
         return await self._read(read)
 
@@ -344,6 +357,13 @@ def _row(db: sqlite3.Connection, row_id: str) -> OutboxRow:
 
 def _stored(db: sqlite3.Connection, seq: int) -> OutboxRow:
     return _decode_row(_value(db, "row", (seq,))).view()
+
+
+def _with_log(db: sqlite3.Connection, row: OutboxRow, chain: list[OutboxRow]) -> RowChain:
+    ids = _encode([link.id for link in chain]).decode()
+    log = [line.view() for line in _decode_log(_value(db, "log", (ids,)))]
+    failed = [posts.view(row_id) for row_id, posts in _decode_posts(_value(db, "failed_posts", (ids,)))]
+    return RowChain(row=row, chain=chain, log=log, failed_posts=failed)
 
 
 def seq_of(cursor: str | None) -> int:

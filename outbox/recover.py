@@ -329,6 +329,7 @@ class _Salvage:
         self._new.execute(_QUERIES["drop_payloads_without_row"])
         self._new.execute(keeps_payloads)
         self._new.execute(_QUERIES["recount"])
+        self._new.execute(_QUERIES["report_again"])
         for seq, line in self._rows("operator_log", _LogLine):
             self._new.execute(_QUERIES["keep_log_line"], (seq, *msgspec.structs.astuple(line)[1:]))
         (lines,) = self._new.execute(_QUERIES["log_lines"]).fetchone()

@@ -178,6 +178,8 @@ class Settle(NamedTuple):
                 changed = transaction.execute(_QUERIES[query], parameters)
                 transaction.changed("inflight", verdict.value, changed, room)
                 settled += changed
+        if dead:
+            report(transaction, [row_id for row_id, *_ in dead])
         return settled
 
 
@@ -210,7 +212,14 @@ class Expire(NamedTuple):
         last_error = "expired: the broker did not accept the message within max_age"
         changed = transaction.execute(_QUERIES["expire"], {"ids": _encode(ids).decode(), "last_error": last_error})
         transaction.changed("pending", "dead", changed)
+        if ids:
+            report(transaction, ids)
         return ids, onward
+
+
+def report(transaction: Transaction, row_ids: Sequence[str]) -> None:
+    """Have the broker hear of how these rows ended (docs/contract/operate.md#operate-64)."""
+    transaction.execute(_QUERIES["to_report"], {"ids": _encode(row_ids).decode()})
 
 
 def reclaim(transaction: Transaction) -> None:

@@ -207,6 +207,13 @@ CREATE TABLE outbox_failed_posts (
     posts TEXT    NOT NULL
 );
 
+-- The rows whose end the broker has not heard of yet, in the order in which they ended: died, were retired by an operator, or
+-- turned out to be accepted after that.
+CREATE TABLE outbox_unreported (
+    number INTEGER PRIMARY KEY,
+    seq    INTEGER NOT NULL UNIQUE ON CONFLICT REPLACE
+);
+
 -- Who did what to which row, when and why.
 CREATE TABLE operator_log (
     seq    INTEGER PRIMARY KEY,

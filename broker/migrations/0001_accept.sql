@@ -268,6 +268,23 @@ CREATE TABLE mesh.operator_log (
   reason text  -- where the verb asks for one
 );
 
+-- Rows of daemons that died or were retired, as their daemons reported them: their last word on a message that may never have
+-- come here (docs/contract/operate.md#operate-64).
+CREATE TABLE mesh.ended_row (
+  row_id text COLLATE "C" NOT NULL,
+  member_id integer NOT NULL REFERENCES mesh.member ON DELETE CASCADE,
+  mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,
+  client_message_id text COLLATE "C" NOT NULL,
+  successor text COLLATE "C",  -- the client_message_id of the row that superseded it
+  host text NOT NULL,
+  report text NOT NULL,  -- JSON: EndedRow of sdk/postroom/_wire/sends.py
+  reported_at timestamptz NOT NULL DEFAULT now(),
+  PRIMARY KEY (row_id, member_id)
+);
+CREATE INDEX ended_row_message ON mesh.ended_row (mesh_id, client_message_id);
+CREATE INDEX ended_row_successor ON mesh.ended_row (mesh_id, successor) WHERE successor IS NOT NULL;
+CREATE INDEX ended_row_age ON mesh.ended_row (reported_at);
+
 -- What may change afterwards -----------------------------------------------------------------------------------------
 
 CREATE FUNCTION mesh.refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$

@@ -71,6 +71,10 @@ FROM outbox WHERE seq = :seq;
 -- Write the patched payload for the successor just written.
 INSERT INTO outbox_payload (seq, payload) VALUES (last_insert_rowid(), :payload);
 
+-- name: reported
+-- The broker has heard of the ends with these numbers.
+DELETE FROM outbox_unreported WHERE number IN (SELECT value FROM json_each(?1));
+
 -- name: move
 -- Put a pending row into another lane.
 UPDATE outbox SET lane = :lane, next_attempt_at = :next_attempt_at WHERE seq = :seq;

@@ -36,6 +36,10 @@ SELECT json_group_array(json_array(outbox.id, json(post.value)))
 FROM json_each(?1) AS wanted CROSS JOIN outbox ON outbox.id = wanted.value CROSS JOIN outbox_failed_posts USING (seq)
 CROSS JOIN json_each(posts) AS post;
 
+-- name: unreported
+-- The next rows whose end the broker has not heard of: their numbers there, and in the outbox.
+SELECT number, seq FROM outbox_unreported ORDER BY number LIMIT ?1;
+
 -- name: log
 -- What operators did to these rows, oldest first.
 SELECT json_group_array(json_array(at, verb, actor, reason, row_id, detail))

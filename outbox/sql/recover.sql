@@ -99,6 +99,10 @@ INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?
 INSERT INTO outbox_recovery (at, saved, missing, buried, accepted_at, accepted_by) VALUES (?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING;
 
+-- name: report_again
+-- Which of the rows that ended the broker had heard of is not known any more.
+INSERT INTO outbox_unreported (seq) SELECT seq FROM outbox WHERE status IN ('dead', 'aborted') ORDER BY seq;
+
 -- name: recount
 -- Count the rows of the new file, once.
 UPDATE tally SET (pending, inflight, done, dead, aborted) = (

@@ -82,6 +82,12 @@ ON CONFLICT (seq) DO UPDATE SET posts = CASE
 SELECT json_group_array(json_array(id, 'interrupted')) FROM outbox
 WHERE status = 'inflight' AND status IN ('inflight', 'dead', 'aborted');
 
+-- name: to_report
+-- Have the broker hear of these rows, unless they wait.
+INSERT INTO outbox_unreported (seq)
+SELECT seq FROM json_each(:ids) AS ended CROSS JOIN outbox ON outbox.id = ended.value
+WHERE status IN ('dead', 'aborted', 'done');
+
 -- name: settle_done
 -- The broker has them: [[id, broker_message_id, history_id, 1 where it had them before], …].
 UPDATE outbox

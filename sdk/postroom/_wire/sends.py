@@ -117,6 +117,28 @@ class RowChain(msgspec.Struct, kw_only=True):
     failed_posts: list[FailedPosts] = []
 
 
+MAX_ENDED: Final = 100  # rows in one report
+
+
+class EndedRow(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A row that died or was retired, as its daemon reports it; one that is `done` turned out to be accepted.
+
+    `successor` is the client_message_id of the row that superseded it.
+    """
+
+    row: OutboxRow
+    log: list[OperatorAction] = []
+    failed_posts: list[FailedPosts] = []
+    successor: str | None = None
+
+
+class EndedRows(msgspec.Struct, kw_only=True):
+    """The body of the broker's `POST /v1/ended_rows`: rows of one member's daemon on `host`, the oldest end first."""
+
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    rows: Annotated[list[EndedRow], msgspec.Meta(max_length=MAX_ENDED)]
+
+
 class OutboxPage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A page of rows; `next_cursor` continues it and is absent on the last page."""
 

@@ -8,13 +8,14 @@ Each answers for what it keeps; `follow_trace` asks both and puts the parts toge
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
 
 import msgspec
 
 from postroom._wire.ids import is_client_message_id
+from postroom._wire.sends import FailedPosts, OperatorAction, OutboxRow, RowStatus
 from postroom.errors import NotFound, PostroomError, Problem
 
 Outcome = Literal["done", "running", "waiting", "dead", "ended"]
@@ -26,6 +27,23 @@ Outcome = Literal["done", "running", "waiting", "dead", "ended"]
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _MOST: Final = 20  # ids that one is asked for because the other knows them
 NAME: Final = "client_message_id"
+_OUTCOMES: Final[Mapping[RowStatus, Outcome]] = {
+    "pending": "waiting",
+    "inflight": "running",
+    "done": "done",
+    "dead": "dead",
+    "aborted": "ended",
+}
+_PHASES: Final = {  # in which the broker refuses a message (docs/contract/accept.md#accept-9)
+    "idempotency_key_reused": "B0",
+    "fingerprint_mismatch": "B1",
+    "payload_too_large": "B1",
+    "rate_limited": "B1",
+    "member_not_found": "B2",
+    "not_subscribed": "B2",
+    "queue_not_found": "B2",
+    "topic_not_found": "B2",
+}
 
 
 class Step(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
@@ -84,8 +102,7 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
 
     Who cannot be asked is `unread`. Where nobody told anything, raises why: `NotFound` where nobody knows it.
     """
-    steps: dict[str, Step] = {}
-    waits: dict[str, Wait] = {}
+    parts: dict[Ask, tuple[dict[str, Step], dict[str, Wait]]] = {}
     unread: list[Problem] = []
     more = False
     errors: list[PostroomError] = []
@@ -104,6 +121,7 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
                 unread.append(error.problem)
                 away.append(keeper)
             return {}
+        steps, waits = parts.setdefault(keeper, ({}, {}))
         steps.update((step.id, step) for step in part.steps)
         waits.update((wait.step, wait) for wait in part.waits)
         unread.extend(part.unread)
@@ -117,9 +135,12 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
     for name, sender in list(sent.items())[:_MOST]:
         if name != id_:
             await tell(daemon, name, sender)
-    if not steps:
+    if not parts:
         raise next((error for error in errors if not isinstance(error, NotFound)), *errors[:1])
-    return compose(steps, waits, more=more, unread={problem.code: problem for problem in unread}.values())
+    known, waits = parts.get(broker, ({}, {})) if broker is not None else ({}, {})
+    here, waits_here = parts.get(daemon, ({}, {})) if daemon is not None else ({}, {})
+    waits = {id_: wait for id_, wait in waits.items() if id_ not in here} | waits_here  # it knows its rows best
+    return compose(known | here, waits, more=more, unread={problem.code: problem for problem in unread}.values())
 
 
 def compose(
@@ -148,3 +169,89 @@ def compose(
     above = {one.id for id_ in waits for one in lines[id_][1:]}
     last = [wait for id_, wait in waits.items() if id_ not in above]
     return Story(waits=last, steps=list(order.values()), more=more, unread=list(unread))
+
+
+def steps_of(
+    rows: Sequence[OutboxRow], log: Sequence[OperatorAction], failed_posts: Sequence[FailedPosts], place: str
+) -> list[Step]:
+    """Tell of rows of an outbox, each before its successor: when each was kept, each post, and what operators did."""
+    steps: list[Step] = []
+    successors: dict[str, str] = {}  # the step that each row follows from
+    for row in rows:
+        kept = Step(
+            id=f"row:{row.id}",
+            what="kept",
+            thing=row.id,
+            outcome=_OUTCOMES[row.status],
+            parent=successors.get(row.id),
+            at=row.enqueued_at,
+            place=place,
+            ids={NAME: row.client_message_id, "to": row.destination, "submitted_by": row.submitted_by or ""},
+        )
+        steps.append(kept)
+        failed = [posts for posts in failed_posts if posts.row_id == row.id]
+        if row.status == "inflight" or row.attempts or row.delivered_at or row.last_error:
+            code = (row.last_error or "").partition(":")[0]
+            # of what failed last, the row itself says more
+            latest = (
+                failed.pop() if failed and row.status not in ("done", "inflight") and failed[-1].code == code else None
+            )
+            phase = _PHASES.get(code, "B1" if code.startswith("invalid_") else None)
+            reason = row.last_error if phase is None else f"refused in {phase}: {row.last_error}"
+            if row.status == "done":
+                reason = "the broker had accepted it before" if row.duplicate else None
+            elif row.unanswered_at is not None:
+                reason = f"the broker did not answer, and may have accepted it: {reason}"
+            steps.append(
+                Step(
+                    id=f"posted:{row.id}",
+                    what="expired" if code == "expired" else "posted",
+                    thing=row.client_message_id,
+                    outcome=kept.outcome,
+                    parent=kept.id,
+                    at=row.delivered_at or (latest.at if latest else row.unanswered_at),
+                    place=place,
+                    attempt=row.attempts,
+                    reason=reason,
+                    ids=_post_ids(latest),
+                )
+            )
+        steps += [
+            Step(
+                id=f"tried:{row.id} {number}",
+                what="tried",
+                thing=row.client_message_id,
+                outcome="ended",
+                parent=kept.id,
+                at=posts.at,
+                place=place,
+                attempt=posts.times,
+                reason=posts.code,
+                ids=_post_ids(posts),
+            )
+            for number, posts in enumerate(failed)
+        ]
+        for number, act in enumerate(act for act in log if act.row_id == row.id):
+            step = Step(
+                id=f"act:{row.id} {number}",
+                what=act.verb,
+                thing=row.id,
+                outcome="ended" if act.verb == "abort" else "done",
+                parent=kept.id,
+                at=act.at,
+                place=place,
+                by=act.actor,
+                reason="; ".join(filter(None, (act.reason, act.detail))),
+            )
+            steps.append(step)
+            if act.verb == "requeue" and row.superseded_by is not None:
+                successors[row.superseded_by] = step.id
+    return steps
+
+
+def _post_ids(posts: FailedPosts | None) -> dict[str, str]:
+    """Name where posts went, how long the last took, and when they began where they are several."""
+    if posts is None:
+        return {}
+    since = {"since": f"{posts.since:%Y-%m-%d %H:%M:%S}Z"} if posts.times > 1 else {}
+    return {"broker": posts.broker, "seconds": f"{posts.seconds:g}", **since}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -262,6 +263,41 @@ def test_what_the_broker_refuses_is_dead_and_says_in_which_phase_and_what_helps(
     row = office.user.run("outbox", "inspect", "refused", "--json").json[0]["row"]["id"]
     assert [wait["help"] for wait in story["waits"]] == [f"postroom outbox requeue {row}"]
     assert [step["what"] for step in story["steps"]] == ["kept", "posted"]
+
+
+def test_a_row_that_died_on_a_daemon_is_told_of_on_every_host(office: Office) -> None:
+    office.send("far-away", "topic:nowhere")
+    elsewhere = office.at(None)  # a host without a daemon
+    office.until_told("far-away", "kept", "dead", elsewhere)
+    here, there = office.story("far-away"), office.story("far-away", elsewhere)
+    (wait,), (wait_there,) = here["waits"], there["waits"]
+    assert wait_there["why"].startswith(f"it died on {gethostname()}")
+    assert wait_there["help"] == f"{wait['help']}  # on {gethostname()}"
+    assert {step["id"]: step["outcome"] for step in there["steps"]} == {
+        step["id"]: step["outcome"] for step in here["steps"]
+    }
+    row = there["steps"][0]["thing"]
+    assert office.user.run("outbox", "abort", row, "--yes", "--reason", "not needed").code == 0
+    office.until_told(row, "abort", "ended", elsewhere)
+    assert office.story(row, elsewhere)["waits"] == []
+    ((report,),) = office.fetch("SELECT report FROM mesh.ended_row WHERE row_id = $1", row)
+    assert json.loads(report)["row"] == office.user.run("outbox", "inspect", row, "--json").json[0]["row"]
+
+
+def test_what_died_while_the_broker_was_away_is_reported_when_it_is_back(office: Office, short_directory: Path) -> None:
+    daemon = LoneDaemon(short_directory)
+    _run(daemon.start())
+    try:
+        user = office.at(daemon.socket)
+        office.send("retired", user=user)
+        assert user.run("outbox", "abort", "retired", "--yes", "--reason", "nobody wants it").code == 0
+        reach = {"BROKER_URL": office.room.broker_urls[0], "BROKER_TOKEN_FILE": office.directory / "alice.token"}
+        daemon.process.kill()
+        daemon.process.settle({f"POSTROOM_DAEMON_{name}": value for name, value in reach.items()})
+        _run(daemon.restart())
+        office.until_told("retired", "abort", "ended", office.at(None))
+    finally:
+        daemon.stop()
 
 
 def test_a_row_that_was_requeued_twice_is_one_story_under_each_of_its_ids(office: Office) -> None:
