@@ -20,7 +20,7 @@ from postroom.errors import Problem
 
 Act = Literal["replayed", "dropped"]
 
-_VARYING: Final = re.compile(r"(?<!\w)\d[\d.,:]*(?!\w)|\b(?=[\w-]*\d)[\w-]{12,}\b")
+_VARYING: Final = re.compile(r"(?<!\w)\d+(?:[.,:]\d+)*(?!\w)|\b(?=[\w-]*\d)[\w-]{12,}\b")
 _COMMON: Final = 200  # characters
 _UNKNOWN: Final = datetime.fromtimestamp(0, UTC)
 
