@@ -44,7 +44,7 @@ _log = structlog.get_logger(__name__)
 _MANY: Final = 100  # rows: a batch that large has a backlog behind it, and no pause after it
 _TROUBLE_SECONDS: Final = 0.5  # between two tries to reach NATS or Postgres
 _REFRESH_SECONDS: Final = 5.0  # how old the picture of the streams may be
-_LEAST_REST_SECONDS: Final = 0.005  # after a batch, where nobody wakes it
+_LEAST_REST_SECONDS: Final = 0.05  # after a batch, where nobody wakes it: a look costs three round trips
 
 Placed = list[tuple[Outgoing, Place]]
 

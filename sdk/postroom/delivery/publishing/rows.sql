@@ -17,7 +17,9 @@
 -- name: claim_aggregates
 -- The first $2 aggregates after $1 whose oldest unpublished row is due, and of each whether it is this transaction's now:
 -- the advisory lock is let go with the transaction, after what it wrote can be seen. One index probe an aggregate, however
--- long its backlog. The other lock, which all publishers share, is what `await_marks` (record.sql) waits for.
+-- long its backlog. The other lock, which all publishers share, is what `await_marks` (record.sql) waits for. Where there is
+-- something to publish, the transaction's commit waits for no disk, since a mark that a crash takes back is made again
+-- (docs/contract/delivery.md#delivery-16), and its statements, which look rows up by their keys, are not planned each time.
 WITH RECURSIVE head AS (
   (
     SELECT item.:aggregate AS aggregate, item.next_attempt_at FROM :table AS item
@@ -34,7 +36,9 @@ WITH RECURSIVE head AS (
   SELECT aggregate FROM head WHERE next_attempt_at <= now() LIMIT $2
 )
 SELECT aggregate, pg_try_advisory_xact_lock(:lock) AS claimed,
-  (SELECT pg_advisory_xact_lock_shared(1, 0)) AS publishing
+  (SELECT pg_advisory_xact_lock_shared(1, 0)) AS publishing,
+  (SELECT set_config('synchronous_commit', 'off', true)) AS commits,
+  (SELECT set_config('plan_cache_mode', 'force_generic_plan', true)) AS plans
 FROM due;
 
 -- name: mark_published

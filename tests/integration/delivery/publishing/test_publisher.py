@@ -7,12 +7,15 @@ import json
 import os
 import signal
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import asyncpg
 import pytest
 
 from embedded import EmbeddedNats
+from postroom.chassis.postgres import open_rooms
+from postroom.delivery import ROOM
 from postroom.delivery.settings import PublisherSettings
 
 SMALL = PublisherSettings(batch=7, aggregates=3, ack_seconds=2, first_seconds=0.01, most_seconds=0.05)
@@ -51,6 +54,29 @@ async def test_an_event_is_published_with_its_headers_and_marked(office: Any) ->
     assert (row["publish_attempts"], row["publish_error"], row["stream"], row["stream_sequence"]) == (
         1, None, office.stream, 1,
     )  # fmt: skip
+
+
+async def test_a_mark_waits_for_no_disk_and_whatever_comes_after_it_does(office: Any, database_url: str) -> None:
+    pool = await open_rooms(
+        database_url, ROOM, name="test", connections=1, settings={"synchronous_commit": "on", "plan_cache_mode": "auto"}
+    )
+    await office.add_stream()
+    await pool.execute(
+        "CREATE TABLE seen (operation text, waits text, plans text);"
+        "CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO seen"
+        "  VALUES (TG_OP, current_setting('synchronous_commit'), current_setting('plan_cache_mode')); RETURN NULL;"
+        " END $$;"
+        "CREATE TRIGGER see AFTER INSERT OR UPDATE ON postroom.outbox_events FOR EACH ROW EXECUTE FUNCTION see()"
+    )
+    its = replace(office, pool=pool)
+    publisher = its.publisher()
+    for _ in range(2):
+        await its.emit()
+        await drain(publisher)
+    await publisher.stop()
+    seen = await pool.fetch("SELECT * FROM seen")
+    await pool.close()
+    assert [tuple(row) for row in seen] == [("INSERT", "on", "auto"), ("UPDATE", "off", "force_generic_plan")] * 2
 
 
 async def test_every_event_is_there_once_and_in_its_aggregates_order_with_many_publishers(
