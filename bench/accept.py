@@ -175,4 +175,4 @@ async def _sender(running: Broker) -> Member:
     row = await connection.fetchrow(QUERIES["find_members_by_token"], [digest(running.token)])
     await connection.close()
     assert row is not None  # noqa: S101 - the broker has just made it
-    return Member(*row)
+    return Member(**row)

@@ -1,6 +1,6 @@
-"""Administration: meshes, members, topics, subscriptions, webhooks and queues (docs/contract/accept.md#accept-4).
+"""Administration: who and what a broker has, from meshes to queues (docs/contract/accept.md#accept-4).
 
-Who may call is in the table of routes; which mesh a member may touch is checked here, by `own_mesh`: always its own.
+Who may call is in the table of routes; which mesh a member may touch is checked here, by `own_mesh`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Administration:
         elif isinstance(principal, Member):
             member = principal.name
         else:
-            sentence = "the administrator is not a member: pass the member to subscribe (`member`)"
+            sentence = f"{principal.actor} is not a member: pass the member to subscribe (`member`)"
             raise NotPermitted.of("member_required", sentence)
         async with changing(self._database, request, "subscribe", "topic", mesh, topic, member) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
@@ -212,6 +212,51 @@ class Administration:
             if await connection.fetchval(QUERIES["delete_queue"], await _mesh_id(connection, mesh), name) is None:
                 raise _missing("queue", name)
         return web.Response(status=204)
+
+
+class Operators:
+    """The handlers of the routes of operators."""
+
+    def __init__(self, database: Database, authentication: Authentication) -> None:
+        self._database = database
+        self._authentication = authentication
+
+    async def create_operator(self, request: web.Request) -> web.Response:
+        """`POST /v1/operators`: the answer is the only place where the token is shown."""
+        wanted = await decode_body(request, api.CreateOperator)
+        token, may = new_token(), f"may {wanted.role} in {wanted.mesh or 'every mesh'}"
+        async with changing(self._database, request, "create", "operator", wanted.name, outcome=may) as connection:
+            mesh_id = None if wanted.mesh is None else await _mesh_id(connection, wanted.mesh)
+            values = (wanted.name, wanted.role, mesh_id, digest(token))
+            if await connection.fetchval(QUERIES["create_operator"], *values) is None:
+                raise _exists("operator", wanted.name, "(a revoked operator keeps its name)")
+        made = api.OperatorToken(name=wanted.name, role=wanted.role, mesh=wanted.mesh, token=token)
+        return json_response(made, 201)
+
+    async def list_operators(self, request: web.Request) -> web.Response:
+        """`GET /v1/operators`."""
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            rows = await connection.fetch(QUERIES["list_operators"])
+        return json_response(api.OperatorList(operators=[api.Operator(**row) for row in rows]))
+
+    async def revoke_operator(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/operators/{name}`: its token is worth nothing from now on, and its name stays taken."""
+        name = request.match_info["name"]
+        async with changing(self._database, request, "revoke", "operator", name) as connection:
+            if await connection.fetchval(QUERIES["revoke_operator"], name) is None:
+                raise _missing("operator", name)
+        self._authentication.forget()
+        return web.Response(status=204)
+
+    async def rotate_operator_token(self, request: web.Request) -> web.Response:
+        """`POST /v1/operators/{name}/token`."""
+        name, token = request.match_info["name"], new_token()
+        async with changing(self._database, request, "rotate-token", "operator", name) as connection:
+            row = await connection.fetchrow(QUERIES["rotate_operator_token"], name, digest(token))
+            if row is None:
+                raise _missing("operator", name)
+        self._authentication.forget()
+        return json_response(api.OperatorToken(name=name, token=token, **row))
 
 
 class Webhooks:

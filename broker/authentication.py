@@ -1,8 +1,9 @@
 """Who calls: bearer tokens, of which the database keeps only the sha-256, and what each caller may do.
 
-The broker-wide administrator's token comes from a file; everybody else is a member of one mesh, with a role. For the
-accept route alone, a token is remembered for a second: the accept statement itself checks, under a lock, that the
-token is still the member's, so a revoked member never writes. Every other route looks the token up each time.
+The administrator's token comes from a file. Everybody else is a member of one mesh, or an operator, of one mesh or of
+all, with a role (docs/contract/operate.md#operate-70). For the accept route alone, a token is remembered
+for a second: the accept statement itself checks, under a lock, that the token is still the member's, so a revoked
+member never writes. Every other route looks the token up each time.
 
 Whoever guesses at tokens holds nobody up: look-ups that wait share one query on a connection that is for nothing else,
 and of the refusals only so many leave a second.
@@ -16,10 +17,11 @@ import hmac
 import secrets
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 from aiohttp import web
@@ -30,12 +32,28 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import CONNECT_SECONDS
 from postroom.errors import InvalidMessage, NotPermitted
 
-Access = Literal["anyone", "member", "reader", "mesh_admin", "broker_admin"]
+Access = Literal[
+    "anyone", "member", "reader", "itself", "look", "repair", "administer",
+    "broker_look", "broker_repair", "broker_administer",
+]  # fmt: skip
 """Who may call a route.
 
-`anyone` needs no token; `member` is a member of a mesh; `reader` is a member or the administrator; `mesh_admin` is an
-`admin` of the mesh or the administrator (the handler checks which mesh); `broker_admin` is the administrator alone.
+`anyone` needs no token; `member` is a member of a mesh, and nobody else; `reader` is everybody with a token; `itself`
+is a member about itself, and who may `administer` its mesh. `look`, `repair` and `administer` are who may do at least
+that in the mesh that a request is about (the handler checks which); with `broker_`, who may do it in every mesh.
 """
+
+MAY: Final[Mapping[str, frozenset[CallerRole]]] = MappingProxyType(
+    {
+        "member": frozenset({"member", "administer"}),
+        "reader": frozenset({"member", "look", "repair", "administer"}),
+        "itself": frozenset({"member", "administer"}),
+        "look": frozenset({"look", "repair", "administer"}),
+        "repair": frozenset({"repair", "administer"}),
+        "administer": frozenset({"administer"}),
+    }
+)
+"""The roles that each access admits."""
 
 MIN_ADMIN_TOKEN: Final = 20  # characters
 _MAX_TOKEN: Final = 512  # characters; longer ones are not worth hashing
@@ -47,32 +65,38 @@ _REFUSALS_PER_SECOND: Final = 50
 _MOST_REFUSALS: Final = 500  # that wait; what is beyond is hung up on
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Whom a token speaks for: a `Member`, or the broker-wide `Administrator`, who belongs to no mesh."""
+    """Whom a token speaks for: a `Member`, or else an operator, of one mesh or, without one, of all."""
 
-    mesh: str | None
+    name: str
     role: CallerRole
+    mesh_id: int | None = None
+    mesh: str | None = None
 
     @property
     def whose(self) -> tuple[str, str]:
-        """Return in whose name shares are held: mesh and member."""
-        return "", ""
+        """Return in whose name shares are held: mesh and member; operators share as if they were a mesh."""
+        return "", self.name
 
     @property
     def actor(self) -> str:
         """Return who it is in a log of what operators did (docs/contract/operate.md#operate-37)."""
-        return "administrator"
+        return self.name
+
+    @property
+    def reads_bodies(self) -> bool:
+        """Whether it may see what messages say."""
+        return self.role != "look"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Member(Principal):
-    """The member that a token speaks for."""
+    """The member that a token speaks for; one that is an admin may `administer` its mesh."""
 
     mesh_id: int
     mesh: str
     member_id: int
-    name: str
-    role: CallerRole
     token_sha256: bytes
 
     @property
@@ -86,13 +110,7 @@ class Member(Principal):
         return f"{self.name} of {self.mesh}"
 
 
-@dataclass(frozen=True, slots=True)
-class Administrator(Principal):
-    """The broker-wide administrator."""
-
-    mesh: None = None
-    role: CallerRole = "administer"
-
+ADMINISTRATOR: Final = Principal(name="administrator", role="administer")
 
 PRINCIPAL: Final = web.RequestKey("principal", Principal)
 
@@ -103,7 +121,7 @@ def digest(token: str) -> bytes:
 
 
 def new_token() -> str:
-    """Mint a member's token."""
+    """Mint a token, of a member or an operator."""
     return f"postroom_{secrets.token_urlsafe(32)}"
 
 
@@ -131,11 +149,11 @@ class Authentication:
     def __init__(
         self, database: Database, admin_token: bytes | None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        self._members = _Members(database)
+        self._callers = _Callers(database)
         self._refusals = _Refusals(monotonic)
         self._admin_token = admin_token
         self._monotonic = monotonic
-        self._remembered: dict[bytes, tuple[float, Member | None]] = {}  # None: nobody's, on any route
+        self._remembered: dict[bytes, tuple[float, Principal | None]] = {}  # None: nobody's, on any route
 
     async def authorize(self, request: web.Request, access: str) -> None:
         """Put the principal on the request; 401 for a token that is nobody's, 403 for one that may not do this."""
@@ -147,13 +165,16 @@ class Authentication:
         except NotPermitted:
             await self._refusals.wait(request)
             raise
-        if not isinstance(principal, Member):
-            if access == "member":
-                raise NotPermitted.of("not_a_member", "the administrator belongs to no mesh: use a member's token")
-        elif access == "broker_admin":
-            raise NotPermitted.of("not_permitted", "only the broker's administrator may do this")
-        elif access == "mesh_admin" and principal.role == "member":
-            raise NotPermitted.of("not_permitted", f"{principal.name} is not an admin of the mesh {principal.mesh}")
+        if access == "member" and not isinstance(principal, Member):
+            raise NotPermitted.of("not_a_member", f"{principal.actor} is not a member of a mesh: use a member's token")
+        role = access.removeprefix("broker_")
+        if principal.role not in MAY[role]:
+            needed = "administer" if role == "itself" else role
+            sentence = f"{principal.actor} has the role {principal.role}, and this takes the role {needed}"
+            raise NotPermitted.of("not_permitted", sentence)
+        if role != access and principal.mesh is not None:
+            sentence = f"the token of {principal.actor} is for the mesh {principal.mesh} only, and this is about all"
+            raise NotPermitted.of("not_permitted", sentence)
         request[PRINCIPAL] = principal
 
     def forget(self) -> None:
@@ -161,33 +182,33 @@ class Authentication:
         self._remembered.clear()
 
     async def _remember(self, token: bytes) -> Principal:
-        until, member = self._remembered.get(token, (0.0, None))
-        return member if member is not None and until > self._monotonic() else await self._look_up(token)
+        until, caller = self._remembered.get(token, (0.0, None))
+        return caller if caller is not None and until > self._monotonic() else await self._look_up(token)
 
     async def _look_up(self, token: bytes) -> Principal:
         if self._admin_token is not None and hmac.compare_digest(token, self._admin_token):
-            return Administrator()
-        until, member = self._remembered.get(token, (0.0, None))
-        if member is not None or until <= self._monotonic():
-            member = await self._members.find(token)
+            return ADMINISTRATOR
+        until, caller = self._remembered.get(token, (0.0, None))
+        if caller is not None or until <= self._monotonic():
+            caller = await self._callers.find(token)
             if len(self._remembered) >= _CACHE_ENTRIES:
                 self._remembered.clear()
-            self._remembered[token] = (self._monotonic() + _CACHE_SECONDS, member)
-        if member is None:
+            self._remembered[token] = (self._monotonic() + _CACHE_SECONDS, caller)
+        if caller is None:
             raise _nobodys()
-        return member
+        return caller
 
 
-class _Members:
-    """The members by their tokens. While one query is under way, look-ups gather for the next one."""
+class _Callers:
+    """Members and operators by their tokens. While one query is under way, look-ups gather for the next one."""
 
     def __init__(self, database: Database) -> None:
         self._pool = database.tokens
-        self._asked: dict[bytes, asyncio.Future[Member | None]] = {}
+        self._asked: dict[bytes, asyncio.Future[Principal | None]] = {}
         self._asking: asyncio.Task[None] | None = None
 
-    async def find(self, token: bytes) -> Member | None:
-        """Return the member whose token it is now; raises `TryAgain` while Postgres does not answer."""
+    async def find(self, token: bytes) -> Principal | None:
+        """Return the one whose token it is now; raises `TryAgain` while Postgres does not answer."""
         answer = self._asked.setdefault(token, asyncio.get_running_loop().create_future())
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name="token-look-ups")
@@ -199,13 +220,16 @@ class _Members:
                 del self._asked[token]
             try:
                 async with unavailable_as_503(), self._pool.acquire(timeout=CONNECT_SECONDS) as connection:
-                    rows = await connection.fetch(QUERIES["find_members_by_token"], list(asked))
+                    members = await connection.fetch(QUERIES["find_members_by_token"], list(asked))
+                    found: dict[bytes, Principal] = {row["token_sha256"]: Member(**row) for row in members}
+                    if others := [token for token in asked if token not in found]:
+                        for token, *row in await connection.fetch(QUERIES["find_operators_by_token"], others):
+                            found[token] = Principal(name=row[0], role=row[1], mesh_id=row[2], mesh=row[3])
             except Exception as error:  # noqa: BLE001 - each of those who asked gets it
                 for answer in asked.values():
                     answer.set_exception(error)
                     answer.exception()  # whoever asked may have gone
             else:
-                found = {row["token_sha256"]: Member(*row) for row in rows}
                 for token, answer in asked.items():
                     answer.set_result(found.get(token))
         self._asking = None
@@ -254,16 +278,16 @@ def member_of(request: web.Request) -> Member:
 
 
 def own_mesh(principal: Principal, asked: str | None) -> str:
-    """Return the mesh that a request is about; a member's own unless it asks for another one, which is a 403."""
-    if isinstance(principal, Member):
+    """Return the mesh that a request is about: the token's own, if it has one; to ask for another one is a 403."""
+    if principal.mesh is not None:
         if asked is not None and asked != principal.mesh:
             raise NotPermitted.of("other_mesh", f"the token is for the mesh {principal.mesh} only")
         return principal.mesh
     if asked is None:
-        raise InvalidMessage.of("mesh_required", "the administrator belongs to no mesh: name one (`mesh`)")
+        raise InvalidMessage.of("mesh_required", "the token is for every mesh: name one (`mesh`)")
     return asked
 
 
 def any_mesh(principal: Principal, asked: str | None) -> str | None:
-    """Return the mesh that a request is about, as `own_mesh` does; None where the administrator means every mesh."""
-    return None if asked is None and not isinstance(principal, Member) else own_mesh(principal, asked)
+    """Return the mesh that a request is about, as `own_mesh` does; None where that is every mesh."""
+    return None if asked is None and principal.mesh is None else own_mesh(principal, asked)

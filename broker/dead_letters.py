@@ -1,4 +1,4 @@
-"""Dead letters: an admin of the mesh sees, replays and drops them (docs/contract/delivery.md#delivery-51).
+"""Dead letters: operators see, replay and drop them (docs/contract/delivery.md#delivery-51).
 
 What consumers, webhooks and jobs buried is in the record, in Postgres. What agents, daemons and other programs buried
 is in streams alone, and a replay is published: that needs NATS. Where there is none, the record alone is shown.
@@ -71,11 +71,11 @@ class DeadLetters:
         return json_response(LetterCauses(causes=causes[:_MOST_CAUSES], more=more, unread=problem))
 
     async def inspect(self, request: web.Request) -> web.Response:
-        """`GET /v1/dead_letters/{mesh}/{id}`: by the id of a letter or of its message; whole."""
+        """`GET /v1/dead_letters/{mesh}/{id}`: by the id of a letter or of its message; whole to who may read it."""
         wanted = LetterFilter(ids=frozenset({request.match_info["id"]}))
         async with self._opened(request, path_mesh(request)) as (letters, unread):
             found = await letters.find(wanted, payloads=True)
-        return _page(found, None, unread, whole=True)
+        return _page(found, None, unread, whole=request[PRINCIPAL].reads_bodies)
 
     async def log(self, request: web.Request) -> web.Response:
         """`GET /v1/dead_letters/log`."""

@@ -2,7 +2,8 @@
 
 `GET /v1/messages` is for people who look for one: the latest first, by sender, destination and time, without bodies.
 
-An admin reads its whole mesh. A member reads what it sent, what was sent to it, and the topics it is subscribed to.
+An admin or an operator reads a whole mesh, in the role `look` without the bodies. A member reads what it sent, what was
+sent to it, and the topics it is subscribed to.
 History goes by `history_id`. Accepts of one mesh commit in any order, so a page ends where a lower number may still
 come, and one that would be empty for that reason waits: a reader that continues after the last number it saw never
 misses a message that committed late. After a restore the numbers go on above all that were ever given out; a reader
@@ -35,7 +36,15 @@ from broker.database import QUERIES, Database
 from broker.shares import Slices
 from broker.store import Taken
 from postroom._wire.accept import AcceptAnswer, AcceptedQuery, AcceptResponse
-from postroom._wire.administration import HistoryId, HistoryPage, HistoryQuery, MessageLine, MessageLines, MessagesQuery
+from postroom._wire.administration import (
+    HistoryId,
+    HistoryMessage,
+    HistoryPage,
+    HistoryQuery,
+    MessageLine,
+    MessageLines,
+    MessagesQuery,
+)
 from postroom._wire.message import parse_destination
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import decode_query, json_response
@@ -83,7 +92,7 @@ class History:
             patient_until = time.monotonic() + _WAIT_SECONDS
             while True:
                 (horizon,) = await connection.fetch(QUERIES["history_horizon"], mesh_id)
-                page = _Page()
+                page = _Page(bodies=principal.reads_bodies)
                 async with connection.transaction(readonly=True):
                     cursor = await connection.cursor(QUERIES["read_history"], *values, *horizon)
                     while page.size < MAX_PAGE_BYTES and (rows := await cursor.fetch(_ROWS_AT_ONCE)):
@@ -143,12 +152,12 @@ class History:
             broker_message_id = UUID(text)
         except ValueError:
             raise missing from None
-        mesh_id = principal.mesh_id if isinstance(principal, Member) else None
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
-            row = await connection.fetchrow(QUERIES["read_message"], broker_message_id, mesh_id, _reader(principal))
+        async with self._database.read(principal.whose) as connection:
+            reading = (principal.mesh_id, _reader(principal))
+            row = await connection.fetchrow(QUERIES["read_message"], broker_message_id, *reading)
         if row is None:
             raise missing
-        return json_response(history_message(row))
+        return json_response(_shown(row, bodies=principal.reads_bodies))
 
 
 def _place(cursor: str) -> tuple[datetime, int]:
@@ -164,8 +173,9 @@ def _place(cursor: str) -> tuple[datetime, int]:
 class _Page:
     """What a page holds so far, and how far it looked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bodies: bool) -> None:
         self.messages: list[Any] = []  # encoded
+        self._bodies = bodies
         self.size = 0  # bytes of bodies and metas
         self.matched = 0  # rows of the history that the caller may see, of those that were looked at
         self.looked_to: int | None = None  # the last history_id that was looked at
@@ -176,9 +186,14 @@ class _Page:
         """Add a row of `read_history`; a page that is full leaves it to the next one."""
         self.looked_to, self.matched, self.more = row["looked_to"], row["matched"], row["more"]
         if row["history_id"] is not None and self.size < MAX_PAGE_BYTES:
-            self.messages.append(msgspec.Raw(msgspec.json.encode(history_message(row))))
+            self.messages.append(msgspec.Raw(msgspec.json.encode(_shown(row, bodies=self._bodies))))
             self.size += len(row["body"]) + len(row["meta"] or "")
             self.last = row["history_id"]
+
+
+def _shown(row: asyncpg.Record, *, bodies: bool) -> HistoryMessage:
+    message = history_message(row)
+    return message if bodies else msgspec.structs.replace(message, body=None, body_base64=None)
 
 
 def _reader(principal: Principal) -> int | None:

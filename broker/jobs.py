@@ -1,4 +1,4 @@
-"""Jobs: an admin of a mesh starts, sees, retries and cancels them (docs/contract/jobs.md#jobs-30)."""
+"""Jobs: who may `repair` starts, sees, retries and cancels them (docs/contract/jobs.md#jobs-30)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 from uuid import UUID, uuid4
 
+import msgspec
 from aiohttp import web
 
 from broker.authentication import PRINCIPAL, any_mesh, own_mesh
@@ -42,6 +43,7 @@ from postroom.ledger.primitives import Start
 
 _EFFECTS: Final = {"retry": retry_job, "cancel": cancel_job}
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
+_WITHHELD: Final = msgspec.Raw(b"null")  # what a message says, from who may only look
 _MICROSECOND: Final = timedelta(microseconds=1)
 
 
@@ -90,6 +92,9 @@ class Jobs:
             found = await show_job(connection, job)
         if any_mesh(request[PRINCIPAL], None) not in (None, found.job.mesh):
             raise missing(job)
+        if not request[PRINCIPAL].reads_bodies:
+            bare = [msgspec.structs.replace(one, request=_WITHHELD) for one in found.activities]
+            found = msgspec.structs.replace(found, activities=bare)
         return json_response(found)
 
     async def counts(self, request: web.Request) -> web.Response:
@@ -105,6 +110,8 @@ class Jobs:
         shown = [one for one in found if mesh in (None, one.mesh)]
         if not shown:
             raise unknown_message(message)
+        if not request[PRINCIPAL].reads_bodies:
+            shown = [msgspec.structs.replace(one, said=_WITHHELD) for one in shown]
         return json_response(MessagePage(messages=shown))
 
     def change(self, verb: str) -> Handler:

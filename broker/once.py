@@ -1,4 +1,4 @@
-"""Keys of `postroom.once` that are in the broker's database: the administrator sees and forgets them.
+"""Keys of `postroom.once` that are in the broker's database: operators see and forget them.
 
 A registry in a database or a file of a program's own has no server: `postroom once --registry` opens it.
 """
@@ -53,7 +53,8 @@ class Keys:
             raise key_missing(str(scope))
         known = {} if row is None else dict(row)
         if row is not None and row["result"] is not None:
-            known["result"] = row["result"].decode("utf-8", "backslashreplace")
+            readable = request[PRINCIPAL].reads_bodies
+            known["result"] = row["result"].decode("utf-8", "backslashreplace") if readable else None
         shown = KeyDetails(tenant=name.tenant, topic=name.topic, group=name.group, key=name.key, **known, log=log)
         return json_response(shown)
 

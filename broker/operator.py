@@ -35,26 +35,26 @@ def routes_of(noun: Noun[Any, Any, Any, Any, Any, Any, Any], handlers: Any) -> l
     """
     path, things = noun.path, noun.things
     found = [
-        Route(method="GET", path=path, handler=handlers.list, access=noun.access,
+        Route(method="GET", path=path, handler=handlers.list, access=noun.reads,
               summary=f"List {things}", query=noun.query, answers={200: noun.page}, problems=READ),
     ]  # fmt: skip
     if noun.log is not None:
         found.append(
-            Route(method="GET", path=f"{path}/log", handler=handlers.log, access=noun.access,
+            Route(method="GET", path=f"{path}/log", handler=handlers.log, access=noun.reads,
                   summary=f"What operators did to {things}", query=MeshQuery, answers={200: noun.log}, problems=READ)
         )  # fmt: skip
     if noun.counts is not None:
         found.append(
-            Route(method="GET", path=f"{path}/counts", handler=handlers.counts, access="broker_admin",
+            Route(method="GET", path=f"{path}/counts", handler=handlers.counts, access="broker_look",
                   summary=f"Count {things}, of all meshes", answers={200: noun.counts}, problems=READ)
         )  # fmt: skip
     if noun.whole is not None:
         found.append(
-            Route(method="GET", path=f"{path}/{noun.place}", handler=handlers.inspect, access=noun.access,
+            Route(method="GET", path=f"{path}/{noun.place}", handler=handlers.inspect, access=noun.reads,
                   summary=f"Show a whole {noun.name}", query=noun.at, answers={200: noun.whole}, problems=READ)
         )  # fmt: skip
     return found + [
-        Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access=noun.access,
+        Route(method="POST", path=f"{path}/{name}", handler=handlers.change(name), access=noun.changes,
               summary=verb.effect, body=noun.change, answers={200: noun.result}, problems=(*WRITE, 502))
         for name, verb in noun.verbs.items()
     ]  # fmt: skip
@@ -93,13 +93,19 @@ async def keep_log(
 
 @asynccontextmanager
 async def changing(
-    database: Database, request: web.Request, verb: str, noun: str, *key: str | None, reason: str | None = None
+    database: Database,
+    request: web.Request,
+    verb: str,
+    noun: str,
+    *key: str | None,
+    outcome: str = "done",
+    reason: str | None = None,
 ) -> AsyncIterator[Connection]:
     """Lend a connection in a transaction that changes something, and is logged."""
     principal = request[PRINCIPAL]
     async with database.read(principal.whose) as connection, connection.transaction():
         yield connection
-        await keep_log(connection, principal.actor, verb, noun, *key, reason=reason)
+        await keep_log(connection, principal.actor, verb, noun, *key, outcome=outcome, reason=reason)
 
 
 class OperatorLog:

@@ -1,4 +1,4 @@
-"""Publishing, for the administrator: what waits or is refused, what to publish again, and which consumers pause.
+"""Publishing, for operators: what waits or is refused, what to publish again, and which consumers pause.
 
 The rules are docs/contract/delivery.md#delivery-24 and #delivery-27. A worker does the publishing.
 """

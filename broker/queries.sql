@@ -151,11 +151,35 @@ SELECT mesh.take_history_ids($1, $2);
 SELECT set_config('synchronous_commit', 'off', true), pg_notify('postroom_outbox', source) FROM unnest($1::text[]) AS source;
 
 -- name: find_members_by_token
--- Whom each of these tokens speaks for; a revoked member has none.
-SELECT member.mesh_id, mesh.slug, member.id, member.name,
-  CASE member.role WHEN 'admin' THEN 'administer' ELSE member.role END, member.token_sha256
+-- Which members these tokens speak for; a revoked one has none.
+SELECT member.mesh_id, mesh.slug AS mesh, member.id AS member_id, member.name,
+  CASE member.role WHEN 'admin' THEN 'administer' ELSE member.role END AS role, member.token_sha256
 FROM mesh.member JOIN mesh.mesh ON mesh.id = member.mesh_id
 WHERE member.token_sha256 = ANY ($1::bytea[]);
+
+-- name: find_operators_by_token
+-- Which operators these tokens speak for; a revoked one has none.
+SELECT operator.token_sha256, operator.name, operator.role, operator.mesh_id, mesh.slug AS mesh
+FROM mesh.operator LEFT JOIN mesh.mesh ON mesh.id = operator.mesh_id
+WHERE operator.token_sha256 = ANY ($1::bytea[]);
+
+-- name: create_operator
+-- An operator of a mesh, or of all, with the digest of its token; no row where the name is, or ever was, taken.
+INSERT INTO mesh.operator (name, role, mesh_id, token_sha256) VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING RETURNING id;
+
+-- name: list_operators
+-- Every operator that there is or was.
+SELECT operator.name, operator.role, mesh.slug AS mesh, operator.created_at, operator.revoked_at
+FROM mesh.operator LEFT JOIN mesh.mesh ON mesh.id = operator.mesh_id ORDER BY operator.name;
+
+-- name: revoke_operator
+-- Takes an operator's token away for good.
+UPDATE mesh.operator SET revoked_at = now(), token_sha256 = NULL WHERE name = $1 AND revoked_at IS NULL RETURNING id;
+
+-- name: rotate_operator_token
+-- Replaces an operator's token; the old one is worth nothing from now on.
+UPDATE mesh.operator SET token_sha256 = $2 WHERE name = $1 AND revoked_at IS NULL
+RETURNING role, (SELECT slug FROM mesh.mesh WHERE mesh.id = mesh_id) AS mesh;
 
 -- name: create_mesh
 -- A mesh; no row where the slug is taken.

@@ -123,10 +123,10 @@ class _Telling:
         self.steps: dict[str, Step] = {}
         self.waits: dict[str, Wait] = {}
         self.published: list[_Published] = []
-        self.operates = not isinstance(principal, Member) or principal.role == "administer"
+        self.operates = principal.role != "member"
         self.more = False
         self._connection = connection
-        self._mesh = principal.mesh_id if isinstance(principal, Member) else None
+        self._mesh = principal.mesh_id
         self._reader = principal.member_id if isinstance(principal, Member) and not self.operates else None
         self._meshes: list[int] = []
         self._contexts: list[str] = []

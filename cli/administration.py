@@ -1,7 +1,7 @@
-"""`postroom mesh`, `member`, `topic`, `topic webhook` and `queue`: administer what a broker has, by its names.
+"""`postroom mesh`, `member`, `operator`, `topic`, `topic webhook` and `queue`: administer what a broker has.
 
-Meshes need the token of the broker-wide administrator. Where no member is named, a subscription goes through the
-daemon, for the member that it acts as.
+Meshes and operators need a token that may administer every mesh. Where no member is named, a subscription goes through
+the daemon, for the member that it acts as.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
 from cli.connect import with_broker, with_daemon, with_mesh
 from cli.files import file_errors
-from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, named, noun, with_options
+from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, named, noun, with_options
 from cli.output import confirm, json_line, line, listing, note
+from postroom._wire.administration import OperatorRole
 
 if TYPE_CHECKING:
-    from postroom._wire.administration import MemberToken, Role
+    from postroom._wire.administration import MemberToken, OperatorToken, Role
 
 meshes = noun("Administer meshes.")
 members = noun("Administer the members of a mesh.")
+operators = noun("Administer who operates the broker: by looking, repairing or administering.")
 topics = noun("Administer topics and their subscribers.")
 webhooks = noun("Administer the webhooks of a topic.")
 queues = noun("Administer queues.")
@@ -30,6 +32,7 @@ topics.add_typer(webhooks, name="webhook")
 
 MeshName = Annotated[str, typer.Argument(metavar="SLUG", help="The mesh, in snake_case.", callback=named("mesh"))]
 MemberName = Annotated[str, typer.Argument(metavar="NAME", help="The member.", callback=named("member"))]
+OperatorName = Annotated[str, typer.Argument(metavar="NAME", help="The operator.", callback=named("operator"))]
 TopicName = Annotated[str, typer.Argument(metavar="NAME", help="The topic, in snake_case.", callback=named("topic"))]
 QueueName = Annotated[
     str,
@@ -125,6 +128,74 @@ def revoke_member(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
     """End a member's access permanently; its name stays taken."""
     confirm(f"Revoke {name} permanently?", yes=yes)
     with_mesh(reach, lambda client, mesh: client.revoke_member(mesh, name))
+    line(f"revoked {name}")
+
+
+@operators.command("create")
+def create_operator(
+    *,
+    name: OperatorName,
+    role: Annotated[
+        str,
+        typer.Option(
+            metavar="ROLE",
+            parser=choice("role", get_args(OperatorRole)),
+            help="What it may do: look (at all but bodies), repair (and read those), or administer (everything).",
+        ),
+    ],
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="SLUG", callback=named("mesh"), help="Only in this mesh [default: in every mesh]."),
+    ] = None,
+    token_out: TokenOut = None,
+    as_json: Json = False,
+    url: Url = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Create an operator; its token is shown only once, and stored nowhere."""
+
+    def issue() -> OperatorToken:
+        may = cast("OperatorRole", role)
+        return with_broker(url, token_file, lambda client: client.create_operator(name, may, mesh))
+
+    _hand_over(token_out, issue, as_json=as_json)
+
+
+@operators.command("rotate-token")
+def rotate_operator_token(
+    *,
+    name: OperatorName,
+    token_out: TokenOut = None,
+    yes: Yes = False,
+    as_json: Json = False,
+    url: Url = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Give an operator a new token; the old one is refused from then on."""
+    confirm(f"Replace the token of {name}, so that the old one is refused?", yes=yes)
+
+    def issue() -> OperatorToken:
+        return with_broker(url, token_file, lambda client: client.rotate_operator_token(name))
+
+    _hand_over(token_out, issue, as_json=as_json)
+
+
+@operators.command("list")
+def list_operators(*, as_json: Json = False, url: Url = None, token_file: TokenFile = None) -> None:
+    """List the operators, the revoked ones too."""
+    listing(
+        with_broker(url, token_file, lambda client: client.list_operators()),
+        ("OPERATOR", "ROLE", "MESH", "CREATED", "REVOKED"),
+        lambda one: (one.name, one.role, one.mesh or "every mesh", one.created_at, one.revoked_at),
+        as_json=as_json,
+    )
+
+
+@operators.command("revoke")
+def revoke_operator(*, name: OperatorName, yes: Yes = False, url: Url = None, token_file: TokenFile = None) -> None:
+    """End an operator's access permanently; its name stays taken."""
+    confirm(f"Revoke {name} permanently?", yes=yes)
+    with_broker(url, token_file, lambda client: client.revoke_operator(name))
     line(f"revoked {name}")
 
 
@@ -269,7 +340,7 @@ def delete_queue(*, name: QueueName, yes: Yes = False, reach: Reach) -> None:
     line(f"deleted queue {name}")
 
 
-def _hand_over(token_out: Path | None, issue: Callable[[], MemberToken], *, as_json: bool) -> None:
+def _hand_over(token_out: Path | None, issue: Callable[[], MemberToken | OperatorToken], *, as_json: bool) -> None:
     """Have a token issued and give it to whoever asked; the file is made first, so that no token is issued in vain."""
     if token_out is None:
         issued = issue()
@@ -284,4 +355,4 @@ def _hand_over(token_out: Path | None, issue: Callable[[], MemberToken], *, as_j
     except BaseException:
         token_out.unlink()
         raise
-    line(f"the token of {issued.name} in {issued.mesh} is in {token_out}")
+    line(f"the token of {issued.name} in {issued.mesh or 'every mesh'} is in {token_out}")

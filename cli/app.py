@@ -51,6 +51,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "relay": Verb("cli.relay", "Pause and resume the relay to the broker."),
         "mesh": Verb("cli.administration", "Administer meshes.", "meshes"),
         "member": Verb("cli.administration", "Administer the members of a mesh.", "members"),
+        "operator": Verb("cli.administration", "Administer who operates the broker, and in which role.", "operators"),
         "topic": Verb("cli.administration", "Administer topics and their subscribers.", "topics"),
         "queue": Verb("cli.administration", "Administer queues.", "queues"),
         "dlq": Verb("cli.dead_letters", "See, replay and drop messages that could not be handled."),

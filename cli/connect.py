@@ -69,13 +69,11 @@ async def mesh_of(client: BrokerClient, mesh: str | None) -> str:
     """Return `mesh`, else the one that the token speaks for."""
     if mesh is not None:
         return mesh
-    from postroom import NotPermitted  # noqa: PLC0415
-
-    try:
-        return (await client.features()).mesh
-    except NotPermitted as error:
-        sentence = f"name the mesh with --mesh, or set POSTROOM_MESH: the token belongs to none ({error})"
-        raise Fatal(Exit.USAGE, sentence) from error
+    caller = await client.whoami()
+    if caller.mesh is None:
+        sentence = f"name the mesh with --mesh, or set POSTROOM_MESH: the token of {caller.actor} is for every mesh"
+        raise Fatal(Exit.USAGE, sentence)
+    return caller.mesh
 
 
 def read_token(file: Path | None) -> str:

@@ -92,7 +92,7 @@ def choice(thing: str, words: Sequence[str]) -> Callable[[str], str]:
     return parse
 
 
-def named(kind: Literal["mesh", "member", "topic", "queue"]) -> Callable[[Any], Any]:
+def named(kind: Literal["mesh", "member", "operator", "topic", "queue"]) -> Callable[[Any], Any]:
     """Make the check of an argument that is such a name, or of an option that is several."""
 
     def check(value: Any) -> Any:

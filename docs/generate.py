@@ -110,10 +110,10 @@ def verbs() -> str:
         f"| `{name}` | {' or '.join(sorted(verb.states))}{held[verb.held]} | {verb.effect} |\n"
         for name, verb in ROW_VERBS.items()
     )
-    who = {"mesh_admin": "an admin of the mesh", "broker_admin": "the administrator"}
+    who = {"repair": "`repair` in the mesh", "broker_repair": "`repair` in every mesh"}
     nouns = "".join(
-        f"| {noun.name} | `{noun.path}` | {who[noun.access]} | `{name}` | {' or '.join(sorted(verb.states)) or 'any'} |"
-        f" {verb.effect} |\n"
+        f"| {noun.name} | `{noun.path}` | {who[noun.changes]} | `{name}` |"
+        f" {' or '.join(sorted(verb.states)) or 'any'} | {verb.effect} |\n"
         for noun in NOUNS
         for name, verb in noun.verbs.items()
     )

@@ -62,6 +62,19 @@ CREATE TABLE mesh.member (
   CONSTRAINT a_revoked_member_has_no_token CHECK ((revoked_at IS NULL) = (token_sha256 IS NOT NULL))
 );
 
+-- Who operates the broker with a token of their own: one mesh, or every mesh. A revoked operator keeps its row, and so its
+-- name in the log; `administrator` is the one whose token is in a file.
+CREATE TABLE mesh.operator (
+  id integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
+  mesh_id integer REFERENCES mesh.mesh ON DELETE CASCADE,
+  name text COLLATE "C" NOT NULL UNIQUE CHECK (name ~ '^[a-z][a-z0-9_-]{0,63}$' AND name <> 'administrator'),
+  role text NOT NULL CHECK (role IN ('look', 'repair', 'administer')),
+  token_sha256 bytea UNIQUE CHECK (octet_length(token_sha256) = 32),
+  created_at timestamptz NOT NULL DEFAULT now(),
+  revoked_at timestamptz,
+  CONSTRAINT a_revoked_operator_has_no_token CHECK ((revoked_at IS NULL) = (token_sha256 IS NOT NULL))
+);
+
 CREATE TABLE mesh.topic (
   id integer PRIMARY KEY GENERATED ALWAYS AS IDENTITY,
   mesh_id integer NOT NULL REFERENCES mesh.mesh ON DELETE CASCADE,
@@ -260,7 +273,7 @@ CREATE TABLE mesh.orphan_check (
 CREATE TABLE mesh.operator_log (
   id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   at timestamptz NOT NULL DEFAULT clock_timestamp(),
-  actor text NOT NULL,  -- `administrator`, a member as `bob of sea`, or a user as `alice as postroom`
+  actor text NOT NULL,  -- `administrator`, an operator's name, a member as `bob of sea`, or a user as `alice as postroom`
   verb text NOT NULL,
   noun text NOT NULL,
   key text NOT NULL,  -- names and ids, with the mesh first where the thing has one

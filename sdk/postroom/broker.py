@@ -1,7 +1,7 @@
 """`BrokerClient`: administer a broker, and read what it has accepted (docs/contract/accept.md#accept-4).
 
-A member's token implies its mesh, which may then be omitted. What the broker-wide administrator's token may do, a
-member with the role `admin` may do within its own mesh.
+The token of a member, or of an operator of one mesh, implies that mesh, which may then be omitted. What an operator may
+do who administers, a member with the role `admin` may do within its own mesh.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from postroom._wire.administration import (
     BrokerHealth,
     CreateMember,
     CreateMesh,
+    CreateOperator,
     CreateQueue,
     CreateTopic,
     CreateWebhook,
@@ -34,6 +35,10 @@ from postroom._wire.administration import (
     MessageLines,
     MessagesQuery,
     NewWebhook,
+    Operator,
+    OperatorList,
+    OperatorRole,
+    OperatorToken,
     Queue,
     QueueList,
     Role,
@@ -125,6 +130,23 @@ class BrokerClient(Calls):
     async def rotate_member_token(self, mesh: str, name: str) -> MemberToken:
         """Give a member a new token, which is shown only once; the old one is refused from then on."""
         return await self._change("POST", _path("members", mesh, name, "token"), MemberToken)
+
+    async def create_operator(self, name: str, role: OperatorRole, mesh: str | None = None) -> OperatorToken:
+        """Create an operator of a mesh, or of every mesh, and return its token, which is shown only once."""
+        wanted = CreateOperator(name=name, role=role, mesh=mesh)
+        return await self._change("POST", "/v1/operators", OperatorToken, wanted)
+
+    async def list_operators(self) -> list[Operator]:
+        """Return the operators, by name, the revoked ones included."""
+        return (await self._read("/v1/operators", OperatorList)).operators
+
+    async def revoke_operator(self, name: str) -> None:
+        """End an operator's access permanently."""
+        await self._delete("operators", name)
+
+    async def rotate_operator_token(self, name: str) -> OperatorToken:
+        """Give an operator a new token, which is shown only once; the old one is refused from then on."""
+        return await self._change("POST", _path("operators", name, "token"), OperatorToken)
 
     async def create_topic(self, mesh: str, name: str) -> Topic:
         """Create a topic; raises `Conflict` where there is one of that name."""

@@ -85,7 +85,7 @@ def _candidate(position: int, client_message_id: str, to: str, fields: dict[str,
 async def _sender(database: Database, mesh: str) -> Member:
     row = await database.reading.fetchrow(QUERIES["find_members_by_token"], [digest(f"{mesh}/alice")])
     assert row is not None
-    return Member(*row)
+    return Member(**row)
 
 
 async def _add_mesh(connection: asyncpg.Connection[asyncpg.Record], mesh: str) -> None:

@@ -17,7 +17,8 @@ from postroom._wire.message import DestinationKind, Priority
 from postroom.errors import InvalidMessage
 
 Role = Literal["member", "admin"]
-CallerRole = Literal["member", "look", "repair", "administer"]  # each may do what the one before may
+OperatorRole = Literal["look", "repair", "administer"]  # each may do what the one before may
+CallerRole = Literal["member", "look", "repair", "administer"]
 
 MAX_PAGE = 1000  # messages in one page of the history
 MAX_URL = 2048  # characters in the address of a webhook
@@ -30,8 +31,10 @@ _WORD: Final = "[a-z][a-z0-9_-]{0,63}"
 _NOT_CMD: Final = r"^(?!cmd$)"  # the subjects of all commands begin with that word
 SLUG_PATTERN: Final = _NOT_CMD + _SNAKE
 MEMBER_PATTERN: Final = f"^{_WORD}{_END}"
+OPERATOR_PATTERN: Final = f"^(?!administrator$){_WORD}{_END}"
 QUEUE_PATTERN: Final = rf"^{_WORD}(\.{_WORD}){{0,3}}{_END}"
 Slug = Annotated[str, msgspec.Meta(pattern=SLUG_PATTERN, description="a mesh, in snake_case; not `cmd`")]
+OperatorName = Annotated[str, msgspec.Meta(pattern=OPERATOR_PATTERN, description="an operator; not `administrator`")]
 MemberName = Annotated[str, msgspec.Meta(pattern=MEMBER_PATTERN, description="a member of a mesh")]
 TopicName = Annotated[str, msgspec.Meta(pattern=_SNAKE, description="a topic, in snake_case")]
 QueueName = Annotated[
@@ -44,15 +47,22 @@ _WORD_RULE: Final = "a lower-case letter, then at most 63 lower-case letters, di
 _RULES: Final = {
     SLUG_PATTERN: f"a mesh's name: {_SNAKE_RULE}; not `cmd`",
     MEMBER_PATTERN: f"a member's name: {_WORD_RULE}",
+    OPERATOR_PATTERN: f"an operator's name: {_WORD_RULE}; not `administrator`",
     _SNAKE: f"a topic's name: {_SNAKE_RULE}",
     QUEUE_PATTERN: f"a queue's name: one to four words joined by dots, each {_WORD_RULE}",
 }
 
 
-_PATTERNS: Final = {"mesh": SLUG_PATTERN, "member": MEMBER_PATTERN, "topic": _SNAKE, "queue": QUEUE_PATTERN}
+_PATTERNS: Final = {
+    "mesh": SLUG_PATTERN,
+    "member": MEMBER_PATTERN,
+    "operator": OPERATOR_PATTERN,
+    "topic": _SNAKE,
+    "queue": QUEUE_PATTERN,
+}
 
 
-def check_name(kind: Literal["mesh", "member", "topic", "queue"], name: str) -> str:
+def check_name(kind: Literal["mesh", "member", "operator", "topic", "queue"], name: str) -> str:
     """Return `name` if it may be a mesh's, say; raises `InvalidMessage` that states the rule."""
     pattern = _PATTERNS[kind]
     if re.match(pattern, name) is None:
@@ -68,7 +78,7 @@ def in_words(sentence: str) -> str:
 
 
 class CreateMesh(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/meshes`; the broker-wide administrator only."""
+    """The body of `POST /v1/meshes`; for who may administer every mesh."""
 
     slug: Slug
 
@@ -117,6 +127,39 @@ class MemberList(msgspec.Struct, kw_only=True):
     """The body of `GET /v1/members`, by name, the revoked ones included."""
 
     members: list[Member]
+
+
+class CreateOperator(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The body of `POST /v1/operators`; without a `mesh`, an operator of every mesh."""
+
+    name: OperatorName
+    role: OperatorRole
+    mesh: Slug | None = None
+
+
+class Operator(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Who operates a mesh, or without one every mesh. A revoked operator keeps its name, and its token is refused."""
+
+    name: str
+    role: OperatorRole
+    created_at: datetime
+    mesh: str | None = None
+    revoked_at: datetime | None = None
+
+
+class OperatorToken(msgspec.Struct, kw_only=True):
+    """The answer to creating an operator or rotating its token: the only time that the token is shown."""
+
+    name: str
+    role: OperatorRole
+    mesh: str | None
+    token: str
+
+
+class OperatorList(msgspec.Struct, kw_only=True):
+    """The body of `GET /v1/operators`, by name, the revoked ones included."""
+
+    operators: list[Operator]
 
 
 class CreateTopic(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

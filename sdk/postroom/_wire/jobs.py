@@ -59,7 +59,7 @@ class JobFilter(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
 
 
 class JobsQuery(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of `GET /v1/jobs`; a member's token implies its mesh, and the administrator may omit it."""
+    """The query string of `GET /v1/jobs`; a token of one mesh implies it, and without a mesh the query means all."""
 
     mesh: str | None = None
     flow: str | None = None

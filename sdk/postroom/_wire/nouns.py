@@ -89,7 +89,8 @@ class Result(msgspec.Struct, Generic[T], kw_only=True, omit_defaults=True):
 class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
     """A kind of things that operators see and change: what one is called, its path, its types, its verbs.
 
-    `place` is where one thing is, below the path, `at` the query that says which; `access` is who may use them.
+    `place` is where one thing is, below the path, `at` the query that says which. `reads` and `changes` are
+    the accesses of the routes that show and that change them (broker/authentication.py).
     """
 
     name: str
@@ -100,7 +101,8 @@ class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
     change: type[Change[F]] = _NONE
     result: type[Result[T]] = _NONE
     verbs: Mapping[str, Verb] = MappingProxyType({})
-    access: str = "mesh_admin"
+    reads: str = "look"
+    changes: str = "repair"
     whole: type[W] = _NONE
     place: str = "{id}"
     at: type[msgspec.Struct] | None = None
@@ -139,5 +141,5 @@ class LogPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 OPERATOR_LOG: Final[Noun[LogQuery, LogPage, Any, Any, Any, Any, Any]] = Noun(
-    "line", "what operators changed", "/v1/operator_log", LogQuery, LogPage, access="broker_admin"
+    "line", "what operators changed", "/v1/operator_log", LogQuery, LogPage, reads="broker_look"
 )

@@ -1,6 +1,6 @@
 """Keys of `postroom.once` in the broker's database: what an operator sees of them, and asks.
 
-The rule is docs/contract/delivery.md#delivery-75. Only the administrator may: a key's tenant need not be a mesh.
+The rule is docs/contract/delivery.md#delivery-75. It is for operators of every mesh: a key's tenant need not be a mesh.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ KEYS: Final[Noun[KeysQuery, KeyPage, KeyDetails, Any, Any, KeyNames, KeyName]] =
             "is forgotten",
         )
     },
-    "broker_admin",
+    reads="broker_look",
+    changes="broker_repair",
     whole=KeyDetails,
     place="key",
     at=KeyName,

@@ -144,5 +144,5 @@ PROGRAMS: Final[Noun[ProgramsQuery, ProgramPage, Any, Any, Any, Any, Any]] = Nou
     "/v1/programs",
     ProgramsQuery,
     ProgramPage,
-    access="reader",
+    reads="reader",
 )

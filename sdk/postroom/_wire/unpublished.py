@@ -1,6 +1,6 @@
 """What is published, waits or is refused, and which consumers pause: what an operator asks a broker about it.
 
-The rules begin at docs/contract/delivery.md#delivery-24. Only the administrator may see and change it.
+The rules begin at docs/contract/delivery.md#delivery-24. Operators of every mesh see and change it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _refused(thing: str, source: str) -> Noun[MeshQuery, FailingPage, Any, Dropp
         Change[Ids],
         Result[str],
         {"drop": drop},
-        "broker_admin",
+        reads="broker_look",
+        changes="broker_repair",
         log=DroppedLog,
     )
 
@@ -126,7 +127,8 @@ SOURCES: Final[Noun[MeshQuery, SourcePage, Any, Any, Any, PublishedFilter, Redri
             "published again",
         )
     },
-    "broker_admin",
+    reads="broker_look",
+    changes="broker_repair",
 )
 
 
@@ -202,5 +204,6 @@ CONSUMERS: Final[Noun[ConsumersQuery, ConsumerPage, Any, Any, Any, Any, Any]] = 
     "/v1/consumers",
     ConsumersQuery,
     ConsumerPage,
-    access="broker_admin",
+    reads="broker_look",
+    changes="broker_repair",
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 import pytest
@@ -12,11 +14,36 @@ import pytest
 from broker.app import routes
 from broker.authentication import Authentication, digest
 from postroom import BrokerClient
+from postroom._wire.dead_letters import DeadLetter
+from postroom._wire.sql import load_queries
+from postroom.delivery.dead_letters.record import columns
+from postroom.once import open_registry
 
 Message = Callable[..., dict[str, Any]]
 
+
 PATH = {"mesh": "demo", "name": "orders", "member": "bob", "webhook": "x", "broker_message_id": "x", "id": "x"}
+OPERATORS = {f"{role} {reach}": (role, reach) for role in ("look", "repair", "administer") for reach in ("all", "demo")}
+ADMITTED = {
+    "anyone": {"alice", "ada", "administrator", *OPERATORS},
+    "member": {"alice", "ada"},
+    "reader": {"alice", "ada", "administrator", *OPERATORS},
+    "itself": {"alice", "ada", "administrator", "administer all", "administer demo"},
+    "look": {"ada", "administrator", *OPERATORS},
+    "repair": {"ada", "administrator", "repair all", "repair demo", "administer all", "administer demo"},
+    "administer": {"ada", "administrator", "administer all", "administer demo"},
+    "broker_look": {"administrator", "look all", "repair all", "administer all"},
+    "broker_repair": {"administrator", "repair all", "administer all"},
+    "broker_administer": {"administrator", "administer all"},
+}
 CONTROL_PLANE = {"/health", "/ready", "/metrics", "/openapi.json"}
+
+
+async def operator(broker: Any, name: str, role: str, mesh: str | None = None) -> Any:
+    """Create an operator, and return it as a caller."""
+    made = await broker.admin.post("/v1/operators", {"name": name, "role": role, "mesh": mesh})
+    assert made.status == 201, made.body
+    return replace(broker.admin, token=made.body["token"])
 
 
 async def test_every_route_but_the_control_plane_needs_a_token(broker: Any) -> None:
@@ -49,11 +76,112 @@ async def test_a_token_says_whom_it_speaks_for_and_what_it_may_do(broker: Any) -
     ]
 
 
-async def test_a_member_may_not_use_the_routes_of_an_admin(broker: Any) -> None:
+async def test_every_route_admits_the_roles_that_it_names_and_nobody_else(broker: Any, message: Message) -> None:
+    await broker.member("alice").send_one(message("id-1"))  # so that the mesh cannot be deleted
+    await broker.add_mesh("other", {"oscar": "admin"})
+    callers = {"alice": broker.member("alice"), "ada": broker.member("ada"), "administrator": broker.admin}
+    for name, (role, reach) in OPERATORS.items():
+        callers[name] = await operator(broker, f"{role}-{reach}", role, None if reach == "all" else reach)
+    seen: dict[str, set[str]] = {}
     for route in routes(broker.services):
-        if route.access in ("mesh_admin", "broker_admin"):
-            answer = await broker.member("alice").call(route.method, route.path.format(**PATH), {})
-            assert (answer.status, answer.code) == (403, "not_permitted"), route.path
+        for name, caller in callers.items():
+            itself = "alice" if route.path.endswith("/token") else "nobody"
+            path = route.path.format(**{**PATH, "name": itself, "member": "alice"})
+            answer = await caller.call(route.method, path, None if route.method == "GET" else {})
+            if answer.status == 200 and path == "/v1/members/demo/alice/token":
+                callers["alice"] = replace(broker.admin, token=answer.body["token"])
+            refused = answer.status == 403 and answer.code in ("not_permitted", "not_a_member")
+            assert answer.status not in (401, 500), (name, route.method, route.path, answer.body)
+            assert refused == (name not in ADMITTED[route.access]), (name, route.method, route.path, answer.body)
+            seen.setdefault(route.access, set()).add(name)
+
+    assert {access: set(callers) for access in ADMITTED} == seen
+
+
+async def test_who_may_only_look_changes_nothing(broker: Any) -> None:
+    for route in routes(broker.services):
+        if route.method != "GET":
+            assert not {"look all", "look demo"} & ADMITTED[route.access], route
+
+
+async def test_an_operator_of_a_mesh_reaches_no_other(broker: Any) -> None:
+    await broker.add_mesh("other", {"oscar": "admin"})
+    ann = await operator(broker, "ann", "administer", "demo")
+    crossings = [
+        await ann.get("/v1/members", mesh="other"),
+        await ann.get("/v1/history", mesh="other"),
+        await ann.get("/v1/dead_letters", mesh="other"),
+        await ann.get("/v1/jobs", mesh="other"),
+        await ann.post("/v1/dead_letters/drop", {"mesh": "other", "reason": "x", "filter": {}}),
+        await ann.post("/v1/jobs/cancel", {"mesh": "other", "reason": "x", "filter": {}}),
+        await ann.post("/v1/members", {"mesh": "other", "name": "spy"}),
+        await ann.delete("/v1/topics/other/orders"),
+    ]
+
+    assert {(answer.status, answer.code) for answer in crossings} == {(403, "other_mesh")}
+    assert (await ann.post("/v1/members", {"mesh": "demo", "name": "carol"})).status == 201
+    assert (await ann.get("/v1/whoami")).body == {"actor": "ann", "role": "administer", "mesh": "demo"}
+
+
+async def test_bodies_are_for_who_may_repair(broker: Any, message: Message, postgres: Any) -> None:
+    said = "between us"
+    (sent,) = await broker.member("alice").send(message("id-1", body=said))
+    buried = DeadLetter(
+        message_id="id-2", original_subject="demo.orders", reason="rejected", attempts=1, headers={"X-Says": said}
+    )
+    await postgres.execute(load_queries("postroom.delivery.dead_letters", "record.sql")["keep"],
+                           *columns("demo", buried), said.encode())  # fmt: skip
+    job = str(uuid4())
+    wanted = {"mesh": "demo", "flow": "export", "first": "export", "id": job, "request": said}
+    assert (await broker.admin.post("/v1/jobs", wanted)).status == 201
+    activity = (await broker.admin.get(f"/v1/jobs/{job}")).body["activities"][0]["id"]
+    async with (
+        open_registry(broker.services.config.database_url) as registry,
+        registry.once("demo", "orders", "id-3") as key,
+    ):
+        key.result = said
+    looker, repairer = await operator(broker, "lea", "look"), await operator(broker, "rob", "repair")
+    for path, shows in {
+        "/v1/history?mesh=demo": "id-1",
+        f"/v1/messages/{sent.broker_message_id}": "id-1",
+        "/v1/dead_letters/demo/id-2": "id-2",
+        f"/v1/jobs/{job}": activity,
+        f"/v1/jobs/messages/{activity}": activity,
+        "/v1/once/key?tenant=demo&topic=orders&key=id-3": "id-3",
+    }.items():
+        hidden, shown = await looker.get(path), await repairer.get(path)
+        assert shows in str(hidden.body), path
+        assert said not in str(hidden.body), path
+        assert said in str(shown.body), path
+
+
+async def test_an_operator_is_refused_as_soon_as_it_is_revoked_and_its_name_stays_taken(broker: Any) -> None:
+    ann = await operator(broker, "ann", "administer")
+    assert (await ann.get("/v1/meshes")).status == 200
+    rotated = await broker.admin.post("/v1/operators/ann/token")
+    assert (await ann.get("/v1/meshes")).status == 401
+    ann = replace(broker.admin, token=rotated.body["token"])
+    assert (await ann.get("/v1/meshes")).status == 200
+    assert (await broker.admin.delete("/v1/operators/ann")).status == 204
+
+    assert (await ann.get("/v1/meshes")).status == 401
+    again = await broker.admin.post("/v1/operators", {"name": "ann", "role": "look"})
+    assert (again.status, again.code) == (409, "operator_exists")
+    listed = (await broker.admin.get("/v1/operators")).body["operators"]
+    assert [(one["name"], one["role"], "revoked_at" in one) for one in listed] == [("ann", "administer", True)]
+    assert (await broker.admin.delete("/v1/operators/ann")).status == 404
+
+
+async def test_what_an_operator_does_is_logged_under_the_name_that_was_authenticated(broker: Any) -> None:
+    ann = await operator(broker, "ann", "administer")
+    await ann.post("/v1/meshes", {"slug": "plant"})
+    assert (await broker.admin.post("/v1/operators", {"name": "administrator", "role": "look"})).status == 400
+
+    lines = (await broker.admin.get("/v1/operator_log")).body["lines"]
+    assert [(one["actor"], one["verb"], one["key"], one["outcome"]) for one in lines[:2]] == [
+        ("ann", "create", "plant", "done"),
+        ("administrator", "create", "ann", "may administer in every mesh"),
+    ]
 
 
 async def test_an_admin_of_a_mesh_may_not_administer_meshes(broker: Any) -> None:
@@ -207,3 +335,5 @@ async def test_the_database_keeps_no_token(broker: Any, postgres: Any) -> None:
     everything = str(await postgres.fetch("SELECT member::text FROM mesh.member"))
 
     assert broker.tokens["demo", "alice"] not in everything
+    ann = await operator(broker, "ann", "look")
+    assert ann.token not in str(await postgres.fetch("SELECT operator::text FROM mesh.operator"))

@@ -84,6 +84,34 @@ async def test_a_mesh_is_set_up_and_taken_down(mailroom: Mailroom) -> None:
         assert (await user.run(*command)).code == 0, command
 
 
+async def test_an_operator_has_a_role_of_its_own_until_it_is_revoked(mailroom: Mailroom) -> None:
+    user, token_file = Administrator(mailroom), mailroom.directory / "lea.token"
+    made = await user.run("operator", "create", "lea", "--role", "LOOK", "--token-out", str(token_file))
+    assert (made.code, made.out) == (0, f"the token of lea in every mesh is in {token_file}\n")
+    as_lea = ("--token-file", str(token_file))
+    assert (await user.run("mesh", "list", *as_lea)).code == 0
+    for command in (("mesh", "create", "mine"), ("operator", "create", "mallory", "--role", "administer")):
+        refused = await user.run(*command, *as_lea)
+        assert (refused.code, "lea has the role look" in refused.sentence()) == (77, True)
+    assert "--mesh" in (await user.run("topic", "list", *as_lea)).sentence()
+    rob = await user.run("operator", "create", "rob", "--role", "repair", "--mesh", "demo", "--json")
+    assert (rob.json[0]["role"], rob.json[0]["mesh"]) == ("repair", "demo")
+    token_file.write_text(rob.json[0]["token"])
+    assert (await user.run("topic", "list", *as_lea)).code == 0
+    rotated = await user.run("operator", "rotate-token", "rob", "--yes")
+    assert (await user.run("topic", "list", *as_lea)).code == 77
+    token_file.write_text(rotated.out)
+    assert (await user.run("operator", "revoke", "rob", "--yes")).code == 0
+    assert (await user.run("topic", "list", *as_lea)).code == 77
+    listed = {one["name"]: one for one in (await user.run("operator", "list", "--json")).json}
+    assert [(name, one["role"], "revoked_at" in one) for name, one in listed.items()] == [
+        ("lea", "look", False),
+        ("rob", "repair", True),
+    ]
+    assert "every mesh" in (await user.run("operator", "list")).out
+    assert (await user.run("operator", "create", "zoe", "--role", "boss")).code == 2
+
+
 async def test_lists_for_people_are_tables(mailroom: Mailroom) -> None:
     user = Administrator(mailroom)
     for command, expected in {

@@ -88,6 +88,8 @@ def test_every_operator_verb_takes_ids_filters_a_reason_and_a_dry_run(verb: str)
         "queue delete",
         "member revoke",
         "member rotate-token",
+        "operator revoke",
+        "operator rotate-token",
         "outbox prune",
         "outbox recover",
         "dlq replay",
