@@ -43,6 +43,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "up": Verb("cli.up", "Start everything on this machine: broker, daemon and the servers under them."),
         "down": Verb("cli.up", "Stop what `up` started.", "downs"),
         "status": Verb("cli.status", "Show how an installation is, what is wrong first."),
+        "top": Verb("cli.top", "Watch an installation: rates, what waits, what is wrong."),
         "demo": Verb("cli.demo", "Run a complete demo on embedded servers."),
         "send": Verb("cli.send", "Send a message, or a file or pipe of messages."),
         "trace": Verb("cli.trace", "Tell the story of a message, and where it waits now."),

@@ -30,7 +30,8 @@ from postroom.chassis.exits import Exit, Fatal
 T = TypeVar("T")
 
 _ANSWER_SECONDS: Final = 4.0
-_REPORTED_ALONE: Final = ("name", "pid", "started_at", "clock_seconds", "disk_free", "totals")  # not asked for
+# of a daemon, what only its report says
+_REPORTED_ALONE: Final = ("name", "pid", "started_at", "at", "clock_seconds", "disk_free", "totals")
 _VALUES: Final = {"--state": "state", "--socket": "socket", "--url": "url", "--token-file": "token_file"}
 _ENVIRONMENT: Final = {
     "state": ("POSTROOM_STATE",),

@@ -43,10 +43,10 @@ def show_status(place: Place, *, as_json: bool) -> None:
 class Screen:
     """How wide the lines are, how many rows a table has, and whether there are colours."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = _ROWS) -> None:
         on_terminal = sys.stdout.isatty()
         self._width = shutil.get_terminal_size().columns if on_terminal else 10_000
-        self._rows = _ROWS if on_terminal else 10_000
+        self._rows = rows if on_terminal else 10_000
         self._colours = on_terminal and "NO_COLOR" not in os.environ
 
     def installation(self, sight: Sight) -> Iterator[str]:
@@ -62,15 +62,15 @@ class Screen:
             yield ""
             yield from self.consumers(sight.consumers)
         for one in sight.unseen:
-            yield from self._fold(one, "(", "  ", None)
+            yield from self.fold(one, "(", "  ", None)
 
     def troubles(self, sight: Sight) -> Iterator[str]:
         """Yield what is wrong, and what there is."""
         if not sight.troubles:
             yield self._styled("all is well", "well")
         for trouble in sight.troubles[: self._rows]:
-            yield from self._fold(f"{trouble.thing}: {trouble.what}", "", "  ", trouble.level)
-            yield from self._fold(trouble.help, "    ", "      ", "help")
+            yield from self.fold(f"{trouble.thing}: {trouble.what}", "", "  ", trouble.level)
+            yield from self.fold(trouble.help, "    ", "      ", "help")
         yield from self._more(len(sight.troubles))
         kinds = Counter(one.kind for one in sight.programs) + Counter(consumer=len(sight.consumers))
         if kinds:
@@ -107,7 +107,7 @@ class Screen:
         if count > self._rows:
             yield f"… and {count - self._rows} more (--json shows all)"
 
-    def _fold(self, text: str, first: str, below: str, style: str | None) -> Iterator[str]:
+    def fold(self, text: str, first: str = "", below: str = "  ", style: str | None = None) -> Iterator[str]:
         """Yield a text within the width; no word of it is broken, and nothing in it steers the terminal."""
         clean = printable(text.replace("\n", " "))
         lines = textwrap.wrap(

@@ -243,6 +243,27 @@ def test_a_member_sees_the_daemons_of_its_mesh_and_is_told_what_is_missing(offic
     assert "consumers: only the administrator is told" in seen.out
 
 
+def test_top_writes_a_line_for_each_look_off_a_terminal(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    seen = office.user.run("top", "--count", "2", "--interval", "0.1")
+    lines = seen.out.splitlines()
+    assert (seen.code, len(lines)) == (0, 2)
+    assert all(re.search(r"Z  queued \S+  accepted \S+ .* waiting 0 \(\S+\)  dead \d+ ", line) for line in lines)
+
+
+def test_top_on_a_terminal_follows_keys_and_leaves_it_as_it_was(office: Office, well: Outcome) -> None:
+    assert well.code == 0
+    seen = office.user.at_a_terminal("top", "--interval", "9", "--count", "2", answer="dcoq", COLUMNS="80", LINES="24")
+    frames = seen.out.split("\033[H\033[J")
+    assert (seen.code, len(frames)) == (0, 5)
+    assert seen.out.count("\033[?1049h") == seen.out.count("\033[?1049l") == 1
+    assert "all is well" in frames[1] or "look" in frames[1] or "waiting" in frames[1]
+    assert "PROGRAM" in frames[2]
+    assert "bob@demo" in frames[2]
+    assert "bob@demo" not in frames[3]
+    assert all(len(frame.splitlines()) <= 24 and "q quit" in frame for frame in frames[1:])
+
+
 def test_without_anything_to_ask_it_says_what_to_set(tmp_path: Path) -> None:
     seen = Terminal(None, XDG_STATE_HOME=str(tmp_path)).run("status")
     assert seen.code == 3

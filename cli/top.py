@@ -1,0 +1,162 @@
+"""`postroom top`: what `status` shows, again and again, with rates (docs/contract/operate.md#operate-61)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import shutil
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Annotated, Final
+
+import typer
+
+from cli.installation import Place, Sight, look
+from cli.noun import Socket, TokenFile, Url, noun
+from cli.output import line
+from cli.screen import Screen
+from cli.up import State
+from postroom._wire.programs import Program
+
+app = noun()
+
+_COUNTED: Final = ("queued", "accepted", "published", "handled", "waiting", "dead")
+_KEYS: Final = "o overview   d daemons, brokers, workers   c consumers   q quit"
+_ENTER: Final = "\033[?1049h\033[?25l"  # a screen of its own, without a cursor
+_LEAVE: Final = "\033[?25h\033[?1049l"
+_CLEAR: Final = "\033[H\033[J"
+
+
+@app.command()
+def top(
+    *,
+    interval: Annotated[
+        float, typer.Option("--interval", min=0.1, max=3600, help="Seconds between two looks.", metavar="SECONDS")
+    ] = 2.0,
+    count: Annotated[
+        int | None, typer.Option("--count", min=1, help="End after that many looks [default: never].", metavar="N")
+    ] = None,
+    state: State = None,
+    socket: Socket = None,
+    url: Url = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Watch an installation: rates, what waits, what is wrong; d shows daemons, c consumers, q ends it.
+
+    Rates are by the last two reports of each program, which come every ten seconds. Without a terminal it writes a line
+    for each look.
+    """
+    place, rates, left = Place(state, socket, url, token_file), Rates(), count
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        while left != 0:
+            sight = asyncio.run(look(place))
+            rates.see(sight.programs)
+            line(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}  {summary(sight, rates)}", flush=True)
+            left = None if left is None else left - 1
+            if left != 0:
+                time.sleep(interval)
+        return
+    view = "o"
+    with _own_screen():
+        while left != 0:
+            sight = asyncio.run(look(place))
+            rates.see(sight.programs)
+            left = None if left is None else left - 1
+            until = time.monotonic() + interval
+            while True:
+                _draw(sight, rates, view)
+                ready, _, _ = select.select([sys.stdin], [], [], max(0.0, until - time.monotonic()))
+                if not ready:
+                    break
+                key = os.read(sys.stdin.fileno(), 1).decode(errors="replace")  # Python's own buffer is not selected
+                if key in ("q", ""):
+                    return
+                view = key if key in "odc" else view
+
+
+class Rates:
+    """How quickly what programs count grows, a second, by the last two reports of each."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[object, ...], Program] = {}
+        self._rates: dict[tuple[object, ...], dict[str, float]] = {}
+
+    def see(self, programs: Iterable[Program]) -> None:
+        """Take in what programs say now; one that is gone, or away, has no rate."""
+        last, rates = self._last, self._rates
+        self._last, self._rates = {}, {}
+        for one in programs:
+            if one.away:
+                continue
+            process = one.kind, one.mesh, one.host, one.address, one.started_at
+            before = last.get(process, one)
+            seconds = (one.at - before.at).total_seconds()
+            self._last[process] = one
+            if seconds > 0:
+                earlier = counted(before)
+                self._rates[process] = {
+                    name: (value - earlier.get(name, 0)) / seconds for name, value in counted(one).items()
+                }
+            elif process in rates:
+                self._rates[process] = rates[process]
+
+    def of(self, name: str) -> float | None:
+        """Return the rate of all programs together; None while no two reports have come."""
+        found = [rates[name] for rates in self._rates.values() if name in rates]
+        return sum(found) if found else None
+
+
+def counted(one: Program) -> dict[str, int]:
+    """Return what a program counts: since it started, and what waits and is dead now."""
+    now = {"waiting": one.waiting, "dead": one.dead}
+    return one.totals | {name: value for name, value in now.items() if value is not None}
+
+
+def summary(sight: Sight, rates: Rates) -> str:
+    """Say in a line how quickly messages go, what waits and is dead, and how much is wrong."""
+    words = []
+    for name in _COUNTED:
+        rate = rates.of(name)
+        said = "-" if rate is None else f"{rate:+.1f}/s" if name in ("waiting", "dead") else f"{rate:.1f}/s"
+        now = {"waiting": sum(one.waiting or 0 for one in sight.programs), "dead": _dead(sight)}.get(name)
+        words.append(f"{name} {said}" if now is None else f"{name} {now} ({said})")
+    return "  ".join([*words, f"wrong {len(sight.troubles)}"])
+
+
+def _dead(sight: Sight) -> int:
+    return sum(one.dead or 0 for one in sight.programs) + sum(sight.letters.values())
+
+
+def _draw(sight: Sight, rates: Rates, view: str) -> None:
+    """Draw one frame: the rates, then what the view is of, as far as there is room."""
+    height = shutil.get_terminal_size().lines
+    screen = Screen(rows=max(1, height - 6)) if view in "dc" else Screen()
+    below = {
+        "o": lambda: screen.installation(sight),
+        "d": lambda: screen.programs(sight.programs),
+        "c": lambda: screen.consumers(sight.consumers),
+    }
+    head = screen.fold(f"{datetime.now(UTC):%H:%M:%SZ}  {summary(sight, rates)}")
+    lines = [*head, "", *below[view]()]
+    sys.stdout.write(_CLEAR + "\n".join([*lines[: height - 2], "", _KEYS][-height:]))
+    sys.stdout.flush()
+
+
+@contextmanager
+def _own_screen() -> Iterator[None]:
+    """Take the terminal for keys and frames, and give it back as it was; what was typed before counts."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin, termios.TCSADRAIN)
+    sys.stdout.write(_ENTER)
+    try:
+        yield
+    finally:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
