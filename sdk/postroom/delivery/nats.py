@@ -52,7 +52,8 @@ async def connect(
     """Connect as `name`; endlessly, or for `patience` seconds, after which it raises `Unavailable` or `NotPermitted`.
 
     Afterwards the connection comes back by itself for as long as it is not closed. The caller closes it. Without
-    `reconnect` there is one try, and a connection that breaks stays closed: what was sent is then a beginning of it.
+    `reconnect` each server is tried twice, and a connection that breaks stays closed: what was sent is then a beginning
+    of it.
     What happens to it goes to the log unless `logged` is False: a person at a terminal reads the exception.
     Raises `Fatal` (78) where a file that the settings name cannot be read.
     """
@@ -73,7 +74,8 @@ async def connect(
                 connect_timeout=settings.connect_seconds,  # type: ignore[arg-type] # any number of seconds
                 reconnect_time_wait=settings.reconnect_seconds,  # type: ignore[arg-type]
                 allow_reconnect=reconnect,
-                max_reconnect_attempts=-1,
+                # nats-py goes by it for the first connection too, whatever `allow_reconnect` says; -1 never ends that.
+                max_reconnect_attempts=-1 if reconnect else 1,
                 ping_interval=settings.ping_seconds,  # type: ignore[arg-type]
                 max_outstanding_pings=_PINGS,
                 pending_size=_BUFFER,

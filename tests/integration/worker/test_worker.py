@@ -421,6 +421,25 @@ async def test_it_starts_without_nats_says_so_and_publishes_when_it_is_there(
         assert await asyncio.to_thread(process.wait, 30) == 0
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["since before its start", "since"])
+async def test_it_stops_while_nats_is_away(accepting: Accepting, own_nats: EmbeddedNats, *, before: bool) -> None:
+    if not before:
+        own_nats.stop()
+    with worker(**urls(accepting, own_nats)) as (process, started):
+        async with aiohttp.ClientSession(started["page"]) as session:
+            if before:
+                await until_so(lambda: answers(session, "/ready", 200))
+                own_nats.stop()
+
+            async def it_says_so() -> bool:
+                async with session.get("/ready") as answer:
+                    return answer.status == 503 and "Connection refused" in await answer.text()
+
+            await until_so(it_says_so)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, 20) == 0
+
+
 async def test_it_tells_the_service_manager_that_it_is_ready_what_waits_that_it_lives_and_that_it_stops(
     accepting: Accepting, own_nats: EmbeddedNats, short_directory: Path
 ) -> None:
