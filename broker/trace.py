@@ -32,7 +32,7 @@ from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.jobs import Activity, JobMessage, JobTree
 from postroom._wire.sends import EndedRow, EndedRows
 from postroom._wire.sql import load_queries
-from postroom._wire.trace import NAME, Outcome, Step, Wait, compose, steps_of
+from postroom._wire.trace import NAME, Outcome, Step, Wait, compose, help_for, steps_of
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import replay_id
@@ -45,6 +45,7 @@ QUERIES: Final = load_queries("broker", "trace.sql")
 
 _MOST: Final = 500  # rows of one table in one round
 _ROUNDS: Final = 10  # of causes, and of effects
+_AGENTS: Final = "_consumer"  # how the durable consumers of agents end, as a rule
 _OTHER_NAMES: Final = re.compile(  # of a message: for a recipient, in a letter's id, of a replay, published again
     r"(?P<delivered>[0-9a-f]{8}-[0-9a-f-]{27})\.[a-z][a-z0-9_-]*(?:/[0-9]+)?"
     r"|(?:dead:[^:]*:)?(?P<id>.+?)(?:~[A-Za-z0-9_-]+\.[0-9]+)?(?:/[0-9]+)?"
@@ -183,7 +184,7 @@ class _Telling:
             self.steps |= {step.id: step for step in steps}
             if one.status == "dead":
                 why = f"it died on {row['host']}, and is not posted again: {one.last_error}"
-                self._wait(steps[0], why, f"postroom outbox requeue {one.id}  # on {row['host']}")
+                self._wait(steps[0], why, f"{help_for(one)}  # on {row['host']}")
         return told
 
     async def _follow(self, fresh: dict[str, str | None], *, effects: bool) -> dict[str, str | None]:
@@ -454,9 +455,10 @@ class _Telling:
         outcome: Outcome = "running" if delivered >= place.sequence else "waiting"
         if acked >= place.sequence or (outcome == "running" and not await _is_kept(js, place)):
             outcome = "done"
+        told = f"what it emitted is told on its host: `postroom agent trace --message {place.message}`"
         step = self._add(
             "taken", f"{place.message} {info.name}", "taken", place.step, thing=place.message, outcome=outcome,
-            place=info.name,
+            place=info.name, reason=told if outcome == "done" and info.name.endswith(_AGENTS) else None,
         )  # fmt: skip
         show = f"postroom consumer show {info.name}"
         if outcome == "running":

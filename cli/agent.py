@@ -10,6 +10,7 @@ import typer
 
 from cli.noun import Config, DryRun, Json, Reason, Since, Yes, noun, with_options
 from cli.output import confirm, fields, json_line, line, reason_or_ask
+from cli.trace import show_story
 from postroom.chassis.exits import Exit, Fatal
 
 app = noun("Run agents, and inspect their event stores.")
@@ -108,6 +109,24 @@ def verify(
         line("ok")
     if expected is not None and expected.lower() != state_hash:
         raise Fatal(Exit.FAILED, f"{database} is sound, but its state hash is not {expected}")
+
+
+@app.command()
+@with_options
+def trace(
+    *,
+    message: Annotated[
+        str, typer.Option("--message", metavar="ID", help="The id of a message that it took, or that it emitted.")
+    ],
+    stored: Stored,
+    as_json: Json = False,
+) -> None:
+    """Tell what an agent did with a message, and what it emitted, also what is not published yet."""
+    from postroom.delivery.agents.replay import trace as trace_message  # noqa: PLC0415
+
+    _, database = stored.find()
+    story = asyncio.run(trace_message(database, message))
+    json_line(story) if as_json else show_story(story, [step.id for step in story.steps])
 
 
 @app.command()

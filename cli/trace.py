@@ -34,6 +34,7 @@ _NAMED: Final = {
     "broker": "at {}",
     "seconds": "in {} s",
     "since": "since {}",
+    "causation_id": "caused by {}",
 }
 _LOOK_SECONDS: Final = 1.0  # between two looks with --follow
 
@@ -70,7 +71,7 @@ def trace(
             if as_json:
                 json_line(story)
             else:
-                _show(story, [step.id for step in story.steps if shown.get(step.id) != step])
+                show_story(story, [step.id for step in story.steps if shown.get(step.id) != step])
             sys.stdout.flush()
         for problem in story.unread if before is None else ():
             note(problem.detail)
@@ -106,7 +107,7 @@ def _ask(id_: str, url: str | None, token_file: Path | None, socket: Path | None
     return story
 
 
-def _show(story: Story, fresh: list[str]) -> None:
+def show_story(story: Story, fresh: list[str]) -> None:
     """Write where the story stops, then its tree; of what was shown before, only what is `fresh`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     outcomes = {step.id: step.outcome for step in story.steps}

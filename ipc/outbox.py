@@ -30,7 +30,7 @@ from postroom._wire.operations import (
     Verb,
 )
 from postroom._wire.sends import OutboxRow, RelayStatus
-from postroom._wire.trace import Step, TraceQuery, Wait, compose, steps_of
+from postroom._wire.trace import Step, TraceQuery, Wait, compose, help_for, steps_of
 from postroom.chassis.routes import NDJSON, Handler, decode_query
 from postroom.errors import InvalidMessage, NotFound
 
@@ -214,7 +214,7 @@ def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:
         case "inflight":
             why = "it is being posted to the broker"
         case "dead":
-            why, help_ = f"it will not be posted again: {row.last_error}", f"postroom outbox requeue {row.id}"
+            why, help_ = f"it will not be posted again: {row.last_error}", help_for(row)
         case _ if row.held:
             why, help_ = "an operator holds it back", f"postroom outbox release {row.id}"
         case _ if relay.state == "paused":
@@ -228,7 +228,8 @@ def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:
             why, help_ = f"the relay waits: {relay.reason}", "postroom doctor"
         case _ if row.next_attempt_at > datetime.now(UTC):
             why = f"it is posted again at {row.next_attempt_at:%H:%M:%SZ}: {row.last_error}"
-            help_ = f"postroom outbox flush {row.id}"
+            limited = (row.last_error or "").startswith("rate_limited")  # another try now is refused too
+            help_ = None if limited else f"postroom outbox flush {row.id}"
         case _:
             why = "it is due, and the relay posts it next"
     return Wait(step=f"row:{row.id}", why=why, help=help_)

@@ -13,6 +13,7 @@ from typing import Final
 
 MAX_ID_LENGTH: Final = 128  # characters
 _CROCKFORD: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # base 32 without the letters that look like digits
+SPARK_ID: Final = re.compile(r"([0-9a-f]{16}):(.+)")  # of a row: the hash of its namespace, and its key
 _CLIENT_MESSAGE_ID: Final = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
 
 

@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from postroom._wire.ids import is_client_message_id
+from postroom._wire.ids import SPARK_ID, is_client_message_id
 from postroom._wire.sends import FailedPosts, OperatorAction, OutboxRow, RowStatus
 from postroom.errors import NotFound, PostroomError, Problem
 
@@ -143,6 +143,17 @@ async def follow_trace(id_: str, *, broker: Ask | None, daemon: Ask | None) -> S
     return compose(known | here, waits, more=more, unread={problem.code: problem for problem in unread}.values())
 
 
+def _of_spark(step: Step) -> Step | None:
+    """Return how a message began that Spark's writer made of a row, by its id (postroom.spark.rows)."""
+    found = SPARK_ID.fullmatch(step.ids.get(NAME, "")) if step.what in ("kept", "accepted") else None
+    if found is None:
+        return None
+    name, namespace, key = found.group(0, 1, 2)
+    row = "a row whose key is hashed" if key.startswith("~") else f"the row {key}"
+    reason = f"{row} of the writes with the namespace's hash {namespace}"
+    return Step(id=f"spark:{name}", what="written", thing=name, outcome="done", place="Spark", reason=reason)
+
+
 def compose(
     steps: dict[str, Step], waits: Mapping[str, Wait], *, more: bool = False, unread: Iterable[Problem] = ()
 ) -> Story:
@@ -151,6 +162,10 @@ def compose(
     A step that has no time comes with its parent, and what the broker accepted follows from its row's last post; of
     waits that follow from each other only the last is told.
     """
+    for step in list(steps.values()):
+        if step.parent is None and (written := _of_spark(step)) is not None:
+            steps[written.id] = written
+            steps[step.id] = msgspec.structs.replace(step, parent=written.id)
     sent = {step.ids[NAME]: step.id for step in steps.values() if step.what == "kept"}
     sent |= {step.thing: step.id for step in steps.values() if step.what == "posted"}
     for step in [step for step in steps.values() if step.what == "accepted" and step.ids[NAME] in sent]:
@@ -247,6 +262,16 @@ def steps_of(
             if act.verb == "requeue" and row.superseded_by is not None:
                 successors[row.superseded_by] = step.id
     return steps
+
+
+def help_for(row: OutboxRow) -> str:
+    """Return the commands that help a dead row: what it was refused for the lack of, then another try."""
+    code, (_, _, name) = (row.last_error or "").partition(":")[0], row.destination.partition(":")
+    missing = {
+        "topic_not_found": f"postroom topic create {name}",
+        "queue_not_found": f"postroom queue create {name}",
+    }
+    return " && ".join(filter(None, (missing.get(code), f"postroom outbox requeue {row.id}")))
 
 
 def _post_ids(posts: FailedPosts | None) -> dict[str, str]:

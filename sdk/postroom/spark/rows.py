@@ -38,7 +38,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class RowIds:
-    """Makes the ids of one namespace: `<hash of the namespace>:<the columns' texts, joined by colons>`.
+    """Makes the ids of one namespace: `<hash of the namespace>:<the columns' texts, joined by colons>` (`SPARK_ID`).
 
     Ids that follow the key stay readable, and keep the order of the keys, which the outbox's index likes. Texts that
     have no place in an id, or too much of it, are hashed: `<hash>:~<hash of the texts>`. No two keys share an id,

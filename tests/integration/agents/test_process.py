@@ -106,6 +106,36 @@ async def test_the_example_answers_each_command_with_a_message(command_line: Com
     assert (len(found), len(set(found))) == (3, 3)
 
 
+async def test_what_an_agent_did_with_a_message_and_emitted_is_told_on_its_host(command_line: CommandLine):
+    await command_line.command("c-1", "c-2")
+    async with command_line.running():
+        await command_line.settled()
+    with closing(sqlite3.connect(command_line.database)) as db:
+        query = "SELECT record ->> '$.envelope.id', stream, stream_sequence FROM event JOIN outgoing USING (position)"
+        (effect, stream, sequence), _ = db.execute(query)
+    for name in ("c-1", effect):
+        told = json.loads((await command_line.run("trace", AGENT, "--message", name, "--json")).output)
+        assert [(step["what"], step["thing"]) for step in told["steps"]] == [
+            ("handled", "c-1"),
+            ("emitted", effect),
+            ("published", effect),
+        ]
+        assert [step.get("parent") for step in told["steps"]] == [None, "message:c-1", f"message:{effect}"]
+        assert told["steps"][2]["place"] == f"{stream} #{sequence}"
+        assert told["waits"] == []
+    with closing(sqlite3.connect(command_line.database)) as db:
+        db.execute(
+            "UPDATE outgoing SET published_at = NULL, epoch = 1, stream = NULL, stream_created_at = NULL, "
+            "stream_sequence = NULL"
+        )
+        db.commit()
+    told = json.loads((await command_line.run("trace", AGENT, "--message", "c-1", "--json")).output)
+    assert [(step["what"], step["outcome"]) for step in told["steps"]] == [("handled", "done"), ("emitted", "waiting")]
+    assert [wait["step"] for wait in told["waits"]] == [f"message:{effect}"]
+    unknown = await command_line.run("trace", AGENT, "--message", "c-9")
+    assert (unknown.code, "has nothing under the id" in unknown.said) == (3, True)
+
+
 async def test_an_agent_waits_for_a_stream_that_is_declared_after_its_start(command_line: CommandLine):
     await command_line.context.remove()
     process = await command_line.start("run", AGENT)

@@ -121,7 +121,14 @@ async def test_a_row_that_died_on_a_daemon_is_told_of_with_its_host_and_what_to_
         assert posted["reason"] == "refused in B2: topic_not_found: there is no topic nowhere"
         (wait,) = told["waits"]
         assert wait["why"].startswith("it died on red")
-        assert wait["help"] == "postroom outbox requeue 01ROW1  # on red"
+        assert wait["help"] == "postroom topic create nowhere && postroom outbox requeue 01ROW1  # on red"
+
+
+async def test_a_row_that_expired_is_told_of_and_can_be_sent_again_on_its_host(broker: Any) -> None:
+    await report(broker.member("alice"), ended(1, "k", last_error="expired: older than 600 h"))
+    told = await story(broker.member("alice"), "k")
+    assert [(step["what"], step["outcome"]) for step in told["steps"]] == [("kept", "dead"), ("expired", "dead")]
+    assert told["waits"][0]["help"] == "postroom outbox requeue 01ROW1  # on red"
 
 
 async def test_a_report_that_comes_twice_is_as_one_and_a_later_one_takes_its_place(broker: Any) -> None:

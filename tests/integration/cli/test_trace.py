@@ -261,7 +261,9 @@ def test_what_the_broker_refuses_is_dead_and_says_in_which_phase_and_what_helps(
     assert posted["reason"].startswith("refused in B2: topic_not_found")
     story = office.story("refused")
     row = office.user.run("outbox", "inspect", "refused", "--json").json[0]["row"]["id"]
-    assert [wait["help"] for wait in story["waits"]] == [f"postroom outbox requeue {row}"]
+    assert [wait["help"] for wait in story["waits"]] == [
+        f"postroom topic create nowhere && postroom outbox requeue {row}"
+    ]
     assert [step["what"] for step in story["steps"]] == ["kept", "posted"]
 
 
@@ -396,6 +398,17 @@ def test_a_message_that_was_delivered_has_every_step_and_waits_for_nothing(consu
         assert {step["id"] for step in office.story(name)["steps"]} == {step["id"] for step in story["steps"]}, name
 
 
+def test_a_message_that_spark_wrote_begins_with_its_row_on_every_host(office: Office) -> None:
+    name = "f2e9b47b905df4bc:17"  # as the writer makes them: tests/unit/postroom/test_sink_rows.py
+    office.send(name)
+    office.until_told(name, "accepted")
+    for user in (office.user, office.at(None)):
+        story = office.story(name, user)
+        (accepted,) = [step for step in story["steps"] if step["what"] == "accepted"]
+        assert (story["steps"][0]["what"], parents(story, accepted)[-1]) == ("written", "written")
+        assert story["steps"][0]["reason"].startswith("the row 17 ")
+
+
 def test_a_message_that_its_handler_fails_waits_for_the_next_attempt(consumer: Office) -> None:
     consumer.send("failing", body='{"what": "fails"}')
     handled = consumer.until_told("failing", "handled", "waiting")
@@ -512,7 +525,13 @@ def test_a_request_that_an_agent_took_and_answered_is_told_from_both_ends(workin
         assert parents(story, answered) == ["asked", "activity", "job"]
         (taken,) = [step for step in story["steps"] if step["what"] == "taken"]
         assert (taken["place"], taken["outcome"]) == ("extract_consumer", "done")
+        assert f"`postroom agent trace --message {asked['thing']}`" in taken["reason"]
         assert parents(story, taken)[:2] == ["published", "asked"]
+    told = working.at(None, **settings).process(
+        "agent", "trace", "nightly_export:Extract", "--message", asked["thing"], "--json"
+    )
+    assert told.code == 0, told.err
+    assert [step["thing"] for step in told.json[0]["steps"] if step["what"] == "emitted"] == [answered_by]
 
 
 def test_a_member_is_told_of_what_it_may_read_and_an_admin_of_its_mesh_alone(consumer: Office) -> None:
@@ -547,13 +566,13 @@ def test_an_unknown_id_is_exit_code_3(office: Office) -> None:
 
 
 def test_a_terminal_of_80_columns_shows_ids_whole_and_what_waits_first(consumer: Office) -> None:
-    consumer.until_told("poisonous", "replayed")
-    shown = consumer.user.at_a_terminal("trace", "poisonous", COLUMNS="80", NO_COLOR="1").out.splitlines()
+    consumer.send("narrow", body='{"what": "poison"}')
+    consumer.until_told("narrow", "buried", "dead")
+    shown = consumer.user.at_a_terminal("trace", "narrow", COLUMNS="80", NO_COLOR="1").out.splitlines()
     assert max(map(len, shown)) <= 80
-    steps = consumer.story("poisonous")["steps"]
+    steps = consumer.story("narrow")["steps"]
     assert all(any(step["thing"] in line for line in shown) for step in steps)
-    first = consumer.user.at_a_terminal("trace", "failing", COLUMNS="80", NO_COLOR="1").out.splitlines()[0]
-    assert first.startswith("waits: ")
+    assert shown[0].startswith("waits: ")
 
 
 def test_following_shows_each_change_and_ends_when_only_an_operator_can_help(office: Office) -> None:

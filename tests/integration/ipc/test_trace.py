@@ -39,7 +39,8 @@ async def test_a_refusal_says_in_which_phase_and_what_helps(room: Any, error: st
     await settle(room, "k", Verdict.DEAD, last_error=error, answered=True)
     steps, (wait,) = await told(room, "k")
     assert (steps["posted"]["outcome"], steps["posted"]["reason"]) == ("dead", reason)
-    assert wait["help"] == f"postroom outbox requeue {steps['kept']['thing']}"
+    create = "postroom topic create orders && " if error.startswith("topic_not_found") else ""
+    assert wait["help"] == f"{create}postroom outbox requeue {steps['kept']['thing']}"
 
 
 async def test_what_was_accepted_waits_for_nothing(room: Any) -> None:
@@ -66,6 +67,7 @@ async def test_every_post_is_told_with_its_answer_its_broker_and_its_time(room: 
         story = (await room.request("GET", "/v1/trace/k")).json
         last = {step["what"]: step for step in story["steps"]}["posted"]
         assert (last["outcome"], last["ids"]["broker"], last["ids"]["seconds"]) == ("waiting", "https://broker", "0.02")
+        assert "help" not in story["waits"][0]  # it is due
         await room.outbox.claim()
     tried = [step for step in story["steps"] if step["what"] == "tried"]
     assert [(step["reason"], step["attempt"], step["outcome"]) for step in tried] == [
@@ -80,6 +82,13 @@ async def test_every_post_is_told_with_its_answer_its_broker_and_its_time(room: 
         ("tried", "ended", "rate_limited", 2),
         ("posted", "done", None, 4),
     ]
+
+
+async def test_what_is_rate_limited_waits_and_no_command_makes_it_faster(room: Any) -> None:
+    await settle(room, "k", Verdict.RETRY, last_error="rate_limited: later", wait_ms=60_000, answered=True)
+    _, (wait,) = await told(room, "k")
+    assert wait["why"].endswith("Z: rate_limited: later")
+    assert "help" not in wait
 
 
 async def test_what_is_too_old_has_expired(room: Any) -> None:

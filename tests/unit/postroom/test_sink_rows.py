@@ -15,7 +15,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 
 from postroom import InvalidMessage, SendRequest
-from postroom._wire.ids import is_client_message_id
+from postroom._wire.ids import SPARK_ID, is_client_message_id
 from postroom.spark.options import plan_write
 from postroom.spark.rows import RowIds, RowReader
 from postroom.spark.values import id_text
@@ -60,6 +60,8 @@ def test_where_one_text_ends_and_the_next_begins_makes_a_difference(one: list[st
 
 def test_an_id_holds_the_key_where_it_can_be_read_and_another_namespace_makes_another() -> None:
     assert RowIds("topic:orders").id_of(["4711", "a"]).endswith(":4711:a")
+    assert SPARK_ID.fullmatch(RowIds("topic:orders").id_of(["4711"]))
+    assert SPARK_ID.fullmatch(RowIds("topic:orders").id_of(["é"]))
     assert RowIds("topic:orders").id_of(["4711"]) != RowIds("topic:returns").id_of(["4711"])
 
 

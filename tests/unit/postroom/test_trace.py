@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -35,6 +36,38 @@ def test_steps_that_lead_back_to_themselves_are_all_told() -> None:
 def test_of_waits_that_follow_from_each_other_the_last_is_told() -> None:
     found = story(step("a"), step("b", parent="a"), step("c", parent="b"), step("d", parent="a"), waits=("a", "c", "d"))
     assert [wait.step for wait in found.waits] == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("key", "row"), [("4711:a", "the row 4711:a"), ("~0af1", "a row whose key is hashed")], ids=["readable", "hashed"]
+)
+def test_a_message_that_spark_wrote_begins_with_its_row(key: str, row: str) -> None:
+    name = f"f2e9b47b905df4bc:{key}"
+    kept = step("row", "kept", seconds=0, client_message_id=name)
+    accepted = step("message", "accepted", seconds=1, client_message_id=name)
+    for steps, parents in (((kept, accepted), ["row", "spark"]), ((accepted,), ["spark"])):
+        told = story(*steps)
+        written = told.steps[0]
+        assert (written.what, written.thing, written.place) == ("written", name, "Spark")
+        assert written.reason == f"{row} of the writes with the namespace's hash f2e9b47b905df4bc"
+        assert [each.parent for each in told.steps[1:]][::-1] == [
+            {"row": "row", "spark": written.id}[parent] for parent in parents
+        ]
+
+
+def test_a_message_with_an_id_of_another_kind_has_no_row_of_spark() -> None:
+    assert len(story(step("row", "kept", client_message_id="order:17")).steps) == 1
+
+
+def test_what_the_daemon_says_of_its_row_is_newer_than_what_it_reported() -> None:
+    async def broker(_id: str, _sender: str | None) -> Story:
+        return story(step("row:1", "kept", client_message_id="k"), waits=("row:1",))
+
+    async def daemon(_id: str, _sender: str | None) -> Story:
+        return story(step("row:1", "kept", seconds=5, client_message_id="k"))
+
+    found = asyncio.run(follow_trace("k", broker=broker, daemon=daemon))
+    assert (found.waits, found.steps[0].at) == ([], T0 + timedelta(seconds=5))
 
 
 async def test_a_row_leads_to_the_broker_and_a_message_to_the_row() -> None:

@@ -24,6 +24,27 @@ FROM json_each(?) AS wanted
 JOIN event ON event.idempotency_key = wanted.value ->> 0 AND event.workspace = wanted.value ->> 1
           AND event.tenant = wanted.value ->> 2 AND event.cause IS NULL;
 
+-- name: find_cause
+-- The position of the message that came in with the id or key :id, else of the one that caused what went out with it.
+SELECT coalesce(
+    (SELECT position FROM event WHERE idempotency_key = :id AND cause IS NULL),
+    (SELECT coalesce(cause, position) FROM event WHERE record ->> '$.envelope.id' = :id)
+);
+
+-- name: story
+-- The event at a position and those after it, the first of which it caused; and where each is published.
+SELECT CAST(record AS BLOB), outgoing.position IS NOT NULL, epoch, published_at, stream, stream_sequence
+FROM event LEFT JOIN outgoing USING (position) WHERE event.position >= ? ORDER BY event.position LIMIT ?;
+
+-- name: letters_of
+-- The dead letters of a message, and when each was published.
+SELECT letter_id, record, published_at FROM letter JOIN outgoing USING (position)
+WHERE letter_id LIKE 'dead:%:' || :id ORDER BY position DESC;
+
+-- name: attempt_of
+-- How often a message was attempted in vain, why the last attempt failed, and when.
+SELECT attempts, last_error, failed_at FROM attempt WHERE message_id = ?;
+
 -- name: versions
 -- How often each of these entities was changed; none that never was.
 SELECT entity.id, entity.version FROM json_each(?) AS wanted JOIN entity ON entity.id = wanted.value;

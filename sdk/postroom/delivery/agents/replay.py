@@ -1,7 +1,8 @@
 """An agent's store read from its beginning: its state rebuilt, its hashes verified, what it published published again.
 
-`postroom agent replay` and `verify` only read, also while the agent runs: nothing is published and nothing is handled.
-`republish` marks, and whoever runs the agent publishes: at its next comparison with the streams, or when it starts.
+`postroom agent replay`, `verify` and `trace` only read, also while the agent runs: nothing is published and nothing is
+handled. `republish` marks, and whoever runs the agent publishes: at its next comparison with the streams, or when it
+starts.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterable
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.retry import tell
+from postroom._wire.trace import Step, Story, Wait, compose
 from postroom.agent import Agent
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
@@ -24,11 +27,12 @@ from postroom.chassis.sqlite import in_snapshot, open_reader
 from postroom.chassis.store import Connection
 from postroom.delivery.agents.envelopes import to_microseconds
 from postroom.delivery.agents.records import NO_HASH, Record, decode_record, next_hash
-from postroom.delivery.agents.store import Event, Head, Owner, Store, read_events, read_head, read_owner
+from postroom.delivery.agents.store import QUERIES, Event, Head, Owner, Store, read_events, read_head, read_owner
 from postroom.delivery.agents.turns import open_turns
 
 T = TypeVar("T")
 _PER_MILLISECOND: Final = 1000  # µs
+_MOST: Final = 1000  # events that one story looks at
 
 
 class Memory(NamedTuple):
@@ -104,6 +108,77 @@ async def replay(agent_class: type[Agent[Any]], database: Path) -> tuple[Owner, 
 async def verify(database: Path) -> Verified:
     """Compute the chain of hashes anew and compare it with the one that was stored."""
     return await _read(database, _verify)
+
+
+async def trace(database: Path, id_: str) -> Story:
+    """Tell what the agent did with a message, and what it emitted, by the id of either; raises `Fatal` (3) for none."""
+    story = await _read(database, partial(_trace, id_))
+    if not story.steps:
+        raise Fatal(Exit.NOT_FOUND, f"the agent's store {database} has nothing under the id {id_!r}")
+    return story
+
+
+def _trace(id_: str, owner: Owner, db: sqlite3.Connection) -> Story:
+    steps: dict[str, Step] = {}
+    waits: dict[str, Wait] = {}
+
+    def add(step: Step, why: str | None = None, help_: str | None = None) -> str:
+        steps[step.id] = step
+        if why is not None:
+            waits[step.id] = Wait(step=step.id, why=why, help=help_)
+        return step.id
+
+    (position,) = db.execute(QUERIES["find_cause"], {"id": id_}).fetchone()
+    events = [] if position is None else db.execute(QUERIES["story"], (position, _MOST)).fetchall()
+    names, cause = [id_], None
+    for number, (encoded, goes_out, epoch, published_at, stream, sequence) in enumerate(events):
+        record = decode_record(encoded)
+        if number and record.cause != position:
+            break
+        envelope = record.envelope
+        because = {"causation_id": envelope.causation_id} if envelope.causation_id else {}
+        step = Step(
+            id=f"message:{envelope.id}", what=record.role, thing=envelope.id, outcome="done", parent=cause,
+            at=envelope.ts, place=record.subject if number else owner.agent, ids=because,
+        )  # fmt: skip
+        if not number:
+            cause = add(step)
+            names.append(envelope.id)
+        elif published_at is None and goes_out:
+            why = f"{envelope.id} waits for {owner.agent} to publish it"
+            add(msgspec.structs.replace(step, outcome="waiting"), why, "postroom agent run")
+        else:
+            add(step)
+            place = "JetStream" if stream is None else f"{stream} #{sequence}"
+            published = Step(
+                id=f"event:{envelope.id}", what="published", thing=envelope.id, outcome="done", parent=step.id,
+                at=_moment(published_at), place=place, ids={"epoch": str(epoch or 0)},
+            )  # fmt: skip
+            add(published)
+    for name in dict.fromkeys(names):
+        for attempts, error, failed_at in db.execute(QUERIES["attempt_of"], (name,)):
+            step = Step(
+                id=f"handled:{name} {owner.agent}", what="tried", thing=name, outcome="waiting", at=_moment(failed_at),
+                place=owner.agent, attempt=attempts, reason=error,
+            )  # fmt: skip
+            add(step, f"{owner.agent} tries it again: {error}", f"postroom trace {name}")
+        for letter_id, encoded, published_at in db.execute(QUERIES["letters_of"], {"id": name}):
+            letter = msgspec.json.decode(encoded, type=DeadLetter)
+            step = Step(
+                id=f"letter:{letter_id}", what="buried", thing=letter_id, outcome="dead", parent=cause,
+                at=_moment(published_at), place=owner.agent, attempt=letter.attempts,
+                reason=f"{letter.reason}: {letter.last_error}",
+            )  # fmt: skip
+            add(
+                step,
+                f"{owner.agent} could not handle it: {step.reason}",
+                f"postroom dlq list --consumer {letter.consumer}",
+            )
+    return compose(steps, waits, more=len(events) == _MOST)
+
+
+def _moment(ms: int | None) -> datetime | None:
+    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)
 
 
 def _replay(agent_class: type[Agent[Any]], owner: Owner, db: sqlite3.Connection) -> tuple[Owner, Memory]:

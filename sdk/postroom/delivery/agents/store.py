@@ -26,7 +26,7 @@ from postroom.delivery.publishing.source import Placed
 _log = structlog.get_logger(__name__)
 
 SCHEMA: Final = Schema.of("postroom.delivery.agents", "PSAE")
-_QUERIES: Final = load_queries("postroom.delivery.agents")
+QUERIES: Final = load_queries("postroom.delivery.agents")
 _EVENT_BYTES: Final = 512  # about what an event adds to it beside its record
 _DISK_PAUSE: Final = 1.0  # seconds between two tries to commit on a full disk
 _PAGE: Final = 1000  # events read at once
@@ -192,8 +192,8 @@ class Store:
         values = [mark._asdict() for mark in marks]
 
         def work(db: sqlite3.Connection) -> int:
-            db.executemany(_QUERIES["mark_published"], values)
-            return db.executemany(_QUERIES["requeue_displaced"], values).rowcount
+            db.executemany(QUERIES["mark_published"], values)
+            return db.executemany(QUERIES["requeue_displaced"], values).rowcount
 
         return await self._file.write(work, _EVENT_BYTES * len(marks))
 
@@ -214,19 +214,19 @@ class Store:
     ) -> Placed | None:
         """Return what has the highest place of a stream in a range, but for `missing`; `created_at` as in `Mark`."""
         values = stream, created_at, first, last, _encode(missing).decode()
-        row = await self._file.run(lambda db: db.execute(_QUERIES["newest_at"], values).fetchone())
+        row = await self._file.run(lambda db: db.execute(QUERIES["newest_at"], values).fetchone())
         return row and Placed(*row)
 
     async def has_place(self, stream: str, created_at: int) -> bool:
         """Tell whether anything is noted in a stream; `created_at` as in `Mark`."""
         place = stream, created_at
-        return await self._file.run(lambda db: bool(db.execute(_QUERIES["has_place"], place).fetchone()[0]))
+        return await self._file.run(lambda db: bool(db.execute(QUERIES["has_place"], place).fetchone()[0]))
 
     async def forget_places(self, stream: str, created_at: int, numbers: Sequence[int]) -> None:
         """Note that what has these places in a stream is gone, as it should be."""
         values = stream, created_at, _encode(numbers).decode()
         size = _EVENT_BYTES * len(numbers)
-        await self._file.write(lambda db: db.execute(_QUERIES["forget_places"], values).rowcount, size)
+        await self._file.write(lambda db: db.execute(QUERIES["forget_places"], values).rowcount, size)
 
     async def requeue(self, positions: Sequence[int]) -> int:
         """Make these messages unpublished; return how many of them were published."""
@@ -241,14 +241,14 @@ class Store:
         entry = now, actor, "republish", f"{len(found)} messages published since {since}", reason
 
         def work(db: sqlite3.Connection) -> int:
-            db.execute(_QUERIES["log_operation"], entry)
+            db.execute(QUERIES["log_operation"], entry)
             return _requeue(found, [], db)
 
         return await self._file.write(work, _EVENT_BYTES * len(found))
 
     async def published_since(self, since: int) -> list[int]:
         """Return the positions of what was published from a time on (ms since the epoch)."""
-        return await self._file.run(lambda db: [row[0] for row in db.execute(_QUERIES["find_since"], (since,))])
+        return await self._file.run(lambda db: [row[0] for row in db.execute(QUERIES["find_since"], (since,))])
 
     async def prune(self, before: int, most: int) -> int:
         """Forget where up to `most` messages went that were published before a time (ms since the epoch), and letters.
@@ -257,8 +257,8 @@ class Store:
         """
 
         def work(db: sqlite3.Connection) -> int:
-            db.execute(_QUERIES["prune_letters"], (before,))
-            return db.execute(_QUERIES["prune"], {"before": before, "most": most}).rowcount
+            db.execute(QUERIES["prune_letters"], (before,))
+            return db.execute(QUERIES["prune"], {"before": before, "most": most}).rowcount
 
         return await self._file.write(work, _EVENT_BYTES * most)
 
@@ -269,7 +269,7 @@ class Store:
 
 def read_events(db: sqlite3.Connection, after: int = 0) -> Iterator[Event]:
     """Read every event after a position, a page at a time."""
-    while page := db.execute(_QUERIES["read"], (after, _PAGE)).fetchall():
+    while page := db.execute(QUERIES["read"], (after, _PAGE)).fetchall():
         for position, record, state_hash in page:
             yield Event(position, record, state_hash)
         after = page[-1][0]
@@ -277,19 +277,19 @@ def read_events(db: sqlite3.Connection, after: int = 0) -> Iterator[Event]:
 
 def read_head(db: sqlite3.Connection) -> Head:
     """Read where the store stands."""
-    return Head(*db.execute(_QUERIES["head"]).fetchone())
+    return Head(*db.execute(QUERIES["head"]).fetchone())
 
 
 def read_owner(db: sqlite3.Connection) -> Owner | None:
     """Read whose store it is; None where nobody has claimed it."""
-    row = db.execute(_QUERIES["owner"]).fetchone()
+    row = db.execute(QUERIES["owner"]).fetchone()
     return row and Owner(*row)
 
 
 def _claim(path: Path, owner: Owner, db: sqlite3.Connection) -> None:
     found = read_owner(db)
     if found is None:
-        db.execute(_QUERIES["claim"], owner)
+        db.execute(QUERIES["claim"], owner)
     elif found != owner:
         raise Fatal(
             Exit.CONFIG,
@@ -310,27 +310,27 @@ def _read_turn(wanted: TurnQuery, db: sqlite3.Connection) -> TurnInput:
 
 
 def _among(db: sqlite3.Connection, query: str, wanted: Sequence[object]) -> list[tuple[Any, ...]]:
-    return db.execute(_QUERIES[query], (_encode(wanted).decode(),)).fetchall() if wanted else []
+    return db.execute(QUERIES[query], (_encode(wanted).decode(),)).fetchall() if wanted else []
 
 
 def _append(changes: Changes, db: sqlite3.Connection) -> None:
     if changes.events:
         rows = [(event.position, event.record.decode(), event.state_hash) for event in changes.events]
-        db.executemany(_QUERIES["append"], rows)
+        db.executemany(QUERIES["append"], rows)
         last = changes.events[-1]
-        db.execute(_QUERIES["advance"], (last.position, last.state_hash, changes.logical_clock))
+        db.execute(QUERIES["advance"], (last.position, last.state_hash, changes.logical_clock))
     if changes.versions:
-        db.executemany(_QUERIES["count_change"], changes.versions.items())
+        db.executemany(QUERIES["count_change"], changes.versions.items())
     if changes.failed:
-        db.executemany(_QUERIES["count_attempt"], changes.failed)
-        db.execute(_QUERIES["forget_old_attempts"], (changes.failed[-1].failed_at - _ATTEMPTS_KEPT,))
+        db.executemany(QUERIES["count_attempt"], changes.failed)
+        db.execute(QUERIES["forget_old_attempts"], (changes.failed[-1].failed_at - _ATTEMPTS_KEPT,))
     if changes.handled:
-        db.execute(_QUERIES["forget_attempts"], (_encode(changes.handled).decode(),))
+        db.execute(QUERIES["forget_attempts"], (_encode(changes.handled).decode(),))
 
 
 def _keep_letter(letter: tuple[str, str, bytes], db: sqlite3.Connection) -> Stored | None:
-    db.execute(_QUERIES["keep_letter"], letter)
-    row = db.execute(_QUERIES["find_letter"], letter[:1]).fetchone()
+    db.execute(QUERIES["keep_letter"], letter)
+    row = db.execute(QUERIES["find_letter"], letter[:1]).fetchone()
     return row and Stored(*row)
 
 
@@ -338,18 +338,18 @@ def _find_lost(search: Losses, db: sqlite3.Connection) -> tuple[list[int], list[
     """Return the positions of what is lost, and of what is gone by age."""
     lost: list[int] = []
     old: list[int] = []
-    for position, published_at in db.execute(_QUERIES[f"find_{search.loss}"], search._asdict()):
+    for position, published_at in db.execute(QUERIES[f"find_{search.loss}"], search._asdict()):
         (lost if published_at > search.since else old).append(position)
     return lost, old
 
 
 def _requeue(lost: Sequence[int], old: Sequence[int], db: sqlite3.Connection) -> int:
-    db.execute(_QUERIES["forget_place"], (_encode(old).decode(),))
-    return db.execute(_QUERIES["requeue"], (_encode(lost).decode(),)).rowcount
+    db.execute(QUERIES["forget_place"], (_encode(old).decode(),))
+    return db.execute(QUERIES["requeue"], (_encode(lost).decode(),)).rowcount
 
 
 def _outgoing(db: sqlite3.Connection, query: str, parameters: tuple[str | int, ...]) -> list[Stored]:
-    return [Stored(*row) for row in db.execute(_QUERIES[query], parameters)]
+    return [Stored(*row) for row in db.execute(QUERIES[query], parameters)]
 
 
 def _damaged(path: Path, fault: str) -> None:
