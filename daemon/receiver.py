@@ -70,6 +70,7 @@ class Receiver:
         self.inbox: Inbox | None = None
         self._connection: Client | None = None
         self._consumer: Consumer | None = None
+        self._pulling: asyncio.Task[None] | None = None
         self._filing: Filing | None = None
         self._member: str | None = None  # whose messages are being pulled
         self._trouble: str | None = "it is being opened"
@@ -116,7 +117,12 @@ class Receiver:
     async def stop(self, grace_seconds: float) -> None:
         """Take nothing more, and finish what is in hand, for at most `grace_seconds`; safe to repeat."""
         self._stopping = True
-        await self._stop_consumer(grace_seconds)
+        pulling = self._pulling if self._consumer is not None else None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                await self._stop_consumer(grace_seconds)
+                if pulling is not None:
+                    await asyncio.wait({pulling})  # whoever stops it may cancel it then: its connection is closed
 
     async def _stop_consumer(self, grace_seconds: float) -> None:
         if self._filing is not None:
@@ -128,7 +134,7 @@ class Receiver:
 
     async def _receive(self, inbox: Inbox) -> None:
         """Pull, refill and prune until the consumer is stopped, or anything fails."""
-        pulling = asyncio.create_task(self._pull(inbox), name="inbox pull")
+        pulling = self._pulling = asyncio.create_task(self._pull(inbox), name="inbox pull")
         others = [self._refill(inbox), self._prune(inbox), self._watch(inbox)]
         tasks = {pulling, *(asyncio.create_task(other) for other in others)}
         try:

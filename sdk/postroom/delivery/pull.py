@@ -79,6 +79,7 @@ class Pull:
         self._delivered = -1  # messages, when that was last watched
         self._watched = 0.0
         self._stopped = False
+        self._stopping = asyncio.Lock()
         self.trouble: str | None = None  # why nothing arrives
         self._wake = asyncio.Event()
         self._known = asyncio.Event()
@@ -99,20 +100,22 @@ class Pull:
                 await self._pause(TICK_SECONDS)
             elif not await self._look():
                 await self._pause(RETRY_SECONDS)
+        await self.stop()  # whoever runs it closes the connection then
 
     async def stop(self) -> None:
-        """Ask for nothing more, and take nothing more."""
+        """Ask for nothing more, and take nothing more; another call returns when the first has ended."""
         self._stopped, self._asked = True, 0
         self._wake.set()
         self._known.set()
-        subscription, self._subscription = self._subscription, None
-        if subscription is None or self._connection.is_closed:
-            return
-        try:
-            async with asyncio.timeout(STOP_SECONDS):  # what is on its way still arrives, and is handed back
-                await subscription.drain()  # type: ignore[no-untyped-call]
-        except NATS_ERRORS:
-            _log.info("pull_stopped_without_nats", consumer=self._settings.durable)
+        async with self._stopping:
+            subscription, self._subscription = self._subscription, None
+            if subscription is None or self._connection.is_closed:
+                return
+            try:
+                async with asyncio.timeout(STOP_SECONDS):  # what is on its way still arrives, and is handed back
+                    await subscription.drain()  # type: ignore[no-untyped-call]
+            except NATS_ERRORS:
+                _log.info("pull_stopped_without_nats", consumer=self._settings.durable)
 
     def more(self) -> None:
         """Say that there is room again."""

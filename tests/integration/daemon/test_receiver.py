@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from nats.js import JetStreamContext
+from structlog.testing import capture_logs
 from support.hostile import HostileMessage, byte_writer, odd_messages, quiet_logs, random_messages
 from support.inboxes import message, wire
 from support.receiving import ids_in, publish, stream_of
@@ -119,6 +120,18 @@ async def test_what_is_older_than_the_retention_is_deleted_at_a_start(
     assert ids_in(running.state) == ["id-1"]
     again = await start(retention_days=1e-9)
     await until(lambda: ids_in(again.state) == [])
+
+
+async def test_a_stop_keeps_the_connection_until_nats_has_heard_of_it(
+    start: Start, js: JetStreamContext, mesh: str
+) -> None:
+    """Else what is on its way is not handed back, and the stop waits for an answer that cannot come."""
+    running = await start()
+    await publish(js, [message(1, mesh=mesh)])
+    await running.filed(1)
+    with capture_logs() as lines:
+        await running.stop()
+    assert "pull_stopped_without_nats" not in {line["event"] for line in lines}
 
 
 @pytest.mark.usefixtures("js")
