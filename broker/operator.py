@@ -117,7 +117,7 @@ class OperatorLog:
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/operator_log`."""
         query = decode_query(request, LogQuery)
-        wanted = query.noun, query.verb, query.actor, query.key, query.cursor, query.limit + 1
+        wanted = query.noun, query.verb, query.actor, query.key, query.since, query.cursor, query.limit + 1
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_operations"], *wanted)
         lines = [LogLine(**dict(list(row.items())[1:])) for row in rows[: query.limit]]

@@ -443,11 +443,12 @@ SELECT count(*) FROM forgotten;
 INSERT INTO mesh.operator_log (actor, verb, noun, key, outcome, reason) VALUES ($1, $2, $3, $4, $5, $6);
 
 -- name: list_operations
--- The latest $6 lines before the number $5, to the noun $1, by the verb $2, by $3, to the key $4, each of which may be null.
+-- The latest $7 lines before the number $6, of things $1, by the verb $2, by who is $3, to the key $4, from $5 on; each of
+-- these may be null.
 SELECT id, at, actor, verb, noun, key, outcome, reason FROM mesh.operator_log
 WHERE ($1::text IS NULL OR noun = $1) AND ($2::text IS NULL OR verb = $2) AND ($3::text IS NULL OR actor = $3)
-  AND ($4::text IS NULL OR key = $4) AND ($5::bigint IS NULL OR id < $5)
-ORDER BY id DESC LIMIT $6;
+  AND ($4::text IS NULL OR key = $4) AND ($5::timestamptz IS NULL OR at >= $5) AND ($6::bigint IS NULL OR id < $6)
+ORDER BY id DESC LIMIT $7;
 
 -- name: find_key
 -- What is known of the key of `postroom.once` $4 of the tenant $1, the topic $2 and the group $3.

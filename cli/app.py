@@ -62,7 +62,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "jobs": Verb("cli.jobs", "Start, inspect, retry and cancel jobs."),
         "once": Verb("cli.once", "List, inspect and delete keys of things done once."),
         "console": Verb("cli.console", "Serve a page on which operators see and repair."),
-        "log": Verb("cli.log", "Show what operators changed at the broker."),
+        "log": Verb("cli.log", "Show what operators did, at the broker and at the daemon."),
         "agent": Verb("cli.agent", "Run agents, and inspect their event stores."),
         "consumer": Verb("cli.consumer", "Post messages to an HTTP handler."),
         "worker": Verb("cli.worker", "Run the worker that publishes; see its backlog, publish again."),

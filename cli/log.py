@@ -1,41 +1,115 @@
-"""`postroom log`: what operators changed at the broker (docs/contract/operate.md#operate-37)."""
+"""`postroom log`: what operators did, at the broker and at the daemon (docs/contract/operate.md#operate-37)."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
-from cli.connect import with_broker
-from cli.noun import Json, TokenFile, Url, noun
-from cli.output import listing
+from cli.connect import with_broker, with_daemon
+from cli.exits import ending
+from cli.noun import Json, Socket, TokenFile, Url, choice, moment, noun
+from cli.output import listing, note
 from postroom._wire.administration import MAX_PAGE
-from postroom._wire.nouns import OPERATOR_LOG, LogQuery
+from postroom._wire.nouns import OPERATOR_LOG, LogLine, LogPage, LogQuery
+from postroom._wire.transport import find_socket
+from postroom.chassis.exits import Fatal
+from postroom.errors import PostroomError
 
 app = noun()
+
+
+class Placed(LogLine, kw_only=True, frozen=True):
+    """A line, and in whose log it is: the broker's, or that of the daemon with this socket."""
+
+    where: str
 
 
 @app.command()
 def log(
     *,
-    thing: Annotated[str | None, typer.Option("--noun", metavar="NOUN", help="Only of a kind, such as job.")] = None,
+    thing: Annotated[
+        str | None, typer.Option("--noun", metavar="NOUN", help="Only of a kind, such as job, row or relay.")
+    ] = None,
     verb: Annotated[str | None, typer.Option(metavar="VERB", help="Only by a verb, such as cancel.")] = None,
     actor: Annotated[str | None, typer.Option(metavar="WHO", help="Only by this one, such as administrator.")] = None,
     key: Annotated[str | None, typer.Option(metavar="KEY", help="Only of this thing, as the list shows it.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many lines to show.")] = 50,
+    since: Annotated[
+        datetime | None,
+        typer.Option(parser=moment, metavar="TIME", help="Only from a time on, or in the last 90s, 15m, 7d."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many lines to show.")] = 50,
+    place: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="PLACE",
+            parser=choice("place", ("broker", "daemon")),
+            help="Only the log of the broker, or of the daemon [default: both].",
+        ),
+    ] = None,
+    socket: Socket = None,
     url: Url = None,
     token_file: TokenFile = None,
     as_json: Json = False,
 ) -> None:
-    """Show what operators changed at the broker, and why, the latest first.
+    """Show what operators did at the broker and at this host's daemon, and why, the latest first.
+
+    What cannot be asked is named on standard error, and the exit code says so; the rest is shown.
 
     \b
         postroom log --noun job --limit 10
+        postroom log --actor lea --since 1d
     """  # noqa: D301 - \b: as it stands
-    query = LogQuery(noun=thing, verb=verb, actor=actor, key=key, limit=limit)
+    query = LogQuery(noun=thing, verb=verb, actor=actor, key=key, since=since)
+
+    def broker() -> list[Placed]:
+        def ask(query: LogQuery) -> LogPage:
+            return with_broker(url, token_file, lambda client: client.list_things(OPERATOR_LOG, query))
+
+        return _latest(ask, query, limit, "broker")
+
+    def daemon() -> list[Placed]:
+        path = Path(find_socket(socket))
+        return _latest(lambda query: with_daemon(path, lambda client: client.log(query)), query, limit, str(path))
+
+    found: list[list[Placed]] = []
+    code = 0
+    for name, read in {"broker": broker, "daemon": daemon}.items():
+        if place in (None, name):
+            try:
+                found.append(read())
+            except (Fatal, PostroomError) as error:
+                end = ending(error)
+                note(f"postroom: the log of the {name} is missing: {end.sentence}")
+                code = code or end.exit_code
+    lines = list(heapq.merge(*found, key=lambda line: line.at, reverse=True))
     listing(
-        with_broker(url, token_file, lambda client: client.list_things(OPERATOR_LOG, query)).lines,
-        ("AT", "BY", "VERB", "NOUN", "KEY", "OUTCOME", "REASON"),
-        lambda one: (one.at, one.actor, one.verb, one.noun, one.key, one.outcome, one.reason),
+        lines[:limit],
+        ("AT", "WHERE", "BY", "VERB", "NOUN", "KEY", "OUTCOME", "REASON"),
+        lambda one: (one.at, one.where, one.actor, one.verb, one.noun, one.key, one.outcome, one.reason),
         as_json=as_json,
     )
+    if len(lines) > limit:
+        note(f"{limit} lines are shown, and there are older ones: `--limit {10 * limit}` shows more")
+    if code:
+        raise typer.Exit(code)
+
+
+def _latest(ask: Callable[[LogQuery], LogPage], query: LogQuery, limit: int, where: str) -> list[Placed]:
+    """Read page by page until there is a line more than are shown, or no other."""
+    lines: list[Placed] = []
+    cursor: int | None = None
+    while len(lines) <= limit:
+        size = min(limit + 1 - len(lines), MAX_PAGE)
+        page = ask(msgspec.structs.replace(query, cursor=cursor, limit=size))
+        lines += [Placed(where=where, **msgspec.structs.asdict(line)) for line in page.lines]
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return lines

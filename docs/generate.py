@@ -24,8 +24,8 @@ NOUNS = (DEAD_LETTERS, *UNPUBLISHED.values(), SOURCES, JOBS, KEYS)
 
 _VERBS = """# What operators can do
 
-Each verb takes a reason, which is kept with who did it (`postroom outbox inspect` shows it for rows, `postroom log`
-for what is shared), means things by their ids or by a filter, and says with `dry_run` which, before anything changes.
+Each verb takes a reason, which is kept with who did it (`postroom log` shows it), means things by their ids or by a
+filter, and says with `dry_run` which, before anything changes.
 
 This page is written by `make docs` from the tables that routes, clients and commands follow from.
 

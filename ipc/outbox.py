@@ -16,6 +16,7 @@ from ipc.services import Services
 from outbox import RowFilter
 from postroom._wire.ids import now_ms
 from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, prepare
+from postroom._wire.nouns import LogQuery
 from postroom._wire.operations import (
     MAX_PAGE,
     VERBS,
@@ -68,6 +69,10 @@ class OutboxDesk:
     async def inspect(self, request: Request) -> web.StreamResponse:
         """Show one row, the chain of requeues it belongs to, and what operators did to it."""
         return json_answer(await self._outbox.inspect(_id(request)))
+
+    async def log(self, request: Request) -> web.StreamResponse:
+        """Say what operators did to rows and to the relay, the latest first and page by page."""
+        return json_answer(await self._outbox.operations(decode_query(request, LogQuery)))
 
     def one(self, verb: Verb) -> Handler:
         """Make the handler of `verb` on one row; it answers the row, of a requeue the successor."""

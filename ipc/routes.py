@@ -12,6 +12,7 @@ from ipc.sends import Sends
 from ipc.services import Services
 from postroom._wire.administration import Subscription, TopicList
 from postroom._wire.message import SendRequest
+from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
 from postroom._wire.operations import (
     VERBS,
     BulkRequest,
@@ -77,6 +78,8 @@ def routes(services: Services) -> list[Route]:
                  body=each.body, answers={200: OutboxRow}, problems=_VERB) for verb, each in VERBS.items()),
         *(_route("POST", f"/v1/outbox/{verb}", outbox.bulk(verb), OPERATOR, f"{verb} many rows: {each.effect}",
                  body=BulkRequest, answers={200: BulkResult}, problems=_BODY) for verb, each in VERBS.items()),
+        _route("GET", OPERATOR_LOG.path, outbox.log, OPERATOR, "what operators did to rows and to the relay, and why",
+               query=LogQuery, answers={200: LogPage}, problems=(400, 403)),
         _route("GET", "/v1/trace/{id}", outbox.trace, OPERATOR, "what became of a message here, and where it waits",
                query=TraceQuery, answers={200: Story}, problems=(400, 403, 404, 503)),
         _route("POST", "/v1/outbox/prune", outbox.prune, OPERATOR, "delete the payloads of old settled rows",

@@ -28,6 +28,8 @@ from outbox.model import (
 from outbox.relaying import read_claimed
 from outbox.settled import find_moved, find_row, find_rows, read_salt, text_of, unpack
 from postroom._wire.message import Priority
+from postroom._wire.nouns import LogLine, LogPage, LogQuery
+from postroom._wire.operations import VERBS
 from postroom._wire.sends import EndedRow, FailedPosts, OperatorAction, OutboxPage, OutboxRow, RowChain, RowStatus
 from postroom._wire.sql import load_queries
 from postroom.chassis import sqlite
@@ -194,6 +196,22 @@ class Reader:
             return _with_log(db, row, chain)
 
         return await self._read(read)
+
+    async def operations(self, query: LogQuery) -> LogPage:
+        """Return what operators did to this outbox and its relay, the latest first."""
+        since = None if query.since is None else int(query.since.timestamp() * 1000)
+        wanted = {**msgspec.structs.asdict(query), "since": since, "limit": query.limit + 1}
+        rows = await self._read(lambda db: db.execute(_QUERIES["operations"], wanted).fetchall())
+        lines = []
+        for _, at, verb, actor, reason, row_id, detail, noun in rows[: query.limit]:
+            done = VERBS[verb].done if verb in VERBS else "done"
+            outcome = done if detail is None else f"{done}: {detail}"
+            moment = datetime.fromtimestamp(at / 1000, UTC)
+            line = LogLine(
+                at=moment, actor=actor, verb=verb, noun=noun, key=row_id or "", outcome=outcome, reason=reason
+            )
+            lines.append(line)
+        return LogPage(lines=lines, next_cursor=rows[-2][0] if len(rows) > query.limit else None)
 
     async def unreported(self, limit: int) -> tuple[list[int], list[EndedRow]]:
         """Return the numbers and the rows of the next ends that the broker has not heard of, the oldest first."""

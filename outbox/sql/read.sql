@@ -40,6 +40,17 @@ CROSS JOIN json_each(posts) AS post;
 -- The next rows whose end the broker has not heard of: their numbers there, and in the outbox.
 SELECT number, seq FROM outbox_unreported ORDER BY number LIMIT ?1;
 
+-- name: operations
+-- The latest lines of the log below the number :cursor, of things :noun, by :verb, by :actor, to the row :key, from :since
+-- on, each of which may be null.
+SELECT seq, at, verb, actor, reason, row_id, detail, noun FROM (
+  SELECT *, CASE WHEN row_id IS NOT NULL THEN 'row' WHEN verb IN ('pause', 'resume') THEN 'relay' ELSE 'outbox' END AS noun
+  FROM operator_log
+)
+WHERE (:noun IS NULL OR noun = :noun) AND (:verb IS NULL OR verb = :verb) AND (:actor IS NULL OR actor = :actor)
+  AND (:key IS NULL OR row_id = :key) AND (:since IS NULL OR at >= :since) AND (:cursor IS NULL OR seq < :cursor)
+ORDER BY seq DESC LIMIT :limit;
+
 -- name: log
 -- What operators did to these rows, oldest first.
 SELECT json_group_array(json_array(at, verb, actor, reason, row_id, detail))

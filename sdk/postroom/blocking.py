@@ -112,6 +112,7 @@ class Client:
     list_rows = _blocking(AsyncClient.list_rows)
     export = _iterating(AsyncClient.export)
     inspect = _blocking(AsyncClient.inspect)
+    log = _blocking(AsyncClient.log)
     trace = _blocking(AsyncClient.trace)
     act = _blocking(AsyncClient.act)
     bulk = _blocking(AsyncClient.bulk)

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from postroom._wire.administration import Subscription, Topic, TopicList
 from postroom._wire.arguments import Body, check_id, check_seconds, check_traceparent, compose, encode
 from postroom._wire.message import Priority, SendRequest, refuse
+from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
 from postroom._wire.operations import (
     MAX_PAGE,
     MAX_WAIT,
@@ -236,6 +237,10 @@ class AsyncClient(Calls):
     async def inspect(self, row_id: str) -> RowChain:
         """Return a row with its predecessors and successors and what operators did to them."""
         return await self._read(_row(row_id), RowChain)
+
+    async def log(self, query: LogQuery | None = None) -> LogPage:
+        """Return what operators did to rows and to the relay, the latest first."""
+        return await self._read(OPERATOR_LOG.path, LogPage, query=query or LogQuery())
 
     async def trace(self, id_: str, sender: str | None = None) -> Story:
         """Return what the daemon knows of a row or a message, also of one that it received from `sender`."""

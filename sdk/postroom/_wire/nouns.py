@@ -111,12 +111,16 @@ class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
 
 
 class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of `GET /v1/operator_log`: which lines, the latest first; what is not set matches all."""
+    """The query string of `GET /v1/operator_log`: which lines, the latest first; what is not set matches all.
+
+    A daemon has the same route for what was done to its rows (nouns `row`, `relay` and `outbox`).
+    """
 
     noun: str | None = None
     verb: str | None = None
     actor: str | None = None
     key: str | None = None
+    since: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
     cursor: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE)] = 100
 

@@ -112,6 +112,49 @@ async def test_an_operator_has_a_role_of_its_own_until_it_is_revoked(mailroom: M
     assert (await user.run("operator", "create", "zoe", "--role", "boss")).code == 2
 
 
+async def test_one_log_says_what_was_done_at_the_broker_and_at_the_daemon(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    await user.run("mesh", "create", "logged")
+    await user.as_member("send", "topic:nowhere", "hello", "--id", "for-the-log", "--wait")
+    aborted = await user.as_member("outbox", "abort", "for-the-log", "--reason", "nobody reads it", "--yes", "--json")
+    await user.as_member("relay", "pause", "topic:none", "--reason", "a test")
+    await user.run("mesh", "delete", "logged", "--yes")
+    shown = (await user.run("log", "--limit", "4", "--json")).json
+    row = aborted.json[0]["id"]
+    assert [(one["where"], one["noun"], one["verb"], one["outcome"].partition(":")[0]) for one in shown] == [
+        ("broker", "mesh", "delete", "done"),
+        (str(mailroom.socket), "relay", "pause", "done"),
+        (str(mailroom.socket), "row", "abort", "aborted"),
+        ("broker", "mesh", "create", "done"),
+    ]
+    assert (shown[2]["key"], shown[2]["reason"]) == (row, "nobody reads it")
+    assert shown[2]["actor"].startswith("uid ")
+
+    async def keys(*filters: str) -> list[str]:
+        return [one["key"] for one in (await user.run("log", *filters, "--json")).json]
+
+    assert await keys("--noun", "row", "--key", row) == [row]
+    assert await keys("--verb", "delete", "--at", "broker") == ["logged"]
+    assert await keys("--actor", shown[2]["actor"], "--verb", "abort") == [row]
+    assert row in await keys("--since", "1h")
+    assert await keys("--since", "0s") == []
+    first, second = await user.run("log", "--limit", "1"), await user.run("log", "--limit", "2", "--json")
+    assert "there are older ones" in first.err
+    assert len(second.json) == 2
+
+
+async def test_a_log_without_one_of_its_parts_names_it_and_shows_the_rest(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    without_broker = await user.run("log", "--url", "http://127.0.0.1:9", "--json")
+    assert without_broker.code == 69
+    assert "the log of the broker is missing" in without_broker.sentence()
+    assert {one["where"] for one in without_broker.json} == {str(mailroom.socket)}
+    without_daemon = await user.run("log", "--socket", "/nonexistent/d.sock", "--json")
+    assert without_daemon.code == 69
+    assert "the log of the daemon is missing" in without_daemon.sentence()
+    assert {one["where"] for one in without_daemon.json} == {"broker"}
+
+
 async def test_lists_for_people_are_tables(mailroom: Mailroom) -> None:
     user = Administrator(mailroom)
     for command, expected in {

@@ -321,13 +321,13 @@ def test_a_list_longer_than_a_page_is_whole_and_in_order(office: Office, monkeyp
 def test_whoever_changes_a_job_is_in_the_one_log_as_the_token_says(office: Office) -> None:
     job = office.user.run("jobs", "start", "logged", "--first", "extract").out.strip()
     office.user.run("jobs", "cancel", job, "--reason", "the wrong day", "--yes")
-    ended, begun = office.user.run("log", "--noun", "job", "--key", f"sea {job}", "--json").json
+    ended, begun = office.user.run("log", "--at", "broker", "--noun", "job", "--key", f"sea {job}", "--json").json
     del ended["at"], begun["at"]
     assert begun == {
         "actor": "administrator", "verb": "start", "noun": "job", "key": f"sea {job}", "outcome": "started"
     }  # fmt: skip
     assert ended == {**begun, "verb": "cancel", "outcome": "is cancelled", "reason": "the wrong day"}
-    assert "the wrong day" in office.user.run("log", "--limit", "1").out
+    assert "the wrong day" in office.user.run("log", "--at", "broker", "--limit", "1").out
 
 
 def test_an_admin_sees_and_changes_the_jobs_of_its_own_mesh_alone(office: Office, tmp_path: Path) -> None:

@@ -82,9 +82,10 @@ async def test_who_forgot_a_key_of_the_broker_is_in_the_one_log(database_url: st
     with operated_broker(short_directory, database_url) as reach:
         user = Terminal(**reach)
         assert (await run(user, "forget", "k-1", *NAMES, "--reason", "never charged", "--yes")).code == 0
-        (line,) = (await asyncio.to_thread(user.run, "log", "--json")).json
+        (line,) = (await asyncio.to_thread(user.run, "log", "--at", "broker", "--json")).json
     del line["at"]
     assert line == {
+        "where": "broker",
         "actor": "administrator",
         "verb": "forget",
         "noun": "key",
