@@ -7,11 +7,11 @@ from typing import Final
 
 from aiohttp import web
 
-from console import dead_letters, messages, repairs
+from console import dead_letters, jobs, messages, operations, publishing, repairs
 from console.config import ConsoleConfig
 from console.login import log_in, log_out, show_login
 from console.sessions import SESSION, Gate, Sessions, next_of
-from console.views import SESSIONS, STATIC, page
+from console.views import ACCESS, SESSIONS, STATIC, page
 from postroom.chassis.routes import Handler, Route, application
 from postroom.errors import NotFound, PostroomError
 
@@ -45,6 +45,16 @@ ROUTES: Final = [
           summary="Dead letters to choose from"),
     Route(method="GET", path="/dead_letters/{mesh}/{id}", handler=dead_letters.show_letter, access="look",
           summary="A dead letter, whole"),
+    Route(method="GET", path="/consumers", handler=publishing.show_consumers, access="look everywhere",
+          summary="How far behind each consumer is"),
+    Route(method="GET", path="/unpublished", handler=publishing.show_unpublished, access="look everywhere",
+          summary="What waits to be published, and what is refused"),
+    Route(method="GET", path="/jobs", handler=jobs.list_jobs, access="look", summary="Jobs"),
+    Route(method="GET", path="/jobs/{id}", handler=jobs.show_job, access="look", summary="A job with its tree"),
+    Route(method="GET", path="/programs", handler=operations.show_programs, access="look",
+          summary="The programs of all hosts"),
+    Route(method="GET", path="/log", handler=operations.show_log, access="look everywhere",
+          summary="What operators changed"),
     Route(method="POST", path="/repairs", handler=repairs.plan, access="repair", summary="Dry-run a verb"),
     Route(method="GET", path="/repairs/{id}", handler=repairs.show_repair, access="repair",
           summary="What would be done, how far it is, what came of it"),
@@ -63,6 +73,7 @@ def build(config: ConsoleConfig, sessions: Sessions) -> web.Application:
     )
     app = application([*ROUTES, static], Gate(config, sessions).authorize)
     app[SESSIONS] = sessions
+    app[ACCESS] = {route.path: route.access for route in ROUTES if route.method == "GET"}
     app.cleanup_ctx.append(repairs.remember)
     app.middlewares.append(problems_as_pages)
     app.on_response_prepare.append(add_headers)

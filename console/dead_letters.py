@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import msgspec
 from aiohttp import web
 
@@ -9,7 +11,7 @@ from console.messages import MOST_TEXT
 from console.sessions import SESSION
 from console.views import ROWS, asked, mesh_of, page
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses, LetterPage, LettersQuery
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, NotFound
 
 _CONDITIONS = ("reason", "consumer", "error", "subject")
 
@@ -17,7 +19,9 @@ _CONDITIONS = ("reason", "consumer", "error", "subject")
 async def show_causes(request: web.Request) -> web.Response:
     """`GET /dead_letters?mesh=`: the most frequent cause first."""
     mesh, meshes = await mesh_of(request, asked(request))
-    found = LetterCauses(causes=[]) if mesh is None else await request[SESSION].client.causes(mesh)
+    found = LetterCauses(causes=[])
+    with suppress(NotFound):  # a mesh has no stream before its first message
+        found = found if mesh is None else await request[SESSION].client.causes(mesh)
     return page(request, "causes.html", mesh=mesh, meshes=meshes, found=found)
 
 
@@ -32,7 +36,8 @@ async def list_letters(request: web.Request) -> web.Response:
             query = msgspec.convert({**wanted, "mesh": mesh, "limit": ROWS}, LettersQuery)
         except msgspec.ValidationError as error:
             raise InvalidMessage.of("invalid_query", str(error)) from error
-        found = await request[SESSION].client.list_things(DEAD_LETTERS, query)
+        with suppress(NotFound):  # the same
+            found = await request[SESSION].client.list_things(DEAD_LETTERS, query)
     conditions = {name: wanted[name] for name in _CONDITIONS if name in wanted}
     return page(request, "letters.html", mesh=mesh, given=given, conditions=conditions, found=found)
 

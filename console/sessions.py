@@ -48,9 +48,10 @@ class Session(NamedTuple):
     mesh: str | None
     ends_at: float
 
-    def may(self, role: str) -> bool:
-        """Tell whether the operator may do what a role may."""
-        return ROLES.index(self.role) >= ROLES.index(role)
+    def may(self, access: str) -> bool:
+        """Tell whether the operator may do what a role may, in a mesh or, as in `look everywhere`, in all of them."""
+        role, _, everywhere = access.partition(" ")
+        return ROLES.index(self.role) >= ROLES.index(role) and not (everywhere and self.mesh)
 
 
 SESSION: Final = web.RequestKey("session", Session)
@@ -174,7 +175,9 @@ class Gate:
         if session is None:
             raise web.HTTPSeeOther(f"/login{next_of(request)}")
         if not session.may(access):
-            raise NotPermitted.of("not_permitted", f"{session.actor} has the role `{session.role}`, not `{access}`")
+            where = session.mesh or "every mesh"
+            sentence = f"{session.actor} may {session.role} in {where}, and this is for those who may {access}"
+            raise NotPermitted.of("not_permitted", sentence)
 
     async def _check_form(self, request: web.Request, cookie: str) -> None:
         own = self._public_url or f"http://{request.host}"

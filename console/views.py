@@ -25,7 +25,16 @@ ROWS: Final = 50  # of a list on one page
 _FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
 
 HOME: Final = "/messages"  # where a log-in leads
-NAVIGATION: Final = (("/messages", "Messages", "member"), ("/dead_letters", "Dead letters", "look"))  # and for whom
+NAVIGATION: Final = (
+    ("/messages", "Messages"),
+    ("/dead_letters", "Dead letters"),
+    ("/consumers", "Consumers"),
+    ("/unpublished", "Unpublished"),
+    ("/jobs", "Jobs"),
+    ("/programs", "Programs"),
+    ("/log", "Log"),
+)
+ACCESS: Final = web.AppKey("access", dict[str, str])  # of each page, as the table of routes has it
 
 
 def when(moment: datetime | None) -> str:
@@ -96,7 +105,11 @@ def page(request: web.Request, template: str, *, status: int = 200, **values: An
     fresh = not cookie
     cookie = cookie or new_cookie()
     text: str = _ENVIRONMENT.get_template(template).render(
-        session=session, here=request.path, form_key=request.app[SESSIONS].form_key(cookie), **values
+        session=session,
+        here=request.path,
+        access=request.app[ACCESS],
+        form_key=request.app[SESSIONS].form_key(cookie),
+        **values,
     )
     answer = web.Response(text=text, content_type="text/html", status=status)
     if fresh:

@@ -1,0 +1,135 @@
+"""The other pages: consumers, what is unpublished, jobs, programs, the log; who sees which, and what they change."""
+
+from __future__ import annotations
+
+import html
+import platform
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import msgspec
+import pytest
+from nats.aio.client import Client
+
+from console.views import NAVIGATION
+from postroom import BrokerClient
+from postroom._wire.jobs import StartJob
+from postroom._wire.programs import PROGRAMS
+
+EVERYWHERE = ["/consumers", "/unpublished", "/log"]
+
+
+def finished(page: Any) -> bool:
+    return 'http-equiv="refresh"' not in page.text
+
+
+async def test_the_administrator_is_offered_every_page_and_each_is_there(admin: Any) -> None:
+    for path, label in NAVIGATION:
+        page = await admin.open(path)
+        assert (page.status, len(page.text) < 100_000) == (200, True), path
+        assert f'<a href="{path}" aria-current="page">{label}</a>' in page.text
+
+
+async def test_what_is_for_others_is_neither_offered_nor_shown(office: Any) -> None:
+    for name, hidden in (("ada", EVERYWHERE), ("bob", [path for path, _ in NAVIGATION if path != "/messages"])):
+        browser = await office.logged_in(name)
+        for path, _ in NAVIGATION:
+            assert (f'href="{path}"' in browser.shown.text) == (path not in hidden), (name, path)
+        for path in hidden:
+            page = await browser.open(path)
+            assert (page.status, "not_permitted" in page.text) == (403, True), (name, path)
+            await browser.open("/messages")
+
+
+async def test_a_consumer_that_nobody_runs_is_seen(office: Any, admin: Any, connection: Client) -> None:
+    js = connection.jetstream()
+    stream = f"{office.mesh.upper()}_EVENTS"
+    await js.add_stream(name=stream, subjects=[f"{office.mesh}.event.>"])
+    await js.add_consumer(stream, durable_name="billing", ack_policy="explicit")
+    for _ in range(3):
+        await js.publish(f"{office.mesh}.event.orders.v1", b"{}")
+
+    page = await admin.open(f"/consumers?mesh={office.mesh}")
+    row = page.text.split("<strong>billing</strong>")[1].split("</tr>")[0]
+    assert '<td class="number">3</td>' in row
+    assert "nobody asks" in row
+    assert "never" in row
+
+
+@pytest.fixture
+async def refused(office: Any) -> str:
+    """An event that JetStream has refused; its id."""
+    event = str(uuid4())
+    postgres = await asyncpg.connect(office.database)
+    await postgres.execute(
+        "INSERT INTO postroom.outbox_events (id, aggregate_type, aggregate_id, event_type, event_version, payload, "
+        "correlation_id, causation_id, subject, publish_attempts, publish_error, next_attempt_at) "
+        "VALUES ($1, 'topic', $2, 'orders', 1, '{}', $1, $1, $2, 7, '<b>too large</b>', now())",
+        event,
+        f"{office.mesh}.event.orders.v1",
+    )
+    await postgres.close()
+    return event
+
+
+async def test_a_refused_event_is_dropped_by_choosing_it(admin: Any, refused: str) -> None:
+    page = await admin.open("/unpublished")
+    assert "&lt;b&gt;too large" in page.text
+    page = await admin.submit("/repairs", kind="events", id=refused, verb="drop")
+    assert "Drop 1 event" in page.text
+    await admin.submit(page.path, reason="can never be published")
+    while not finished(admin.shown):
+        await admin.open(page.path)
+    assert "1 dropped, 0 failed." in admin.shown.text
+    assert refused not in (await admin.open("/unpublished")).text
+    page = await admin.open(f"/log?verb=drop&key={refused}")
+    assert "can never be published" in page.text
+
+
+async def test_a_job_is_found_shown_and_cancelled(office: Any, admin: Any) -> None:
+    flow, job = f"flow-{uuid4().hex[:8]}", uuid4()
+    async with BrokerClient(office.broker_url, office.tokens["administrator"]) as client:
+        request = msgspec.Raw(b'{"of": "<script>"}')
+        await client.start_job(StartJob(mesh=office.mesh, flow=flow, first="first", id=job, request=request))
+
+    assert f'href="/jobs/{job}"' in (await admin.open(f"/jobs?mesh={office.mesh}&flow={flow}&state=running")).text
+    assert str(job) not in (await admin.open(f"/jobs?mesh={office.mesh}&flow={flow}&state=failed")).text
+    page = await admin.open(f"/jobs/{job}")
+    assert ['value="cancel"' in page.text, 'value="retry"' in page.text] == [True, False]
+    assert '<span class="what">first</span>' in page.text
+    page = await admin.submit("/repairs", kind="jobs", id=str(job), verb="cancel")
+    await admin.submit(page.path, reason="the wrong day")
+    while not finished(admin.shown):
+        await admin.open(page.path)
+    assert "1 is cancelled, 0 failed." in admin.shown.text
+    page = await admin.open(f"/jobs/{job}")
+    assert ["An operator ended it." in page.text, "the wrong day" in page.text] == [True, True]
+    assert (await admin.open("/jobs?state=odd")).status == 400
+
+
+async def test_a_program_that_needs_help_says_what_is_wrong_and_what_helps(office: Any, admin: Any) -> None:
+    now = "2026-01-31T12:00:00Z"
+    report = {
+        "host": platform.node(),
+        "pid": 7,
+        "version": "1",
+        "started_at": now,
+        "at": now,
+        "status": "ok",
+        "dead": 3,
+    }
+    headers = {"Authorization": f"Bearer {office.tokens['alice']}"}
+    async with admin.session.post(office.broker_url + PROGRAMS.path, json=report, headers=headers) as answer:
+        assert answer.status < 300, await answer.text()
+
+    page = await admin.open("/programs")
+    row = page.text.split(f"<strong>daemon alice</strong> of {office.mesh}")[1].split("</tr>")[0]
+    assert "3 dead rows" in row
+    assert "<code>postroom outbox list --status dead</code>" in html.unescape(row)
+
+
+async def test_the_log_names_who_did_what(office: Any, admin: Any) -> None:
+    page = await admin.open("/log?noun=mesh&verb=create")
+    assert office.mesh in page.text
+    assert "administrator" in page.text
