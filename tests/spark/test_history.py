@@ -418,6 +418,14 @@ def test_what_was_deleted_before_a_stream_began_is_no_loss_of_its_own(history: H
         reader.latestOffset(first, ReadAllAvailable())
 
 
+def test_a_stream_can_be_of_one_destination(history: History) -> None:
+    history.accept(["a", "b"])
+    history.accept(["c"], to="topic:news")
+    reader = stream_reader(history, to="topic:news")
+    found = [batch.to_pylist() for part in reader.partitions({}, {"1": 3}) for batch in reader.read(part)]
+    assert [row["client_message_id"] for rows in found for row in rows] == ["c"]
+
+
 def test_a_stream_begins_where_since_says(history: History) -> None:
     history.accept(f"id-{number}" for number in range(6))
     history.tamper("UPDATE mesh.message_history SET accepted_at = '2026-11-01' WHERE history_id <= 4")

@@ -256,6 +256,40 @@ async def test_of_two_messages_with_one_number_of_a_stream_both_are_published_ag
         await all_there(context, tmp_path, "/2")
 
 
+async def test_two_messages_with_one_number_in_two_streams_of_one_name_are_both_there(context: Context, tmp_path: Path):
+    await place_orders(context, ORDERS[:1])
+    async with running_agent(context, tmp_path):
+        await settled(context)
+    store = await Store.open(tmp_path / "events.db", Owner("counting", context.name, "default"))
+    await store.requeue_since(0, now=1, actor="olga", reason="a test")
+    first, second = [message.position for message in await store.lost(0, 10)]
+    assert await store.mark_published([Mark(first, 1, 1, context.events, 1, 7)]) == 0
+    assert await store.mark_published([Mark(second, 1, 1, context.events, 2, 7)]) == 0
+    assert await store.lost(0, 10) == []
+    await store.close()
+
+
+async def test_commands_that_were_done_before_they_were_marked_are_not_published_again(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The process was killed between the server's word and its mark."""
+    commands = next(stream for stream in context.streams if stream.name.endswith("_COMMANDS"))
+    await place_orders(context, ORDERS)
+
+    async def mark_nothing(*_: object) -> int:
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "mark_published", mark_nothing)
+        async with running_agent(context, tmp_path, Ordering, settings=RECORD):
+            await settled(context, "ordering_consumer")
+    await context.js.purge_stream(commands.name)  # the same as acknowledging all of them
+    async with running_agent(context, tmp_path, Ordering, settings=RECORD) as running:
+        await compared(running)
+        assert running.runtime.counters.lost == 0
+    assert await context.stored(commands.name) == []
+
+
 async def test_what_was_published_long_ago_is_forgotten_and_its_message_still_known(context: Context, tmp_path: Path):
     await place_orders(context, ORDERS)
     async with running_agent(context, tmp_path, settings=RECORD) as running:

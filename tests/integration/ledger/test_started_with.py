@@ -10,7 +10,17 @@ from support.ledgers import LEASE, Jobs
 
 from postroom.ledger.errors import Inactive
 from postroom.ledger.operating import retry_job, show_job
-from postroom.ledger.primitives import Answer, Child, Start, enter_leg2, fail_activity, finish_job, spawn, start_job
+from postroom.ledger.primitives import (
+    Answer,
+    Child,
+    Request,
+    Start,
+    enter_leg2,
+    fail_activity,
+    finish_job,
+    spawn,
+    start_job,
+)
 
 
 async def with_children(jobs: Jobs, threshold: int, count: int) -> tuple[Start, list[UUID], bool]:
@@ -90,7 +100,7 @@ async def test_a_trace_goes_through_requests_answers_and_what_they_spawn(jobs: J
     child, silent = uuid4(), uuid4()
     answered = Answer("null", None, None, OTHER)
     leg2 = await enter_leg2(jobs.connection, begun.root, "m-1", LEASE, answered)
-    await spawn(jobs.connection, leg2, [Child(child, "load"), Child(silent, "load")])
+    await spawn(jobs.connection, leg2, [Child(child, "load"), Child(silent, "load")], (), [Request(uuid4(), "hands")])
     child_leg1 = await jobs.ask(child)
     without = await enter_leg2(jobs.connection, child, "m-2", LEASE)
     await fail_activity(jobs.connection, silent, "no disk")
@@ -107,6 +117,7 @@ async def test_a_trace_goes_through_requests_answers_and_what_they_spawn(jobs: J
         ("asked", TRACE),
         ("activity_spawned", OTHER),
         ("activity_spawned", OTHER),
+        ("hands", OTHER),
         ("asked", OTHER),
         ("job_failed", OTHER),
     ]

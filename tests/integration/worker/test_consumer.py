@@ -135,6 +135,27 @@ async def test_a_file_says_everything_and_the_page_tells_how_it_goes(
     await context.js.delete_stream(f"{context.events}_MORE")
 
 
+async def test_a_handler_that_cannot_be_reached_is_on_the_page_and_in_the_metrics(
+    context: Context, servers: dict[str, str], tmp_path: Path
+) -> None:
+    await context.declare()
+    file = tmp_path / "consumer.toml"
+    file.write_text(
+        f'context = "{context.name}"\ndatabase_url = "{servers["POSTROOM_DATABASE_URL"]}"\nlisten_port = 0\n'
+        f'[nats]\nurl = "{servers["POSTROOM_NATS_URL"]}"\n[handler]\nurl = "http://127.0.0.1:1/"\n'
+        f'[consumer]\nstream = "{context.events}"\ndurable = "orders"\n'
+    )
+    async with running("--config", str(file)) as process, aiohttp.ClientSession() as session:
+        page = str((await said(process, "consuming"))["page"])
+        await context.publish(["m-1"])
+        await said(process, "handler_unreachable")
+        async with session.get(f"{page}/ready") as ready, session.get(f"{page}/metrics") as metrics:
+            assert (ready.status, "no connection to http://127.0.0.1:1/" in await ready.text()) == (503, True)
+            text = await metrics.text()
+    assert "postroom_consumer_handler_reachable 0.0" in text
+    assert "postroom_consumer_handler_away_seconds 0.0\n" not in text
+
+
 async def test_what_is_wrong_is_said_in_a_sentence_with_its_exit_code(servers: dict[str, str], tmp_path: Path) -> None:
     direct = ("--context", "demo", "--name", "orders", "--handler", "http://127.0.0.1:1/")
     slow = {"POSTROOM_CONSUMER_HANDLER_TIMEOUT_SECONDS": "30"}

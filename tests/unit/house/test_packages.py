@@ -75,6 +75,14 @@ def test_what_is_used_by_private_names_or_sentences_has_an_upper_bound(name):
     assert {one.operator for one in requirement.specifier} == {">=", "<"}
 
 
+def test_the_sdk_leaves_the_module_ulid_to_others():
+    names = {Requirement(each).name for each in requires("postroom") or ()}
+    declared = tomllib.loads((ROOT / "sdk" / "pyproject.toml").read_text())["project"]
+    for each in (declared["dependencies"], *declared["optional-dependencies"].values()):
+        names |= {Requirement(line).name for line in each}
+    assert not names & {"ulid", "ulid-py", "python-ulid"}
+
+
 PRIVATE_OF_AIOHTTP = {"_current_request", "_messages", "_reading_paused", "_request_count", "_waiter"}
 
 
