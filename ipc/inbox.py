@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
@@ -19,7 +20,6 @@ from inbox import MessageFilter, StoredMessage
 from ipc.answers import json_answer
 from ipc.request import Request
 from ipc.services import Services
-from ipc.shares import Lanes
 from postroom._wire.sends import EventsQuery, InboxQuery
 from postroom.chassis.routes import decode_query
 from postroom.errors import InvalidMessage, TryAgain
@@ -37,14 +37,17 @@ class InboxDesk:
         self._services = services
         self._settings = services.inbox_settings
         self._counters = services.counters
-        self._lanes = Lanes()
+        self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()  # by uid: a thread serves them all
         self._readers = services.readers
+
+    def _turn(self, request: Request) -> asyncio.Lock:
+        return self._locks.setdefault(request.caller.uid, asyncio.Lock())
 
     async def list(self, request: Request) -> web.StreamResponse:
         """List received messages, oldest first and page by page."""
         query = decode_query(request, InboxQuery)
         wanted = MessageFilter(query.sender, query.destination)
-        async with self._lanes.of(request.caller.uid):
+        async with self._turn(request):
             page = await self._services.inbox.opened().page(query.cursor, _ms(query.since), query.limit, wanted)
         size = _size(page.messages)
         with self._services.budget.holding(size, request.caller.uid):  # until it has been read
@@ -62,7 +65,7 @@ class InboxDesk:
         wanted = MessageFilter(query.sender, query.destination)
         inbox = self._services.inbox.opened()
         with self._reader(request):
-            async with self._lanes.of(request.caller.uid):
+            async with self._turn(request):
                 after = await inbox.start(request.headers.get("Last-Event-ID"), _ms(query.since))
             response = web.StreamResponse(headers={"Content-Type": EVENT_STREAM, "Cache-Control": "no-store"})
             await response.prepare(request)
@@ -70,7 +73,7 @@ class InboxDesk:
             end = request.connection.until_end()
             while not end.done():
                 arrival = inbox.arrival()  # taken first: what is filed from here on sets it
-                async with self._lanes.of(request.caller.uid):
+                async with self._turn(request):
                     try:
                         messages, after = await inbox.following(after, _PAGE, wanted, most_bytes=_PAGE_BYTES)
                     except TryAgain as error:  # an answer cannot begin a second time

@@ -20,7 +20,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Final
-from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -230,14 +229,3 @@ class Turns:
     def _end_large_rest(self) -> None:
         self._large_resting = False
         self._arm()
-
-
-class Lanes:
-    """One thing at a time for each uid, where a thread serves all of them in the order in which they come."""
-
-    def __init__(self) -> None:
-        self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-
-    def of(self, uid: int) -> asyncio.Lock:
-        """Return the lock that `uid` has to hold."""
-        return self._locks.setdefault(uid, asyncio.Lock())
