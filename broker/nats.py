@@ -12,11 +12,10 @@ from typing import Final
 
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo, DeliverPolicy
-from nats.js.errors import NotFoundError
 
 from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
-from postroom.delivery.streams import all_consumers, covers, filters_of
+from postroom.delivery.streams import covers, filters_of
 from postroom.errors import PostroomError, Unavailable
 
 PATIENCE: Final = 5.0  # seconds that an operator waits for NATS
@@ -45,14 +44,6 @@ class Nats:
             yield nats.jetstream(), None
         finally:
             await nats.close()
-
-
-async def find_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo]:
-    """Return the durable consumers of a stream; none where there is no such stream. Raises what nats-py raises."""
-    try:
-        return [info for info in await all_consumers(js, stream) if info.config.durable_name]
-    except NotFoundError:
-        return []
 
 
 def wants(info: ConsumerInfo, subject: str, published_at: datetime) -> bool:

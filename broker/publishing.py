@@ -5,18 +5,13 @@ The rules are docs/contract/delivery.md#delivery-24 and #delivery-27. A worker d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 
 from aiohttp import web
-from nats.js import JetStreamContext
-from nats.js.api import ConsumerInfo
-from nats.js.errors import NotFoundError
 
 from broker.authentication import PRINCIPAL
 from broker.database import Database
-from broker.nats import BRIEFLY, Nats, find_consumers
+from broker.nats import BRIEFLY, Nats
 from broker.operator import keep_log
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
@@ -27,18 +22,17 @@ from postroom._wire.unpublished import (
     ConsumerPage,
     ConsumersQuery,
     DroppedLog,
-    Durable,
     FailingPage,
     Pause,
     Redriven,
     SourcePage,
 )
 from postroom.chassis.routes import Handler, decode_query, json_response
+from postroom.delivery.durables import list_durables
 from postroom.delivery.errors import NATS_ERRORS, from_nats, not_failing
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
 from postroom.delivery.publishing.operations import drop_failing, list_backlogs, list_dropped, list_failing, redrive
 from postroom.delivery.publishing.postgres import Table, now
-from postroom.delivery.streams import all_streams, filters_of
 from postroom.errors import InvalidMessage
 
 
@@ -101,44 +95,10 @@ class Consumers:
                 page.unread = None if unread is None else unread.problem
                 return json_response(page)
             try:
-                for stream in sorted((await all_streams(js)).infos, key=lambda stream: stream.config.name or ""):
-                    subjects, name = stream.config.subjects or [], stream.config.name or ""
-                    own = (f"{mesh}.", f"cmd.{mesh}.")
-                    if mesh is None or any(subject.startswith(own) for subject in subjects):
-                        for info in await find_consumers(js, name):
-                            page.consumers.append(await _durable(js, info, begun, found))
+                page.consumers = await list_durables(js, None if mesh is None else [mesh], begun, found, oldest=True)
             except NATS_ERRORS as error:
                 page.unread = from_nats(error, "listing the consumers").problem
         return json_response(page)
-
-
-async def _durable(
-    js: JetStreamContext, info: ConsumerInfo, begun: Mapping[str, int], paused: Mapping[str, str]
-) -> Durable:
-    """Say how far a consumer is; of one that is behind, also since when."""
-    patterns = filters_of(info.config)
-    delivered, floor = info.delivered, info.ack_floor
-    moments = [at.last_active for at in (delivered, floor) if at is not None and at.last_active is not None]
-    waiting, in_hand = info.num_pending or 0, info.num_ack_pending or 0
-    oldest: list[datetime] = []
-    for pattern in patterns if waiting or in_hand else []:
-        with suppress(NotFoundError):
-            first = 1 + (0 if floor is None else floor.stream_seq)
-            message = await js.get_msg(info.stream_name, first, subject=pattern, next=True)
-            oldest += [] if message.time is None else [message.time]
-    return Durable(
-        consumer=info.name,
-        stream=info.stream_name,
-        filters=patterns,
-        waiting=waiting,
-        in_hand=in_hand,
-        again=info.num_redelivered or 0,
-        asks=bool(info.num_waiting),
-        oldest_at=min(oldest, default=None),
-        seen_at=max(moments, default=None),
-        begun=begun.get(info.name, 0),
-        paused=paused.get(info.name),
-    )
 
 
 class Sources:

@@ -26,7 +26,7 @@ from nats.js.errors import NotFoundError
 
 from broker.authentication import PRINCIPAL, Member, Principal, member_of
 from broker.database import Database
-from broker.nats import BRIEFLY, Nats, find_consumers, wants
+from broker.nats import BRIEFLY, Nats, wants
 from broker.requests import decode_body
 from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.jobs import Activity, JobMessage, JobTree
@@ -36,6 +36,7 @@ from postroom._wire.trace import NAME, Outcome, Step, Wait, compose, help_for, s
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import replay_id
+from postroom.delivery.durables import find_consumers
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.subjects import parse_subject
 from postroom.errors import NotFound

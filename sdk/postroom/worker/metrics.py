@@ -4,12 +4,13 @@ None has a label that names a message (docs/contract/operate.md#operate-31).
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from postroom._wire.unpublished import Durable
 from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.handler import HttpHandler
@@ -24,12 +25,16 @@ def of_publication(
     publishers: Sequence[Publisher],
     record: Record,
     backlogs: Mapping[str, Backlog],
+    durables: Sequence[Durable],
     *,
     webhooks: Webhooks | None,
     jobs: Jobs | None,
     orphan_check: OrphanCheck | None,
 ) -> list[Metric]:
-    """Return every metric of publishing; without `backlogs`, which Postgres knows, none of them."""
+    """Return every metric of publishing, and of all `durables`, which NATS knows, whether they run or not.
+
+    Without `backlogs`, which Postgres knows, there are none of them.
+    """
     counters = {publisher.source.name: publisher.counters for publisher in publishers}
     working = {source: float(one.trouble is None) for source, one in counters.items()}
     ages = {source: _age(backlog.oldest_at) for source, backlog in backlogs.items()}
@@ -45,6 +50,7 @@ def of_publication(
         _gauge("worker_backlog_failing_messages", failing, _pick(backlogs, "failing")),
         _gauge("worker_backlog_age_seconds", "How long the oldest has waited.", ages),
     ]
+    families += _of_durables(durables)
     if webhooks is not None:
         away = sum(webhook.reach.error is not None for webhook in webhooks.running.values())
         outcomes = asdict(webhooks.counters)
@@ -67,6 +73,28 @@ def of_publication(
             _gauge("worker_orphans", "Rows that the last orphan check found incomplete.", rows),
             _gauge("worker_orphan_check_timestamp_seconds", began, last.at.timestamp()),
         ]
+    return families
+
+
+def _of_durables(durables: Sequence[Durable]) -> list[Metric]:
+    """Return how far each durable consumer of the meshes is."""
+    gauges: dict[str, tuple[str, Callable[[Durable], float | None]]] = {
+        "waiting_messages": ("Messages that a durable consumer has yet to be given.", lambda one: one.waiting),
+        "in_hand_messages": ("Messages that it was given and has not settled.", lambda one: one.in_hand),
+        "asking": ("1 while somebody asks for its messages.", lambda one: one.asks),
+        "paused": ("1 while its handler is unreachable.", lambda one: one.paused is not None),
+        "seen_timestamp_seconds": (
+            "When it was last given or settled a message.",
+            lambda one: None if one.seen_at is None else one.seen_at.timestamp(),
+        ),
+    }
+    families: list[Metric] = []
+    for name, (text, value) in gauges.items():
+        family = GaugeMetricFamily(f"postroom_worker_durable_{name}", text, labels=["stream", "consumer"])
+        for one in durables:
+            if (found := value(one)) is not None:
+                family.add_metric([one.stream, one.consumer], float(found))
+        families.append(family)
     return families
 
 

@@ -106,6 +106,7 @@ class Publication:
             self.publishers,
             self.record,
             await self.backlogs(),
+            await self.upkeep.durables(),
             webhooks=self.webhooks,
             jobs=self.jobs,
             orphan_check=self.orphan_check,

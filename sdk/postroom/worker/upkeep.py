@@ -4,6 +4,7 @@ The upkeep has a connection of its own, on which it hears what others take out o
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
@@ -12,8 +13,12 @@ import asyncpg
 import structlog
 
 from postroom._wire.retry import Patience, retrying
+from postroom._wire.unpublished import Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.delivery.durables import list_durables
+from postroom.delivery.errors import NATS_ERRORS
+from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
 from postroom.delivery.publishing import DELIVERIES, LETTERS, PostgresSource, Record, WorkQueues
 from postroom.delivery.publishing.link import Audit, Link
 from postroom.delivery.publishing.postgres import declare_subjects
@@ -34,6 +39,7 @@ _log = structlog.get_logger(__name__)
 
 _FIRST_SECONDS: Final = 20.0  # that a worker waits at its start for the streams of its consumers and agents
 _CALL_SECONDS: Final = 5.0  # that JetStream may take to answer
+_DURABLES_SECONDS: Final = 10.0  # for which what is known of the consumers is told again
 
 
 class Upkeep:
@@ -52,6 +58,8 @@ class Upkeep:
         self._audit = Audit(self._wake.set)
         self._work_queues = WorkQueues(pool, sources, record)
         self._once = OnceRetention(pool, config.once)
+        self._durables: Sequence[Durable] = ()
+        self._durables_at = -math.inf  # by the loop's clock
 
     async def run(self) -> None:
         """Look after the streams until `stop`; NATS or Postgres away ends one round, no more."""
@@ -64,6 +72,22 @@ class Upkeep:
                 _log.warning("upkeep_failed", error=str(error) or type(error).__name__)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._config.record.check_seconds)
+
+    async def durables(self) -> Sequence[Durable]:
+        """Return how far the durable consumers of all meshes are, of at most ten seconds ago.
+
+        None where the database has no meshes, or while NATS or Postgres cannot be asked.
+        """
+        link, now = self._link, asyncio.get_running_loop().time()
+        if link is None or not self._has_broker or now - self._durables_at < _DURABLES_SECONDS:
+            return self._durables
+        self._durables_at, found = now, list[Durable]()
+        with suppress(*NATS_ERRORS, asyncpg.PostgresError, *UNREACHABLE):
+            meshes = [row["slug"] for row in await self._pool.fetch(DELIVERIES.queries["list_meshes"])]
+            begun, unreachable = await count_begun(self._pool), await find_unreachable(self._pool)
+            found = await list_durables(link.js, meshes, begun, unreachable)
+        self._durables = found
+        return found
 
     async def declare_first(self) -> None:
         """Declare the streams before what reads them begins; with NATS or Postgres away nothing is declared yet."""

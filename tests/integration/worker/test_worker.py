@@ -39,7 +39,7 @@ from postroom.delivery.publishing.source import Outgoing, Place
 from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
 
 DIGEST = b"d" * 32
-ALICE = Member(1, "demo", 1, "alice", "member", DIGEST)
+ALICE = Member(name="alice", role="member", mesh_id=1, mesh="demo", member_id=1, token_sha256=DIGEST)
 _decode = msgspec.json.Decoder(HistoryMessage).decode
 
 
@@ -159,7 +159,7 @@ async def test_a_recipient_gets_its_messages_in_the_order_of_the_history_whichev
     await accepting.pool.execute(
         "INSERT INTO mesh.member (mesh_id, name, role, token_sha256) VALUES (2, 'zoe', 'member', $1)", b"z" * 32
     )
-    sailor = Member(2, "sea", 3, "zoe", "member", b"z" * 32)
+    sailor = Member(name="zoe", role="member", mesh_id=2, mesh="sea", member_id=3, token_sha256=b"z" * 32)
     with worker(**urls(accepting, own_nats)):
         async with held_before_its_commit(accepting, {"to": "dm:bob", "body": "lower"}):
             await accepting.send({"to": "dm:bob", "body": "higher"})
@@ -496,6 +496,29 @@ async def cli(*arguments: str, **environment: str) -> str:
     said, _ = await process.communicate()
     assert process.returncode == 0
     return said.decode()
+
+
+async def test_metrics_tell_of_every_durable_consumer_of_the_meshes_also_of_one_that_nobody_runs(
+    accepting: Accepting, own_nats: EmbeddedNats
+) -> None:
+    client = await nats.connect(own_nats.url)
+    js = client.jetstream()
+    with worker(**urls(accepting, own_nats)) as (_, started):
+        await accepting.send({"to": "topic:orders", "body": "one"})
+        await asyncio.wait_for(accepting.published(), 30)
+        await js.add_stream(name="ELSEWHERE", subjects=["elsewhere.>"])  # of no mesh of this database
+        for stream in ("DEMO_EVENTS", "ELSEWHERE"):
+            await js.add_consumer(stream, nats.js.api.ConsumerConfig(durable_name="books"))
+        async with aiohttp.ClientSession() as session, session.get(f"{started['page']}/metrics") as answer:
+            text = await answer.text()
+    await client.close()
+    labels = '{consumer="books",stream="DEMO_EVENTS"}'
+    said = dict(line.split(" ") for line in text.splitlines() if line.startswith("postroom_worker_durable_"))
+    books = {f"postroom_worker_durable_{name}{labels}": value for name, value in (
+        ("waiting_messages", "1.0"), ("in_hand_messages", "0.0"), ("asking", "0.0"), ("paused", "0.0")
+    )}  # fmt: skip
+    assert {name: value for name, value in said.items() if name in books} == books
+    assert "ELSEWHERE" not in text
 
 
 async def test_the_largest_body_that_a_broker_accepts_reaches_its_streams(
