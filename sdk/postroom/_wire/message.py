@@ -32,6 +32,8 @@ _OTHERS: Final = 32  # members of a message that are neither in meta nor mention
 _MAX_VALUES: Final = MAX_META_VALUES + MAX_MENTIONS + _OTHERS
 _NODES: Final = {dict, list}
 _WINDOW: Final = 64 * 1024  # bytes that are counted at once
+_LONG: Final = 256  # characters of a body
+_BEGINNING: Final = 32  # bytes of its text
 MAX_NAME: Final = 64  # characters of a mesh, member, topic or segment of a queue
 
 _NAME: Final = {
@@ -180,7 +182,7 @@ def decode_request(data: bytes) -> SendRequest:
     refuse_too_many_values(data)
     try:
         request = _decode_send(data)
-        if _quotes_in(data) != _quotes_of(request):
+        if _quotes_in(data, request.body) != _quotes_of(request):
             refuse_duplicate_keys(data)
     except msgspec.ValidationError as error:
         field, sentence = where(error)
@@ -314,10 +316,20 @@ def _utc(moment: datetime | None) -> datetime | None:
         refuse("invalid_field", "not_before is outside the calendar", "not_before")
 
 
-def _quotes_in(data: bytes) -> int:
-    """Count the quotes that begin or end a string in valid JSON: those that no backslash escapes."""
+def _quotes_in(data: bytes, body: str | None = None) -> int:
+    """Count the quotes that begin or end a string in valid JSON: those that no backslash escapes.
+
+    A long `body` that it holds as we write it is left out first: to look for its text takes a third of the time that
+    counting the quotes within does. Whatever lies between two quotes that nothing escapes, and looks the same, has no
+    others, be it the body or not.
+    """
     if b"\\" not in data:
         return data.count(b'"')
+    if body is not None and len(body) >= _LONG:
+        text = _encode_envelope(body)
+        at = data.find(text[:_BEGINNING])  # to prepare a search for all of it would take as long as to count
+        if data.startswith(text, at) and not data.endswith(b"\\", 0, at):
+            return 2 + _quotes_in(data[:at] + data[at + len(text) :])
     if b"\\\\" in data:
         data = data.replace(b"\\\\", b"")  # an escaped backslash escapes nothing
     return data.count(b'"') - data.count(b'\\"')

@@ -14,6 +14,7 @@ from postroom._wire import message
 from postroom.errors import InvalidMessage
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0") | st.sampled_from('\\"/'), max_size=12)
+LONG = TEXT.map(lambda text: text + 256 * "x" + text)
 META = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -22,7 +23,7 @@ META = st.recursive(
 SENDS = st.fixed_dictionaries(
     {"to": st.just("topic:orders")},
     optional={
-        "body": TEXT,
+        "body": TEXT | LONG,
         "meta": st.dictionaries(TEXT.filter(lambda key: key != "mentions"), META, max_size=4),
         "priority": st.sampled_from(["now", "next", "low"]),
         "mentions": st.lists(st.sampled_from(["bob", "carol"]), max_size=3),
@@ -49,6 +50,20 @@ def test_a_key_twice_is_refused_wherever_it_stands(fields: dict[str, Any], data:
     assert refusal.value.code == "duplicate_key"
 
 
+@given(LONG, st.sampled_from(["", "\\", '"', '\\"']), st.data())
+def test_a_key_twice_is_refused_where_the_body_stands_elsewhere_too(
+    body: str, before: str, data: st.DataObject
+) -> None:
+    """What is left out as the body may be a key, or lie within another text, next to a backslash."""
+    text = json.dumps(body)
+    meta = data.draw(st.sampled_from([{before: body}, {before + text: 1}, {body: before}, {before: [text, body]}]))
+    fields = {"meta": meta, "to": "topic:orders", "body": body}
+    whole = json.dumps(fields, ensure_ascii=False)
+    assert message.decode_request(whole.encode()).body == body
+    with pytest.raises(InvalidMessage):
+        message.decode_request(f'{{"to":"topic:a",{whole[1:]}'.encode())
+
+
 @given(st.dictionaries(TEXT, META, min_size=1, max_size=4), st.data())
 def test_a_key_of_meta_twice_is_refused(meta: dict[str, Any], data: st.DataObject) -> None:
     text = json.dumps(meta)
@@ -62,7 +77,7 @@ def test_a_key_of_meta_twice_is_refused(meta: dict[str, Any], data: st.DataObjec
 def test_the_usual_send_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[bytes] = []
     monkeypatch.setattr(message, "refuse_duplicate_keys", _note(read))
-    body = json.dumps({"order": 7, "note": 'a "quoted" \\ word'})
+    body = json.dumps({"order": 7, "note": 'a "quoted" \\ word' + 256 * "x"})
     message.decode_request(json.dumps({"to": "topic:orders", "body": body, "meta": {"a": ["b", {"c": "d"}]}}).encode())
     assert read == []
     message.decode_request(b'{"to":"topic:orders","priority":"next"}')
