@@ -5,6 +5,7 @@ The single and the batch route answer from here: `DestinationRule` hands in what
 none. To a caller of another uid every cell says the same, and nothing about the row (docs/contract/send.md#send-40).
 """
 
+import asyncio
 from collections.abc import Awaitable, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -124,8 +125,10 @@ class DestinationRule:
     ) -> list[AcceptedRow | PostroomError]:
         allowed = [send for send in sends if self.allows(send.destination)]
         others = [send for send in sends if not self.allows(send.destination)]
-        accepted = iter(await outbox.accept(allowed, caller) if allowed else ())
-        known = iter(await outbox.known(others, caller) if others else ())
+        rows = await asyncio.gather(  # both before what the caller sends later
+            outbox.accept(allowed, caller), outbox.known(others, caller)
+        )
+        accepted, known = iter(rows[0]), iter(rows[1])
         return [
             next(accepted) if self.allows(send.destination) else next(known) or _refusal(send.destination)
             for send in sends

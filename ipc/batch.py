@@ -1,8 +1,9 @@
 """`POST /v1/send/batch`: NDJSON in and out at once, each message answered as soon as it is on disk.
 
 Whatever has arrived, up to 1000 lines, shares one durable transaction; while it commits the next lines are read and
-checked. A bad line, or one that is too long, fails alone. Answers come in the order of the lines. A caller that does
-not read its answers is not read from either: at most one chunk commits and one waits. An unfinished line has the
+checked, and the store goes on with them before these are answered: it never waits for the answers of a caller that is
+alone. A bad line, or one that is too long, fails alone. Answers come in the order of the lines. A caller that does not
+read its answers is not read from either: at most three chunks are accepted and not answered. An unfinished line has the
 deadline of a body, and a line draws on `limits.buffered_bytes` from its first byte until its commit.
 """
 
@@ -42,12 +43,14 @@ _encode_lines: Final = msgspec.json.Encoder().encode_lines
 class Chunk(NamedTuple):
     """Lines that share a transaction: each prepared, or refused already.
 
-    `first` is the number of the first; `size` is what they draw on the budget, in bytes.
+    `first` is the number of the first; `size` is what they draw on the budget, in bytes. What became of each is in
+    `outcomes` once they are on disk, where they go whether or not somebody still waits for that.
     """
 
     first: int
     size: int
     lines: Sequence[PreparedSend | PostroomError]
+    outcomes: asyncio.Task[list[AcceptedRow | PostroomError]]
 
 
 class Batch:
@@ -86,7 +89,7 @@ class Batch:
             reader = asyncio.create_task(self._read_chunks(chunks, splitter), name="batch-reader")
             try:
                 while (chunk := await chunks.get()) is not None:
-                    outcomes = await self._accept(chunk)
+                    outcomes = await chunk.outcomes
                     splitter.release(chunk.size)
                     for start in range(0, len(outcomes), _ANSWERS):
                         await self._request.take_turn(_ANSWERS * _ANSWER)
@@ -110,7 +113,9 @@ class Batch:
                 if lines:
                     connection.between_lines = True  # if it takes long now, that is not the caller's doing
                     size = sum(len(line) for line in lines if isinstance(line, bytes))
-                    await chunks.put(Chunk(first, size, await self._prepared(lines)))
+                    prepared = await self._prepared(lines)
+                    outcomes = asyncio.create_task(self._accept(prepared), name="accept-chunk")
+                    await chunks.put(Chunk(first, size, prepared, outcomes))
                     first += len(lines)
                 if connection.between_lines:
                     connection.begin()
@@ -138,15 +143,17 @@ class Batch:
                 prepared.append(error)
         return prepared
 
-    async def _accept(self, chunk: Chunk) -> list[AcceptedRow | PostroomError]:
+    async def _accept(self, lines: Sequence[PreparedSend | PostroomError]) -> list[AcceptedRow | PostroomError]:
         """Put the good lines of a chunk on disk together; returns what became of every line."""
-        sends = [line for line in chunk.lines if not isinstance(line, PostroomError)]
+        sends = [line for line in lines if not isinstance(line, PostroomError)]
         try:
             rows = await self._services.destinations.accept(self._services.outbox, sends, self._request.caller)
         except PostroomError as error:  # what goes wrong with all of them is each one's problem
             rows = [error] * len(sends)
+        if len(rows) == len(lines):
+            return rows
         following = iter(rows)
-        return [line if isinstance(line, PostroomError) else next(following) for line in chunk.lines]
+        return [line if isinstance(line, PostroomError) else next(following) for line in lines]
 
     def _result(self, number: int, line: PreparedSend | PostroomError, row: AcceptedRow | PostroomError) -> BatchResult:
         sends = self._services.counters.sends
