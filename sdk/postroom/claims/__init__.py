@@ -1,5 +1,5 @@
 """Claims: who attempts what, until when, and what became of it; once, for every table that has them.
 
-`model` has the words and what each table promises, `postgres` and `sqlite` are its two forms, `leases` keeps what a
-process holds, and `grouped` makes one statement of many.
+`model` has the words and what each table promises, `postgres` and `sqlite` are its two forms, and `leases` keeps what a
+process holds.
 """

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 from uuid import uuid4
 
 import asyncpg
@@ -22,7 +22,6 @@ import structlog
 from postroom._wire.retry import Backoff
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, open_rooms
-from postroom.claims.grouped import Grouped
 from postroom.claims.leases import Leases
 from postroom.claims.model import Claim, Ended, Outcome, State, Table
 from postroom.claims.postgres import PostgresClaims
@@ -32,6 +31,9 @@ from postroom.delivery.http.client import NOBODY_THERE
 from postroom.delivery.http.requests import Incoming
 
 _log = structlog.get_logger(__name__)
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 QUERIES: Final = load_queries("postroom.delivery.http")
 
@@ -94,8 +96,8 @@ class InboxMessages:
         self._consumer = consumer
         self._lease_seconds = lease_seconds
         self._claims = PostgresClaims(_TABLE, _PARTS, self._fetch)
-        self._claiming = Grouped(self._claim, most=_GROUP)
-        self._settling = Grouped(self._claims.settle, most=_GROUP)
+        self._claiming = Grouped(self._claim)
+        self._settling = Grouped(self._claims.settle)
 
     @property
     def waiting_for_postgres(self) -> bool:
@@ -140,3 +142,48 @@ class InboxMessages:
                     await asyncio.sleep(_PAUSES.seconds(failures))
         finally:
             self._waiting -= failures > 0
+
+
+class Grouped(Generic[Item, Answer]):
+    """Puts many wishes into few statements: `run` has at most `_GROUP` at once, and never runs twice at a time."""
+
+    def __init__(self, run: Callable[[Sequence[Item]], Awaitable[Sequence[Answer]]]) -> None:
+        self._run = run
+        self._waiting: list[tuple[Item, asyncio.Future[Answer]]] = []
+        self._runner: asyncio.Task[None] | None = None
+
+    async def __call__(self, item: Item) -> Answer:
+        """Return what `run` made of `item`; raises what it raised."""
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, done))
+        if self._runner is None:
+            self._runner = asyncio.create_task(self._drain())
+        return await done
+
+    async def _drain(self) -> None:
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting[:_GROUP], self._waiting[_GROUP:]
+                await self._run_group(group)
+        finally:
+            self._runner = None
+
+    async def _run_group(self, group: Sequence[tuple[Item, asyncio.Future[Answer]]]) -> None:
+        try:
+            results = await self._run([item for item, _ in group])
+        except BaseException as error:
+            if isinstance(error, Exception) and len(group) > 1:
+                for each in group:
+                    await self._run_group([each])
+                return
+            for _, done in group:
+                if isinstance(error, asyncio.CancelledError):
+                    done.cancel()
+                elif not done.done():
+                    done.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (_, done), result in zip(group, results, strict=True):
+            if not done.done():  # nobody waits any more for one that was cancelled
+                done.set_result(result)
