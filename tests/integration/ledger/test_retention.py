@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 from uuid import UUID, uuid4
 
 import asyncpg
@@ -16,6 +18,8 @@ from postroom.ledger import ROOMS
 from postroom.ledger.operating import cancel_job, start
 from postroom.ledger.primitives import Child, Start, fail_activity, finish_job, spawn
 from postroom.ledger.retention import JobRetention
+from postroom.worker.config import load_config
+from postroom.worker.publication import open_publication
 
 TABLES = ("job", "activity", "guid", "request", "operator_log")
 
@@ -64,16 +68,46 @@ async def sweep(pool: Pool, *, rows: int = 1000) -> int:
     return await JobRetention(pool, 90).sweep(rows)
 
 
+class Noting:
+    """A pool that notes how many rows each statement deleted."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.fetchval = pool.fetchval
+        self.deleted: list[int] = []
+        self._pool = pool
+
+    async def execute(self, *statement: Any) -> str:
+        done = await self._pool.execute(*statement)
+        self.deleted.append(int(done.rpartition(" ")[2]))
+        return done
+
+
 @pytest.mark.parametrize("slice_", [1, 1000])
 async def test_a_job_goes_whole_after_its_time_and_not_before(jobs: Jobs, pool: Pool, slice_: int) -> None:
     old, young = await completed(jobs, 3), await completed(jobs, 2)
     await age(jobs, old.job, 91)
     await age(jobs, young.job, 89)
 
-    assert await sweep(pool, rows=slice_) == 1
+    noting: Any = Noting(pool)
+    assert await sweep(noting, rows=slice_) == 1
+    assert max(noting.deleted) <= slice_
     assert (await jobs.job(young.job))[0] == "completed"
     assert await rows(jobs) == {"job": 1, "activity": 3, "guid": 3, "request": 3, "operator_log": 0}
     assert await sweep(pool) == 0
+
+
+async def test_a_worker_keeps_jobs_for_as_long_as_its_config_says(
+    jobs: Jobs, database_url: str, tmp_path: Path
+) -> None:
+    ended = await completed(jobs, 1)
+    await age(jobs, ended.job, 4)
+    for keep_days, removed in ((5, 0), (3, 1)):
+        file = tmp_path / "worker.toml"
+        file.write_text(
+            f'database_url = "{database_url}"\n[nats]\nurl = "nats://127.0.0.1:1"\n[jobs]\nkeep_days = {keep_days}\n'
+        )
+        async with open_publication(load_config(file)) as publication:
+            assert await publication.job_retention.sweep() == removed
 
 
 async def test_what_may_go_on_stays_however_old_it_is(jobs: Jobs, pool: Pool) -> None:

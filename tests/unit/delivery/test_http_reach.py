@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from postroom.delivery.http import handler
 from postroom.delivery.http.handler import PAUSES, Reach
+from postroom.delivery.webhooks.webhooks import SinceRegistered
 
 
 def test_calls_pause_longer_each_time_and_one_at_a_time_finds_out_whether_somebody_is_there_again(
@@ -30,3 +33,9 @@ def test_calls_pause_longer_each_time_and_one_at_a_time_finds_out_whether_somebo
     assert reach.away_seconds > 0
     reach.reached()
     assert (reach.room, reach.error, reach.away_seconds) == (None, None, 0)
+
+
+@pytest.mark.parametrize("room", [None, 0, 1])
+def test_a_webhook_has_the_room_of_its_handler(room: int | None) -> None:
+    behind: Any = SimpleNamespace(room=room)
+    assert SinceRegistered(behind, datetime.now(UTC)).room == room
