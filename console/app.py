@@ -7,7 +7,7 @@ from typing import Final
 
 from aiohttp import web
 
-from console import dead_letters, jobs, messages, operations, publishing, repairs
+from console import dead_letters, jobs, messages, operations, overview, publishing, repairs
 from console.config import ConsoleConfig
 from console.login import log_in, log_out, show_login
 from console.sessions import SESSION, Gate, Sessions, next_of
@@ -33,6 +33,9 @@ ROUTES: Final = [
     Route(method="GET", path="/login", handler=show_login, access="anyone", summary="The form to log in with"),
     Route(method="POST", path="/login", handler=log_in, access="anyone", summary="Log in with a token"),
     Route(method="POST", path="/logout", handler=log_out, access="member", summary="Log out"),
+    Route(method="GET", path="/", handler=overview.show_overview, access="member", summary="How much waits where"),
+    Route(method="GET", path="/live", handler=overview.stream_overview, access="look everywhere",
+          summary="The same as server-sent events"),
     Route(method="GET", path="/messages", handler=messages.show_messages, access="member", summary="Find messages"),
     Route(method="GET", path="/messages/{id}/body", handler=messages.show_body, access="member",
           summary="The body of a message, as a file"),
@@ -74,6 +77,7 @@ def build(config: ConsoleConfig, sessions: Sessions) -> web.Application:
     app = application([*ROUTES, static], Gate(config, sessions).authorize)
     app[SESSIONS] = sessions
     app[ACCESS] = {route.path: route.access for route in ROUTES if route.method == "GET"}
+    overview.prepare(app)
     app.cleanup_ctx.append(repairs.remember)
     app.middlewares.append(problems_as_pages)
     app.on_response_prepare.append(add_headers)

@@ -71,7 +71,7 @@ class Repair:
                 async for part in parts:
                     self.done += part.done
                     self.failed += part.failed
-        except PostroomError as error:
+        except (PostroomError, RuntimeError) as error:  # the latter: its operator has logged out
             self.trouble = str(error)
 
 

@@ -121,11 +121,15 @@ class Sessions:
 
     def find(self, cookie: str) -> Session | None:
         """Return the session that a cookie names, unless it has ended; this counts as using it."""
-        session = self._sessions.get(cookie)
-        if session is None or self._has_ended(session):
+        if self.is_over(cookie):
             return None
         self._used_at[cookie] = self._monotonic()
-        return session
+        return self._sessions[cookie]
+
+    def is_over(self, cookie: str) -> bool:
+        """Tell whether a session has ended, without using it."""
+        session = self._sessions.get(cookie)
+        return session is None or self._has_ended(session)
 
     async def end(self, cookie: str) -> None:
         """Forget a session and its token; one that is not there is no error."""

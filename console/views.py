@@ -24,9 +24,11 @@ SESSIONS: Final = web.AppKey("sessions", Sessions)
 ROWS: Final = 50  # of a list on one page
 _FEW, _MINUTE, _HOUR, _DAY = 10, 60, 3600, 86_400  # seconds
 
-HOME: Final = "/messages"  # where a log-in leads
+HOME: Final = "/"  # where a log-in leads
+MESSAGES: Final = "/messages"
 NAVIGATION: Final = (
-    ("/messages", "Messages"),
+    (HOME, "Overview"),
+    (MESSAGES, "Messages"),
     ("/dead_letters", "Dead letters"),
     ("/consumers", "Consumers"),
     ("/unpublished", "Unpublished"),

@@ -12,12 +12,13 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 
+from console import overview
 from console.views import NAVIGATION
 from postroom import BrokerClient
 from postroom._wire.jobs import StartJob
 from postroom._wire.programs import PROGRAMS
 
-EVERYWHERE = ["/consumers", "/unpublished", "/log"]
+EVERYWHERE = ["/", "/consumers", "/unpublished", "/log"]
 
 
 def finished(page: Any) -> bool:
@@ -35,8 +36,8 @@ async def test_what_is_for_others_is_neither_offered_nor_shown(office: Any) -> N
     for name, hidden in (("ada", EVERYWHERE), ("bob", [path for path, _ in NAVIGATION if path != "/messages"])):
         browser = await office.logged_in(name)
         for path, _ in NAVIGATION:
-            assert (f'href="{path}"' in browser.shown.text) == (path not in hidden), (name, path)
-        for path in hidden:
+            assert (f'<li><a href="{path}"' in browser.shown.text) == (path not in hidden), (name, path)
+        for path in hidden[1:]:  # the overview leads to the messages
             page = await browser.open(path)
             assert (page.status, "not_permitted" in page.text) == (403, True), (name, path)
             await browser.open("/messages")
@@ -133,3 +134,39 @@ async def test_the_log_names_who_did_what(office: Any, admin: Any) -> None:
     page = await admin.open("/log?noun=mesh&verb=create")
     assert office.mesh in page.text
     assert "administrator" in page.text
+
+
+async def test_the_overview_says_how_much_waits_where_and_goes_on_saying_it(
+    office: Any, admin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "_LOOK_SECONDS", 0.01)
+    headers = {"Authorization": f"Bearer {office.tokens['alice']}"}
+
+    async def report(seconds: int, relayed: int) -> None:
+        at = f"2026-01-31T12:00:{seconds:02}Z"
+        said = {"host": office.mesh, "pid": 7, "version": "1", "started_at": "2026-01-31T11:00:00Z", "at": at}
+        body = {**said, "status": "degraded", "reasons": ["<b>no disk</b>"], "totals": {"relayed": relayed}}
+        async with admin.session.post(office.broker_url + PROGRAMS.path, json=body, headers=headers) as answer:
+            assert answer.status < 300, await answer.text()
+
+    await report(0, 100)
+    page = await admin.open("/")
+    assert f"<strong>alice@{office.mesh} on {office.mesh}</strong>: " in page.text
+    assert "&lt;b&gt;no disk&lt;/b&gt;" in page.text
+    async with admin.session.get(f"{admin.url}/live") as stream:
+        assert stream.content_type == "text/event-stream"
+        told: dict[str, Any] = {}
+        await report(10, 150)
+        while told.get("numbers", {}).get("relayed") != "5.0/s":
+            line = await stream.content.readline()
+            told = msgspec.json.decode(line.removeprefix(b"data: ")) if line.startswith(b"data: ") else told
+        assert "<b>no disk</b>" in [trouble["what"] for trouble in told["wrong"]]
+        await admin.open("/messages")
+        await admin.submit("/logout")
+        await stream.content.read()  # it ends
+
+
+async def test_whoever_may_not_look_everywhere_begins_at_the_messages(office: Any) -> None:
+    ada = await office.logged_in("ada")
+    assert ada.shown.path == "/messages"
+    assert (await ada.open("/live")).status == 403

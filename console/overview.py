@@ -1,0 +1,165 @@
+"""The overview: how much waits on each step of a message's way, how fast it goes, and what is wrong, live.
+
+Rates follow from what programs have counted between two of their reports: there is none before the second one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from aiohttp import web
+from aiohttp.client_exceptions import ClientConnectionResetError
+
+from console.sessions import SESSION, Session
+from console.views import MESSAGES, SESSIONS, number, page
+from postroom._wire.administration import MeshQuery
+from postroom._wire.dead_letters import DEAD_LETTERS
+from postroom._wire.jobs import JOBS
+from postroom._wire.programs import PROGRAMS, Program, ProgramsQuery, Trouble
+from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable
+from postroom.errors import PostroomError
+
+EVERYWHERE: Final = "look everywhere"
+_LOOK_SECONDS: Final = 3.0  # between two looks for one session, however many pages it has open
+_LEVELS: Final = ("down", "wrong", "look")  # the worst first
+_RATES: Final = ("relayed", "accepted", "published", "handled", "dead_lettered")
+
+
+class Overview(NamedTuple):
+    """What is known at one moment: numbers by what they are, as text, and what is wrong."""
+
+    numbers: dict[str, str]
+    wrong: list[Trouble]
+
+
+class _Counted(NamedTuple):
+    """What a program had counted at a time of its clock, and what a second of the time before brought."""
+
+    at: datetime
+    totals: dict[str, int]
+    rates: dict[str, float]
+
+
+class Watch:
+    """Looks at everything for one session."""
+
+    def __init__(self, session: Session) -> None:
+        self._client = session.client
+        self._counted: dict[tuple[Any, ...], _Counted] = {}
+        self._seen: tuple[float, Overview] | None = None
+        self._lock = asyncio.Lock()
+
+    async def look(self) -> Overview:
+        """Return how things are; a look that is a few seconds old is good enough. Raises what the broker answers."""
+        async with self._lock:
+            if self._seen is None or time.monotonic() - self._seen[0] > _LOOK_SECONDS - 0.5:
+                self._seen = time.monotonic(), await self._look()
+            return self._seen[1]
+
+    async def _look(self) -> Overview:
+        client = self._client
+        programs, sources, consumers, letters, jobs = await asyncio.gather(
+            client.list_things(PROGRAMS, ProgramsQuery()),
+            client.list_things(SOURCES, MeshQuery()),
+            client.list_things(CONSUMERS, ConsumersQuery()),
+            client.counts(DEAD_LETTERS),
+            client.counts(JOBS),
+        )
+        rates = self._rates(programs.programs)
+        counts = {
+            "outbox_waiting": sum(one.waiting or 0 for one in programs.programs),
+            "outbox_dead": sum(one.dead or 0 for one in programs.programs),
+            "unpublished": sum(one.count for one in sources.sources),
+            "refused": sum(one.failing for one in sources.sources),
+            "waiting": sum(one.waiting for one in consumers.consumers),
+            "in_hand": sum(one.in_hand for one in consumers.consumers),
+            "dead": sum(letters.letters.values()),
+            "jobs_running": jobs.running,
+            "jobs_failed": jobs.failed,
+            "programs": len(programs.programs),
+        }
+        shown = {name: "-" if rate is None else f"{rate:,.1f}/s" for name, rate in rates.items()}
+        everybody: list[Program | Durable] = [*programs.programs, *consumers.consumers]
+        wrong = [trouble for one in everybody for trouble in one.troubles()]
+        for count, what, remedy in (
+            (counts["refused"], "messages that JetStream refuses", "postroom worker backlog"),
+            (counts["dead"], "dead letters that wait for an operator", "postroom dlq list"),
+            (counts["jobs_failed"], "jobs that have failed", "postroom jobs list --state failed"),
+        ):
+            if count:
+                wrong.append(Trouble("all meshes", f"{number(count)} {what}", remedy, "look"))
+        if consumers.unread is not None:
+            wrong.append(Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))
+        wrong.sort(key=lambda trouble: _LEVELS.index(trouble.level))
+        return Overview({name: number(count) for name, count in counts.items()} | shown, wrong)
+
+    def _rates(self, programs: list[Program]) -> dict[str, float | None]:
+        """Return what the programs together do in a second; None where nobody has reported twice."""
+        counted: dict[tuple[Any, ...], _Counted] = {}
+        for one in programs:
+            key = one.kind, one.mesh, one.name, one.host, one.started_at
+            before = self._counted.get(key)
+            if before is not None and one.at > before.at:
+                seconds = (one.at - before.at).total_seconds()
+                rates = {name: (total - before.totals.get(name, 0)) / seconds for name, total in one.totals.items()}
+            else:
+                rates = {} if before is None else before.rates
+            counted[key] = _Counted(one.at, one.totals, {} if one.away else rates)
+        self._counted = counted
+        return {
+            name: sum(found) if (found := [one.rates[name] for one in counted.values() if name in one.rates]) else None
+            for name in _RATES
+        }
+
+
+_watches: Final = web.AppKey("watches", dict[str, Watch])
+
+
+def watch_of(app: web.Application, session: Session) -> Watch:
+    """Return what looks for a session, and forget those whose session has ended."""
+    watches = app[_watches]
+    for key in [key for key in watches if app[SESSIONS].is_over(key)]:
+        del watches[key]
+    return watches.setdefault(session.key, Watch(session))
+
+
+def prepare(app: web.Application) -> None:
+    """Make room for what looks."""
+    app[_watches] = {}
+
+
+async def show_overview(request: web.Request) -> web.Response:
+    """`GET /`: for whoever may look everywhere; others begin at their messages."""
+    session = request[SESSION]
+    if not session.may(EVERYWHERE):
+        raise web.HTTPSeeOther(MESSAGES)
+    overview = await watch_of(request.app, session).look()
+    return page(request, "overview.html", numbers=overview.numbers, wrong=overview.wrong)
+
+
+async def stream_overview(request: web.Request) -> web.StreamResponse:
+    """`GET /live`: the same as server-sent events, until the session ends."""
+    session = request[SESSION]
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+    await answer.prepare(request)
+    watch, sent = watch_of(request.app, session), b""
+    try:
+        while not request.app[SESSIONS].is_over(session.key):
+            try:
+                data = msgspec.json.encode((await watch.look())._asdict())
+            except PostroomError as error:
+                data = msgspec.json.encode({"trouble": str(error)})
+            except RuntimeError:  # its operator has logged out meanwhile: the client is closed
+                if request.app[SESSIONS].is_over(session.key):
+                    break
+                raise
+            await answer.write(b": here\n\n" if data == sent else b"data: " + data + b"\n\n")
+            sent = data
+            await asyncio.sleep(_LOOK_SECONDS)
+    except ClientConnectionResetError:
+        pass  # the page was closed
+    return answer
