@@ -6,14 +6,18 @@ On a terminal a table has colours (unless `NO_COLOR` is set); in a pipe it is pl
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
 
 from cli.exits import printable
 from postroom.chassis.exits import Exit, Fatal
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from postroom.chassis.exits import Finding
 
 T = TypeVar("T")
@@ -21,6 +25,7 @@ T = TypeVar("T")
 _BRANCH: Final = ("├─ ", "│  ")  # before an item of a tree, before what grows out of it
 _LAST: Final = ("└─ ", "   ")
 _WIDE: Final = 10_000  # columns of a table that nobody looks at on a screen
+_SENTENCE: Final = 24  # columns that a longer sentence gets at least
 _STYLES: Final = {
     "done": "green",
     "dead": "bold red",
@@ -29,6 +34,8 @@ _STYLES: Final = {
     "pending": "yellow",
     "ok": "green",
     "failed": "bold red",
+    "FAILED": "bold red",
+    "paused": "yellow",
 }
 
 
@@ -50,22 +57,67 @@ def note(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table; a cell is text, a number, a time, or None for nothing."""
-    if not sys.stdout.isatty():  # Rich would take minutes for the rows of a large outbox
-        from rich.cells import cell_len  # noqa: PLC0415
+    """Write a table; a cell is text, a number, a time, or None for nothing.
 
+    On a terminal no word of a cell is ever cut: long sentences fold within their column, and where the columns do not
+    fit all the same, the last ones stand below the others, each after its name.
+    """
+    from rich.cells import cell_len  # noqa: PLC0415
+
+    if not sys.stdout.isatty():  # Rich would take minutes for the rows of a large outbox
         texts = [columns, *(list(map(_text, row)) for row in rows)]
         widths = [max(map(cell_len, column)) for column in zip(*texts, strict=True)]
         for row in texts:
-            cells = (text + " " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True))
-            sys.stdout.write("  ".join(cells).rstrip() + "\n")
+            padded = (text + " " * (width - cell_len(text)) for text, width in zip(row, widths, strict=True))
+            sys.stdout.write("  ".join(padded).rstrip() + "\n")
         return
-    from rich.table import Table  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Column, Table  # noqa: PLC0415
 
-    grid = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        grid.add_row(*map(_cell, row))
+    cells = [[_cell(value) for value in row] for row in rows]
+    wide, least = [], []
+    for name, *column in zip(columns, *cells, strict=True):
+        plain = [name, *(cell.plain for cell in column)]
+        wide.append(max(map(cell_len, plain)))
+        words = max(cell_len(word) for text in plain for word in text.split(" "))
+        least.append(min(wide[-1], max(words, _SENTENCE)))
+    room = Console().width - 2 * (len(columns) - 1)
+    if sum(least) > room:
+        _write(_stacked(columns, cells, wide, Console().width))
+        return
+    spare, sized = room - sum(least), []
+    for most, width in zip(wide, least, strict=True):
+        sized.append(width + min(most - width, spare))
+        spare -= sized[-1] - width
+    heads = [Column(name, width=width, overflow="fold") for name, width in zip(columns, sized, strict=True)]
+    grid = Table(*heads, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for styled in cells:
+        grid.add_row(*styled)
     _write(grid)
+
+
+def _stacked(columns: Sequence[str], cells: Sequence[Sequence[Text]], wide: Sequence[int], width: int) -> Text:
+    """Draw as many columns as fit side by side, and the others below, as words that fold."""
+    from rich.text import Text  # noqa: PLC0415
+
+    side = 1
+    while sum(wide[: side + 1]) + 2 * side <= width:
+        side += 1
+    words = partial(textwrap.TextWrapper, width, break_on_hyphens=False, break_long_words=False)
+    drawn = []
+    for number, row in enumerate([[Text(name, "bold") for name in columns], *cells]):
+        if row[0].cell_len > width:
+            drawn += [Text(part, row[0].style) for part in words(subsequent_indent="  ").wrap(row[0].plain)]
+        else:
+            line = Text("")
+            for cell, most in zip(row[:side], wide, strict=False):
+                line.append_text(cell).append(" " * (most - cell.cell_len + 2))
+            drawn.append(line)
+        below = [f"{name} {cell.plain}" for name, cell in zip(columns[side:], row[side:], strict=True) if cell.plain]
+        if number:
+            fold = words(initial_indent="  ", subsequent_indent="    ")
+            drawn += [Text(part) for part in fold.wrap("  ".join(below))]
+    return Text("\n").join(drawn)
 
 
 def listing(items: Iterable[T], columns: Sequence[str], cells: Callable[[T], Sequence[Any]], *, as_json: bool) -> None:
@@ -90,9 +142,9 @@ def show_findings(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 def fields(pairs: Iterable[tuple[str, Any]]) -> None:
     """Write names and values under one another, leaving out what is not set."""
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Column, Table  # noqa: PLC0415
 
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for name, value in pairs:
         if value is not None:
             grid.add_row(_cell(name), _cell(value))
@@ -193,7 +245,7 @@ def ago(moment: datetime | None) -> str | None:
     return f"{seconds}s"
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: Any) -> Text:
     from rich.text import Text  # noqa: PLC0415
 
     text = _text(value)
@@ -211,8 +263,8 @@ def _text(value: Any) -> str:
 def _write(renderable: Any) -> None:
     from rich.console import Console  # noqa: PLC0415
 
-    console = Console(soft_wrap=False) if sys.stdout.isatty() else Console(width=_WIDE, no_color=True)
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE, no_color=True)
     with console.capture() as capture:
-        console.print(renderable)
+        console.print(renderable, no_wrap=True, overflow="ignore", crop=False)
     for rendered in capture.get().splitlines():
         sys.stdout.write(rendered.rstrip() + "\n")

@@ -1,0 +1,68 @@
+"""A table on a terminal cuts nothing, however narrow that is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cli.output import fields, table
+
+ID = "6fa459ea-ee8a-3ca4-894e-db77e160355e"
+WORDS = st.text("abcdefgh-._", min_size=1, max_size=60)
+CELLS = st.one_of(WORDS, st.lists(WORDS, max_size=12).map(" ".join), st.integers(), st.none())
+TABLES = st.integers(1, 9).flatmap(lambda width: st.lists(st.tuples(*[CELLS] * width), min_size=1, max_size=4))
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """How to have something drawn on a terminal of 80 columns without colours; returns its lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def draw(what: Callable[..., None], *arguments: object) -> list[str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        what(*arguments)
+        return capsys.readouterr().out.splitlines()
+
+    return draw
+
+
+@given(rows=TABLES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+def test_every_word_is_whole_and_no_line_is_wider_than_the_terminal(
+    shown: Callable[..., list[str]], rows: list[tuple[object, ...]]
+) -> None:
+    lines = shown(table, [f"C{number}" for number in range(len(rows[0]))], rows)
+    words = [word for row in rows for cell in row if cell is not None for word in str(cell).split()]
+    assert sorted(set(words) - set(" ".join(lines).split())) == []
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_columns_that_do_not_fit_stand_below_with_their_names(shown: Callable[..., list[str]]) -> None:
+    moment = datetime(2026, 1, 31, 12, tzinfo=UTC)
+    assert shown(table, ("ID", "AT", "OTHER", "WHY"), [(ID, moment, ID, "the wrong day"), (ID, moment, ID, None)]) == [
+        "ID                                    AT",
+        f"{ID}  2026-01-31 12:00:00Z",
+        f"  OTHER {ID}  WHY the wrong day",
+        f"{ID}  2026-01-31 12:00:00Z",
+        f"  OTHER {ID}",
+    ]
+
+
+def test_a_sentence_folds_within_its_column_where_that_is_enough(shown: Callable[..., list[str]]) -> None:
+    assert shown(table, ("ID", "WHY"), [(ID, "the consumer was down for longer than anybody had thought")]) == [
+        "ID                                    WHY",
+        f"{ID}  the consumer was down for longer than",
+        " " * 38 + "anybody had thought",
+    ]
+
+
+def test_a_long_name_among_fields_is_whole(shown: Callable[..., list[str]]) -> None:
+    (first, *_) = shown(fields, [("consumer", "c" * 60), ("why", "w" * 100)])
+    assert first == "consumer  " + "c" * 60
