@@ -134,7 +134,7 @@ async def test_one_log_says_what_was_done_at_the_broker_and_at_the_daemon(mailro
         return [one["key"] for one in (await user.run("log", *filters, "--json")).json]
 
     assert await keys("--noun", "row", "--key", row) == [row]
-    assert await keys("--verb", "delete", "--at", "broker") == ["logged"]
+    assert await keys("--verb", "delete", "--key", "logged") == ["logged"]
     assert await keys("--actor", shown[2]["actor"], "--verb", "abort") == [row]
     assert row in await keys("--since", "1h")
     assert await keys("--since", "0s") == []

@@ -324,7 +324,8 @@ def test_whoever_changes_a_job_is_in_the_one_log_as_the_token_says(office: Offic
     ended, begun = office.user.run("log", "--at", "broker", "--noun", "job", "--key", f"sea {job}", "--json").json
     del ended["at"], begun["at"]
     assert begun == {
-        "actor": "administrator", "verb": "start", "noun": "job", "key": f"sea {job}", "outcome": "started"
+        "where": "broker", "actor": "administrator", "verb": "start", "noun": "job", "key": f"sea {job}",
+        "outcome": "started",
     }  # fmt: skip
     assert ended == {**begun, "verb": "cancel", "outcome": "is cancelled", "reason": "the wrong day"}
     assert "the wrong day" in office.user.run("log", "--at", "broker", "--limit", "1").out
