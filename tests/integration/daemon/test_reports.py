@@ -45,7 +45,7 @@ async def test_the_broker_hears_how_a_daemon_is_and_soon_what_has_changed(room: 
         await until_so(lambda: shows("paused"))
         (paused,) = listed
         assert paused.started_at == well.started_at
-        assert [trouble.what for trouble in paused.troubles()] == ["the relay is paused by an operator"]
+        assert [trouble.what for trouble in paused.troubles()] == ["an operator paused its relay"]
 
         room.daemon.kill()
         room.daemon.start()
