@@ -78,7 +78,8 @@ class Demo:
             self._handle_everything(to_topic)
             self._ask_the_agent()
             self._bury_and_replay()
-            meant = Meant(sends=len(self._events) + 1 + COMMANDS + 1, to_topic=to_topic + 1)
+            kept = sum(event.to != f"topic:{TOPIC}" for event in self._events)
+            meant = Meant(sends=len(self._events) + 1 + COMMANDS + 1, to_topic=to_topic + 1, kept=kept)
             return self._count(meant)
         except PostroomError as error:
             for program in self.stack.programs:
@@ -206,6 +207,11 @@ class Demo:
         self.stage.table(
             ("what", "means", "told", "SQLite", "Postgres", "holds"),
             (((each.name, each.meaning, *map(str, each[2:])), each.holds) for each in lines),
+        )
+        count = {each.name: each.broker.found for each in lines}
+        self.stage.say(
+            f"{count['accepted']:,} accepted: {count['handled']:,} handled, {count['answered']:,} answered, and "
+            f"{count['kept']:,} kept for who reads them later"
         )
         if holds := all(each.holds for each in lines):
             self.stage.say("Nothing was lost, and nothing is there twice.", "bold green")

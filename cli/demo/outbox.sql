@@ -25,6 +25,10 @@ SELECT client_message_id, request_fingerprint FROM outbox WHERE status = 'done';
 -- Rows whose way is not at its end.
 SELECT count(*) FROM outbox WHERE status IN ('pending', 'inflight', 'dead');
 
+-- name: done_to_others
+-- What the daemon believes that the broker has for queues and members.
+SELECT count(*) FROM outbox WHERE status = 'done' AND destination NOT LIKE 'topic:%';
+
 -- name: done_to_topics
 -- What the daemon believes that the broker has for topics.
 SELECT count(*) FROM outbox WHERE status = 'done' AND destination LIKE 'topic:%';

@@ -70,6 +70,7 @@ class Meant(NamedTuple):
 
     sends: int  # under ids of their own
     to_topic: int  # of what is accepted in the end
+    kept: int  # of it, for the queue and the member that nobody reads in the demo
 
 
 class Handled(NamedTuple):
@@ -93,6 +94,7 @@ class Outbox(NamedTuple):
     unsettled: int
     accepted: Accepted
     to_topic: int
+    to_others: int
     commands: int
     buried: int
 
@@ -113,6 +115,7 @@ class Outbox(NamedTuple):
                 unsettled=count("unsettled"),
                 accepted=_accepted(connection.execute(_OUTBOX["accepted"])),
                 to_topic=count("done_to_topics"),
+                to_others=count("done_to_others"),
                 commands=count("rows_with_ids", told.commands),
                 buried=count("rows_with_ids", [told.buried]),
             )
@@ -127,6 +130,7 @@ class Broker(NamedTuple):
     died: int
     requeued: int
     processed: int
+    to_others: int
     answered: int
     buried: int
 
@@ -142,6 +146,7 @@ class Broker(NamedTuple):
                 died=await connection.fetchval(_BROKER["history_of_ids"], told.dead),
                 requeued=await connection.fetchval(_BROKER["history_of_ids"], told.requeued),
                 processed=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{TOPIC}.v1"),
+                to_others=await connection.fetchval(_BROKER["history_of_others"]),
                 answered=await connection.fetchval(_BROKER["processed"], f"{MESH}.event.{ANSWER}.v1"),
                 buried=await connection.fetchval(_BROKER["buried"]),
             )
@@ -196,7 +201,7 @@ def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant:
         ),
         Line(
             "handled",
-            "each had its effect at the handler, once",
+            "to the topic; each had its effect at the handler, once",
             Count(handled.events, to_topic),
             Count(outbox.to_topic, to_topic),
             Count(broker.processed, to_topic),
@@ -207,6 +212,13 @@ def compare(told: Told, handled: Handled, outbox: Outbox, broker: Broker, meant:
             Count(handled.answers, commands),
             Count(outbox.commands, commands),
             Count(broker.answered, commands),
+        ),
+        Line(
+            "kept",
+            "to a queue and a member that nobody reads here",
+            Count(arrived - to_topic - commands, meant.kept),
+            Count(outbox.to_others - outbox.commands, meant.kept),
+            Count(broker.to_others - commands, meant.kept),
         ),
         Line(
             "replayed",

@@ -52,9 +52,11 @@ def test_every_number_of_the_demo_holds_and_nothing_is_left(short_directory: Pat
         "requeued": ["1", "1", "1", "yes"],
         "handled": ["2,232", "2,232", "2,232", "yes"],
         "answered": ["3", "3", "3", "yes"],
+        "kept": ["770", "770", "770", "yes"],
         "replayed": ["1", "1", "1", "yes"],
         "lost": ["0", "0", "0", "yes"],
     }
+    assert "3,005 accepted: 2,232 handled, 3 answered, and 770 kept" in output
     assert processes_of(short_directory) == []
     assert list(short_directory.iterdir()) == []
 
