@@ -16,6 +16,7 @@ from cli.connect import read_token
 from cli.noun import Json, Socket, TokenFile, Url, noun
 from cli.output import show_findings
 from postroom import AsyncClient, BrokerClient, PostroomError
+from postroom._wire.programs import LOW_DISK_BYTES
 from postroom.chassis.exits import Exit, Fatal, Finding
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 PROGRAMS: Final = (*("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline"),)
 OLDEST_SQLITE: Final = (3, 37, 0)  # STRICT tables
 TWO_CONNECTIONS_SQLITE: Final = (3, 51, 3)  # the first without the bug that forbids a second writer or checkpointer
-FREE_BYTES: Final = 1024**3
 PATIENCE: Final = 5.0  # seconds that a person waits for NATS
 _REDIS_MILLISECONDS: Final = 5000
 
@@ -72,7 +72,7 @@ def _machine() -> Iterator[Finding]:
     existing = next(path for path in (state, *state.parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     room = f"{free // 1024**2} MiB free below {existing}"
-    if free < FREE_BYTES:
+    if free < LOW_DISK_BYTES:
         yield Finding("disk", "warning", room, "free some space: sends are refused when the disk is full")
     else:
         yield Finding("disk", "ok", room)

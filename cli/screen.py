@@ -133,7 +133,7 @@ def _process(row: dict[str, Any]) -> list[Any]:
 def _program(one: Program) -> list[Any]:
     disk = None if one.disk_free is None else f"{one.disk_free / 1024**3:.0f}G"
     state = f"away {ago(one.reported_at)}" if one.away else "paused" if one.relay == "paused" else one.status
-    clock = f"{one.clock_seconds:+.0f}s"
+    clock = f"{round(one.clock_seconds)}s"
     return [one.title, one.host, one.version, one.waiting, one.dead, ago(one.oldest_at), disk, clock, state]
 
 
