@@ -6,11 +6,14 @@ PYTHON ?= python3
 STAMP  := $(VENV)/.installed
 SPARK_STAMP := $(VENV)/.installed-spark
 PEERS  := $(VENV)/peers
+AXE_VERSION := 4.10.3
+AXE    := $(VENV)/axe-core-$(AXE_VERSION).tgz
+AXE_SHA512 := 5e6edba515e70d25f6604d9815f064d859c5d1ea7ab661bbc4f87c88779ef0c21cae0abbeb636471ef39e9d62d2582e4b88a1866f19f4ecfcf6d986275e4dc12
 RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
 	--no-annotate --no-emit-package postroom
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheels demo test test-fast check format docs bench soak faults faults-soak test-systemd test-bare clean
+.PHONY: help setup lock wheels demo test test-fast check format docs bench soak faults faults-soak test-browser test-systemd test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,7 +56,7 @@ demo: setup ## the whole main job on embedded servers, with visible results
 # A test that outlasts its time-out takes its worker with it. The run ends then: with a new worker in its place
 # pytest-xdist 3.8 would wait for ever.
 test: $(SPARK_STAMP) ## every test but the slow suites
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd"
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd and not browser"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s
 	$(BIN)/pytest -n 2 -q tests/unit
@@ -82,6 +85,15 @@ faults: $(SPARK_STAMP) ## the fault campaign: half an hour; GOALS="F1 F4" for so
 
 faults-soak: $(SPARK_STAMP) ## the same, for hours
 	PYTHONPATH=tests $(BIN)/python -m faults --soak $(GOALS)
+
+# What keeps people out of a page is for axe-core to find. It comes from npm, one version with its checksum.
+$(AXE): $(STAMP)
+	@command -v npm chromium chromedriver > /dev/null || { echo "this needs npm and a Chromium: apt-get install npm chromium chromium-driver"; exit 1; }
+	cd $(VENV) && npm pack --silent axe-core@$(AXE_VERSION)
+	@echo "$(AXE_SHA512)  $@" | sha512sum --check --quiet || { rm $@; exit 1; }
+
+test-browser: $(AXE) ## the console in a real Chromium, every page and every repair (apt: npm, chromium, chromium-driver)
+	AXE=$(abspath $(AXE)) $(BIN)/pytest -m browser tests/browser
 
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)
 	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian
