@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -237,14 +238,23 @@ def send_lines(
 
 @contextmanager
 def progress(total: int | None) -> Iterator[Callable[[int, Count], None]]:
-    """Show a progress bar on standard error while it is a terminal; `total` is in bytes, None for a pipe."""
+    """Show on standard error, while it is a terminal, how many lines there were, and how many a second.
+
+    With a `total`, in bytes, there is a bar too, and when it will be full; a pipe has none (None).
+    """
     if not sys.stderr.isatty():
         yield lambda _read, _count: None
         return
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    bars = [] if total is None else [BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn()]
+    with Progress(TextColumn("{task.description}"), *bars, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("sending", total=total)
-        yield lambda read, count: bar.update(task, completed=read, description=str(count))
+        began = time.monotonic()
+
+        def show(read: int, count: Count) -> None:
+            rate = sum(count) / max(time.monotonic() - began, 0.001)
+            bar.update(task, completed=read, description=f"{count}, {rate:,.0f} a second")
+
+        yield show

@@ -1,4 +1,4 @@
-"""A table on a terminal cuts nothing, however narrow that is."""
+"""What is drawn on a terminal: a table cuts nothing, however narrow that is, and a progress says how fast it goes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cli.lines import Count, progress
 from cli.output import fields, table
 
 ID = "6fa459ea-ee8a-3ca4-894e-db77e160355e"
@@ -66,3 +67,18 @@ def test_a_sentence_folds_within_its_column_where_that_is_enough(shown: Callable
 def test_a_long_name_among_fields_is_whole(shown: Callable[..., list[str]]) -> None:
     (first, *_) = shown(fields, [("consumer", "c" * 60), ("why", "w" * 100)])
     assert first == "consumer  " + "c" * 60
+
+
+def test_a_pipe_without_a_total_shows_how_many_lines_and_how_many_a_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    for total, drawn in ((None, False), (4000, True)):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        with progress(total) as show:
+            show(1000, Count(queued=990, failed=10))
+        said = capsys.readouterr().err
+        assert "990 queued, 0 duplicates, 10 failed, " in said
+        assert "a second" in said
+        assert ("25 %" in said) == drawn
