@@ -91,7 +91,15 @@ async def _run(config: WorkerConfig) -> None:
     stop = asyncio.Event()
     runtime.stop_on_signals(stop)
     async with AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(open_parts(config))
+        opening = asyncio.create_task(stack.enter_async_context(open_parts(config)), name="opening")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if stop.is_set():  # servers may be waited for; what is open already is closed
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            return
+        parts = opening.result()
         url = await stack.enter_async_context(serving_page(config.listen_host, config.listen_port, parts))
         for part in parts:
             part.announce(url)

@@ -156,6 +156,15 @@ async def test_a_handler_that_cannot_be_reached_is_on_the_page_and_in_the_metric
     assert "postroom_consumer_handler_away_seconds 0.0\n" not in text
 
 
+async def test_it_stops_while_it_still_waits_for_nats_to_begin(servers: dict[str, str]) -> None:
+    options = ("--context", "demo", "--name", "orders", "--handler", "http://127.0.0.1:1/")
+    async with running(*options, **{**servers, "POSTROOM_NATS_URL": "nats://127.0.0.1:1"}) as process:
+        await said(process, "nats_error")
+        process.terminate()
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0
+
+
 async def test_what_is_wrong_is_said_in_a_sentence_with_its_exit_code(servers: dict[str, str], tmp_path: Path) -> None:
     direct = ("--context", "demo", "--name", "orders", "--handler", "http://127.0.0.1:1/")
     slow = {"POSTROOM_CONSUMER_HANDLER_TIMEOUT_SECONDS": "30"}
