@@ -46,9 +46,10 @@ class _Mint:
         with self._lock:
             if now > self._millisecond:
                 self._millisecond = now
-                upper = self._millisecond << 30 | secrets.randbits(30)
-                self._head = "".join(self._PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10))
-                self._tail = secrets.randbits(49)  # the top bit stays free, so that counting up never overflows
+                chance = secrets.randbits(79)
+                upper = now << 30 | chance >> 49
+                self._head = "".join([self._PAIRS[upper >> shift & 1023] for shift in range(70, -1, -10)])
+                self._tail = chance & (1 << 49) - 1  # the top bit stays free, so that counting up never overflows
             else:  # the same millisecond, or a clock that was set back
                 self._tail += 1
             tail, head, pairs = self._tail, self._head, self._PAIRS
