@@ -118,7 +118,9 @@ class Posting:
         clock: Callable[[], int],
         rng: Random,
         sleep: Callable[[float], Awaitable[None]],
+        ended: Callable[[], None],
     ) -> None:
+        """Call `ended` at the end of each post, before its settlement."""
         self._outbox = outbox
         self._link = link
         self._settings = settings
@@ -126,12 +128,15 @@ class Posting:
         self._clock = clock
         self._waits = Waits(rng, settings)
         self._sleep = sleep
+        self._ended = ended
+        self.under_way = 0  # posts without an answer
         self.suspects = Suspects()
         self.counters = RelayCounters()
 
     async def relay(self, batch: Sequence[ClaimedRow]) -> None:
         """Post `batch` and settle it; posting twice is harmless, since the broker keeps a dedupe row of what it has."""
         pauses, started = self._availability.pauses, self._clock()
+        self.under_way += 1
         try:
             answers = await self._link.accept(batch)
             _look_behind_the_broker(answers)
@@ -139,6 +144,9 @@ class Posting:
             result, outcomes, settlements = error.failure.value, *self._failed(batch, error, pauses)
         else:
             result, outcomes, settlements = "answered", *self._answered(batch, answers, pauses)
+        finally:
+            self.under_way -= 1
+            self._ended()
         took = self._clock() - started
         self.counters.batch(result, outcomes, took / 1000)
         await self.settle(settlements, Post(started, took, self._link.address))
@@ -150,7 +158,9 @@ class Posting:
         """
         while True:
             try:
-                await self._outbox.settle(settlements, post)
+                # where one post at a time may be under way the next waits for this
+                patient = post is not None and self._availability.slots > 1
+                await self._outbox.settle(settlements, post, patient=patient)
             except PostroomError as error:
                 if error.code in OUTBOX_STOPPED:
                     return

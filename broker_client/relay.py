@@ -65,7 +65,10 @@ class Relay:
         self._sleep = sleep
         rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
         self._availability = Availability(settings, rng)
-        self._posting = Posting(outbox, link, settings, self._availability, clock=clock, rng=rng, sleep=sleep)
+        self._wake = asyncio.Event()
+        self._posting = Posting(
+            outbox, link, settings, self._availability, clock=clock, rng=rng, sleep=sleep, ended=self._wake.set
+        )
         self.comparison = Comparison(outbox, link, clock=clock)
         self._check = FeatureCheck(link, settings, state_directory, mesh)
         self._controls = Controls()
@@ -77,7 +80,6 @@ class Relay:
         self._posts: dict[asyncio.Task[None], Batch] = {}
         self._broken_off: list[ClaimedRow] = []  # posted, and not waited for
         self._crash: BaseException | None = None
-        self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._idle = asyncio.Event()  # `run` is not running
         self._idle.set()
@@ -203,9 +205,8 @@ class Relay:
         elif not await self._claim_rows():
             seconds = min(self._controls.wait_seconds(self._clock()), self._check.fresh_seconds())
             await self._wait(seconds, for_work=True)
-            if self._posts:
-                ended = asyncio.wait(set(self._posts), return_when=asyncio.FIRST_COMPLETED)
-                await _first_of(ended, self._sleep(GATHER_SECONDS))
+            if self._posting.under_way:
+                await _first_of(self._wake.wait(), self._sleep(GATHER_SECONDS))
 
     def _hold_seconds(self) -> float:
         """Return how long not to post: 0 to go on, infinite where something will wake the relay."""

@@ -45,6 +45,8 @@ _RECOVERED: Final = load_queries("outbox", "sql/recover.sql")
 CLAIM_ROWS: Final = 500
 CLAIM_BYTES: Final = 1024 * 1024
 CLAIM_AT_ONCE: Final = 100  # rows that one transaction of a claim takes: 2 ms for which everybody waits
+_DRAINED_MS: Final = 1000  # since a claim that left nothing due, for which the next one believes it
+_PATIENCE_SECONDS: Final = 0.02  # for which a patient settlement waits for another transaction
 _CHUNK: Final = 200  # rows that one transaction of a long job may touch
 _DAY_MS: Final = 86_400_000
 _PRUNE_EVERY: Final = 600.0  # seconds
@@ -76,6 +78,7 @@ class Outbox(reading.Reader):
         self._work = asyncio.Event()
         self._work.set()
         self._next_due: int | None = None
+        self._drained_at: int | None = None  # when a claim of every destination took all that was due
         self._watchers = reading.Watchers()
         self._urged: Callable[[], None] = lambda: None  # the relay, where there is one
         self._outcomes = operating.Outcomes(self, store, look_up, self._changed)
@@ -195,8 +198,15 @@ class Outbox(reading.Reader):
 
         At most `limit` rows and `max_bytes` of payload (but at least one row); none whose destination is `excluded`,
         which is meant for the few destinations that an operator paused. May return nothing although rows are due,
-        after it walked past many excluded ones; `wait_for_work` then returns at once.
+        after it walked past many excluded ones; `wait_for_work` then returns at once. Where the last claim left nothing
+        due, and nothing came since, there is no look for a second.
         """
+        now = self._clock()
+        quiet = not self._work.is_set() and (self._next_due is None or self._next_due > now)
+        if quiet and self._drained_at is not None and 0 <= now - self._drained_at < _DRAINED_MS:
+            return []
+        self._work.clear()
+        self._drained_at = None
         claim = relaying.Claim(min(limit, CLAIM_AT_ONCE), max_bytes, frozenset(excluded), self._walked)
         result = await self._claim(claim)
         seqs = list(result.seqs)
@@ -209,6 +219,8 @@ class Outbox(reading.Reader):
                 break
             seqs += result.seqs
             size += result.size
+        if not excluded and not result.more:
+            self._drained_at = now
         return await self.claimed(seqs) if seqs else []
 
     async def _claim(self, claim: relaying.Claim) -> relaying.ClaimResult:
@@ -219,12 +231,16 @@ class Outbox(reading.Reader):
             self._work.set()
         return result
 
-    async def settle(self, settlements: Sequence[Settlement], post: Post | None = None) -> int:
+    async def settle(
+        self, settlements: Sequence[Settlement], post: Post | None = None, *, patient: bool = False
+    ) -> int:
         """Apply the broker's answers in one transaction; returns how many rows were still `inflight` and changed.
 
-        What they are the answers to is `post`, which is kept with the rows that were not accepted.
+        What they are the answers to is `post`, which is kept with the rows that were not accepted. A `patient` one
+        shares the transaction of a send or a claim if one comes soon, unless somebody waits for a row.
         """
-        settled = await self._store.submit(relaying.Settle(settlements, self._walked, post))
+        patience = _PATIENCE_SECONDS if patient and not self._watchers.any else 0.0
+        settled = await self._store.submit(relaying.Settle(settlements, self._walked, post), patience=patience)
         self._watchers.settled(s.row_id for s in settlements if s.verdict is not Verdict.RETRY)
         if any(s.verdict is Verdict.RETRY for s in settlements):
             self._work.set()
@@ -258,7 +274,6 @@ class Outbox(reading.Reader):
             timeout = min(timeout, max(0.0, (self._next_due - self._clock()) / 1000))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._work.wait(), timeout)
-        self._work.clear()
 
     async def set_relay_control(
         self,

@@ -407,6 +407,11 @@ class Watchers:
     def __init__(self) -> None:
         self._events: dict[str, set[AllSettled]] = {}
 
+    @property
+    def any(self) -> bool:
+        """Whether anybody waits for a row."""
+        return bool(self._events)
+
     @contextmanager
     def watch(self, *row_ids: str) -> Iterator[AllSettled]:
         """Register for as long as the block runs; look at the rows once more inside it, before waiting."""

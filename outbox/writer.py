@@ -61,11 +61,11 @@ class Queue(store.Queue):
     def take(self, most: int) -> list[Waiting]:
         """Take operations of `most` rows together, and at least one, each caller's first, then each one's next.
 
-        They are returned in the order in which they came.
+        They are returned in the order in which they came, behind the patient ones.
         """
         self._sort()
         if len(self._lines) == 1:
-            return self._take_of_one(most)
+            return self.take_patient() + self._take_of_one(most)
         most_each = min(most, PART_ROWS) if len(self._callers) > 1 else most
         group: list[Waiting] = []
         taken: dict[int | None, int] = {}
@@ -85,7 +85,7 @@ class Queue(store.Queue):
                 taken[caller] = taken.get(caller, 0) + size
                 rows += size
                 going = True
-        return sorted(group, key=itemgetter(0))
+        return self.take_patient() + sorted(group, key=itemgetter(0))
 
     def _take_of_one(self, most: int) -> list[Waiting]:
         """Take as much where one caller alone waits."""
@@ -101,6 +101,7 @@ class Queue(store.Queue):
 
     def drain(self) -> Iterator[Waiting]:
         """Take everything."""
+        self.hasten()
         self._sort()
         for line in self._lines.values():
             yield from line

@@ -217,18 +217,31 @@ class Queue:
     def __init__(self) -> None:
         self._number = 0
         self._arrived: deque[Waiting] = deque()
+        self._patient: deque[Waiting] = deque()  # go with whatever comes next
 
     def __bool__(self) -> bool:
         return bool(self._arrived)
 
-    def append(self, operation: Any, future: asyncio.Future[Any]) -> None:
-        """Put an operation at the end."""
+    def append(self, operation: Any, future: asyncio.Future[Any], *, patient: bool = False) -> None:
+        """Put an operation at the end; a patient one waits for another."""
         self._number += 1
-        self._arrived.append(Waiting(self._number, operation, future))
+        (self._patient if patient else self._arrived).append(Waiting(self._number, operation, future))
+
+    def hasten(self) -> None:
+        """Have the patient ones wait for nobody."""
+        self._arrived.extend(self.take_patient())
+
+    def take_patient(self) -> list[Waiting]:
+        """Take what goes with the next group."""
+        taken = []
+        with contextlib.suppress(IndexError):  # the loop and the thread may take at once
+            while True:
+                taken.append(self._patient.popleft())
+        return taken
 
     def take(self, most: int) -> list[Waiting]:
-        """Take the next group, of `most` operations."""
-        return [self._arrived.popleft() for _ in range(min(most, len(self._arrived)))]
+        """Take the next group, of `most` operations and the patient ones."""
+        return self.take_patient() + [self._arrived.popleft() for _ in range(min(most, len(self._arrived)))]
 
     def drain(self) -> Iterable[Waiting]:
         """Take everything."""
@@ -367,7 +380,7 @@ class Store:
         """Finish what is queued, empty the log and close the file; a second call does nothing."""
         first = not self._closed
         self._closed = self._stopping = True
-        self._wake.set()
+        self._hasten()
         if first and self._reader is not None:
             await self._reader.close()
         await self._task
@@ -398,15 +411,21 @@ class Store:
         except FileNotFoundError:
             return 0
 
-    def submit(self, operation: Operation[T]) -> asyncio.Future[T]:
-        """Queue `operation`; the future is done when its transaction is on disk, or with what the room answers."""
+    def submit(self, operation: Operation[T], *, patience: float = 0.0) -> asyncio.Future[T]:
+        """Queue `operation`; the future is done when its transaction is on disk, or with what the room answers.
+
+        For so many seconds of `patience` it waits for a transaction that is made anyway.
+        """
         if self.failure is not None:
             raise self._answers.unknown(self.path, self.failure)
         if self._stopping:
             raise self._answers.closed()
         future: asyncio.Future[T] = self._loop.create_future()
-        self._waiting.append(operation, future)
-        self._wake.set()
+        self._waiting.append(operation, future, patient=patience > 0)
+        if patience > 0:
+            self._loop.call_later(patience, self._hasten)
+        else:
+            self._wake.set()
         return future
 
     async def write(self, work: Work[T], size: int = 0) -> T:
@@ -511,6 +530,10 @@ class Store:
             )
 
     # On the loop
+
+    def _hasten(self) -> None:
+        self._waiting.hasten()
+        self._wake.set()
 
     def _answer(self, group: list[Waiting], outcomes: list[Outcome]) -> None:
         """Pass on what became of each operation of a committed group."""

@@ -26,7 +26,7 @@ from support.stores import (
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.sqlite import Schema
-from postroom.chassis.store import Connection, OwnedFile
+from postroom.chassis.store import Connection, OwnedFile, Write
 from postroom.chassis.wal import PAGE
 
 FRAME = 24 + PAGE
@@ -55,6 +55,20 @@ async def test_an_answer_comes_after_the_commit_and_many_share_one(tmp_path: Pat
         assert all(await asyncio.gather(*(one(number) for number in range(1, 301))))
         assert store.operations == 300
         assert store.transactions < 100
+
+
+async def test_a_patient_operation_shares_the_next_ones_commit_and_is_done_without_one_in_time(tmp_path: Path) -> None:
+    def insert(number: int) -> Write:
+        return Write(lambda db: db.execute("INSERT INTO note VALUES (?, '')", (number,)).rowcount, 0)
+
+    async with opened_store(tmp_path) as store:
+        before = store.transactions
+        patient = store.submit(insert(1), patience=600)
+        await write(store, 2)
+        assert (patient.done(), store.transactions - before, seen(store.path)) == (True, 1, {1, 2})
+        await store.submit(insert(3), patience=0.001)
+        patient = store.submit(insert(4), patience=600)
+    assert (await patient, seen(store.path)) == (1, {1, 2, 3, 4})
 
 
 async def test_an_operation_that_fails_fails_alone(tmp_path: Path) -> None:

@@ -110,8 +110,9 @@ async def test_a_claim_walks_past_many_excluded_rows_a_stretch_at_a_time(
 ) -> None:
     monkeypatch.setattr(relaying, "_SCAN", 10)
     await accepted(outbox, *(send(f"paused-{number}", to="dm:paused") for number in range(25)), send("open"))
-    assert [await ids(outbox, excluded={"dm:paused"}) for _ in range(3)] == [[], [], ["open"]]
-    await asyncio.wait_for(outbox.wait_for_work(60), 30)
+    for found in ([], [], ["open"]):
+        await asyncio.wait_for(outbox.wait_for_work(60), 30)
+        assert await ids(outbox, excluded={"dm:paused"}) == found
 
 
 async def test_a_row_that_comes_back_behind_the_walk_is_found(outbox: Outbox, clock: Clock) -> None:
@@ -174,6 +175,31 @@ async def test_what_waits_by_a_clock_that_was_ahead_is_due_once_it_is_set_back(
     clock.forward(24 * 3600)
     assert await ids(outbox) == ["tomorrow"]
     await outbox.close()
+
+
+async def test_where_nothing_was_left_and_nothing_came_no_claim_looks_again_for_a_second(
+    outbox: Outbox, clock: Clock
+) -> None:
+    async def looks(claimed: list[str], **limits: object) -> bool:
+        before = outbox.progress
+        assert await ids(outbox, **limits) == claimed
+        return outbox.progress != before
+
+    await accepted(outbox, send("later", not_before=START + 500), send("a"), send("b"))
+    assert await looks(["a"], limit=1)
+    assert await looks(["b"])
+    assert not await looks([])
+    await accepted(outbox, send("paused", to="dm:paused"))
+    assert await looks([], excluded={"dm:paused"})
+    assert await looks(["paused"])
+    assert not await looks([])
+    clock.forward(0.5)
+    assert await looks(["later"])
+    assert not await looks([])
+    clock.forward(1)
+    assert await looks([])
+    clock.forward(-1)
+    assert await looks([])
 
 
 async def test_nobody_waits_for_work_that_is_there(outbox: Outbox) -> None:

@@ -57,6 +57,23 @@ async def test_an_outage_burns_no_attempt(outbox: Outbox) -> None:
     assert (await found(outbox)).attempts == 0
 
 
+async def test_a_patient_settlement_goes_with_a_send_unless_somebody_waits_for_a_row(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.outbox._PATIENCE_SECONDS", 600)
+    row_id = await row_in(outbox, "inflight")
+    waiting = await watched(outbox, row_id)
+    await outbox.settle([retry(row_id)], patient=True)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await outbox.claim()
+    before, _ = outbox.progress
+    settling = asyncio.ensure_future(outbox.settle([done(row_id)], patient=True))
+    await asyncio.sleep(0)
+    await accepted(outbox, send("id-2"))
+    assert (await settling, outbox.progress[0] - before, (await found(outbox)).status) == (1, 1, "done")
+
+
 async def test_one_settlement_holds_answers_of_every_kind(outbox: Outbox) -> None:
     await accepted(outbox, send("a"), send("b"), send("c"))
     a, b, c = await outbox.claim()

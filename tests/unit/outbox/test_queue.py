@@ -42,6 +42,20 @@ async def test_beside_others_a_caller_has_its_part_of_a_group_and_everybody_is_i
     assert callers(queue) == [MALLORY]
 
 
+async def test_what_is_patient_goes_with_whatever_comes_next_until_it_is_hastened() -> None:
+    queue = Queue()
+    for _ in range(2):
+        queue.append(Expire(0, 1), asyncio.get_running_loop().create_future(), patient=True)
+    assert not queue
+    put(queue, ALICE)
+    assert callers(queue) == [None, None, ALICE]
+    assert not queue
+    queue.append(Expire(0, 1), asyncio.get_running_loop().create_future(), patient=True)
+    queue.hasten()
+    assert queue
+    assert callers(queue) == [None]
+
+
 async def test_a_caller_counts_as_present_for_a_while() -> None:
     now = 0.0
     queue = Queue(lambda: now)
