@@ -23,7 +23,7 @@ from console.config import ConsoleConfig
 from console.sessions import Sessions
 from embedded import EmbeddedNats, EmbeddedPostgres
 from postroom import BrokerClient
-from postroom._wire.administration import Role
+from postroom._wire.administration import OperatorRole, Role
 from postroom.chassis.listener import listening
 from postroom.delivery.settings import NatsSettings
 
@@ -126,7 +126,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture
 async def office(operated: str, console_database: str, settings: dict[str, Any]) -> AsyncIterator[Office]:
-    """A mesh with the members alice and bob and the admin ada, all of them at the topic `orders`; and a console."""
+    """A mesh with alice, bob and the admin ada at its topic `orders`; its operators lou and rex, and eve of all."""
     mesh, tokens = f"m{next(_numbers)}", {"administrator": ADMIN_TOKEN}
     async with BrokerClient(operated, ADMIN_TOKEN) as client:
         await client.create_mesh(mesh)
@@ -135,6 +135,11 @@ async def office(operated: str, console_database: str, settings: dict[str, Any])
         for name, role in members.items():
             tokens[name] = (await client.create_member(mesh, name, role)).token
             await client.subscribe(mesh, "orders", name)
+        operators: list[tuple[str, OperatorRole, str | None]] = [
+            ("lou", "look", mesh), ("rex", "repair", mesh), ("eve", "look", None),
+        ]  # fmt: skip
+        for name, may, where in operators:
+            tokens[name] = (await client.create_operator(f"{name}-{mesh}", may, where)).token
     config = ConsoleConfig(**{"broker_url": operated, **settings})
     async with AsyncExitStack() as stack:
         sessions = await stack.enter_async_context(Sessions(config))

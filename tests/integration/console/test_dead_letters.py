@@ -187,3 +187,20 @@ async def test_a_payload_and_an_error_are_text(office: Any, admin: Any, letters:
         assert page.text.count("<script") == 1
         assert "<svg" not in page.text
         assert html.escape(payload, quote=False)[:200] in page.text
+
+
+@pytest.mark.parametrize(("name", "left"), [("lou", 1), ("eve", 1), ("rex", 0)])
+async def test_a_looker_is_offered_no_change_and_makes_none_while_a_repairer_does(
+    office: Any, letters: Letters, name: str, left: int
+) -> None:
+    await letters.bury("a", 1)
+    browser = await office.logged_in(name)
+    page = await browser.open(f"/dead_letters/list?mesh={office.mesh}")
+    assert "/trace/a-1" in page.text
+    assert ('name="verb"' in page.text) == (not left)
+    page = await browser.submit("/repairs", kind="dead_letters", mesh=office.mesh, all="yes", verb="drop")
+    assert page.status == (403 if left else 200)
+    if not left:
+        await browser.submit(page.path, reason="ordered by mistake")
+        assert "1 dropped, 0 failed." in (await finished(browser)).text
+    assert await letters.left() == left

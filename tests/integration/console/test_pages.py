@@ -33,7 +33,8 @@ async def test_the_administrator_is_offered_every_page_and_each_is_there(admin: 
 
 
 async def test_what_is_for_others_is_neither_offered_nor_shown(office: Any) -> None:
-    for name, hidden in (("ada", EVERYWHERE), ("bob", [path for path, _ in NAVIGATION if path != "/messages"])):
+    others = [path for path, _ in NAVIGATION if path != "/messages"]
+    for name, hidden in (("ada", EVERYWHERE), ("lou", EVERYWHERE), ("eve", []), ("bob", others)):
         browser = await office.logged_in(name)
         for path, _ in NAVIGATION:
             assert (f'<li><a href="{path}"' in browser.shown.text) == (path not in hidden), (name, path)
