@@ -170,10 +170,16 @@ class Authentication:
         role = access.removeprefix("broker_")
         if principal.role not in MAY[role]:
             needed = "administer" if role == "itself" else role
-            sentence = f"{principal.actor} has the role {principal.role}, and this takes the role {needed}"
+            sentence = (
+                f"{principal.actor} has the role {principal.role}, and this takes the role {needed}: "
+                f"`postroom operator create NAME --role {needed}` makes a token that has it"
+            )
             raise NotPermitted.of("not_permitted", sentence)
         if role != access and principal.mesh is not None:
-            sentence = f"the token of {principal.actor} is for the mesh {principal.mesh} only, and this is about all"
+            sentence = (
+                f"the token of {principal.actor} is for the mesh {principal.mesh} only, and this is about all: use one "
+                "that was made without --mesh"
+            )
             raise NotPermitted.of("not_permitted", sentence)
         request[PRINCIPAL] = principal
 
