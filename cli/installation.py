@@ -82,9 +82,10 @@ class Sight:
 
     @property
     def exit_code(self) -> Exit:
-        """69 where something does not run or cannot be asked, 1 where something that runs is not well, else 0."""
-        levels = {trouble.level for trouble in self.troubles}
-        return Exit.UNAVAILABLE if "down" in levels else Exit.FAILED if "wrong" in levels else Exit.OK
+        """0 where all is well, 69 where something does not run or cannot be asked, else 1."""
+        if not self.troubles:
+            return Exit.OK
+        return Exit.UNAVAILABLE if any(trouble.level == "down" for trouble in self.troubles) else Exit.FAILED
 
     async def ask(self, asked: Awaitable[T], what: str) -> T | None:
         """Wait for an answer; where only others are told, or it fails, note so and return None."""
