@@ -143,7 +143,7 @@ def send_through_up(program: Path, state: Path) -> None:
             text=True,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final, Protocol
 
 from aiohttp import web
@@ -31,6 +31,8 @@ from postroom.worker.metrics import labelled, merged
 from postroom.worker.publication import open_publication
 
 _STATUS_SECONDS: Final = 5.0
+_BEGIN_SECONDS: Final = 2.0  # that a start may take before its report says what is in the way
+_LOOK_SECONDS: Final = 0.02
 
 
 class Part(Protocol):
@@ -192,6 +194,10 @@ async def _report(parts: Sequence[Part], page: str | None, pool: Pool) -> None:
         status: Status = "degraded" if any(part.reasons for part in found) else "ok"
         return reporter.report([], status=status, parts=found, totals=totals)
 
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_BEGIN_SECONDS):
+            while any(glance()):  # noqa: ASYNC110 - it is polled from then on too
+                await asyncio.sleep(_LOOK_SECONDS)
     try:
         await keep_reporting(look, reports.keep, glance)
     finally:
