@@ -36,7 +36,7 @@ def _row(name: str, process: ProcessIdentity | None, address: str) -> dict[str, 
 async def _program(stack: Stack, program: EmbeddedServer) -> dict[str, Any]:
     row = _row(program.name, program.process, program.address)
     asking = {stack.daemon: _rows, stack.worker: _unpublished, stack.broker: _health}
-    through_broker = {stack.worker: _pauses, stack.nats: _dead_letters, stack.postgres: _jobs}
+    through_broker = {stack.nats: _dead_letters, stack.postgres: _jobs}
     if row["state"] == "running" and program in asking:
         row |= await _answer(asking[program](stack))
     if row["state"] == "running" and program in through_broker:
@@ -82,15 +82,6 @@ async def _health(stack: Stack) -> dict[str, Any]:
 async def _unpublished(stack: Stack) -> dict[str, Any]:
     """Ask the worker for what waits to be published."""
     return {"backlog": {f"unpublished {source}": count for source, count in (await stack.worker.backlog()).items()}}
-
-
-async def _pauses(stack: Stack) -> dict[str, Any]:
-    """Ask the broker for the consumers that pause, wherever they run."""
-    from postroom._wire.unpublished import CONSUMERS, ConsumersQuery  # noqa: PLC0415
-
-    async with stack.broker.client() as client:
-        pausing = (await client.list_things(CONSUMERS, ConsumersQuery())).pausing
-    return {"problem": "; ".join(f"{one.consumer} pauses: {one.error}" for one in pausing)} if pausing else {}
 
 
 async def _jobs(stack: Stack) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_any_other_line_is_typers(line: str) -> None:
 
 def test_what_is_down_counts_more_than_what_is_wrong() -> None:
     down, wrong, look = (Trouble("it", "is so", "help it", level) for level in ("down", "wrong", "look"))
-    assert [Sight(troubles=found).exit_code for found in ([], [look], [look, wrong], [wrong, down])] == [0, 0, 1, 69]
+    assert [Sight(troubles=found).exit_code for found in ([], [look], [look, wrong], [wrong, down])] == [0, 1, 1, 69]
 
 
 def test_a_screen_escapes_what_programs_say(capsys: pytest.CaptureFixture[str]) -> None:
