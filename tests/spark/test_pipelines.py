@@ -123,7 +123,7 @@ def test_the_audit_log_is_written_once_and_is_byte_identical_when_rebuilt(
     history: History, pipeline: Any, tmp_path: Path
 ) -> None:
     history.tamper(
-        "UPDATE mesh.message_history SET accepted_at = accepted_at - (history_id % 3 + 1) * interval '1 day'"
+        "UPDATE mesh.message_history SET accepted_at = accepted_at - (history_id % 3 + 2) * interval '1 day'"
     )
     exported = tmp_path / "export.ndjson"
     rows = [outbox_row(number) for number in range(4)]
