@@ -72,7 +72,8 @@ def prose(name: str) -> Iterator[tuple[int, str]]:
 def is_there(named: str, name: str) -> bool:
     """Tell whether what the file `name` names exists: from the root, from its own folder, or from the room it is in."""
     from_there = os.path.normpath(Path(name).parent / named)
-    return named in TEXTS or from_there in TEXTS or any(there.endswith(f"/{named}") for there in TEXTS)
+    here = named in TEXTS or from_there in TEXTS or any(there.endswith(f"/{named}") for there in TEXTS)
+    return here or (ROOT / named).is_file()  # a picture is no text
 
 
 def is_ours(named: str, name: str) -> bool:
