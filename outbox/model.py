@@ -58,9 +58,9 @@ class OutboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         int,
         msgspec.Meta(
             ge=4096,
-            le=8 * 1024 * 1024,
+            le=32 * 1024 * 1024,
             description="About how much the write-ahead log gathers, in bytes, before it is moved into the file: less "
-            "makes shorter and more frequent pauses. A page that is written again counts once.",
+            "makes shorter and more frequent pauses.",
         ),
     ] = 1024 * 1024
 

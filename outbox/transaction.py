@@ -14,7 +14,7 @@ from postroom._wire.sql import load_queries
 _QUERIES: Final = load_queries("outbox", "sql/count.sql")
 FULL_AT: Final = 0.95  # of max_bytes: new messages are refused
 _MOVED_BYTES: Final = 256  # rows that change their state lie side by side, 16 to a page
-_COMMIT_BYTES: Final = 4096  # most of the six or seven pages that an accept writes are those of the last one
+_COMMIT_BYTES: Final = 7 * 4096  # a page in each table, one in each index, the counters
 _INSERT_ROWS: Final = 1024  # most rows of a statement: a step of SQLite's, after which the loop may hold the lock again
 _INSERT_STEP: Final = 64  # more than this many rows go in multiples of it, so that few statements are kept prepared
 _LARGEST_CELL: Final = 4061  # bytes of a payload that lies whole in its page
@@ -85,7 +85,7 @@ class Transaction:
         self.salt = salt  # of the keys of moved rows (outbox/settled.py)
         self.next_seq = space.next_seq
         self.highest_key = space.highest_key
-        self.logged_bytes = _COMMIT_BYTES  # about what a checkpoint has to move of it: a page once
+        self.logged_bytes = _COMMIT_BYTES  # about what the transaction adds to the WAL
         self.max_bytes = max_bytes
         self._space = space
         self._changes: Counter[str] = Counter()
@@ -132,7 +132,7 @@ class Transaction:
         self._changes["pending"] += rows
         self._changes["payload_bytes"] += payload_bytes
         self._changes["waiting_room"] += room
-        self.logged_bytes += room
+        self.logged_bytes += payload_bytes
 
     def changed(self, before: RowStatus, after: RowStatus, rows: int, settled_room: int = 0) -> None:
         """Count `rows` that went from one state to another; `settled_room` is theirs where they wait no more."""

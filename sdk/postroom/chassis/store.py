@@ -252,7 +252,7 @@ class Transactor:
     """Runs groups of operations on the connection's thread: here `Write`s, each with the connection."""
 
     def __init__(self) -> None:
-        self.logged = 0  # bytes that its transactions have written since it was made, about: a page again is none
+        self.logged = 0  # bytes that its transactions have added to the log since it was made, about
 
     def transact(self, db: sqlite3.Connection, group: Sequence[Any]) -> list[Outcome]:
         """Run a group in one transaction; returns the outcome of each once that is on disk, or undoes it and raises."""

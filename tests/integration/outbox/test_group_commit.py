@@ -270,14 +270,6 @@ async def test_the_log_stays_small_under_load(open_outbox: OpenOutbox) -> None:
     assert most < 4 * 1024 * 1024
 
 
-async def test_commits_that_write_the_same_pages_share_a_checkpoint(open_outbox: OpenOutbox) -> None:
-    """Of a lone send's pages all but its payload's are those of the send before it."""
-    outbox = await open_outbox(checkpoint_bytes=256 * 1024)
-    for number in range(40):
-        await accepted(outbox, send(str(number), "x" * 1000))
-    assert (await outbox.counts()).wal_bytes > 3 * 256 * 1024
-
-
 async def test_large_messages_do_not_flood_the_log(open_outbox: OpenOutbox) -> None:
     outbox = await open_outbox(max_group_rows=100)
     transactions, _ = outbox.progress
