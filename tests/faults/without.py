@@ -23,14 +23,14 @@ def commit_before_answer() -> None:
     from postroom.chassis.sqlite import QUERIES
     from postroom.chassis.store import Outcome, Store, Waiting
 
-    queries, commit = QUERIES._queries, Store._commit
+    commit = Store._commit
 
     def answer_first(self: Store, group: list[Waiting], db: sqlite3.Connection) -> list[Outcome]:
-        statement, queries["commit"] = queries["commit"], "SELECT 1"
+        statement, QUERIES["commit"] = QUERIES["commit"], "SELECT 1"
         try:
             outcomes = commit(self, group, db)
         finally:
-            queries["commit"] = statement
+            QUERIES["commit"] = statement
         self._loop.call_soon_threadsafe(self._answer, group, outcomes)
         time.sleep(_LATE)
         db.execute(statement)
@@ -44,7 +44,7 @@ def synchronous_full() -> None:
     from postroom.chassis.sqlite import QUERIES
 
     pragmas = QUERIES["write_pragmas"]
-    QUERIES._queries["write_pragmas"] = pragmas.replace("synchronous = FULL", "synchronous = NORMAL")
+    QUERIES["write_pragmas"] = pragmas.replace("synchronous = FULL", "synchronous = NORMAL")
     assert QUERIES["write_pragmas"] != pragmas
 
 
