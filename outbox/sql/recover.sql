@@ -82,17 +82,16 @@ INSERT INTO outbox (seq, id, client_message_id, request_fingerprint, enqueued_at
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?);
 
 -- name: keep_log_line
--- Write a line of the operator log into the new file.
-INSERT INTO operator_log (seq, at, verb, actor, reason, row_id, detail) VALUES (?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT DO NOTHING;
+-- Write a line of the operator log into the new file, unless damage has left one that no operator can have made.
+INSERT OR IGNORE INTO operator_log (seq, at, verb, actor, reason, row_id, detail) VALUES (?, ?, ?, ?, ?, ?, ?);
 
 -- name: log_lines
 -- How many lines there are.
 SELECT count(*) FROM operator_log;
 
 -- name: keep_control
--- Write what operators told the relay into the new file.
-INSERT INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?) ON CONFLICT DO NOTHING;
+-- Write what operators told the relay into the new file, but for what they cannot have told it.
+INSERT OR IGNORE INTO relay_control (destination, paused, rate_per_second) VALUES (?, ?, ?);
 
 -- name: keep_recovery
 -- Note what a recovery saved, and what was missing.

@@ -4,8 +4,10 @@ import asyncio
 import errno
 import hashlib
 import signal
+import sqlite3
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,20 @@ async def test_a_broken_index_loses_no_row(state: Path, database: Path) -> None:
     overwrite(database, root - 1)
     recovery = recover(state)
     assert (recovery.saved, recovery.missing) == (304, 0)
+
+
+@pytest.mark.usefixtures("filled")
+def test_what_damage_made_impossible_is_left_out(state: Path, database: Path) -> None:
+    with sqlite3.connect(database) as damaging:
+        damaging.execute("PRAGMA ignore_check_constraints = ON")
+        impossible = "INSERT INTO operator_log (at, verb, actor, reason) VALUES (?, 'abort', 'uid:0', ' ')"
+        damaging.execute(impossible, (START,))
+        damaging.execute("INSERT INTO relay_control VALUES ('dm:eve', 1, -1.0)")
+    damaging.close()
+    recovery = recover(state)
+    assert (recovery.saved, recovery.log_lines, recovery.lost_log_lines) == (304, 2, 1)
+    with closing(sqlite3.connect(database)) as recovered:
+        assert recovered.execute("SELECT destination FROM relay_control").fetchall() == [("dm:bob",)]
 
 
 @pytest.mark.usefixtures("filled")
