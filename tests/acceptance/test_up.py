@@ -118,6 +118,11 @@ def processes(said: str) -> dict[str, Any]:
     return {row["process"]: row for row in map(json.loads, said.splitlines()) if "process" in row}
 
 
+def is_well(stack: Stack) -> bool:
+    """Whether `status` finds nothing wrong."""
+    return run("status", "--state", str(stack.layout.state)).returncode == 0
+
+
 def test_status_shows_every_process_and_the_backlog(stack: Stack) -> None:
     done = run("status", "--state", str(stack.layout.state), "--json")
     assert done.returncode == 0, done.stderr
@@ -142,6 +147,7 @@ def test_status_tells_a_broker_that_hangs_from_one_that_runs(stack: Stack) -> No
         hung.send(signal.SIGCONT)
     rows = {name: row["state"] for name, row in processes(done.stdout).items()}
     assert (rows["broker"], rows["daemon"], done.returncode) == ("silent", "running", 69)
+    assert wait_until(lambda: is_well(stack), SECONDS)
 
 
 def test_status_says_that_the_broker_limits_without_redis(stack: Stack) -> None:
@@ -157,6 +163,7 @@ def test_status_says_that_the_broker_limits_without_redis(stack: Stack) -> None:
         "running",
         "Redis does not answer: each broker limits by itself, at the same rate",
     )
+    assert wait_until(lambda: is_well(stack), SECONDS)
 
 
 def test_status_tells_what_fails_from_what_is_silent(stack: Stack) -> None:
@@ -169,6 +176,7 @@ def test_status_tells_what_fails_from_what_is_silent(stack: Stack) -> None:
     row = next(line for line in done.stdout.splitlines() if line.startswith("postgres  "))
     assert row.startswith("postgres  failing")
     assert "internal error: see the log" in row
+    assert wait_until(lambda: is_well(stack), SECONDS)
 
 
 def test_status_names_a_consumer_that_pauses_until_its_handler_is_there(stack: Stack) -> None:
@@ -181,9 +189,9 @@ def test_status_names_a_consumer_that_pauses_until_its_handler_is_there(stack: S
     def problem() -> str:
         done = run("status", "--json", environ=environ)
         rows = [json.loads(line) for line in done.stdout.splitlines()]
-        found = next((row["what"] for row in rows if row.get("thing") == "consumer billing"), "")
-        assert done.returncode == (1 if found else 0), done.stdout
-        return str(found)
+        troubles = {row["thing"]: str(row["what"]) for row in rows if "level" in row}
+        assert done.returncode == (1 if troubles else 0), done.stdout
+        return troubles.get("consumer billing", "")
 
     with subprocess.Popen(tethered([sys.executable, "-m", "cli", *words]), env={**os.environ, **environ}) as consumer:
         try:
