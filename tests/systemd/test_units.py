@@ -38,6 +38,7 @@ def test_a_timer_starts_its_pipeline_with_its_options_and_its_failure_is_seen(ma
     machine.run("systemctl", "start", f"{PIPELINE}.timer")
     timer = machine.run("systemctl", "show", f"{PIPELINE}.timer").splitlines()
     assert {"ActiveState=active", "Persistent=yes", f"Unit={PIPELINE}.service"} <= set(timer)
+    assert any(line.startswith("TimersCalendar={ OnCalendar=*-*-* 04:00:00 UTC ;") for line in timer)
 
     assert machine.attempt("systemctl", "start", f"{PIPELINE}.service").returncode != 0
     log = machine.run("journalctl", "--no-pager", "--output=cat", "--unit", f"{PIPELINE}.service")

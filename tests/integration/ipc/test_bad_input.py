@@ -264,6 +264,11 @@ async def test_a_million_keys_are_more_than_a_request_may_hold(room: Any) -> Non
     await refuses(room, post(META % (b"{" + keys + b"}")), {413})
 
 
+async def test_an_operators_request_is_not_decoded_either_where_it_holds_that_many(room: Any) -> None:
+    query = b'{"filter":{"ids":[' + b"1," * 1_000_000 + b"1]}}"
+    assert b'"meta_too_large"' in await refuses(room, post(query, target=b"/v1/outbox/abort"), {400})
+
+
 @pytest.mark.parametrize(("above", "status"), [(-1, 202), (0, 202), (1, 413)])
 async def test_a_body_at_its_limit_is_taken_and_one_above_refused(open_room: Any, above: int, status: int) -> None:
     room = await open_room(limits=Limits(body_bytes=2048, request_bytes=4096))

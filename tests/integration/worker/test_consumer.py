@@ -135,8 +135,8 @@ async def test_a_file_says_everything_and_the_page_tells_how_it_goes(
     await context.js.delete_stream(f"{context.events}_MORE")
 
 
-async def test_a_handler_that_cannot_be_reached_is_on_the_page_and_in_the_metrics(
-    context: Context, servers: dict[str, str], tmp_path: Path
+async def test_a_handler_that_cannot_be_reached_is_on_the_page_in_the_metrics_and_in_the_status(
+    context: Context, servers: dict[str, str], tmp_path: Path, short_directory: Path
 ) -> None:
     await context.declare()
     file = tmp_path / "consumer.toml"
@@ -145,13 +145,21 @@ async def test_a_handler_that_cannot_be_reached_is_on_the_page_and_in_the_metric
         f'[nats]\nurl = "{servers["POSTROOM_NATS_URL"]}"\n[handler]\nurl = "http://127.0.0.1:1/"\n'
         f'[consumer]\nstream = "{context.events}"\ndurable = "orders"\n'
     )
-    async with running("--config", str(file)) as process, aiohttp.ClientSession() as session:
-        page = str((await said(process, "consuming"))["page"])
-        await context.publish(["m-1"])
-        await said(process, "handler_unreachable")
-        async with session.get(f"{page}/ready") as ready, session.get(f"{page}/metrics") as metrics:
-            assert (ready.status, "no connection to http://127.0.0.1:1/" in await ready.text()) == (503, True)
-            text = await metrics.text()
+    paused = b"; paused: handler_unreachable: no connection to http://127.0.0.1:1/"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(short_directory / "notify"))
+        manager.setblocking(False)
+        watched = {"NOTIFY_SOCKET": str(short_directory / "notify")}
+        async with running("--config", str(file), **watched) as process, aiohttp.ClientSession() as session:
+            page = str((await said(process, "consuming"))["page"])
+            await context.publish(["m-1"])
+            await said(process, "handler_unreachable")
+            async with session.get(f"{page}/ready") as ready, session.get(f"{page}/metrics") as metrics:
+                assert (ready.status, "no connection to http://127.0.0.1:1/" in await ready.text()) == (503, True)
+                text = await metrics.text()
+            async with asyncio.timeout(30):
+                while paused not in await asyncio.get_running_loop().sock_recv(manager, 4096):
+                    pass
     assert "postroom_consumer_handler_reachable 0.0" in text
     assert "postroom_consumer_handler_away_seconds 0.0\n" not in text
 
