@@ -1,6 +1,6 @@
 """Publishing, for operators: what waits or is refused, what to publish again, and which consumers pause.
 
-The rules are docs/contract/delivery.md#delivery-24 and #delivery-27. A worker does the publishing.
+The rules are docs/contract/delivery.md#delivery-24, #delivery-27 and #delivery-87. A worker does the publishing.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from aiohttp import web
+from nats.js.api import ConsumerInfo
 
 from broker.authentication import PRINCIPAL
 from broker.database import Database
-from broker.nats import BRIEFLY, Nats
-from broker.operator import keep_log
+from broker.nats import BRIEFLY, PATIENCE, Nats
+from broker.operator import each, keep_log
 from broker.requests import decode_body
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Result
 from postroom._wire.unpublished import (
+    CONSUMERS,
     SOURCES,
     UNPUBLISHED,
     ConsumerPage,
@@ -28,8 +30,8 @@ from postroom._wire.unpublished import (
     SourcePage,
 )
 from postroom.chassis.routes import Handler, decode_query, json_response
-from postroom.delivery.durables import list_durables
-from postroom.delivery.errors import NATS_ERRORS, from_nats, not_failing
+from postroom.delivery.durables import OperatorPause, each_durable, list_durables, pause, pause_of, resume
+from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats, not_failing
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
 from postroom.delivery.publishing.operations import drop_failing, list_backlogs, list_dropped, list_failing, redrive
 from postroom.delivery.publishing.postgres import Table, now
@@ -77,7 +79,7 @@ class Unpublished:
 
 
 class Consumers:
-    """The handler of the route of consumers."""
+    """The handlers of the routes of consumers."""
 
     def __init__(self, database: Database, nats: Nats) -> None:
         self._database = database
@@ -99,6 +101,50 @@ class Consumers:
             except NATS_ERRORS as error:
                 page.unread = from_nats(error, "listing the consumers").problem
         return json_response(page)
+
+    def change(self, verb: str) -> Handler:
+        """Make the handler of `POST /v1/consumers/pause` or `/resume`: each consumer after its line of the log."""
+        table = CONSUMERS.verbs[verb]
+
+        async def handle(request: web.Request) -> web.Response:
+            asked, principal = await decode_body(request, CONSUMERS.change), request[PRINCIPAL]
+            async with self._nats.opened(PATIENCE) as (js, unread):
+                if js is None:
+                    assert unread is not None  # noqa: S101 - why there is none
+                    raise unread
+                try:
+                    durables = [one async for one in each_durable(js, None if asked.mesh is None else [asked.mesh])]
+                except NATS_ERRORS as error:
+                    raise from_nats(error, "looking for the consumers") from error
+                found: dict[str, ConsumerInfo | None] = {}
+                for name in asked.filter.ids:
+                    meant = [one for one in durables if name in {one.name, _id(one)}]
+                    found |= {_id(one): one for one in meant} if meant else {name: None}
+
+                async def effect(id_: str) -> str:
+                    info = found[id_]
+                    if info is None:
+                        raise consumer_not_found(id_)
+                    table.check(verb, f"the consumer {info.name}", "active" if pause_of(info) is None else "paused")
+                    if asked.dry_run:
+                        return id_
+                    async with self._database.read(principal.whose) as connection, connection.transaction():
+                        said = {"outcome": table.done, "reason": asked.reason}
+                        await keep_log(connection, principal.actor, verb, CONSUMERS.name, id_, **said)
+                        if verb == "pause":
+                            await pause(js, info, OperatorPause(principal.actor, asked.reason))
+                        else:
+                            await resume(js, info)
+                    return id_
+
+                done, failed = await each(found, effect, str)
+            return json_response(Result[str](dry_run=asked.dry_run, done=done, failed=failed))
+
+        return handle
+
+
+def _id(info: ConsumerInfo) -> str:
+    return f"{info.stream_name}/{info.name}"
 
 
 class Sources:

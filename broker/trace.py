@@ -33,10 +33,11 @@ from postroom._wire.jobs import Activity, JobMessage, JobTree
 from postroom._wire.sends import EndedRow, EndedRows
 from postroom._wire.sql import load_queries
 from postroom._wire.trace import NAME, Outcome, Step, Wait, compose, help_for, steps_of
+from postroom._wire.unpublished import resuming
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import json_response
 from postroom.delivery.dead_letters.operations import replay_id
-from postroom.delivery.durables import find_consumers
+from postroom.delivery.durables import find_consumers, pause_of
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.subjects import parse_subject
 from postroom.errors import NotFound
@@ -135,6 +136,7 @@ class _Telling:
         self._told: set[str] = set()  # the messages that were asked for
         self._sent_after: dict[tuple[str, str], str] = {}  # of messages, by mesh: the requeue that each is from
         self._causes: dict[str, str] = {}  # of messages: the step that each follows from
+        self._takers: dict[str, str] = {}  # consumers that have yet to take something, by the step that waits for each
 
     async def tell(self, id_: str) -> None:
         """Tell all that is known of a message, under whichever of its names."""
@@ -322,7 +324,7 @@ class _Telling:
             )  # fmt: skip
             if outcome == "waiting":
                 why = f"{consumer} tries it again: {error}" if error else f"{consumer} was stopped before it called"
-                self._wait(step, why, f"postroom consumer show {consumer}")
+                self._wait_for(consumer, step, why)
             elif outcome == "running":
                 self._wait(step, f"{consumer} is handling it")
         for row in self._limited(letters):
@@ -343,7 +345,7 @@ class _Telling:
                 act, name, act, dead.id, outcome=outcome, at=row["settled_at"], by=row["settled_by"], reason=row["why"]
             )
             if act == "replayed" and f"handled:{name} {letter.consumer}" not in self.steps:
-                self._wait(step, f"{letter.consumer} has yet to take it", f"postroom consumer show {letter.consumer}")
+                self._wait_for(letter.consumer, step, f"{letter.consumer} has yet to take it")
 
     async def _tell_job(self, name: str) -> dict[str, str | None]:
         """Tell of the job that an id is of, whole, or where it is a message, of its activity alone.
@@ -450,6 +452,11 @@ class _Telling:
                     self._wait(self.steps[place.step], why, "postroom consumer list")
         except NATS_ERRORS as error:
             raise from_nats(error, "asking for the consumers of a message") from error
+        pauses = {info.name: pause for infos in streams.values() for info in infos if (pause := pause_of(info))}
+        for step, consumer in self._takers.items():
+            if (pause := pauses.get(consumer)) is not None:
+                why = f"{self.waits[step].why}; paused by {pause.by} because: {pause.reason}"
+                self._wait(self.steps[step], why, resuming(consumer))
 
     async def _tell_taken(self, js: JetStreamContext, place: _Published, info: ConsumerInfo) -> None:
         acked, delivered = (0 if at is None else at.stream_seq for at in (info.ack_floor, info.delivered))
@@ -461,12 +468,11 @@ class _Telling:
             "taken", f"{place.message} {info.name}", "taken", place.step, thing=place.message, outcome=outcome,
             place=info.name, reason=told if outcome == "done" and info.name.endswith(_AGENTS) else None,
         )  # fmt: skip
-        show = f"postroom consumer show {info.name}"
         if outcome == "running":
-            self._wait(step, f"{info.name} has it in hand, or tries it again later", show)
+            self._wait_for(info.name, step, f"{info.name} has it in hand, or tries it again later")
         elif outcome == "waiting":
             stopped = "" if info.num_waiting else ", and nobody asks for them: it is stopped, or pauses"
-            self._wait(step, f"{info.name} has {info.num_pending} messages yet to take{stopped}", show)
+            self._wait_for(info.name, step, f"{info.name} has {info.num_pending} messages yet to take{stopped}")
 
     def _add(self, kind: str, name: str, what: str, parent: str | None = None, **rest: Any) -> Step:
         """Add a step; its `thing` is what has the name, and it is done, unless `rest` says otherwise."""
@@ -477,6 +483,10 @@ class _Telling:
 
     def _wait(self, step: Step, why: str, help_: str | None = None) -> None:
         self.waits[step.id] = Wait(step=step.id, why=why, help=help_)
+
+    def _wait_for(self, consumer: str, step: Step, why: str) -> None:
+        self._takers[step.id] = consumer
+        self._wait(step, why, f"postroom consumer show {consumer}")
 
     def _limited(self, rows: list[Any]) -> list[Any]:
         self.more |= len(rows) > _MOST

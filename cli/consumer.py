@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from cli.connect import with_broker
-from cli.noun import Config, Json, Reach, noun, with_options
-from cli.output import ago, fields, json_line, line, listing
-from postroom._wire.unpublished import CONSUMERS, ConsumersQuery, Durable
+from cli.noun import Config, DryRun, Json, Reach, Reason, chosen_ids, noun, with_options
+from cli.output import ago, fields, json_line, line, listing, note, reason_or_ask
+from postroom._wire.unpublished import CONSUMERS, ConsumerFilter, ConsumersQuery, Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.errors import error_for
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
 
-app = noun("Post messages to an HTTP handler, and see how far each consumer is.")
+app = noun("Post messages to an HTTP handler; see how far each consumer is, pause and resume it.")
 
 COLUMNS: Final = ("CONSUMER", "STREAM", "WAITING", "IN HAND", "OLDEST", "LAST SEEN", "STATE")
 
@@ -58,7 +59,7 @@ class Described(NamedTuple):
 
 @app.callback()
 def consumer() -> None:
-    """Post messages to an HTTP handler, and see how far each consumer is."""
+    """Post messages to an HTTP handler; see how far each consumer is, pause and resume it."""
 
 
 @app.command("list")
@@ -104,6 +105,38 @@ def show(
                 ("last seen", one.seen_at),
             ]
         )
+
+
+def change(
+    verb: str,
+    *,
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="Consumers, or STREAM/NAME; `-` reads them from standard input."),
+    ],
+    reason: Reason = None,
+    dry_run: DryRun = False,
+    reach: Reach,
+    as_json: Json = False,
+) -> None:
+    """Do `verb` to consumers; exit code 1 where it failed for some."""
+    meant, why = ConsumerFilter(ids=chosen_ids(names)), reason_or_ask(reason, dry_run=dry_run)
+    result = with_broker(
+        reach.url,
+        reach.token_file,
+        lambda client: client.change(CONSUMERS, verb, meant, mesh=reach.mesh, reason=why, dry_run=dry_run),
+    )
+    for failure in result.failed:
+        note(f"{failure.id}: {failure.problem.detail}")
+    for one in result.done:
+        done = CONSUMERS.verbs[verb].done
+        json_line({"id": one, done: not dry_run}) if as_json else line(f"{one} {'would be ' * dry_run}{done}")
+    if result.failed:
+        raise SystemExit(Exit.FAILED)
+
+
+for _verb, _table in CONSUMERS.verbs.items():
+    app.command(_verb, help=_table.effect)(with_options(partial(change, _verb)))
 
 
 def _find(reach: Reach) -> list[Durable]:

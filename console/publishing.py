@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from console.sessions import SESSION
-from console.views import asked, mesh_of, page
+from console.views import ROWS, asked, mesh_of, page
 from postroom._wire.administration import MeshQuery
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED, ConsumersQuery
 
@@ -17,7 +17,7 @@ async def show_consumers(request: web.Request) -> web.Response:
     mesh, meshes = await mesh_of(request, asked(request))
     found = await request[SESSION].client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh))
     found.consumers.sort(key=lambda one: (one.paused is None, -one.waiting - one.in_hand, one.stream, one.consumer))
-    return page(request, "consumers.html", mesh=mesh, meshes=meshes, found=found)
+    return page(request, "consumers.html", mesh=mesh, meshes=meshes, found=found, rows=ROWS)
 
 
 async def show_unpublished(request: web.Request) -> web.Response:

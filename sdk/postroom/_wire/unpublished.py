@@ -138,6 +138,12 @@ class ConsumersQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     mesh: str | None = None
 
 
+class ConsumerFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which a verb means: by name, of any stream, or of one as `STREAM/NAME`."""
+
+    ids: Annotated[list[str], msgspec.Meta(min_length=1, max_length=1000)]
+
+
 class Pause(msgspec.Struct, kw_only=True, frozen=True):
     """A consumer, or a webhook's, that calls its handler no more until that can be reached."""
 
@@ -151,7 +157,8 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     `waiting` messages it has yet to be given, `in_hand` were given and are not acknowledged, of which `again` came
     before; the oldest of all these is from `oldest_at`. `begun` are those that its record in Postgres, where it has
     one, shows as neither processed nor dead. `asks` says whether anybody asks for its messages now, `seen_at` when it
-    was last given one or acknowledged one, and `paused` why it calls nobody.
+    was last given one or acknowledged one. `paused` is why it calls nobody: its handler cannot be reached, or the
+    operator `paused_by` has said why.
     """
 
     consumer: str
@@ -165,10 +172,18 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     seen_at: datetime | None = None
     begun: int = 0
     paused: str | None = None
+    paused_by: str | None = None
+
+    @property
+    def id(self) -> str:
+        """What verbs name it by."""
+        return f"{self.stream}/{self.consumer}"
 
     @property
     def state(self) -> str:
         """Say in a few words whether it runs, and why not."""
+        if self.paused_by is not None:
+            return f"paused by {self.paused_by}: {self.paused}"
         if self.paused is not None:
             return f"paused: {self.paused}"
         if self.asks:
@@ -184,7 +199,13 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
         stopped = (self.waiting or self.in_hand) and not self.asks and (still or not self.in_hand)
         if self.paused is not None or stopped:
             what = f"{self.waiting} waiting, {self.in_hand} in hand, {self.state}"
-            yield Trouble(f"consumer {self.consumer}", what, f"postroom consumer show {self.consumer}", "look")
+            help_ = f"postroom consumer show {self.consumer}" if self.paused_by is None else resuming(self.consumer)
+            yield Trouble(f"consumer {self.consumer}", what, help_, "look")
+
+
+def resuming(consumer: str) -> str:
+    """Return the command that lets a consumer go on after an operator's pause."""
+    return f"postroom consumer resume {consumer} --reason 'it was paused'"
 
 
 class ConsumerPage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -198,12 +219,23 @@ class ConsumerPage(msgspec.Struct, kw_only=True, omit_defaults=True):
     unread: Problem | None = None
 
 
-CONSUMERS: Final[Noun[ConsumersQuery, ConsumerPage, Any, Any, Any, Any, Any]] = Noun(
+CONSUMERS: Final[Noun[ConsumersQuery, ConsumerPage, Any, Any, Any, ConsumerFilter, str]] = Noun(
     "consumer",
     "durable consumers, how far behind each is, and which pause",
     "/v1/consumers",
     ConsumersQuery,
     ConsumerPage,
+    Change[ConsumerFilter],
+    Result[str],
+    {
+        "pause": Verb(
+            "Give consumers no more messages until they are resumed, whatever runs or starts; what they have in hand "
+            "they finish.",
+            "paused",
+            frozenset({"active"}),
+        ),
+        "resume": Verb("Give paused consumers messages again.", "resumed", frozenset({"paused"})),
+    },
     reads="broker_look",
     changes="broker_repair",
 )

@@ -1,20 +1,35 @@
 """Every durable consumer, whether it runs or not, and how far it is (docs/contract/operate.md#operate-53).
 
-NATS knows what waits and what is in hand; the record in Postgres, what was begun and whose handler is unreachable.
+NATS knows what waits, what is in hand and who paused it; the record in Postgres, what was begun and whose handler is
+unreachable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from typing import Final, NamedTuple
 
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
 from postroom._wire.unpublished import Durable
+from postroom.delivery.errors import NATS_ERRORS, cannot_pause, from_nats
+from postroom.delivery.nats import connection_of
 from postroom.delivery.streams import all_consumers, all_streams, filters_of
+
+_PAUSES_SINCE: Final = (2, 11)  # the version of NATS
+_LONG: Final = timedelta(days=100 * 365)  # a pause lasts until somebody ends it
+_BY, _REASON, _UNTIL = "postroom-paused-by", "postroom-paused-because", "postroom-paused-until"  # in its metadata
+
+
+class OperatorPause(NamedTuple):
+    """Who paused a consumer, and why."""
+
+    by: str
+    reason: str
 
 
 async def find_consumers(js: JetStreamContext, stream: str) -> list[ConsumerInfo]:
@@ -38,14 +53,54 @@ async def list_durables(
     `begun` and `unreachable` are what the record knows, by consumer. With `oldest` it is looked up since when messages
     wait, a request for each filter of a consumer. Raises what nats-py raises.
     """
+    return [
+        _durable(info, begun, unreachable, await _oldest(js, info) if oldest else None)
+        async for info in each_durable(js, meshes)
+    ]
+
+
+async def each_durable(js: JetStreamContext, meshes: Collection[str] | None) -> AsyncIterator[ConsumerInfo]:
+    """Yield what NATS knows of the durable consumers of the streams of `meshes`, or of all, by stream and name."""
     own = None if meshes is None else tuple(start for mesh in meshes for start in (f"{mesh}.", f"cmd.{mesh}."))
-    found = []
     for stream in sorted((await all_streams(js)).infos, key=lambda stream: stream.config.name or ""):
         if own is None or any(subject.startswith(own) for subject in stream.config.subjects or []):
             for info in await find_consumers(js, stream.config.name or ""):
-                since = await _oldest(js, info) if oldest else None
-                found.append(_durable(info, begun, unreachable, since))
-    return found
+                yield info
+
+
+def pause_of(info: ConsumerInfo) -> OperatorPause | None:
+    """Return who paused a consumer, and why; None where it is not paused."""
+    if not info.paused:
+        return None
+    said = info.config.metadata or {}
+    if said.get(_UNTIL) != info.config.pause_until:
+        return OperatorPause("somebody", "it was not done with postroom")
+    return OperatorPause(said[_BY], said[_REASON])
+
+
+async def pause(js: JetStreamContext, info: ConsumerInfo, by: OperatorPause) -> None:
+    """Have the server give a consumer nothing, whoever asks, until `resume` (docs/contract/delivery.md#delivery-87).
+
+    Raises `Unavailable`.
+    """
+    until = (datetime.now(UTC) + _LONG).strftime("%Y-%m-%dT%H:%M:%SZ")
+    said = {**(info.config.metadata or {}), _BY: by.by, _REASON: by.reason, _UNTIL: until}
+    try:
+        version = connection_of(js).connected_server_version
+        if (version.major, version.minor) < _PAUSES_SINCE:
+            raise cannot_pause(info.name, f"{version.major}.{version.minor}")
+        await js.add_consumer(info.stream_name, info.config.evolve(metadata=said))
+        await js.pause_consumer(info.stream_name, info.name, until)
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"pausing the consumer {info.name}") from error
+
+
+async def resume(js: JetStreamContext, info: ConsumerInfo) -> None:
+    """Have it be given messages again; raises `Unavailable`."""
+    try:
+        await js.resume_consumer(info.stream_name, info.name)
+    except NATS_ERRORS as error:
+        raise from_nats(error, f"resuming the consumer {info.name}") from error
 
 
 async def _oldest(js: JetStreamContext, info: ConsumerInfo) -> datetime | None:
@@ -64,6 +119,7 @@ def _durable(
 ) -> Durable:
     places = (info.delivered, info.ack_floor)
     moments = [at.last_active for at in places if at is not None and at.last_active is not None]
+    by = pause_of(info)
     return Durable(
         consumer=info.name,
         stream=info.stream_name,
@@ -75,5 +131,6 @@ def _durable(
         oldest_at=oldest_at,
         seen_at=max(moments, default=None),
         begun=begun.get(info.name, 0),
-        paused=unreachable.get(info.name),
+        paused=unreachable.get(info.name) if by is None else by.reason,
+        paused_by=None if by is None else by.by,
     )

@@ -135,6 +135,17 @@ def letter_not_kept(letter: str, error: Exception) -> Unavailable:
     return Unavailable.of("letter_not_kept", detail, retryable=True)
 
 
+def consumer_not_found(name: str) -> NotFound:
+    """Say that no stream has a durable consumer of that name."""
+    return NotFound.of("consumer_not_found", f"there is no consumer {name!r}: `postroom consumer list` shows them")
+
+
+def cannot_pause(consumer: str, version: str) -> Unavailable:
+    """Say that the server is too old to pause a consumer."""
+    detail = f"cannot pause {consumer}: NATS {version} does not know how: update it to 2.11, or stop its program"
+    return Unavailable.of("nats_too_old", detail)
+
+
 def no_nats(doing: str) -> Unavailable:
     """Say that something needs NATS, which cannot be reached."""
     return Unavailable.of("nats_unreachable", f"{doing}: NATS cannot be reached", retryable=True)

@@ -180,7 +180,7 @@ class Pull:
         except (*NATS_ERRORS, NotFoundError):
             return  # the silence of the consumer is noticed elsewhere
         before, self._delivered = self._delivered, 0 if info.delivered is None else info.delivered.consumer_seq
-        if not info.num_pending or self._delivered != before or self._paused():
+        if not info.num_pending or self._delivered != before or self._paused() or info.paused:
             self.trouble = None
             return
         self.trouble = (

@@ -82,7 +82,7 @@ def _of_durables(durables: Sequence[Durable]) -> list[Metric]:
         "waiting_messages": ("Messages that a durable consumer has yet to be given.", lambda one: one.waiting),
         "in_hand_messages": ("Messages that it was given and has not settled.", lambda one: one.in_hand),
         "asking": ("1 while somebody asks for its messages.", lambda one: one.asks),
-        "paused": ("1 while its handler is unreachable.", lambda one: one.paused is not None),
+        "paused": ("1 while an operator pauses it, or its handler is unreachable.", lambda one: one.paused is not None),
         "seen_timestamp_seconds": (
             "When it was last given or settled a message.",
             lambda one: None if one.seen_at is None else one.seen_at.timestamp(),

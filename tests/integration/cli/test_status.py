@@ -223,6 +223,27 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
     line = next(line for line in office.user.run("status").out.splitlines() if line.startswith("books"))
     assert line.split()[:4] == ["books", "DEMO_EVENTS", "1", "0"]
 
+    pause = office.user.run("consumer", "pause", "books", "--reason", "it books twice", "--dry-run")
+    assert (pause.code, pause.out) == (0, "DEMO_EVENTS/books would be paused\n")
+    pause = office.user.run("consumer", "pause", "books", "--reason", "it books twice")
+    assert (pause.code, pause.out) == (0, "DEMO_EVENTS/books paused\n")
+    paused = "1 waiting, 0 in hand, paused by administrator: it books twice"
+    remedy = "postroom consumer resume books --reason 'it was paused'"
+    assert troubles(office.user.run("status", "--json"))["consumer books"] == ("look", paused, remedy)
+    assert "paused by administrator: it books twice" in office.user.run("consumer", "show", "books").out
+    again = office.user.run("consumer", "pause", "DEMO_EVENTS/books", "nobody", "--reason", "again")
+    assert (again.code, again.out) == (1, "")
+    assert "cannot pause the consumer books: it is paused, not active" in again.err
+    assert "there is no consumer 'nobody': `postroom consumer list` shows them" in again.err
+    assert office.with_token("bob").run("consumer", "resume", "books", "--reason", "me too").code == 77
+    assert office.user.shell(remedy).out == "DEMO_EVENTS/books resumed\n"
+    assert troubles(office.user.run("status", "--json"))["consumer books"][1] == stopped
+    log = office.user.run("log", "--noun", "consumer", "--json").json
+    assert [(one["verb"], one["actor"], one["key"], one["reason"]) for one in log] == [
+        ("resume", "administrator", "DEMO_EVENTS/books", "it was paused"),
+        ("pause", "administrator", "DEMO_EVENTS/books", "it books twice"),
+    ]
+
     async def delete() -> None:
         connection = await nats.connect(office.nats_url)
         await connection.jetstream().delete_consumer(f"{MESH.upper()}_EVENTS", "books")

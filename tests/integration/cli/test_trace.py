@@ -463,6 +463,18 @@ def test_a_consumer_that_is_down_is_named_with_what_it_has_yet_to_take(consumer:
     assert "nobody asks for them" in wait["why"]
     assert wait["help"] == "postroom consumer show sleepy"
 
+    consumer.send("waiting", body='{"what": "fails"}')
+    handled = consumer.until_told("waiting", "handled", "waiting")
+    for name in ("sleepy", "counting"):
+        assert consumer.user.run("consumer", "pause", name, "--reason", "it does harm").code == 0
+    waits = {wait["step"]: wait for story in ("asleep", "waiting") for wait in consumer.story(story)["waits"]}
+    for step, name in ((taken["id"], "sleepy"), (handled["id"], "counting")):
+        assert waits[step]["why"].endswith("; paused by administrator because: it does harm")
+        assert waits[step]["help"] == f"postroom consumer resume {name} --reason 'it was paused'"
+        assert consumer.user.shell(waits[step]["help"]).code == 0
+    (wait,) = consumer.story("asleep")["waits"]
+    assert (wait["help"], "paused by" in wait["why"]) == ("postroom consumer show sleepy", False)
+
 
 def test_what_a_message_caused_and_what_caused_it_is_in_its_story(consumer: Office) -> None:
     office = consumer
