@@ -22,7 +22,7 @@ from broker.metrics import CONTENT_TYPE, Metrics
 from broker.nats import Nats
 from broker.once import Keys
 from broker.operator import READ, WRITE, OperatorLog, routes_of
-from broker.programs import Health, Programs
+from broker.programs import Health, Minutes, Programs
 from broker.publishing import Consumers, Sources, Unpublished
 from broker.requests import CONFIG, ROOM, decode_body, received
 from broker.shares import Shares
@@ -41,7 +41,7 @@ from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses
 from postroom._wire.jobs import JOBS, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import OPERATOR_LOG
 from postroom._wire.once import KEYS
-from postroom._wire.programs import PROGRAMS, Report
+from postroom._wire.programs import MINUTES, PROGRAMS, Report
 from postroom._wire.sends import EndedRows
 from postroom._wire.trace import Story
 from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
@@ -188,6 +188,7 @@ def routes(services: Services) -> list[Route]:
               summary="Report how a daemon of the member is; once in a while, and when that changes",
               body=Report, answers={204: None}, problems=(400, 401, 403, 408, 413, 415, 503)),
         *routes_of(PROGRAMS, programs),
+        *routes_of(MINUTES, Minutes(services.database)),
         Route(method="GET", path="/health", handler=control.health, access="anyone",
               summary="Whether the process works, and what is wrong", answers={200: api.BrokerHealth}, problems=()),
         Route(method="GET", path="/ready", handler=control.ready, access="anyone",

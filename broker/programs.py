@@ -1,6 +1,6 @@
 """How the programs of an installation are: what daemons report, what this broker does, and the list of them all.
 
-The rule is docs/contract/operate.md#operate-60.
+The rules are docs/contract/operate.md#operate-60 and #operate-71.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from broker.limiter import Limiter
 from broker.metrics import Metrics
 from broker.requests import decode_body
 from postroom._wire.administration import BrokerHealth
-from postroom._wire.programs import ProgramPage, ProgramsQuery, Report
+from postroom._wire.programs import MinutePage, MinutesQuery, ProgramPage, ProgramsQuery, Report
 from postroom.chassis.reporting import Reporter, keep_reporting
 from postroom.chassis.routes import decode_query, json_response
-from postroom.delivery.programs import PostgresReports, keep_report, list_programs
+from postroom.delivery.programs import PostgresReports, keep_report, list_minutes, list_programs
 
 _READY_SECONDS: Final = 2.0
 
@@ -43,6 +43,19 @@ class Programs:
         mesh = any_mesh(request[PRINCIPAL], decode_query(request, ProgramsQuery).mesh)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             return json_response(ProgramPage(programs=await list_programs(connection, mesh)))
+
+
+class Minutes:
+    """The handler of the route of minutes."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/minutes`."""
+        last = decode_query(request, MinutesQuery).last
+        async with self._database.read(request[PRINCIPAL].whose) as connection:
+            return json_response(MinutePage(minutes=await list_minutes(connection, last)))
 
 
 class Health:

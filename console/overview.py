@@ -1,11 +1,13 @@
 """The overview: how much waits on each step of a message's way, how fast it goes, and what is wrong, live.
 
-Rates follow from what programs have counted between two of their reports: there is none before the second one.
+Rates follow from what programs have counted between two of their reports: there is none before the second one. The
+plots of the last hour follow from what the reports of each minute have added up to.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -14,12 +16,22 @@ import msgspec
 from aiohttp import web
 from aiohttp.client_exceptions import ClientConnectionResetError
 
+from console.plots import HEIGHT, draw
 from console.sessions import SESSION, Session
 from console.views import MESSAGES, SESSIONS, number, page
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
-from postroom._wire.programs import PROGRAMS, Program, ProgramsQuery, Trouble
+from postroom._wire.programs import (
+    MINUTES,
+    PROGRAMS,
+    REPORT_SECONDS,
+    Minute,
+    MinutesQuery,
+    Program,
+    ProgramsQuery,
+    Trouble,
+)
 from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durable
 from postroom.errors import PostroomError
 
@@ -30,10 +42,11 @@ _RATES: Final = ("relayed", "accepted", "published", "handled", "dead_lettered")
 
 
 class Overview(NamedTuple):
-    """What is known at one moment: numbers by what they are, as text, and what is wrong."""
+    """What is known at one moment: numbers by what they are, as text, what is wrong, and the plots of the last hour."""
 
     numbers: dict[str, str]
     wrong: list[Trouble]
+    paths: dict[str, str]
 
 
 class _Counted(NamedTuple):
@@ -51,6 +64,8 @@ class Watch:
         self._client = session.client
         self._counted: dict[tuple[Any, ...], _Counted] = {}
         self._seen: tuple[float, Overview] | None = None
+        self.minutes: list[Minute] = []
+        self._minutes_at = -math.inf
         self._lock = asyncio.Lock()
 
     async def look(self) -> Overview:
@@ -69,6 +84,10 @@ class Watch:
             client.counts(DEAD_LETTERS),
             client.counts(JOBS),
         )
+        if time.monotonic() - self._minutes_at > REPORT_SECONDS:
+            self._minutes_at = time.monotonic()
+            self.minutes = (await client.list_things(MINUTES, MinutesQuery())).minutes
+        plots = draw(self.minutes)
         rates = self._rates(programs.programs)
         counts = {
             "outbox_waiting": sum(one.waiting or 0 for one in programs.programs),
@@ -83,6 +102,7 @@ class Watch:
             "programs": len(programs.programs),
         }
         shown = {name: "-" if rate is None else f"{rate:,.1f}/s" for name, rate in rates.items()}
+        shown |= {f"hour_{name}": caption for name, caption in plots.captions.items()}
         everybody: list[Program | Durable] = [*programs.programs, *consumers.consumers]
         wrong = [trouble for one in everybody for trouble in one.troubles()]
         for count, what, remedy in (
@@ -95,7 +115,7 @@ class Watch:
         if consumers.unread is not None:
             wrong.append(Trouble("consumers", consumers.unread.detail, "postroom doctor", "wrong"))
         wrong.sort(key=lambda trouble: _LEVELS.index(trouble.level))
-        return Overview({name: number(count) for name, count in counts.items()} | shown, wrong)
+        return Overview({name: number(count) for name, count in counts.items()} | shown, wrong, plots.paths)
 
     def _rates(self, programs: list[Program]) -> dict[str, float | None]:
         """Return what the programs together do in a second; None where nobody has reported twice."""
@@ -137,8 +157,9 @@ async def show_overview(request: web.Request) -> web.Response:
     session = request[SESSION]
     if not session.may(EVERYWHERE):
         raise web.HTTPSeeOther(MESSAGES)
-    overview = await watch_of(request.app, session).look()
-    return page(request, "overview.html", numbers=overview.numbers, wrong=overview.wrong)
+    watch = watch_of(request.app, session)
+    overview = await watch.look()
+    return page(request, "overview.html", **overview._asdict(), minutes=watch.minutes, height=HEIGHT)
 
 
 async def stream_overview(request: web.Request) -> web.StreamResponse:

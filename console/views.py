@@ -85,6 +85,7 @@ _ENVIRONMENT.globals |= {
     "home": HOME,
     "version": VERSION,
     "navigation": NAVIGATION,
+    "zip": zip,
     "with_query": lambda **pairs: link_query(pairs),
 }
 

@@ -43,6 +43,7 @@ if (live) {
       const text = news.numbers[place.dataset.live];
       if (text !== undefined && place.textContent !== text) place.textContent = text;
     }
+    for (const path of document.querySelectorAll("[data-path]")) path.setAttribute("d", news.paths[path.dataset.path]);
     if (told === JSON.stringify(news.wrong)) return;
     told = JSON.stringify(news.wrong);
     wrong.replaceChildren(...(news.wrong.length ? news.wrong.slice(0, 50) : [{ what: "Nothing." }]).map(({ thing, what, help, level }) => {

@@ -18,6 +18,7 @@ import aiohttp
 import asyncpg
 import pytest
 from aiohttp import web
+from nats.aio.client import Client
 from support.databases import migrated_database
 from support.operated import ADMIN_TOKEN, operated_broker
 
@@ -28,6 +29,7 @@ from console.sessions import Sessions
 from embedded import EmbeddedNats, EmbeddedPostgres
 from embedded.processes import tethered
 from postroom.chassis.listener import listening
+from postroom.delivery.nats import connect
 from postroom.delivery.settings import NatsSettings
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # how WebDriver marks one
@@ -131,6 +133,13 @@ def operated(session_directory: Path, database: str, nats_server: EmbeddedNats) 
 @pytest.fixture
 async def postgres(database: str) -> AsyncIterator[asyncpg.Connection[asyncpg.Record]]:
     connection = await asyncpg.connect(database)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def connection(nats_url: str) -> AsyncIterator[Client]:
+    connection = await connect(NatsSettings(url=nats_url), name="test", patience=20)
     yield connection
     await connection.close()
 

@@ -1,6 +1,7 @@
-"""What daemons, brokers and workers report of themselves: the types of `/v1/programs`.
+"""What daemons, brokers and workers report of themselves: the types of `/v1/programs`, and of `/v1/minutes`.
 
-The rule is docs/contract/operate.md#operate-60. What is wrong with a program is said here, for whoever shows it.
+The rules are docs/contract/operate.md#operate-60 and #operate-71. What is wrong with a program is said here, for
+whoever shows it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ REPORT_SECONDS: Final = 10.0  # between two reports of a program that is as it w
 AWAY_SECONDS: Final = 3 * REPORT_SECONDS  # without a report, after which a program counts as away
 LOW_DISK_BYTES: Final = 1024**3
 CLOCK_SECONDS: Final = 60.0  # by which a clock may differ: an event that is further ahead is refused
+LATENCIES: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)  # seconds; more is the rest
 
 Kind = Literal["daemon", "broker", "worker"]
 MAX_LINE: Final = 1000  # characters
@@ -44,7 +46,8 @@ class Report(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     `address` is its socket, or the URL of its pages. `waiting` rows of a daemon are `pending` or `inflight`, the oldest
     from `oldest_at`; `relay` is the relay's state. `disk_free` bytes are left where it keeps them. `totals` are counted
     since it started: `queued` and `relayed` by a daemon, `accepted` by a broker, `published`, `handled` and
-    `dead_lettered` by a worker.
+    `dead_lettered` by a worker, and of what it handled `handled_in_<n>` how many took no longer than the bound number n
+    of `LATENCIES`, from 0, and longer than the one before.
     """
 
     host: Name
@@ -145,4 +148,41 @@ PROGRAMS: Final[Noun[ProgramsQuery, ProgramPage, Any, Any, Any, Any, Any]] = Nou
     ProgramsQuery,
     ProgramPage,
     reads="reader",
+)
+
+
+class MinutesQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The query string of `GET /v1/minutes`: so many, up to the one that runs."""
+
+    last: Annotated[int, msgspec.Meta(ge=1, le=1440)] = 60
+
+
+class Minute(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
+    """What brokers accepted and workers did in the minute that began `at`, as their reports counted it.
+
+    Of what consumers, webhooks and agents handled, half took at most `p50` seconds and all but a hundredth `p99`, from
+    when it happened; both are estimated from counts.
+    """
+
+    at: datetime
+    accepted: int = 0
+    handled: int = 0
+    dead_lettered: int = 0
+    p50: float | None = None
+    p99: float | None = None
+
+
+class MinutePage(msgspec.Struct, kw_only=True):
+    """Minutes, one after the other, the last one the minute that runs."""
+
+    minutes: list[Minute]
+
+
+MINUTES: Final[Noun[MinutesQuery, MinutePage, Any, Any, Any, Any, Any]] = Noun(
+    "minute",
+    "what was accepted, handled and dead-lettered in each of the last minutes, and how long it took",
+    "/v1/minutes",
+    MinutesQuery,
+    MinutePage,
+    reads="broker_look",
 )

@@ -18,7 +18,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from random import Random
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
@@ -26,7 +26,9 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
+from postroom._wire.programs import LATENCIES
 from postroom._wire.retry import Backoff, tell
+from postroom.chassis.routes import Histogram
 from postroom.claims.model import DONE, Dead, Done, Later, Outcome
 from postroom.delivery.dead_letters import DeadLetters, is_dead_letter, letter_of
 from postroom.delivery.dead_letters.letter import REPLAYED_FOR
@@ -134,14 +136,19 @@ class Consumer:
         dead_letters: DeadLetters,
         *,
         stream: StreamSettings | None = None,
+        took: Histogram | None = None,
         rng: Random | None = None,
     ) -> None:
-        """`stream` lets the consumer declare a stream that was deleted under it; without, it waits for another to."""
+        """`stream` lets the consumer declare a stream that was deleted under it; without, it waits for another to.
+
+        `took` may be shared with others.
+        """
         self.counters = ConsumerCounters()
         self._settings = settings
         self._handler = handler
         self._limits = handler if isinstance(handler, Limits) else None
         self._dead_letters = dead_letters
+        self.took = took or Histogram(LATENCIES)  # how many seconds before it was done each message happened
         self._rng = rng or Random()  # noqa: S311 - it spreads retries and guards nothing
         self._pull = Pull(js, settings, stream, room=self._room, paused=self._paused, receive=self._receive)
         self._held: dict[int, _Held] = {}  # by sequence, all of one epoch
@@ -281,6 +288,7 @@ class Consumer:
             case Done():
                 if await self._answer(held, _ACK):
                     self.counters.done += 1
+                    self.took.observe((datetime.now(UTC) - held.delivery.occurred_at).total_seconds())
             case Later(error, seconds):
                 _log.info("message_retried", **self._named(held), error=error)
                 await self._later(held, seconds)

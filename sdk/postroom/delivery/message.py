@@ -43,6 +43,15 @@ class Delivery(NamedTuple):
             return "its subject is not UTF-8: the letter has it in base64"
         return None
 
+    @property
+    def occurred_at(self) -> datetime:
+        """When it happened, as its publisher says; else when it was published."""
+        try:
+            moment = msgspec.convert(self.headers.get("X-Occurred-At"), datetime)
+        except msgspec.ValidationError:
+            return self.published_at
+        return moment if moment.tzinfo is not None else self.published_at
+
     def most_attempts(self, max_deliver: int) -> int:
         """Return how many attempts there are at a consumer that allows `max_deliver`."""
         return max_deliver if self.retry_policy is None else self.retry_policy.most_attempts(max_deliver)

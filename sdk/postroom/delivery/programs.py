@@ -1,25 +1,33 @@
-"""What programs report of themselves, in Postgres (docs/contract/operate.md#operate-60).
+"""What programs report of themselves, in Postgres, and what that makes of each minute.
+
+The rules are docs/contract/operate.md#operate-60 and #operate-71.
 
 Brokers and workers write it by themselves, daemons through a broker. It is rare, small, and may be lost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import pairwise
 from typing import Final
 
 import asyncpg
 import msgspec
 
-from postroom._wire.programs import AWAY_SECONDS, Kind, Program, Report
+from postroom._wire.programs import AWAY_SECONDS, LATENCIES, Kind, Minute, Program, Report
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import UNREACHABLE, Connection, Pool
+from postroom.chassis.routes import Histogram
 
 _QUERIES: Final = load_queries(__package__, "programs.sql")
 _AWAY: Final = timedelta(seconds=AWAY_SECONDS)
 _KEPT: Final = timedelta(days=7)  # after the last report
 _LISTED: Final = 5000
+_MINUTES_KEPT: Final = timedelta(days=1)
+_COUNTED: Final = ("accepted", "handled", "dead_lettered")
+_LATENCIES: Final = [f"handled_in_{place}" for place in range(len(LATENCIES) + 1)]
 
 
 async def keep_report(connection: Connection | Pool, kind: Kind, mesh: str, name: str, report: Report) -> None:
@@ -39,9 +47,13 @@ class PostgresReports:
         self._last: Report | None = None
 
     async def keep(self, report: Report) -> None:
-        """Write it; Postgres away is no trouble of the process that reports."""
+        """Write it, and what it counts more than the last; Postgres away is no trouble of the process that reports."""
+        before = {} if self._last is None else self._last.totals
+        grown = {name: more for name, count in report.totals.items() if (more := count - before.get(name, 0))}
         with suppress(*UNREACHABLE, asyncpg.PostgresError):
             await keep_report(self._pool, self._kind, "", self._name, report)
+            if grown:
+                await self._pool.execute(_QUERIES["count_minute"], list(grown), list(grown.values()))
             self._last = report
 
     async def withdraw(self) -> None:
@@ -59,6 +71,37 @@ async def list_programs(connection: Connection, mesh: str | None) -> list[Progra
         said = msgspec.json.decode(row["report"])
         found.append(msgspec.convert({**said, **dict(row)}, Program))
     return found
+
+
+async def list_minutes(connection: Connection, last: int) -> list[Minute]:
+    """Return the last minutes, of all programs together."""
+    found = []
+    for row in await connection.fetch(_QUERIES["list_minutes"], last):
+        counts = msgspec.json.decode(row["counts"], type=dict[str, int])
+        took = [counts.get(name, 0) for name in _LATENCIES]
+        told = {name: counts.get(name, 0) for name in _COUNTED}
+        found.append(Minute(at=row["at"], **told, p50=_quantile(took, 0.5), p99=_quantile(took, 0.99)))
+    return found
+
+
+def _quantile(counts: Sequence[int], share: float) -> float | None:
+    """Estimate the seconds that a `share` of all does not exceed; more than the last bound counts as that."""
+    left = share * sum(counts)
+    for count, (least, most) in zip(counts, pairwise((0.0, *LATENCIES)), strict=False):
+        if count and left <= count:
+            return least + (most - least) * left / count
+        left -= count
+    return LATENCIES[-1] if any(counts) else None
+
+
+async def sweep_minutes(connection: Connection, rows: int) -> int:
+    """Forget up to `rows` counts of minutes that are over for a day; return how many those were."""
+    return int(await connection.fetchval(_QUERIES["sweep_minutes"], rows, _MINUTES_KEPT))
+
+
+def latency_totals(*took: Histogram) -> dict[str, int]:
+    """Return how long things took until they were handled, by `LATENCIES`, as a report has it."""
+    return dict(zip(_LATENCIES, map(sum, zip(*(one.counts for one in took), strict=True)), strict=True))
 
 
 async def forget_daemons(connection: Connection, mesh: str, member: str | None = None) -> None:

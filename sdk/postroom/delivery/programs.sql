@@ -1,4 +1,4 @@
--- What programs report of themselves (docs/contract/operate.md#operate-60).
+-- What programs report of themselves (docs/contract/operate.md#operate-60), and what that makes of each minute (#operate-71).
 
 -- name: keep_report
 -- The report $8, made at $7, of the program $1 (kind), $2 (mesh), $3 (name), $4 (host), $5 (pid) at the address $6. It takes
@@ -38,6 +38,32 @@ ORDER BY kind, mesh, name, host, pid LIMIT $3;
 WITH forgotten AS (
   DELETE FROM postroom.programs WHERE (kind, mesh, name, host, pid) IN (
     SELECT kind, mesh, name, host, pid FROM postroom.programs WHERE reported_at < now() - $2::interval LIMIT $1
+  )
+  RETURNING 1
+)
+SELECT count(*) FROM forgotten;
+
+-- name: count_minute
+-- Adds the counts $2 of what the names $1 say to the minute that runs; no disk is waited for.
+WITH lazily AS MATERIALIZED (
+  SELECT set_config('synchronous_commit', 'off', true)
+)
+INSERT INTO postroom.minute_counts (minute, name, count)
+SELECT date_trunc('minute', now()), grown.name, grown.count
+FROM lazily, unnest($1::text[], $2::bigint[]) AS grown (name, count) ORDER BY grown.name
+ON CONFLICT (minute, name) DO UPDATE SET count = minute_counts.count + excluded.count;
+
+-- name: list_minutes
+-- The last $1 minutes, each with its counts by name.
+SELECT minute AS at, coalesce(json_object_agg(name, count) FILTER (WHERE name IS NOT NULL), '{}') AS counts
+FROM generate_series(date_trunc('minute', now()) - ($1 - 1) * interval '1 minute', now(), '1 minute') AS minute
+LEFT JOIN postroom.minute_counts USING (minute) GROUP BY minute ORDER BY minute;
+
+-- name: sweep_minutes
+-- Forgets up to $1 counts of minutes that are over for $2.
+WITH forgotten AS (
+  DELETE FROM postroom.minute_counts WHERE (minute, name) IN (
+    SELECT minute, name FROM postroom.minute_counts WHERE minute < now() - $2::interval LIMIT $1
   )
   RETURNING 1
 )

@@ -19,6 +19,7 @@ from postroom.delivery.agents.runtime import AgentRuntime, check_events, open_co
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
 from postroom.delivery.nats import connect
+from postroom.delivery.programs import latency_totals
 from postroom.delivery.settings import NatsSettings
 from postroom.errors import PostroomError
 from postroom.worker.config import AgentSection, state_directory
@@ -54,6 +55,7 @@ class RunningAgent:
         return {
             "handled": sum(consumer.counters.done for consumer in self.consumers),
             "dead_lettered": sum(consumer.counters.dead_lettered for consumer in self.consumers),
+            **latency_totals(*(consumer.took for consumer in self.consumers)),
         }
 
     def reasons(self) -> list[str]:

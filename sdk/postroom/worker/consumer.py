@@ -23,6 +23,7 @@ from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler
 from postroom.delivery.http.inbox_messages import Backlog, InboxMessages, get_inbox_backlog, open_inbox_pool
 from postroom.delivery.http.retention import InboxRetention
 from postroom.delivery.nats import connect
+from postroom.delivery.programs import latency_totals
 from postroom.delivery.settings import NatsSettings, StreamSettings
 from postroom.delivery.streams import ensure_stream
 from postroom.errors import Conflict, PostroomError
@@ -59,7 +60,9 @@ class HttpConsumer:
 
     def totals(self) -> dict[str, int]:
         """Return what it has done since it started."""
-        return {"handled": self.consumer.counters.done, "dead_lettered": self.consumer.counters.dead_lettered}
+        counters = self.consumer.counters
+        handled = {"handled": counters.done, "dead_lettered": counters.dead_lettered}
+        return handled | latency_totals(self.consumer.took)
 
     def reasons(self) -> list[str]:
         """Return what keeps it from consuming now."""

@@ -21,6 +21,7 @@ from postroom.delivery import ROOM
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
+from postroom.delivery.programs import latency_totals
 from postroom.delivery.publishing import (
     DELIVERIES,
     EVENTS,
@@ -79,6 +80,7 @@ class Publication:
             "published": sum(publisher.counters.published for publisher in self.publishers),
             "handled": posted.done + steps,
             "dead_lettered": posted.dead_lettered,
+            **({} if self.webhooks is None else latency_totals(self.webhooks.took)),
         }
 
     def reasons(self) -> list[str]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import asyncpg
+import msgspec
 import pytest
 from support.waiting import until_so
 
 from broker.retention import Sweeper
+from postroom._wire.programs import Report
+from postroom.delivery.programs import PostgresReports
 
 PATH = "/v1/programs"
 
@@ -145,3 +149,34 @@ async def test_a_broker_reports_itself_until_it_is_stopped(broker: Any, broker_p
     assert one["totals"] == {"accepted": 0}
     assert broker_process.terminate() == 0
     assert await names(broker.admin) == []
+
+
+async def test_what_reports_count_is_known_by_the_minute(broker: Any, broker_database: str) -> None:
+    async with asyncpg.create_pool(broker_database, min_size=1, max_size=1) as pool:
+        one, other = (PostgresReports(pool, "worker", name) for name in ("one", "other"))
+        for reports, totals in (
+            (one, {"handled": 10, "dead_lettered": 0, "handled_in_2": 10}),
+            (one, {"handled": 100, "dead_lettered": 1, "handled_in_2": 98, "handled_in_8": 2}),
+            (other, {"handled": 5, "published": 7}),
+            (other, {"handled": 5, "published": 7}),
+        ):
+            await reports.keep(msgspec.convert(report(totals=totals), Report))
+
+    minutes = (await broker.admin.get("/v1/minutes", last="5")).body["minutes"]
+    assert len(minutes) == 5
+    told = [minute for minute in minutes if minute.keys() > {"at"}]  # two, where one was over meanwhile
+    assert [sum(one.get(name, 0) for one in told) for name in ("handled", "dead_lettered")] == [105, 1]
+    assert told[-1]["p99"] == 1.5 or len(told) == 2
+    assert len((await broker.admin.get("/v1/minutes")).body["minutes"]) == 60
+    assert (await broker.member("alice").get("/v1/minutes")).status == 403
+    assert (await broker.admin.get("/v1/minutes", last="1441")).status == 400
+
+
+async def test_minutes_are_forgotten_after_a_day(broker: Any, postgres: Any) -> None:
+    await postgres.execute(
+        "INSERT INTO postroom.minute_counts "
+        "SELECT now() - n * interval '1 hour', 'handled', 1 FROM generate_series(20, 30) AS n"
+    )
+    services = broker.services
+    assert await Sweeper(services.database, services.config.retention, services.metrics).sweep()
+    assert await postgres.fetchval("SELECT count(*) FROM postroom.minute_counts") == 4

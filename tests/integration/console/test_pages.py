@@ -58,6 +58,26 @@ async def test_a_consumer_that_nobody_runs_is_seen(office: Any, admin: Any, conn
     assert "nobody asks" in row
     assert "never" in row
 
+    page = await admin.submit("/repairs", kind="consumers", mesh=office.mesh, id=f"{stream}/billing", verb="pause")
+    assert "1 consumer would be paused:" in page.text
+    await admin.submit(page.path, reason="it bills <b>twice")
+    while not finished(admin.shown):
+        await admin.open(page.path)
+    assert "1 paused, 0 failed." in admin.shown.text
+    page = await admin.open(f"/consumers?mesh={office.mesh}")
+    assert "Paused by administrator: it bills &lt;b&gt;twice" in page.text
+    page = await admin.submit("/repairs", kind="consumers", mesh=office.mesh, id=f"{stream}/billing", verb="pause")
+    assert "cannot pause the consumer billing: it is paused, not active" in html.unescape(page.text)
+    await admin.open(f"/consumers?mesh={office.mesh}")
+    page = await admin.submit("/repairs", kind="consumers", mesh=office.mesh, id=f"{stream}/billing", verb="resume")
+    await admin.submit(page.path, reason="fixed")
+    while not finished(admin.shown):
+        await admin.open(page.path)
+    assert "1 resumed, 0 failed." in admin.shown.text
+    eve = await office.logged_in("eve")
+    page = await eve.open(f"/consumers?mesh={office.mesh}")
+    assert ["<strong>billing</strong>" in page.text, 'value="pause"' in page.text] == [True, False]
+
 
 @pytest.fixture
 async def refused(office: Any) -> str:
@@ -165,6 +185,47 @@ async def test_the_overview_says_how_much_waits_where_and_goes_on_saying_it(
         await admin.open("/messages")
         await admin.submit("/logout")
         await stream.content.read()  # it ends
+
+
+async def test_the_overview_draws_the_last_hour_and_says_it_as_a_table(
+    office: Any, admin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(overview, "REPORT_SECONDS", 0.0)
+    postgres = await asyncpg.connect(office.database)
+
+    async def count(minutes_ago: int, **counts: int) -> None:
+        await postgres.execute(
+            "INSERT INTO postroom.minute_counts SELECT date_trunc('minute', now()) - $1 * interval '1 minute', name, n "
+            "FROM unnest($2::text[], $3::bigint[]) AS counted (name, n)",
+            minutes_ago,
+            list(counts),
+            list(counts.values()),
+        )
+
+    await count(61, accepted=5)
+    await count(20, accepted=1000, handled=800, dead_lettered=3, handled_in_2=98, handled_in_8=2)
+    await count(5, accepted=500)
+    page = await admin.open("/")
+    assert '<span data-live="hour_accepted">1,500, at most 1,000 in a minute</span>' in page.text
+    assert '<span data-live="hour_p99">1.5 s last, 1.5 s at most</span>' in page.text
+    (row,) = [row for row in page.text.split("<tr>") if "1,000</td>" in row]
+    cells = [cell.partition("<")[0] for cell in row.split('<td class="number">')[1:]]
+    assert cells == ["1,000", "800", "3", "15 ms", "1.5 s"]
+    assert page.text.count('<th scope="row">') == 60
+    assert 'data-path="accepted" d="M' in page.text
+
+    async with admin.session.get(f"{admin.url}/live") as stream:
+        told = ""
+        while not told.startswith("data: "):
+            told = (await stream.content.readline()).decode()
+        before = msgspec.json.decode(told.removeprefix("data: "))["paths"]["dead_lettered"]
+        await count(1, dead_lettered=2)
+        while '"hour_dead_lettered":"5, ' not in told:
+            told = (await stream.content.readline()).decode()
+        assert msgspec.json.decode(told.removeprefix("data: "))["paths"]["dead_lettered"] != before
+    await postgres.execute("DELETE FROM postroom.minute_counts")
+    await postgres.close()
 
 
 async def test_whoever_may_not_look_everywhere_begins_at_the_messages(office: Any) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Final, NamedTuple
 
 import msgspec
@@ -69,7 +68,7 @@ def body(incoming: Incoming) -> bytes:
             subject=delivery.subject,
             event_type=_event_type(incoming.subject, headers),
             event_version=_event_version(incoming.subject, headers),
-            occurred_at=occurred_at(delivery),
+            occurred_at=delivery.occurred_at,
             correlation_id=_words(headers.get("X-Correlation-Id")),
             causation_id=_words(headers.get("X-Causation-Id")),
             payload=msgspec.Raw(delivery.data),
@@ -110,15 +109,6 @@ def _event_version(subject: Subject, headers: Mapping[str, str]) -> int:
         return subject.version
     version = headers.get("X-Event-Version", "")
     return int(version) if _VERSION.fullmatch(version) else 1
-
-
-def occurred_at(delivery: Delivery) -> datetime:
-    """Return when it happened, as its publisher says; else when it was published."""
-    try:
-        moment = msgspec.convert(delivery.headers.get("X-Occurred-At"), datetime)
-    except msgspec.ValidationError:
-        return delivery.published_at
-    return moment if moment.tzinfo is not None else delivery.published_at
 
 
 def _words(text: str | None) -> str | None:

@@ -389,3 +389,12 @@ CREATE TABLE postroom.programs (
 
   PRIMARY KEY (kind, mesh, name, host, pid)
 );
+
+-- How much the counts of all reports grew in each minute, for whoever wants to see the last hour; nothing else depends on it.
+CREATE TABLE postroom.minute_counts (
+  minute timestamptz NOT NULL,
+  name text COLLATE "C" NOT NULL,
+  count bigint NOT NULL,
+
+  PRIMARY KEY (minute, name)
+);

@@ -17,9 +17,11 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from postroom._wire.programs import LATENCIES
 from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import Pool
+from postroom.chassis.routes import Histogram
 from postroom.delivery.consumer import DONE, Attempts, Consumer, ConsumerCounters, Delivery, Settle
 from postroom.delivery.consumers import Consumers
 from postroom.delivery.dead_letters import RecordedLetters
@@ -27,7 +29,6 @@ from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler, Reach
 from postroom.delivery.http.inbox_messages import InboxMessages
-from postroom.delivery.http.requests import occurred_at
 from postroom.delivery.http.retention import InboxRetention
 from postroom.delivery.http.settings import HandlerSettings
 from postroom.delivery.settings import ConsumerSettings, NatsSettings
@@ -74,6 +75,7 @@ class WebhookConsumer:
         pool: Pool,
         settings: WebhookSettings,
         guard: Guard,
+        took: Histogram,
     ) -> None:
         """`stream` is the one that holds the mesh's events. Raises `Fatal` for a URL that nothing can be posted to."""
         self.webhook = webhook
@@ -104,6 +106,7 @@ class WebhookConsumer:
             ),
             SinceRegistered(self._handler, webhook.created_at),
             RecordedLetters(pool, webhook.mesh),
+            took=took,
         )
         self._retention = InboxRetention(pool, js, stream=stream, durable=webhook.durable, settings=settings.inbox)
 
@@ -153,7 +156,7 @@ class SinceRegistered:
         """Settle what is older, and give the rest to the webhook's handler."""
         wanted = []
         for delivery in batch:
-            if occurred_at(delivery) > self._since:
+            if delivery.occurred_at > self._since:
                 wanted.append(delivery)
             else:
                 await settle(delivery, DONE)
@@ -167,6 +170,7 @@ class Webhooks:
         self._consumers: Consumers[str, WebhookConsumer] = Consumers(  # by the webhook's id
             nats, name="postroom-worker webhooks", check_seconds=settings.check_seconds
         )
+        self.took = Histogram(LATENCIES)  # of all of them
         self._pool = pool
         self._settings = settings
         self._guard = guard
@@ -211,7 +215,13 @@ class Webhooks:
             try:
                 stream = await js.find_stream_name_by_subject(event_subject(webhook.mesh, webhook.topic))
                 begun = WebhookConsumer(
-                    webhook, js, stream, pool=self._pool, settings=self._settings, guard=self._guard
+                    webhook,
+                    js,
+                    stream,
+                    pool=self._pool,
+                    settings=self._settings,
+                    guard=self._guard,
+                    took=self.took,
                 )
             except NotFoundError:
                 continue  # nobody has declared it yet: the next look will find it
