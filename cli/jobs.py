@@ -16,6 +16,8 @@ from cli.change import Change, change_all, check_choice
 from cli.connect import with_broker, with_mesh
 from cli.noun import All, Json, Reach, choice, chosen_ids, noun, with_options
 from cli.output import ago, draw, fields, fold, json_line, line, listing, note, table
+from postroom._wire.digits import explain as read
+from postroom._wire.digits import kind_of
 from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobsQuery, JobState, StartJob
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES
@@ -261,9 +263,6 @@ def explain(
         postroom jobs explain 001110000000001
         postroom jobs explain 01a1fc82-ab5c-0689-9154-33ba9c88d7e4
     """  # noqa: D301 - \b: as it stands
-    from postroom.ledger.digits import explain as read  # noqa: PLC0415
-    from postroom.ledger.digits import kind_of  # noqa: PLC0415
-
     if _NUMBER.fullmatch(what):
         meanings = read(what)
         if as_json:

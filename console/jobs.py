@@ -10,11 +10,12 @@ from aiohttp import web
 
 from console.sessions import SESSION
 from console.views import ROWS, asked, mesh_of, page
+from postroom._wire.digits import Meaning, explain
 from postroom._wire.jobs import JOBS, Activity, JobsQuery, JobState
 from postroom.errors import InvalidMessage
 
 STATES: Final[tuple[str, ...]] = get_args(JobState)
-MOST_ACTIVITIES: Final = 150  # of a job on one page
+MOST_ACTIVITIES: Final = 75  # of a job on one page, with their ledgers in words
 
 
 async def list_jobs(request: web.Request) -> web.Response:
@@ -31,9 +32,10 @@ async def list_jobs(request: web.Request) -> web.Response:
 
 
 class Branch(NamedTuple):
-    """An activity, and those that it spawned."""
+    """An activity with its ledger in words, and those that it spawned."""
 
     activity: Activity
+    meanings: list[Meaning]
     children: list[Branch]
 
 
@@ -46,7 +48,7 @@ async def show_job(request: web.Request) -> web.Response:
 
 
 def _grow(activities: Iterable[Activity]) -> list[Branch]:
-    branches = {one.id: Branch(one, []) for one in activities}
+    branches = {one.id: Branch(one, explain(one.ledger), []) for one in activities}
     roots: list[Branch] = []
     for branch in branches.values():
         above = None if branch.activity.parent is None else branches.get(branch.activity.parent)

@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 
 import asyncpg
 
-from postroom.ledger.digits import is_set, render
+from postroom._wire.digits import is_set, render
 from postroom.ledger.primitives import Leg1, Leg2, Request, Start, complete_leg1, enter_leg1, enter_leg2, start_job
 
 LEASE = timedelta(seconds=30)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar, Self
 
-from postroom.errors import InvalidMessage, PostroomError
+from postroom.errors import PostroomError
 
 
 class Reaction(Enum):
@@ -121,14 +121,3 @@ class Overflow(Fault):
     def of_leg2(cls, ledger: str) -> Self:
         """Refuse entry 100,000,000."""
         return cls.of("overflow", f"leg 2 was entered 99999999 times (ledger {ledger}), which is the limit")
-
-
-def not_a_ledger(text: str) -> InvalidMessage:
-    """Refuse what is no ledger."""
-    detail = f"{text!r} is not a ledger: it has 15 digits, of which those at positions 4 to 7 are 0 or 1"
-    return InvalidMessage.of("invalid_ledger", detail, field="ledger")
-
-
-def impossible(text: str, problem: str) -> InvalidMessage:
-    """Refuse 15 digits that stand in no ledger."""
-    return InvalidMessage.of("invalid_ledger", f"{text} is not a ledger: {problem}", field="ledger")

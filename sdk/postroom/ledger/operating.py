@@ -16,22 +16,14 @@ from uuid import UUID
 import asyncpg
 import msgspec
 
+from postroom._wire.digits import LEG1_COMPLETE, decode_activity, is_set, render
 from postroom._wire.jobs import Activity, Job, JobCounts, JobFilter, JobMessage, JobNote, JobTree
 from postroom._wire.sql import load_queries
 from postroom.chassis.postgres import Connection
 from postroom.errors import Conflict, InvalidMessage, NotFound
-from postroom.ledger.digits import (
-    LEG1_COMPLETE,
-    Progress,
-    decode_activity,
-    enter_leg1,
-    enter_leg2,
-    is_set,
-    render,
-    state_of,
-)
 from postroom.ledger.errors import Duplicate, Overflow
 from postroom.ledger.primitives import Start, start_job
+from postroom.ledger.states import Progress, enter_leg1, enter_leg2, state_of
 
 QUERIES: Final = load_queries("postroom.ledger", "operating.sql")
 _NOT_FAILED: Final = {

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from support.ledgers import LEASE, Jobs, mark, seed_guid
 
+from postroom._wire import digits
 from postroom.flow import Context, Flow, Job, Step
-from postroom.ledger import digits
+from postroom.ledger import states
 from postroom.ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
 from postroom.ledger.legs import run_leg1, run_leg2
 from postroom.ledger.primitives import QUERIES, Answer
@@ -222,7 +223,7 @@ class Trees(RuleBasedStateMachine):
         complete = digits.is_set(before["ledger"], digits.LEG1_COMPLETE)
         after = before["ledger"]
         if state == "running" and crash != Crash(0, after=False):
-            after = digits.enter_leg1(after)
+            after = states.enter_leg1(after)
         if state == "running" and (crash is None or crash.commit > 1 or crash == Crash(1, after=True)):
             after = mark(after, digits.LEG1_COMPLETE)
         assert digits.render(after) == await self.jobs.activity(before["id"])
@@ -256,7 +257,7 @@ class Trees(RuleBasedStateMachine):
             return
         assert fault is None
         if crash != Crash(0, after=False):
-            entered = digits.enter_leg2(before["ledger"])
+            entered = states.enter_leg2(before["ledger"])
             ledger = (await self.guids())[key]
             ordinal = known.ordinal if known else digits.decode_guid(seed_guid(entered)).ordinal
             assert digits.decode_guid(ledger).ordinal == ordinal

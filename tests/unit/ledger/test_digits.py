@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ledgers import mark, seed_guid
 
-from postroom.errors import InvalidMessage
-from postroom.ledger.digits import (
+from postroom._wire.digits import (
     CHILDREN_SPAWNED,
     COMPLETION_DONE,
     JOB_CLOSED,
@@ -19,14 +18,14 @@ from postroom.ledger.digits import (
     WORK_DONE,
     decode_activity,
     decode_guid,
-    enter_leg1,
-    enter_leg2,
     explain,
     kind_of,
     parse,
     render,
 )
+from postroom.errors import InvalidMessage
 from postroom.ledger.errors import Overflow, Reaction
+from postroom.ledger.states import enter_leg1, enter_leg2
 
 MARKERS = (LEG1_COMPLETE, WORK_DONE, CHILDREN_SPAWNED, COMPLETION_DONE)
 POSSIBLE = {

@@ -1,4 +1,4 @@
-"""The 15 digits of a ledger: what each means, how each is moved, and where it must stop (docs/contract/jobs.md#jobs-5).
+"""The 15 digits of a ledger, as people see them: what each means (docs/contract/jobs.md#jobs-5).
 
     position   1  2  3     4         5      6         7            8 … 15
     activity   attempts    leg 1     work   children  completion   entries into leg 2
@@ -6,17 +6,14 @@
     GUID       0  0  0     closed    work   children  completion   ordinal of the entry
                            the job   done   spawned   tasks done   that brought the message
 
-Every function here is pure: the database moves the same digits by the same weights (`queries.sql`), and the tests hold
-one against the other. A ledger only grows. Whatever has no room for one more raises `Overflow` and changes nothing.
-
-The state of an activity, a word for people, is read off its ledger and its messages here (docs/jobs.md draws both).
+Every function here is pure: what moves the digits is the database (`postroom.ledger`). A ledger only grows.
 """
 
 from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-from postroom.ledger.errors import Overflow, impossible, not_a_ledger
+from postroom.errors import InvalidMessage
 
 DIGITS: Final = 15
 MOST: Final = 10**DIGITS - 1
@@ -32,7 +29,7 @@ LEG2_ENTRY: Final = 1
 MOST_LEG1_ATTEMPTS: Final = 999
 MOST_LEG2_ENTRIES: Final = 99_999_999
 
-_ENTRIES: Final = MOST_LEG2_ENTRIES + 1  # what the last eight digits count in
+ENTRIES: Final = MOST_LEG2_ENTRIES + 1  # what the last eight digits count in
 _MARKERS: Final = (LEG1_COMPLETE, WORK_DONE, CHILDREN_SPAWNED, COMPLETION_DONE)
 
 
@@ -78,17 +75,17 @@ class Meaning(NamedTuple):
 def render(ledger: int) -> str:
     """Write a ledger as 15 digits; raises `InvalidMessage` for a number that is none."""
     if not 0 <= ledger <= MOST:
-        raise not_a_ledger(str(ledger))
+        raise _not_a_ledger(str(ledger))
     return f"{ledger:0{DIGITS}d}"
 
 
 def parse(text: str) -> int:
     """Read 15 digits as a ledger; raises `InvalidMessage` for anything else, and where a marker is neither 0 nor 1."""
     if len(text) != DIGITS or not (text.isascii() and text.isdecimal()):
-        raise not_a_ledger(text)
+        raise _not_a_ledger(text)
     ledger = int(text)
     if any(ledger // marker % 10 > 1 for marker in _MARKERS):
-        raise not_a_ledger(text)
+        raise _not_a_ledger(text)
     return ledger
 
 
@@ -100,7 +97,7 @@ def decode_activity(ledger: int) -> ActivityLedger:
         work_done=is_set(ledger, WORK_DONE),
         children_spawned=is_set(ledger, CHILDREN_SPAWNED),
         completion_done=is_set(ledger, COMPLETION_DONE),
-        leg2_entries=ledger % _ENTRIES,
+        leg2_entries=ledger % ENTRIES,
     )
 
 
@@ -111,27 +108,13 @@ def decode_guid(ledger: int) -> GuidLedger:
         work_done=is_set(ledger, WORK_DONE),
         children_spawned=is_set(ledger, CHILDREN_SPAWNED),
         completion_done=is_set(ledger, COMPLETION_DONE),
-        ordinal=ledger % _ENTRIES,
+        ordinal=ledger % ENTRIES,
     )
 
 
 def is_set(ledger: int, marker: int) -> bool:
     """Tell whether the digit of weight `marker` is 1."""
     return ledger // marker % 10 == 1
-
-
-def enter_leg1(activity: int) -> int:
-    """Count an attempt of leg 1; the thousandth raises `Overflow`."""
-    if activity // LEG1_ATTEMPT >= MOST_LEG1_ATTEMPTS:
-        raise Overflow.of_leg1(render(activity))
-    return activity + LEG1_ATTEMPT
-
-
-def enter_leg2(activity: int) -> int:
-    """Count an entry into leg 2; one more than 99,999,999 raises `Overflow`."""
-    if activity % _ENTRIES >= MOST_LEG2_ENTRIES:
-        raise Overflow.of_leg2(render(activity))
-    return activity + LEG2_ENTRY
 
 
 def explain(text: str) -> list[Meaning]:
@@ -194,7 +177,7 @@ def kind_of(text: str) -> Literal["activity", "message"]:
     )
     for holds, problem in contradictions:
         if holds:
-            raise impossible(text, problem)
+            raise _impossible(text, problem)
     return "activity" if is_activity else "message"
 
 
@@ -206,38 +189,12 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-ENDED: Final = ("completed", "failed", "cancelled")  # states of a job
+def _not_a_ledger(text: str) -> InvalidMessage:
+    """Refuse what is no ledger."""
+    detail = f"{text!r} is not a ledger: it has 15 digits, of which those at positions 4 to 7 are 0 or 1"
+    return InvalidMessage.of("invalid_ledger", detail, field="ledger")
 
 
-class Progress(NamedTuple):
-    """How far an activity is: its ledger, what it is owed and was given, and which of its messages are under way."""
-
-    ledger: int
-    answers_due: int = 1
-    answers_taken: int = 0
-    undone: int = 0  # messages that were entered, and whose step 2 is not done
-    closing: bool = False  # one of them closed the job, and its completion tasks are not done
-    failed: bool = False
-    unknown: bool = False  # a message of it was set aside, by a worker that does not have it
-
-
-def state_of(progress: Progress, job_state: str) -> str:
-    """Name the state of an activity of a job that is in `job_state`.
-
-    Whatever is not done when its job ends is `stopped`; the one that failed is `failed`. What waits for a worker that
-    has the activity is `unknown`.
-    """
-    if progress.failed:
-        return "failed"
-    read = decode_activity(progress.ledger)
-    if not read.leg1_complete:
-        state = "asking" if read.leg1_attempts else "waiting"
-    elif progress.closing:
-        state = "completing"
-    elif progress.undone:
-        state = "working"
-    else:
-        state = "done" if progress.answers_taken >= progress.answers_due else "asked"
-    if job_state in ENDED:
-        return "done" if state == "done" else "stopped"
-    return "unknown" if progress.unknown else state
+def _impossible(text: str, problem: str) -> InvalidMessage:
+    """Refuse 15 digits that stand in no ledger."""
+    return InvalidMessage.of("invalid_ledger", f"{text} is not a ledger: {problem}", field="ledger")
