@@ -1,4 +1,7 @@
-"""The console's pages: one table of routes, and what every answer of them has in common."""
+"""The console's pages: one table of routes, and what every answer of them has in common.
+
+The rule is docs/contract/operate.md#operate-72.
+"""
 
 from __future__ import annotations
 

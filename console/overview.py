@@ -17,8 +17,9 @@ from aiohttp import web
 from aiohttp.client_exceptions import ClientConnectionResetError
 
 from console.plots import HEIGHT, draw
-from console.sessions import SESSION, Session
+from console.sessions import SESSION
 from console.views import MESSAGES, SESSIONS, number, page
+from postroom import BrokerClient
 from postroom._wire.administration import MeshQuery
 from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
@@ -36,7 +37,7 @@ from postroom._wire.unpublished import CONSUMERS, SOURCES, ConsumersQuery, Durab
 from postroom.errors import PostroomError
 
 EVERYWHERE: Final = "look everywhere"
-_LOOK_SECONDS: Final = 3.0  # between two looks for one session, however many pages it has open
+_LOOK_SECONDS: Final = 3.0  # between two looks, however many pages are open
 _LEVELS: Final = ("down", "wrong", "look")  # the worst first
 _RATES: Final = ("relayed", "accepted", "published", "handled", "dead_lettered")
 
@@ -58,25 +59,30 @@ class _Counted(NamedTuple):
 
 
 class Watch:
-    """Looks at everything for one session."""
+    """Looks at everything, once for all who watch (docs/contract/operate.md#operate-72): they are all told the same.
 
-    def __init__(self, session: Session) -> None:
-        self._client = session.client
+    The broker is asked with the token of one of them, and whether the tokens of the others still hold.
+    """
+
+    def __init__(self) -> None:
         self._counted: dict[tuple[Any, ...], _Counted] = {}
         self._seen: tuple[float, Overview] | None = None
         self.minutes: list[Minute] = []
         self._minutes_at = -math.inf
         self._lock = asyncio.Lock()
 
-    async def look(self) -> Overview:
+    async def look(self, client: BrokerClient) -> Overview:
         """Return how things are; a look that is a few seconds old is good enough. Raises what the broker answers."""
         async with self._lock:
-            if self._seen is None or time.monotonic() - self._seen[0] > _LOOK_SECONDS - 0.5:
-                self._seen = time.monotonic(), await self._look()
-            return self._seen[1]
+            now = time.monotonic()
+            if self._seen is None or now - self._seen[0] > _LOOK_SECONDS - 0.5:
+                self._seen = now, await self._look(client)
+                return self._seen[1]
+            seen = self._seen[1]
+        await client.whoami()
+        return seen
 
-    async def _look(self) -> Overview:
-        client = self._client
+    async def _look(self, client: BrokerClient) -> Overview:
         programs, sources, consumers, letters, jobs = await asyncio.gather(
             client.list_things(PROGRAMS, ProgramsQuery()),
             client.list_things(SOURCES, MeshQuery()),
@@ -136,20 +142,12 @@ class Watch:
         }
 
 
-_watches: Final = web.AppKey("watches", dict[str, Watch])
-
-
-def watch_of(app: web.Application, session: Session) -> Watch:
-    """Return what looks for a session, and forget those whose session has ended."""
-    watches = app[_watches]
-    for key in [key for key in watches if app[SESSIONS].is_over(key)]:
-        del watches[key]
-    return watches.setdefault(session.key, Watch(session))
+_watch: Final = web.AppKey("watch", Watch)
 
 
 def prepare(app: web.Application) -> None:
-    """Make room for what looks."""
-    app[_watches] = {}
+    """Give an application what looks."""
+    app[_watch] = Watch()
 
 
 async def show_overview(request: web.Request) -> web.Response:
@@ -157,8 +155,8 @@ async def show_overview(request: web.Request) -> web.Response:
     session = request[SESSION]
     if not session.may(EVERYWHERE):
         raise web.HTTPSeeOther(MESSAGES)
-    watch = watch_of(request.app, session)
-    overview = await watch.look()
+    watch = request.app[_watch]
+    overview = await watch.look(session.client)
     return page(request, "overview.html", **overview._asdict(), minutes=watch.minutes, height=HEIGHT)
 
 
@@ -167,11 +165,11 @@ async def stream_overview(request: web.Request) -> web.StreamResponse:
     session = request[SESSION]
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
     await answer.prepare(request)
-    watch, sent = watch_of(request.app, session), b""
+    watch, sent = request.app[_watch], b""
     try:
         while not request.app[SESSIONS].is_over(session.key):
             try:
-                data = msgspec.json.encode((await watch.look())._asdict())
+                data = msgspec.json.encode((await watch.look(session.client))._asdict())
             except PostroomError as error:
                 data = msgspec.json.encode({"trouble": str(error)})
             except RuntimeError:  # its operator has logged out meanwhile: the client is closed

@@ -35,12 +35,13 @@ def draw(minutes: Sequence[Minute]) -> Plots:
     latencies = {"p50": [one.p50 for one in minutes], "p99": [one.p99 for one in minutes]}
     paths = {name: _bars(found) for name, found in counts.items()}
     captions = {
-        name: f"{number(sum(found))}, at most {number(max(found))} in a minute" for name, found in counts.items()
+        name: f"{number(sum(found))}, at most {number(max(found))} in a minute" if any(found) else "none"
+        for name, found in counts.items()
     }
     for name, found in latencies.items():
         paths[name] = _line(found)
         known = [seconds for seconds in found if seconds is not None]
-        captions[name] = f"{span(known[-1])} last, {span(max(known))} at most" if known else "unknown"
+        captions[name] = f"{span(known[-1])}, at most {span(max(known))}" if known else "-"
     return Plots(paths, captions)
 
 

@@ -1,7 +1,8 @@
 """Who is logged in: a cookie names a session, which holds an operator's token in memory and nowhere else.
 
 Every question goes to the broker with that token, so what an operator may see and do is the broker's decision. A
-session ends by logging out, with time, when the broker refuses its token, and with the process.
+session ends by logging out, with time, when the broker refuses its token, and with the process
+(docs/contract/operate.md#operate-72).
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Chromium:
         data = {} if body is None and method == "POST" else body
         async with self.http.request(method, self.session + path, json=data) as answer:
             value = (await answer.json())["value"]
-            if answer.status == 404:
+            if answer.status == 404 or (answer.status == 500 and "Node with given id" in value["message"]):
                 raise Elsewhere(value["message"].partition("\n")[0])
             assert answer.status == 200, value
             return value

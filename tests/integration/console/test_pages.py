@@ -120,6 +120,8 @@ async def test_a_job_is_found_shown_and_cancelled(office: Any, admin: Any) -> No
     page = await admin.open(f"/jobs/{job}")
     assert ['value="cancel"' in page.text, 'value="retry"' in page.text] == [True, False]
     assert '<span class="what">first</span>' in page.text
+    assert "<summary>Ledger <code>000000000000000</code></summary>" in page.text
+    assert "leg 1 was attempted 0 times (at most 999)" in page.text
     page = await admin.submit("/repairs", kind="jobs", id=str(job), verb="cancel")
     await admin.submit(page.path, reason="the wrong day")
     while not finished(admin.shown):
@@ -208,7 +210,7 @@ async def test_the_overview_draws_the_last_hour_and_says_it_as_a_table(
     await count(5, accepted=500)
     page = await admin.open("/")
     assert '<span data-live="hour_accepted">1,500, at most 1,000 in a minute</span>' in page.text
-    assert '<span data-live="hour_p99">1.5 s last, 1.5 s at most</span>' in page.text
+    assert '<span data-live="hour_p99">1.5 s, at most 1.5 s</span>' in page.text
     (row,) = [row for row in page.text.split("<tr>") if "1,000</td>" in row]
     cells = [cell.partition("<")[0] for cell in row.split('<td class="number">')[1:]]
     assert cells == ["1,000", "800", "3", "15 ms", "1.5 s"]
