@@ -23,6 +23,7 @@ from postroom.chassis.exits import Exit, Fatal
 app = noun()
 
 _PROGRAM: Final = "/opt/postroom/bin/postroom"  # as the units that come with the program call it
+_PACKAGED: Final = Path("/usr/lib/postroom")  # where the Debian package has the program
 _HIDDEN: Final = (Path("/home"), Path("/root"), Path("/run/user"))  # ProtectHome= hides these from a system service
 
 
@@ -46,11 +47,13 @@ SYSTEM: Final = Scope(
         "postroom-pipeline@.service": Path("/etc/systemd/system"),
         "postroom-pipeline@.timer": Path("/etc/systemd/system"),
         "sysusers.d/postroom.conf": Path("/etc/sysusers.d"),
+        "sysusers.d/postroom-server.conf": Path("/etc/sysusers.d"),
         "tmpfiles.d/postroom.conf": Path("/etc/tmpfiles.d"),
+        "tmpfiles.d/postroom-server.conf": Path("/etc/tmpfiles.d"),
     },
     commands=(
-        ("systemd-sysusers", "/etc/sysusers.d/postroom.conf"),
-        ("systemd-tmpfiles", "--create", "/etc/tmpfiles.d/postroom.conf"),
+        ("systemd-sysusers", "postroom.conf", "postroom-server.conf"),
+        ("systemd-tmpfiles", "--create", "postroom.conf", "postroom-server.conf"),
         ("systemctl", "daemon-reload"),
     ),
     next_steps="""\
@@ -103,6 +106,8 @@ def install_service(
     for_system = system or (not user and os.geteuid() == 0)
     scope = SYSTEM if for_system else user_scope()
     prefix = Path(sys.prefix)
+    if prefix == _PACKAGED:
+        raise Fatal(Exit.CONFIG, "the package has installed the units already: `systemctl enable --now postroomd@MESH`")
     if for_system:
         check_reachable(prefix, Path(sys.executable).resolve())
     files = dict(rendered(scope, prefix))

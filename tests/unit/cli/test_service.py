@@ -103,5 +103,12 @@ def test_a_dry_run_prints_the_units_and_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_the_debian_package_installed_is_not_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.prefix", "/usr/lib/postroom")
+    done = CliRunner().invoke(service.app, ["--user"])
+    assert isinstance(done.exception, Fatal)
+    assert "the package has installed the units already" in str(done.exception)
+
+
 def test_both_scopes_at_once_are_a_usage_error() -> None:
     assert CliRunner().invoke(service.app, ["--user", "--system"]).exit_code == Exit.USAGE
