@@ -13,7 +13,7 @@ RESOLVE = uv pip compile --quiet --universal --python-version 3.11 --generate-ha
 	--no-annotate --no-emit-package postroom
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheels demo test test-fast check format docs bench soak faults faults-soak test-browser test-systemd test-bare clean
+.PHONY: help setup lock wheels release demo test test-fast check format docs bench soak faults faults-soak test-browser test-systemd test-bare clean
 
 help: ## list the tasks
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,9 +46,17 @@ lock: ## resolve the four lock files again (needs uv)
 	$(RESOLVE) --extra pipeline -c dev.lock -o spark.lock pyproject.toml
 	$(RESOLVE) --group bench -c dev.lock -o bench.lock
 
-wheels: setup ## both distributions as wheels, in dist/
-	cd sdk && ../$(BIN)/hatchling build -t wheel -d ../dist
-	$(BIN)/hatchling build -t wheel -d dist
+# Every time in what is built is that of the commit, so that two builds of one commit are the same bytes.
+wheels release: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
+wheels: setup ## both distributions as wheels and sources, in dist/
+	@rm -rf dist
+	cd sdk && ../$(BIN)/hatchling build -d ../dist
+	$(BIN)/hatchling build -d dist
+
+release: wheels ## the same with Debian packages and SHA256SUMS (apt: dpkg)
+	@command -v dpkg-deb > /dev/null || { echo "this needs dpkg-deb: apt-get install dpkg"; exit 1; }
+	$(BIN)/python release/debian.py dist
+	cd dist && sha256sum * > SHA256SUMS
 
 demo: setup ## the whole main job on embedded servers, with visible results
 	$(BIN)/postroom demo
@@ -98,7 +106,8 @@ test-browser: $(AXE) ## the console in a real Chromium, every page and every rep
 test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)
 	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian
 
-test-bare: setup ## `make demo` and `make test` of a fresh clone on a bare Debian (root, debootstrap, systemd-container)
+test-bare: wheels ## a fresh clone and the wheels alone on a bare Debian (root, debootstrap, systemd-container)
+	$(BIN)/python tests/bare_machine/run --wheels --suite bookworm trixie forky
 	$(BIN)/python tests/bare_machine/run
 
 clean: ## remove the virtual environment and every cache

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp.web_protocol import RequestHandler
@@ -20,6 +21,22 @@ SERVER.remove("postroom_server.py")  # the command's one module, no room
 def tracked(*patterns: str) -> list[Path]:
     listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     return [ROOT / name for name in listed.stdout.split("\0") if name]
+
+
+def project(directory: str) -> dict[str, Any]:
+    return tomllib.loads((ROOT / directory / "pyproject.toml").read_text())["project"]
+
+
+def test_the_server_needs_the_library_of_its_own_version():
+    server, library = project("."), project("sdk")
+    (needed,) = (each for each in server["dependencies"] if each.startswith("postroom["))
+    assert server["version"] == library["version"]
+    assert needed == f"postroom[worker]=={library['version']}"
+
+
+def test_the_changelog_begins_with_the_version_that_is_built():
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == project(".")["version"]
 
 
 @pytest.mark.parametrize("name", [*SERVER, "postroom_server", "postroom"])
