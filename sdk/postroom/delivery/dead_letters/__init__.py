@@ -5,8 +5,7 @@ in its event store what an agent did. From there it is published, and published 
 events are. A daemon has no record of its own: what it cannot read is in the stream alone.
 """
 
-from postroom.delivery.dead_letters.letter import DeadLetter, DeadLetters, is_dead_letter, letter_of
-from postroom.delivery.dead_letters.record import RecordedLetters
+from postroom.delivery.dead_letters.letter import DeadLetter, DeadLetters, RecordedLetters, is_dead_letter, letter_of
 from postroom.delivery.dead_letters.stream import StreamLetters
 
 __all__ = ["DeadLetter", "DeadLetters", "RecordedLetters", "StreamLetters", "is_dead_letter", "letter_of"]

@@ -1,7 +1,8 @@
-"""What a dead letter is (docs/contract/delivery.md#delivery-44).
+"""What a dead letter is, and its row in Postgres (docs/contract/delivery.md#delivery-44).
 
 A letter holds the whole message and why nobody could handle it. Its message id is derived from the message's, so that
-the same death has one letter, however often a crash has it buried.
+the same death has one letter, however often a crash has it buried. The record holds what consumers, webhooks and jobs
+buried, and what operators did with it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,17 @@ import hashlib
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
-from postroom._wire.dead_letters import DeadLetter as DeadLetter  # noqa: PLC0414 - one of this module's words too
-from postroom.delivery.message import Delivery, json_object
-from postroom.delivery.subjects import known_subject
+import asyncpg
+import msgspec
 
+from postroom._wire.dead_letters import DeadLetter as DeadLetter  # noqa: PLC0414 - one of this module's words too
+from postroom._wire.sql import load_queries
+from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.delivery.errors import letter_not_kept
+from postroom.delivery.message import Delivery, json_object
+from postroom.delivery.subjects import dead_letter_subject, known_subject
+
+QUERIES: Final = load_queries(__package__, "record.sql")
 EVENT_TYPE: Final = "MessageDeadLettered"
 EVENT_TYPE_HEADER: Final = "Postroom-Event-Type"
 REPLAYED_FOR: Final = "Postroom-Replayed-For"  # the consumer that buried it: no other takes the replay
@@ -29,6 +37,21 @@ class DeadLetters(Protocol):
 
     async def keep(self, letter: DeadLetter) -> None:
         """Return once the letter cannot be lost any more; raises `PostroomError` where it can."""
+
+
+class RecordedLetters:
+    """Keeps the letters of one context as rows; a worker publishes them."""
+
+    def __init__(self, pool: Pool, context: str) -> None:
+        self._pool = pool
+        self._context = context
+
+    async def keep(self, letter: DeadLetter) -> None:
+        """Commit the letter, unless the record has it."""
+        try:
+            await self._pool.execute(QUERIES["keep"], *columns(self._context, letter), letter.data())
+        except (*UNREACHABLE, asyncpg.PostgresError) as error:
+            raise letter_not_kept(letter.message_id or str(letter.sequence), error) from error
 
 
 def letter_of(delivery: Delivery, *, reason: str, error: str, consumer: str) -> DeadLetter:
@@ -56,6 +79,12 @@ def letter_id(letter: DeadLetter) -> str:
     """Derive a letter's message id: the same death of the same message at the same consumer has the same."""
     message = letter.message_id or f"{letter.stream}.{letter.sequence}.{letter.published_at.timestamp():.6f}"
     return printable_id(f"dead:{letter.consumer}:{message}")
+
+
+def columns(context: str, letter: DeadLetter) -> tuple[object, ...]:
+    """Return what a row says of a letter: context, id, subject, time, and the letter itself without its payload."""
+    subject = dead_letter_subject(context, letter.original_subject)
+    return context, letter_id(letter), subject, letter.died_at, msgspec.json.encode(letter.without_data())
 
 
 def printable_id(identity: str) -> str:
