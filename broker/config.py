@@ -15,8 +15,7 @@ from postroom._wire.accept import MAX_BATCH, MIN_DEDUPE_DAYS
 from postroom._wire.message import MAX_BODY_BYTES
 from postroom.chassis.config import SECRET, load
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.settings import NatsSettings
-from postroom.delivery.webhooks.settings import AddressSettings, networks_of
+from postroom.delivery.settings import AddressSettings, NatsSettings, networks_of
 
 PREFIX: Final = "POSTROOM_BROKER_"
 MAX_DAYS: Final = 36_500  # a hundred years; what lies further ahead is no time that Postgres has

@@ -22,7 +22,7 @@ from broker.server import serving
 from broker.store import AcceptStore, MessageIds
 from postroom.chassis.runtime import answer_watchdog, notify, run_until_stopped, stop_on_signals, watchdog_seconds
 from postroom.delivery.http.addresses import Guard
-from postroom.delivery.webhooks.settings import networks_of
+from postroom.delivery.settings import networks_of
 
 _log = structlog.get_logger(__name__)
 

@@ -16,9 +16,8 @@ from nats.js.errors import NotFoundError
 
 from postroom.agent import Agent, Emit, Envelope, agent_name, fill_subjects
 from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
-from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consumer import Attempts, Consumer
-from postroom.delivery.settings import ConsumerSettings
+from postroom.delivery.settings import AgentSettings, ConsumerSettings
 from support.jetstream import QUICK, Context, named, until
 
 STOP_SECONDS = 3

@@ -18,11 +18,10 @@ from typing import Any
 from postroom.agent import Emit, Envelope, fill_subjects
 from postroom.chassis import logs
 from postroom.delivery.agents.runtime import AgentRuntime, open_consumers
-from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.consumer import Consumer, Delivery, Outcome, Settle
 from postroom.delivery.nats import NatsClient, connect
 from postroom.delivery.publishing.link import _Batch
-from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.settings import AgentSettings, ConsumerSettings, NatsSettings
 from support.agents import ATTEMPTS, Counting, settled
 from support.jetstream import QUICK, Context
 

@@ -10,8 +10,7 @@ from typing import Any
 import asyncpg
 from nats.js.errors import NotFoundError
 
-from postroom.delivery.http.settings import HandlerSettings
-from postroom.delivery.settings import NatsSettings
+from postroom.delivery.settings import HandlerSettings, NatsSettings
 from postroom.worker.config import ConsumerConfig, worker_of
 from postroom.worker.consumer import HttpConsumer, open_consumer
 from support.jetstream import DURABLE, Context, until

@@ -1,9 +1,10 @@
-"""What a config may say about NATS, streams, publishing and consumers.
+"""What a config may say about NATS, streams, publishing, consumers and what handles messages.
 
 Each program puts these structs into its own config.
 """
 
 from datetime import datetime, timedelta
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -12,11 +13,27 @@ from msgspec import Meta
 
 from postroom._wire.retry import STEADY, Backoff
 from postroom.chassis.config import SECRET
+from postroom.chassis.exits import Exit, Fatal
 
 DAY: Final = 86_400.0  # seconds
+KIB: Final = 1024  # bytes
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Retention = Literal["limits", "workqueue", "interest"]
+ConnectSeconds = Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")]
+AnswerSeconds = Annotated[
+    float, Meta(gt=0, le=3600, description="longest wait for an answer, in seconds; shorter than ack_wait_seconds")
+]
+AckWaitSeconds = Annotated[
+    float,
+    Meta(ge=0.1, description="time without an acknowledgement after which a message is delivered again, in seconds"),
+]
+MaxDeliver = Annotated[
+    int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
+]
+HorizonDays = Annotated[
+    float, Meta(gt=0, description="age up to which a message that a stream lost is published again, in days")
+]
 
 
 class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
@@ -30,7 +47,7 @@ class NatsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     ca_file: Annotated[
         Path | None, Meta(description="PEM file of the authorities that may sign the server's certificate")
     ] = None
-    connect_seconds: Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")] = 5
+    connect_seconds: ConnectSeconds = 5
     reconnect_seconds: Annotated[
         float, Meta(gt=0, le=60, description="pause between two tries to connect again, in seconds")
     ] = 0.5
@@ -121,9 +138,7 @@ class RecordSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     check_seconds: Annotated[
         float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and record, in seconds")
     ] = 10
-    horizon_days: Annotated[
-        float, Meta(gt=0, description="age up to which a message that a stream lost is published again, in days")
-    ] = 7
+    horizon_days: HorizonDays = 7
     keep_days: Annotated[float, Meta(gt=0, description="how long published events are kept, in days")] = 30
 
     @property
@@ -153,15 +168,8 @@ class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     filter_subjects: Annotated[list[str], Meta(description="subjects that it receives; none: all of the stream")] = (
         msgspec.field(default_factory=list)
     )
-    ack_wait_seconds: Annotated[
-        float,
-        Meta(
-            ge=0.1, description="time without an acknowledgement after which a message is delivered again, in seconds"
-        ),
-    ] = 30
-    max_deliver: Annotated[
-        int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
-    ] = 20
+    ack_wait_seconds: AckWaitSeconds = 30
+    max_deliver: MaxDeliver = 20
     max_ack_pending: Annotated[int, Meta(ge=1, description="most messages that this process has claimed")] = 1000
     max_waiting: Annotated[
         int,
@@ -174,3 +182,133 @@ class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
         datetime | None,
         Meta(description="a new consumer begins with what was published from this time on; unset: with the oldest"),
     ] = None
+
+
+class HandlerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Where messages are posted to, and how long and how large an answer may be."""
+
+    url: Annotated[str, Meta(description="the handler's address, as in http://127.0.0.1:8000/handle")]
+    timeout_seconds: AnswerSeconds = 20
+    connect_seconds: ConnectSeconds = 5
+    calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most calls at once")] = 64
+    secret_file: Annotated[
+        Path | None, Meta(description="file with the secret that signs requests; not readable by others")
+    ] = None
+    ca_file: Annotated[
+        Path | None,
+        Meta(
+            description="PEM file of the authorities that may sign the handler's certificate, instead of the system's"
+        ),
+    ] = None
+    max_answer_bytes: Annotated[
+        int,
+        Meta(ge=0, le=1024 * KIB, description="how much of an answer is read for the reason of a failure, in bytes"),
+    ] = 16 * KIB
+
+
+class InboxSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """How long a consumer remembers what it has handled."""
+
+    keep_days: Annotated[
+        float,
+        Meta(gt=0, description="least time that handled messages are remembered, in days; longer than `horizon_days`"),
+    ] = 30
+    horizon_days: Annotated[
+        float, Meta(gt=0, description="age up to which workers publish a message again (their `record.horizon_days`)")
+    ] = 7
+    sweep_interval_seconds: Annotated[float, Meta(gt=0, description="pause between sweeps, in seconds")] = 600
+    sweep_rows: Annotated[int, Meta(ge=1, le=10_000, description="rows in one slice of a sweep")] = 500
+
+
+def check_inbox(inbox: InboxSettings) -> None:
+    """Raise `Fatal` (78) unless a message is remembered for longer than it may be published again."""
+    if inbox.keep_days <= inbox.horizon_days:
+        raise Fatal(
+            Exit.CONFIG,
+            f"inbox.keep_days ({inbox.keep_days:g}) is not longer than inbox.horizon_days ({inbox.horizon_days:g}): "
+            "a message that workers publish again would be handled again",
+        )
+
+
+class AddressSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which addresses that are not public a webhook may have all the same; broker and worker want the same list."""
+
+    allow_networks: Annotated[
+        list[str],
+        Meta(description="networks that webhooks may reach although they are not public, as in 10.1.0.0/16"),
+    ] = msgspec.field(default_factory=list)
+
+
+class WebhookSettings(AddressSettings, kw_only=True, forbid_unknown_fields=True):
+    """How the worker delivers to webhooks; the limits are those of each webhook for itself."""
+
+    check_seconds: Annotated[
+        float, Meta(gt=0, le=60, description="pause between two checks for new webhooks, in seconds")
+    ] = 2
+    timeout_seconds: AnswerSeconds = 10
+    connect_seconds: ConnectSeconds = 5
+    ack_wait_seconds: AckWaitSeconds = 30
+    calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most requests at once")] = 8
+    max_deliver: MaxDeliver = 20
+    inbox: InboxSettings = msgspec.field(default_factory=InboxSettings)
+    backoff: BackoffSettings = msgspec.field(
+        default_factory=lambda: BackoffSettings(first_seconds=5, factor=2, most_seconds=3600)
+    )
+
+
+def check_timeout(handler: HandlerSettings | WebhookSettings, consumer: ConsumerSettings | WebhookSettings) -> None:
+    """Raise `Fatal` (78) unless the handler's time-out is below the consumer's ack_wait."""
+    if handler.timeout_seconds >= consumer.ack_wait_seconds:
+        of = ("webhooks", "webhooks") if handler is consumer else ("handler", "consumer")
+        raise Fatal(
+            Exit.CONFIG,
+            f"{of[0]}.timeout_seconds ({handler.timeout_seconds:g}) must be shorter than {of[1]}.ack_wait_seconds "
+            f"({consumer.ack_wait_seconds:g}): otherwise a message is delivered again while its handler still runs",
+        )
+
+
+def check_webhooks(settings: WebhookSettings) -> None:
+    """Raise `Fatal` (78) unless the networks are some, the time-out is below `ack_wait_seconds`, and rows are kept."""
+    networks_of(settings)
+    check_inbox(settings.inbox)
+    check_timeout(settings, settings)
+
+
+def networks_of(settings: AddressSettings) -> list[IPv4Network | IPv6Network]:
+    """Return the networks that are allowed; raises `Fatal` (78) for what is none."""
+    try:
+        return [ip_network(text) for text in settings.allow_networks]
+    except ValueError as error:
+        raise Fatal(Exit.CONFIG, f"webhooks.allow_networks: {error} (as in 10.1.0.0/16 or fd00:1::/32)") from error
+
+
+class AgentSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """The limits of one agent."""
+
+    receive_seconds: Annotated[
+        float, Meta(gt=0, description="longest time that `receive` may take for one message, in seconds")
+    ] = 60
+    group_messages: Annotated[
+        int, Meta(ge=1, le=10_000, description="most messages that share a transaction of the event store")
+    ] = 500
+    group_seconds: Annotated[
+        float,
+        Meta(gt=0, le=60, description="age of a transaction's first message at which it is committed, in seconds"),
+    ] = 0.02
+    publish_seconds: Annotated[
+        float, Meta(gt=0, le=300, description="longest wait for JetStream to acknowledge what was emitted, in seconds")
+    ] = 5
+    retry_seconds: Annotated[
+        float, Meta(gt=0, le=300, description="pause before a failed publish is tried again, in seconds")
+    ] = 1
+    check_seconds: Annotated[
+        float, Meta(gt=0, le=3600, description="pause between two comparisons of streams and store, in seconds")
+    ] = 10
+    horizon_days: HorizonDays = 7
+    keep_days: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="how long the store records where a message was published, in days; at least `horizon_days`",
+        ),
+    ] = 30

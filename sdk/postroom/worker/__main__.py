@@ -116,7 +116,7 @@ def _handle(options: argparse.Namespace) -> None:
 
 def _describe(options: argparse.Namespace) -> None:
     from postroom.agent import agent_name  # noqa: PLC0415
-    from postroom.delivery.agents.settings import load_agent  # noqa: PLC0415
+    from postroom.delivery.agents.runtime import load_agent  # noqa: PLC0415
     from postroom.ledger.engine import load_flow  # noqa: PLC0415
 
     with redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
@@ -130,7 +130,7 @@ def _describe(options: argparse.Namespace) -> None:
 
 def _replay(options: argparse.Namespace) -> None:
     from postroom.delivery.agents.replay import Differs, replay  # noqa: PLC0415
-    from postroom.delivery.agents.settings import load_agent  # noqa: PLC0415
+    from postroom.delivery.agents.runtime import load_agent  # noqa: PLC0415
 
     with redirect_stdout(sys.stderr):
         try:

@@ -15,21 +15,26 @@ from msgspec import Meta
 from postroom.agent import Agent, agent_name
 from postroom.chassis.config import SECRET, load
 from postroom.chassis.exits import Exit, Fatal
-from postroom.delivery.agents.settings import AgentSettings
-from postroom.delivery.http.settings import HandlerSettings, InboxSettings, check_inbox, check_timeout
 from postroom.delivery.settings import (
+    AckWaitSeconds,
+    AgentSettings,
     BackoffSettings,
     ConsumerSettings,
+    HandlerSettings,
+    InboxSettings,
     Name,
     NatsSettings,
     PublisherSettings,
     RecordSettings,
     StreamDefaults,
     StreamSettings,
+    WebhookSettings,
+    check_inbox,
+    check_timeout,
+    check_webhooks,
 )
 from postroom.delivery.streams import default_streams
 from postroom.delivery.subjects import DEFAULT_WORKSPACE, stream_name
-from postroom.delivery.webhooks.settings import WebhookSettings, check_webhooks
 from postroom.errors import InvalidMessage
 from postroom.once.registry import KEEP_DAYS
 from postroom.worker.orphans import OrphanCheckSettings
@@ -107,12 +112,7 @@ class AgentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = None
     durable: Annotated[Name | None, Meta(description="the durable consumer; unset: {agent}_consumer")] = None
-    ack_wait_seconds: Annotated[
-        float,
-        Meta(
-            ge=0.1, description="time without an acknowledgement after which a message is delivered again, in seconds"
-        ),
-    ] = 30
+    ack_wait_seconds: AckWaitSeconds = 30
     max_deliver: Annotated[int, Meta(ge=1, description="attempts after which a message is dead-lettered")] = 5
     max_ack_pending: Annotated[int, Meta(ge=1, description="most messages that this process has claimed")] = 1000
     start_seconds: Annotated[

@@ -20,8 +20,13 @@ from postroom.delivery.consumers import run_alone
 from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler
-from postroom.delivery.http.inbox_messages import Backlog, InboxMessages, get_inbox_backlog, open_inbox_pool
-from postroom.delivery.http.retention import InboxRetention
+from postroom.delivery.http.inbox_messages import (
+    Backlog,
+    InboxMessages,
+    InboxRetention,
+    get_inbox_backlog,
+    open_inbox_pool,
+)
 from postroom.delivery.nats import connect
 from postroom.delivery.programs import latency_totals
 from postroom.delivery.settings import NatsSettings, StreamSettings

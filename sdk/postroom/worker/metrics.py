@@ -15,8 +15,8 @@ from postroom.delivery.agents.runtime import AgentRuntime
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.handler import HttpHandler
 from postroom.delivery.http.inbox_messages import Backlog as InboxBacklog
+from postroom.delivery.http.webhooks import Webhooks
 from postroom.delivery.publishing import Backlog, Publisher, Record
-from postroom.delivery.webhooks.webhooks import Webhooks
 from postroom.worker.jobs import Jobs
 from postroom.worker.orphans import OrphanCheck
 

@@ -22,7 +22,7 @@ from postroom.chassis.listener import listening
 from postroom.chassis.postgres import Pool
 from postroom.chassis.reporting import Reporter, keep_reporting, lines
 from postroom.chassis.routes import exposition, json_response
-from postroom.delivery.agents.settings import load_agent
+from postroom.delivery.agents.runtime import load_agent
 from postroom.delivery.programs import PostgresReports
 from postroom.worker.agent import open_agent
 from postroom.worker.config import WorkerConfig

@@ -21,6 +21,7 @@ from postroom.delivery import ROOM
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.inbox_messages import open_inbox_pool
+from postroom.delivery.http.webhooks import Webhooks
 from postroom.delivery.programs import latency_totals
 from postroom.delivery.publishing import (
     DELIVERIES,
@@ -32,8 +33,7 @@ from postroom.delivery.publishing import (
     Record,
     sources_of,
 )
-from postroom.delivery.webhooks.settings import networks_of
-from postroom.delivery.webhooks.webhooks import Webhooks
+from postroom.delivery.settings import networks_of
 from postroom.ledger import ROOMS
 from postroom.ledger.engine import load_flow
 from postroom.ledger.retention import JobRetention

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from broker.administration import MOST_PER_TOPIC
-from postroom.delivery.webhooks.settings import AddressSettings
+from postroom.delivery.settings import AddressSettings
 
 PATH = "/v1/topics/demo/orders/webhooks"
 URL = "http://127.0.0.1:9/hook"

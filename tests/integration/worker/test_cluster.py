@@ -22,8 +22,7 @@ from support.waiting import until, until_so
 
 from broker.database import migrate
 from embedded.processes import tethered
-from postroom.delivery.http.settings import HandlerSettings
-from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.settings import ConsumerSettings, HandlerSettings, NatsSettings
 from postroom.worker.config import ConsumerConfig
 
 ADVICE = ("declare one", "declare it", "lower max_bytes", "adapt the config", "no room", "would lose")

@@ -31,10 +31,9 @@ from broker.main import open_services
 from postroom import BrokerClient
 from postroom._wire.administration import NewWebhook
 from postroom._wire.message import prepare
+from postroom.delivery.http.webhooks import STRETCH
 from postroom.delivery.nats import connect
-from postroom.delivery.settings import NatsSettings
-from postroom.delivery.webhooks.settings import AddressSettings
-from postroom.delivery.webhooks.webhooks import STRETCH
+from postroom.delivery.settings import AddressSettings, NatsSettings
 from postroom.errors import NotPermitted
 from postroom.signatures import SIGNATURE, verify
 

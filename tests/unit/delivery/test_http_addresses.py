@@ -16,8 +16,7 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.http import addresses
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.client import HandlerClient
-from postroom.delivery.http.settings import HandlerSettings
-from postroom.delivery.webhooks.settings import AddressSettings, networks_of
+from postroom.delivery.settings import AddressSettings, HandlerSettings, networks_of
 from postroom.errors import InvalidMessage, TryAgain
 
 PUBLIC = "93.184.216.34"

@@ -14,8 +14,7 @@ import pytest
 from postroom.chassis.exits import Exit, Fatal
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.client import Answer, HandlerClient, read_secret
-from postroom.delivery.http.settings import HandlerSettings, check_timeout
-from postroom.delivery.settings import ConsumerSettings
+from postroom.delivery.settings import ConsumerSettings, HandlerSettings, check_timeout
 
 
 def refusal(settings: HandlerSettings) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from postroom.delivery.http import handler
 from postroom.delivery.http.handler import PAUSES, Reach
-from postroom.delivery.webhooks.webhooks import SinceRegistered
+from postroom.delivery.http.webhooks import SinceRegistered
 
 
 def test_calls_pause_longer_each_time_and_one_at_a_time_finds_out_whether_somebody_is_there_again(

@@ -28,7 +28,6 @@ from postroom.agent import EPOCH
 from postroom.delivery.agents.decisions import Draft
 from postroom.delivery.agents.envelopes import headers_of, to_microseconds
 from postroom.delivery.agents.records import decode_record, payload_of
-from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.agents.store import Losses, Mark, Store, Stored, durably
 from postroom.delivery.agents.turns import Turns
 from postroom.delivery.dead_letters.letter import EVENT_TYPE, EVENT_TYPE_HEADER, DeadLetter, letter_id
@@ -37,7 +36,7 @@ from postroom.delivery.publishing import Publisher, Record
 from postroom.delivery.publishing.link import Link
 from postroom.delivery.publishing.source import Failed, Outgoing, Place, Placed, Search, identifying
 from postroom.delivery.publishing.streams import MOST_HOLES, read_holes
-from postroom.delivery.settings import NatsSettings, PublisherSettings, RecordSettings
+from postroom.delivery.settings import AgentSettings, NatsSettings, PublisherSettings, RecordSettings
 from postroom.delivery.subjects import dead_letter_subject
 from postroom.errors import PostroomError
 

@@ -27,14 +27,14 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from postroom._wire.retry import tell
-from postroom.agent import Agent, agent_name, check_agent, fill_event_subject
+from postroom.agent import Agent, InvalidAgent, agent_name, check_agent, fill_event_subject
 from postroom.chassis.exits import Exit, Fatal
+from postroom.chassis.runtime import load_named
 from postroom.delivery.agents.decisions import Deciding, Emitter
 from postroom.delivery.agents.envelopes import ENTITY_ID, Scope, idempotency_key, received, scope_of, unread
 from postroom.delivery.agents.group import Group, Job
 from postroom.delivery.agents.outgoing import AgentCounters, AgentPublisher, stored
 from postroom.delivery.agents.replay import Differs, empty, rebuild
-from postroom.delivery.agents.settings import AgentSettings
 from postroom.delivery.agents.store import (
     Attempt,
     Changes,
@@ -50,7 +50,7 @@ from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Attempts, Consumer, Dead, Delivery, Settle
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import connection_of
-from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.settings import AgentSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.streams import all_streams, covers
 from postroom.errors import NotFound
 
@@ -370,3 +370,14 @@ def _altered(difference: Differs) -> Fatal:
         Exit.CONFIG,
         f"the event store was altered at {difference}: the agent does not run on it; see `postroom agent verify`",
     )
+
+
+def load_agent(name: str) -> type[Agent[Any]]:
+    """Import `module:Agent`, also from the current directory; raises `Fatal` with what its author has to change."""
+    agent = load_named(name, what="an agent", example="module:Agent, as in shop.agents:Pricing")
+    try:
+        check_agent(agent)
+    except InvalidAgent as error:
+        raise Fatal(Exit.CONFIG, str(error)) from error
+    found: type[Agent[Any]] = agent
+    return found

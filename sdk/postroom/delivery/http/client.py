@@ -35,7 +35,7 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Outcome
 from postroom.delivery.http.addresses import Guard
-from postroom.delivery.http.settings import HandlerSettings
+from postroom.delivery.settings import HandlerSettings
 from postroom.signatures import MIN_SECRET_BYTES, SIGNATURE, sign
 
 UNREACHABLE: Final = "handler_unreachable"  # the code of a call that found nobody

@@ -16,7 +16,7 @@ from support.jetstream import Context
 from embedded import EmbeddedPostgres
 from postroom.chassis.postgres import migrate
 from postroom.delivery import ROOM
-from postroom.delivery.http.settings import HandlerSettings
+from postroom.delivery.settings import HandlerSettings
 from postroom.worker.consumer import HttpConsumer
 
 Start = Callable[..., AbstractAsyncContextManager[HttpConsumer]]

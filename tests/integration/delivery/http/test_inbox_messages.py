@@ -21,8 +21,8 @@ from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import HttpHandler
 from postroom.delivery.http.inbox_messages import InboxMessages, get_inbox_backlog, open_inbox_pool
 from postroom.delivery.http.requests import Incoming, read
-from postroom.delivery.http.settings import HandlerSettings
 from postroom.delivery.message import Delivery
+from postroom.delivery.settings import HandlerSettings
 
 POISON = Dead("poison", "http_422: no", 1)
 BUSY = Later("http_503: busy", 1)

@@ -20,7 +20,7 @@ from embedded import EmbeddedPostgres
 from embedded.processes import tethered
 from postroom.chassis.postgres import migrate
 from postroom.delivery import ROOM
-from postroom.delivery.http.settings import HandlerSettings
+from postroom.delivery.settings import HandlerSettings
 from postroom.worker.consumer import HttpConsumer
 
 

@@ -12,9 +12,8 @@ from support.jetstream import Context
 
 from postroom.chassis.postgres import Pool, migrate
 from postroom.delivery import ROOM
-from postroom.delivery.http.inbox_messages import open_inbox_pool
-from postroom.delivery.http.retention import InboxRetention
-from postroom.delivery.http.settings import InboxSettings
+from postroom.delivery.http.inbox_messages import InboxRetention, open_inbox_pool
+from postroom.delivery.settings import InboxSettings
 
 DURABLE = "billing"
 

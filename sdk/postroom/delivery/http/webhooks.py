@@ -28,13 +28,10 @@ from postroom.delivery.dead_letters import RecordedLetters
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler, Reach
-from postroom.delivery.http.inbox_messages import InboxMessages
-from postroom.delivery.http.retention import InboxRetention
-from postroom.delivery.http.settings import HandlerSettings
-from postroom.delivery.settings import ConsumerSettings, NatsSettings
+from postroom.delivery.http.inbox_messages import InboxMessages, InboxRetention
+from postroom.delivery.settings import ConsumerSettings, HandlerSettings, NatsSettings, WebhookSettings
 from postroom.delivery.streams import all_consumers
 from postroom.delivery.subjects import event_subject
-from postroom.delivery.webhooks.settings import WebhookSettings
 
 PREFIX: Final = "webhook__"  # of a durable's name; the webhook's id follows
 
@@ -42,7 +39,7 @@ _IN_HAND: Final = 100  # messages
 _CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 _log = structlog.get_logger(__name__)
 
-QUERIES: Final = load_queries("postroom.delivery.webhooks")
+QUERIES: Final = load_queries(__package__, "webhooks.sql")
 
 STRETCH: Final = 4096  # blocks of the inbox that one look reads for what to forget
 
