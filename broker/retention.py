@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import timedelta
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import asyncpg
 import structlog
@@ -20,12 +20,10 @@ from broker.config import RetentionConfig, dedupe_life
 from broker.database import QUERIES, Database
 from broker.metrics import Metrics
 from broker.trace import sweep_ended_rows
-from postroom.chassis.postgres import UNREACHABLE, Connection
+from postroom.chassis.postgres import UNREACHABLE, Connection, rest_since
 from postroom.delivery.programs import sweep_minutes, sweep_programs
 
 _log = structlog.get_logger(__name__)
-
-_REST_PER_STEP: Final = 4  # the rest after a step, in durations of that step
 
 
 class Swept(NamedTuple):
@@ -77,7 +75,7 @@ class Sweeper:
         self._metrics.swept_rows.labels("message").inc(swept.messages)
         self._metrics.swept_rows.labels("id").inc(swept.ids)
         if any(swept):
-            await asyncio.sleep(_REST_PER_STEP * (time.monotonic() - started))
+            await rest_since(started)
         return swept
 
 

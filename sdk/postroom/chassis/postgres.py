@@ -6,7 +6,9 @@ processes may migrate at once: one does it, the others wait and find nothing lef
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from importlib.resources import files
@@ -25,6 +27,7 @@ Connection: TypeAlias = "asyncpg.Connection[asyncpg.Record] | PoolConnectionProx
 Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
 
 CONNECT_SECONDS: Final = 5.0
+_REST_PER_SLICE: Final = 4  # the rest after a slice of a sweep, in durations of that slice
 _COMMAND_SECONDS: Final = 20.0  # above the server's own statement_timeout, which answers more clearly
 _SERVER_SETTINGS: Final = {
     "statement_timeout": "15s",
@@ -132,6 +135,11 @@ async def open_rooms(
         await pool.close()
         raise
     return pool
+
+
+async def rest_since(started: float) -> None:
+    """Rest four times as long as a slice of a sweep took, which began at `started` (monotonic): others have a turn."""
+    await asyncio.sleep(_REST_PER_SLICE * (time.monotonic() - started))
 
 
 async def _as_it_is(_connection: asyncpg.Connection[asyncpg.Record]) -> None:

@@ -17,6 +17,7 @@ import re
 import ssl
 import stat
 from base64 import b64encode
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ from postroom.delivery.errors import from_nats, is_refusal
 from postroom.delivery.settings import NatsSettings
 
 _log = structlog.get_logger(__name__)
+
+CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 
 _BUFFER: Final = 8 * 1024 * 1024  # bytes that may wait for a server that is away
 _PINGS: Final = 2  # unanswered ones after which the server counts as gone

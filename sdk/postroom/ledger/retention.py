@@ -8,6 +8,7 @@ long as it took; any number of processes may sweep.
 from __future__ import annotations
 
 import asyncio
+import time
 from datetime import timedelta
 from typing import Final
 
@@ -15,7 +16,7 @@ import asyncpg
 import structlog
 
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.chassis.postgres import UNREACHABLE, Pool, rest_since
 
 _log = structlog.get_logger(__name__)
 
@@ -24,7 +25,6 @@ _SLICES: Final = ("remove_messages", "remove_requests", "remove_activities", "re
 _JOBS: Final = 100  # that one slice looks at
 _ROWS: Final = 1000  # that one slice removes
 _SWEEP_SECONDS: Final = 3600.0  # between two sweeps
-_REST_PER_SLICE: Final = 4  # the rest after a slice, in durations of that slice
 
 
 class JobRetention:
@@ -53,12 +53,12 @@ class JobRetention:
         while found:
             found = False
             for name in _SLICES:
-                started = asyncio.get_running_loop().time()
+                started = time.monotonic()
                 done = await self._pool.execute(_QUERIES[name], self._keep, _JOBS, rows)
                 if count := int(done.rpartition(" ")[2]):
                     found = True
                     self.removed += count if name == "remove_jobs" else 0
-                    await asyncio.sleep(_REST_PER_SLICE * (asyncio.get_running_loop().time() - started))
+                    await rest_since(started)
         if self.removed > before:
             _log.info("jobs_removed", jobs=self.removed - before)
         return self.removed - before

@@ -21,6 +21,7 @@ from postroom.chassis.postgres import REFUSED, UNREACHABLE, Pool
 from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Consumer, Dead, Delivery, Later, Outcome, Settle
 from postroom.delivery.consumers import Consumers
 from postroom.delivery.dead_letters import RecordedLetters
+from postroom.delivery.nats import CLOCK_SKEW
 from postroom.delivery.settings import BackoffSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.subjects import event_subject
 from postroom.errors import InvalidMessage
@@ -36,7 +37,6 @@ PREFIX: Final = "jobs__"  # of a durable's name; the flow's name follows
 _MOST_DELIVERIES: Final = 1000  # the flow's own policy ends it before, unless none came so far as to be an attempt
 _PAUSES: Final = BackoffSettings().schedule  # before the next delivery, where neither the flow nor the ledger says
 _IN_HAND: Final = 500  # messages of one flow in one mesh
-_CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 
 
 class JobHandler:
@@ -194,5 +194,5 @@ class Jobs:
             ack_wait_seconds=self._settings.lease_seconds,
             max_ack_pending=_IN_HAND,
             batches_at_once=_IN_HAND,  # the steps are limited: one that is slow holds up nothing but its own place
-            since=place.since - _CLOCK_SKEW,
+            since=place.since - CLOCK_SKEW,
         )

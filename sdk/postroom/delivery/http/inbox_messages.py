@@ -24,7 +24,7 @@ from nats.js.errors import NotFoundError
 
 from postroom._wire.retry import Backoff
 from postroom._wire.sql import load_queries
-from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, open_rooms
+from postroom.chassis.postgres import REFUSED, UNREACHABLE, Connection, Pool, open_rooms, rest_since
 from postroom.claims.leases import Leases
 from postroom.claims.model import Claim, Ended, Outcome, State, Table
 from postroom.claims.postgres import PostgresClaims
@@ -33,7 +33,7 @@ from postroom.delivery.consumer import ACK_TIMEOUT
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.http.client import NOBODY_THERE
 from postroom.delivery.http.requests import Incoming
-from postroom.delivery.nats import end_if_cancelled
+from postroom.delivery.nats import CLOCK_SKEW, end_if_cancelled
 from postroom.delivery.settings import InboxSettings
 
 _log = structlog.get_logger(__name__)
@@ -56,8 +56,6 @@ _PARTS: Final = load_queries(__package__, "claims.sql")
 _GROUP: Final = 500  # messages in a statement
 _PAUSES: Final = Backoff(0.1, 5.0)  # between two tries
 _NOTHING_IS_OLDER: Final = datetime(1, 1, 1, tzinfo=UTC)
-_CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
-_REST_PER_SLICE: Final = 4  # the rest after a slice of a sweep, in durations of that slice
 # The planner cannot know how long the arrays are; by its guess it would read the whole table for a thousand messages.
 _PLAN_BY_KEY: Final = {"enable_hashjoin": "off", "enable_mergejoin": "off", "enable_seqscan": "off"}
 
@@ -230,13 +228,13 @@ class InboxRetention:
         oldest = await self._oldest()
         swept, rows = 0, self._settings.sweep_rows
         while True:
-            started = asyncio.get_running_loop().time()
+            started = time.monotonic()
             keep = timedelta(days=self._settings.keep_days)
             deleted = int(await self._pool.fetchval(QUERIES["sweep"], self._durable, keep, oldest, rows))
             swept, self.swept = swept + deleted, self.swept + deleted
             if deleted < rows:
                 return swept
-            await asyncio.sleep(_REST_PER_SLICE * (asyncio.get_running_loop().time() - started))
+            await rest_since(started)
 
     async def _oldest(self) -> datetime | None:
         """Return when the oldest message of the stream was stored, by any clock; None where it holds none."""
@@ -245,5 +243,5 @@ class InboxRetention:
             if not info.state.messages:
                 return None
             first = await self._js.get_msg(self._stream, info.state.first_seq)
-            return datetime.fromisoformat(str(first.time)) - _CLOCK_SKEW
+            return datetime.fromisoformat(str(first.time)) - CLOCK_SKEW
         return _NOTHING_IS_OLDER

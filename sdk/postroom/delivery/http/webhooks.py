@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Final, NamedTuple
 
 import structlog
@@ -29,6 +29,7 @@ from postroom.delivery.http.addresses import Guard
 from postroom.delivery.http.client import HandlerClient
 from postroom.delivery.http.handler import LEASE_SHARE, HttpHandler, Reach
 from postroom.delivery.http.inbox_messages import InboxMessages, InboxRetention
+from postroom.delivery.nats import CLOCK_SKEW
 from postroom.delivery.settings import ConsumerSettings, HandlerSettings, NatsSettings, WebhookSettings
 from postroom.delivery.streams import all_consumers
 from postroom.delivery.subjects import event_subject
@@ -36,7 +37,6 @@ from postroom.delivery.subjects import event_subject
 PREFIX: Final = "webhook__"  # of a durable's name; the webhook's id follows
 
 _IN_HAND: Final = 100  # messages
-_CLOCK_SKEW: Final = timedelta(minutes=10)  # by which the clocks of Postgres and NATS may differ
 _log = structlog.get_logger(__name__)
 
 QUERIES: Final = load_queries(__package__, "webhooks.sql")
@@ -99,7 +99,7 @@ class WebhookConsumer:
                 max_ack_pending=_IN_HAND,
                 batches_at_once=_IN_HAND,  # one slow call holds up nothing but its own place
                 backoff=settings.backoff,
-                since=webhook.created_at - _CLOCK_SKEW,
+                since=webhook.created_at - CLOCK_SKEW,
             ),
             SinceRegistered(self._handler, webhook.created_at),
             RecordedLetters(pool, webhook.mesh),
