@@ -4,16 +4,20 @@ An answer that is not JSON, or is about other ids, raises `RequestFailed` like a
 (docs/contract/send.md#send-65).
 """
 
+import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from random import Random
 from typing import Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
+import structlog
 
 from broker_client.channel import Channel, Failure, Reply, RequestFailed
 from broker_client.settings import BrokerClientSettings
-from outbox import Accepted, ClaimedRow, DoneRow, Unanswered
+from outbox import Accepted, ClaimedRow, DoneRow, Outbox, Unanswered
 from postroom._wire.accept import (
     OVERLOADED,
     AcceptAnswer,
@@ -27,14 +31,18 @@ from postroom._wire.administration import Subscribe, Subscription, TopicList
 from postroom._wire.ids import is_client_message_id, now_ms
 from postroom._wire.message import parse_destination
 from postroom._wire.programs import PROGRAMS, Report
-from postroom._wire.retry import read_date, read_retry_after
-from postroom._wire.sends import EndedRows
+from postroom._wire.retry import Backoff, read_date, read_retry_after
+from postroom._wire.sends import MAX_ENDED, EndedRows
 from postroom.chassis.config import MASK
 from postroom.chassis.logs import clean
-from postroom.errors import Problem, error_for
+from postroom.errors import PostroomError, Problem, error_for
 
 T = TypeVar("T")
 
+_log = structlog.get_logger(__name__)
+
+_LOOK_SECONDS: Final = 1.0  # between two looks for rows that ended
+_PAUSES: Final = Backoff(1.0, 60.0)  # between two tries to report them
 _LARGEST_HISTORY_ID: Final = 2**63 - 1  # what a column holds
 _ACCEPTED: Final = frozenset({HTTPStatus.OK, HTTPStatus.CREATED})
 _LOOKED_UP: Final = frozenset({HTTPStatus.OK, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT})
@@ -275,3 +283,27 @@ class ConfirmedClock:
     def estimate(self, now: int) -> int:
         """Return the time that it is by the broker's clock, as far as the last answer tells."""
         return now if self._last is None else now + self._last.date - self._last.local
+
+
+async def report_ends(outbox: Outbox, link: BrokerLink) -> None:
+    """Tell the broker for ever of rows that ended here and that it may never have seen.
+
+    Which ones it has not heard of is in the outbox, written with what ended them, so that each is reported at least
+    once, also after a crash (docs/contract/operate.md#operate-64). Nobody waits for it: reports go by themselves, a few
+    at a time, while the broker can be reached.
+    """
+    rng, failures = Random(), 0  # noqa: S311 - it spreads retries and guards nothing
+    while True:
+        try:
+            numbers, rows = await outbox.unreported(MAX_ENDED)
+            if rows:
+                await link.report_ended(EndedRows(host=socket.gethostname(), rows=rows))
+                await outbox.reported(numbers)
+        except PostroomError as error:  # the broker cannot be asked, or the disk is full
+            failures += 1
+            if failures == 1:
+                _log.info("ends_not_reported", code=error.code, reason=str(error))
+            await asyncio.sleep(_PAUSES.seconds(failures, rng.random))
+        else:
+            failures = 0
+            await asyncio.sleep(0 if len(rows) == MAX_ENDED else _LOOK_SECONDS)

@@ -9,7 +9,8 @@ is stuck, starves it, and systemd starts the daemon anew.
 """
 
 import asyncio
-from collections.abc import Coroutine
+import shutil
+from collections.abc import Coroutine, Hashable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib.metadata import version
@@ -19,11 +20,12 @@ from typing import Any, Final, Self
 import structlog
 
 from broker_client import BrokerLink, Relay, report_ends
+from broker_client.answers import Outcome
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
-from daemon.reports import Reports
 from ipc.accept_table import DestinationRule
+from ipc.control import health_of
 from ipc.peers import LocalToken, Policy, TcpGuard, rotate
 from ipc.routes import routes
 from ipc.server import Server
@@ -31,11 +33,52 @@ from ipc.services import Counters, NoInbox, Services
 from outbox import Outbox
 from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
 from outbox.recover import recover as recover_directory
+from postroom._wire.programs import Report
 from postroom.chassis import listener, runtime
+from postroom.chassis.reporting import Reporter, keep_reporting
 from postroom.errors import PostroomError
 
 _log = structlog.get_logger(__name__)
 STATUS_SECONDS: Final = 5.0
+
+
+class Reports:
+    """What the daemon reports of itself to its broker, at which all are seen (docs/contract/operate.md#operate-60)."""
+
+    def __init__(
+        self, services: Services, outbox: Outbox, link: BrokerLink, relay: Relay, *, address: str, state: Path
+    ) -> None:
+        self._services = services
+        self._outbox = outbox
+        self._link = link
+        self._relay = relay
+        self._state = state
+        self._reporter = Reporter("postroom-server", address)
+
+    async def run(self) -> None:
+        """Report for ever; a broker that cannot be asked is the relay's affair, and an outbox that fails its own."""
+        await keep_reporting(self._look, self._link.report, self._glance)
+
+    async def _look(self) -> Report:
+        health = await health_of(self._services)
+        room = await asyncio.to_thread(shutil.disk_usage, self._state)
+        totals = {
+            "queued": self._services.counters.sends["queued"],
+            "relayed": self._relay.counters.attempts[Outcome.ACCEPTED],
+        }
+        return self._reporter.report(
+            health.reasons,
+            waiting=health.rows["pending"] + health.rows["inflight"],
+            dead=health.rows["dead"],
+            oldest_at=health.oldest_pending_at,
+            relay=health.relay.state,
+            disk_free=room.free,
+            totals=totals,
+        )
+
+    def _glance(self) -> Hashable:
+        relay = self._relay.status()
+        return self._outbox.healthy, relay.state, relay.degraded
 
 
 class Postroomd:
