@@ -1,8 +1,7 @@
 """Publishing: what a database holds goes into JetStream, once and in order, and again where a stream loses it."""
 
-from postroom.delivery.publishing.bell import CHANNEL, Bell
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS, LETTERS, Backlog, PostgresSource, sources_of
-from postroom.delivery.publishing.publisher import Publisher, PublisherCounters
+from postroom.delivery.publishing.publisher import CHANNEL, Bell, Publisher, PublisherCounters
 from postroom.delivery.publishing.record import Record
 from postroom.delivery.publishing.source import Source
 from postroom.delivery.publishing.work_queues import WorkQueues

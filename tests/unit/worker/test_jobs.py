@@ -12,7 +12,7 @@ import pytest
 from postroom.delivery.consumer import Delivery
 from postroom.errors import InvalidMessage
 from postroom.ledger.primitives import Answer
-from postroom.worker.job_messages import Answering, Due, Spawned, answer_of, read
+from postroom.worker.jobs import Answering, Due, Spawned, answer_of, read
 
 ACTIVITY, REQUEST = uuid4(), UUID("6fa459ea-ee8a-3ca4-894e-db77e160355e")  # a name of cases is the same in each process
 OWN: dict[str, Any] = {"job": str(uuid4()), "activity": str(ACTIVITY), "flow": "export", "name": "load"}
