@@ -4,10 +4,12 @@
 `/v1/%73end`, `//v1/send` and `/v1/../v1/send` are other paths, and 404.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Final, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 from aiohttp import hdrs, web
@@ -15,12 +17,14 @@ from aiohttp.http import HttpVersion11
 from multidict import CIMultiDict
 
 from ipc.answers import problem_of
-from ipc.connection import Connection
 from ipc.shares import Budget, Limits
 from outbox import Caller
 from postroom._wire.message import refuse_duplicate_keys, refuse_too_many_values, where
 from postroom.chassis.routes import Route
 from postroom.errors import InvalidMessage, NotFound, PostroomError
+
+if TYPE_CHECKING:
+    from ipc.connection import Connection
 
 T = TypeVar("T", bound=msgspec.Struct)
 SEND: Final = "/v1/send"
@@ -66,7 +70,7 @@ class Request(Asked, web.BaseRequest):
 
 
 class PlainSend(Asked):
-    """A `POST /v1/send` that arrived whole and says nothing unusual, read without aiohttp (ipc/plain.py)."""
+    """A `POST /v1/send` that arrived whole and says nothing unusual, read without aiohttp (ipc/connection.py)."""
 
     method: Final = hdrs.METH_POST
     path: Final = SEND

@@ -1,8 +1,8 @@
 """The HTTP server behind every socket: connections, their limits, access, and the way from a request to its handler.
 
 It is aiohttp's low-level server (`web.Server`): one literal table instead of a router, no middlewares, no signals, so
-that a send costs little beside its commit; a plain send does without aiohttp (ipc/plain.py), but comes through here
-like all others. Every error leaves as problem+json; nothing a caller sends ends in a 500.
+that a send costs little beside its commit; a plain send does without aiohttp (ipc/connection.py), but comes through
+here like all others. Every error leaves as problem+json; nothing a caller sends ends in a 500.
 
 No uid can keep the others out: it accepts few connections a turn of the loop, a crowd makes room, what is
 held is shared, and work goes by turns (ipc/shares.py).
@@ -26,7 +26,6 @@ from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 from ipc.answers import Answer, problem_answer, problem_of
 from ipc.connection import Connection
 from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
-from ipc.plain import PlainConnection
 from ipc.request import MethodNotAllowed, PlainSend, Request, Table
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
@@ -48,7 +47,7 @@ _NOT_ALLOWED: Final = problem_of(
 class Server(TimedServer):
     """Serves the routes on any number of sockets, from `start` to `stop`."""
 
-    connection_type = PlainConnection
+    connection_type = Connection
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A send is answered alike by either way: read by the connection itself, or by aiohttp (ipc/plain.py)."""
+"""A send is answered alike by either way: read by the connection itself, or by aiohttp (ipc/connection.py)."""
 
 from __future__ import annotations
 

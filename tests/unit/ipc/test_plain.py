@@ -10,7 +10,7 @@ from aiohttp.http import HttpRequestParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.plain import Arrived, read
+from ipc.connection import Arrived, read
 
 LINE = b"POST /v1/send HTTP/1.1\r\n"
 FIELDS = b"Host: localhost\r\nContent-Type: application/json\r\n"
