@@ -6,7 +6,8 @@ Who may call is in the table of routes; which mesh a member may touch is checked
 from __future__ import annotations
 
 import secrets
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
 from aiohttp import web
@@ -20,16 +21,39 @@ from broker.authentication import (
     own_mesh,
 )
 from broker.database import QUERIES, Database
-from broker.operator import changing
+from broker.operator import READ, WRITE, changing
 from broker.requests import decode_body
 from postroom._wire import administration as api
 from postroom.chassis.postgres import Connection
-from postroom.chassis.routes import decode_query, json_response
+from postroom.chassis.routes import Route, decode_query, json_response
 from postroom.delivery.http.addresses import Guard
 from postroom.delivery.programs import forget_daemons
 from postroom.errors import Conflict, NotFound, NotPermitted
 
 MOST_PER_TOPIC: Final = 10  # webhooks: each is a consumer at every worker
+
+
+class _Kind(NamedTuple):
+    """What messages may be addressed to by a name: what is asked for, a thing, things, and how they are stored."""
+
+    wanted: type[api.CreateTopic | api.CreateQueue]
+    thing: type[Any]
+    things: type[Any]
+    create: str
+    find: str
+    delete: str
+
+
+_KINDS: Final = {
+    "topic": _Kind(
+        api.CreateTopic, api.Topic, api.TopicList,
+        QUERIES["create_topic"], QUERIES["list_topics"], QUERIES["delete_topic"],
+    ),
+    "queue": _Kind(
+        api.CreateQueue, api.Queue, api.QueueList,
+        QUERIES["create_queue"], QUERIES["list_queues"], QUERIES["delete_queue"],
+    ),
+}  # fmt: skip
 
 
 class Administration:
@@ -119,33 +143,6 @@ class Administration:
         self._authentication.forget()
         return json_response(api.MemberToken(mesh=mesh, name=name, role=role, token=token))
 
-    async def create_topic(self, request: web.Request) -> web.Response:
-        """`POST /v1/topics`."""
-        wanted = await decode_body(request, api.CreateTopic)
-        mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
-        async with changing(self._database, request, "create", "topic", mesh, wanted.name) as connection:
-            created_at = await connection.fetchval(
-                QUERIES["create_topic"], await _mesh_id(connection, mesh), wanted.name
-            )
-            if created_at is None:
-                raise _exists("topic", wanted.name)
-        return json_response(api.Topic(mesh=mesh, name=wanted.name, created_at=created_at, subscribers=0), 201)
-
-    async def list_topics(self, request: web.Request) -> web.Response:
-        """`GET /v1/topics?mesh=`."""
-        mesh = _asked_mesh(request)
-        async with self._database.read(request[PRINCIPAL].whose) as connection:
-            rows = await connection.fetch(QUERIES["list_topics"], await _mesh_id(connection, mesh))
-        return json_response(api.TopicList(topics=[api.Topic(mesh=mesh, **row) for row in rows]))
-
-    async def delete_topic(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/topics/{mesh}/{name}`: its subscriptions go, its messages stay in the history."""
-        mesh, name = path_mesh(request), request.match_info["name"]
-        async with changing(self._database, request, "delete", "topic", mesh, name) as connection:
-            if await connection.fetchval(QUERIES["delete_topic"], await _mesh_id(connection, mesh), name) is None:
-                raise _missing("topic", name)
-        return web.Response(status=204)
-
     async def subscribe(self, request: web.Request) -> web.Response:
         """`POST /v1/topics/{mesh}/{name}/subscriptions`: 201, or 200 where the member was subscribed already."""
         wanted = await decode_body(request, api.Subscribe)
@@ -186,31 +183,55 @@ class Administration:
                 raise NotFound.of("not_subscribed", f"{member} is not subscribed to topic:{topic}")
         return web.Response(status=204)
 
-    async def create_queue(self, request: web.Request) -> web.Response:
-        """`POST /v1/queues`."""
-        wanted = await decode_body(request, api.CreateQueue)
-        mesh = own_mesh(request[PRINCIPAL], wanted.mesh)
-        async with changing(self._database, request, "create", "queue", mesh, wanted.name) as connection:
-            created_at = await connection.fetchval(
-                QUERIES["create_queue"], await _mesh_id(connection, mesh), wanted.name
-            )
-            if created_at is None:
-                raise _exists("queue", wanted.name)
-        return json_response(api.Queue(mesh=mesh, name=wanted.name, created_at=created_at), 201)
 
-    async def list_queues(self, request: web.Request) -> web.Response:
-        """`GET /v1/queues?mesh=`."""
+class Destinations:
+    """The handlers of what the messages of a mesh may be addressed to by a name of its own: topics, or queues."""
+
+    def __init__(self, database: Database, noun: Literal["topic", "queue"]) -> None:
+        self._database = database
+        self._noun = noun
+        self._kind = _KINDS[noun]
+
+    def routes(self) -> Sequence[Route]:
+        """Return the routes by which they are created, listed and deleted."""
+        path, kind = f"/v1/{self._noun}s", self._kind
+        return [
+            Route(method="POST", path=path, handler=self.create, access="administer",
+                  summary=f"Create a {self._noun}", body=kind.wanted, answers={201: kind.thing}, problems=WRITE),
+            Route(method="GET", path=path, handler=self.list, access="reader",
+                  summary=f"List the {self._noun}s of a mesh",
+                  query=api.MeshQuery, answers={200: kind.things}, problems=READ),
+            Route(method="DELETE", path=f"{path}/{{mesh}}/{{name}}", handler=self.delete, access="administer",
+                  summary=f"Delete a {self._noun}; its messages stay in the history",
+                  answers={204: None}, problems=WRITE),
+        ]  # fmt: skip
+
+    async def create(self, request: web.Request) -> web.Response:
+        """`POST /v1/topics`, say."""
+        wanted = await decode_body(request, self._kind.wanted)
+        mesh, name = own_mesh(request[PRINCIPAL], wanted.mesh), wanted.name
+        async with changing(self._database, request, "create", self._noun, mesh, name) as connection:
+            row = await connection.fetchrow(self._kind.create, await _mesh_id(connection, mesh), name)
+            if row is None:
+                raise _exists(self._noun, name)
+        return json_response(self._kind.thing(mesh=mesh, **row), 201)
+
+    async def list(self, request: web.Request) -> web.Response:
+        """`GET /v1/topics?mesh=`, say."""
         mesh = _asked_mesh(request)
         async with self._database.read(request[PRINCIPAL].whose) as connection:
-            rows = await connection.fetch(QUERIES["list_queues"], await _mesh_id(connection, mesh))
-        return json_response(api.QueueList(queues=[api.Queue(mesh=mesh, **row) for row in rows]))
+            rows = await connection.fetch(self._kind.find, await _mesh_id(connection, mesh))
+        return json_response(
+            self._kind.things(**{f"{self._noun}s": [self._kind.thing(mesh=mesh, **row) for row in rows]})
+        )
 
-    async def delete_queue(self, request: web.Request) -> web.Response:
-        """`DELETE /v1/queues/{mesh}/{name}`: its messages stay in the history."""
+    async def delete(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/topics/{mesh}/{name}`, say: its subscriptions go, its messages stay in the history."""
         mesh, name = path_mesh(request), request.match_info["name"]
-        async with changing(self._database, request, "delete", "queue", mesh, name) as connection:
-            if await connection.fetchval(QUERIES["delete_queue"], await _mesh_id(connection, mesh), name) is None:
-                raise _missing("queue", name)
+        async with changing(self._database, request, "delete", self._noun, mesh, name) as connection:
+            mesh_id = await _mesh_id(connection, mesh)
+            if await connection.fetchval(self._kind.delete, mesh_id, name) is None:
+                raise _missing(self._noun, name)
         return web.Response(status=204)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from broker.accept import Accepting
-from broker.administration import Administration, Operators, Webhooks
+from broker.administration import Administration, Destinations, Operators, Webhooks
 from broker.authentication import Authentication, member_of
 from broker.config import BrokerConfig
 from broker.database import QUERIES, Database
@@ -127,12 +127,7 @@ def routes(services: Services) -> list[Route]:
         Route(method="POST", path="/v1/members/{mesh}/{name}/token", handler=admin.rotate_token, access="itself",
               summary="Give a member a new token, shown only once; for an admin, or the member itself",
               answers={200: api.MemberToken}, problems=WRITE),
-        Route(method="POST", path="/v1/topics", handler=admin.create_topic, access="administer",
-              summary="Create a topic", body=api.CreateTopic, answers={201: api.Topic}, problems=WRITE),
-        Route(method="GET", path="/v1/topics", handler=admin.list_topics, access="reader",
-              summary="List the topics of a mesh", query=api.MeshQuery, answers={200: api.TopicList}, problems=READ),
-        Route(method="DELETE", path=topics, handler=admin.delete_topic, access="administer",
-              summary="Delete a topic; its messages stay in the history", answers={204: None}, problems=WRITE),
+        *Destinations(services.database, "topic").routes(),
         Route(method="POST", path=f"{topics}/subscriptions", handler=admin.subscribe, access="itself",
               summary="Subscribe a member; for an admin, or the member itself",
               body=api.Subscribe, answers={201: api.Subscription, 200: api.Subscription}, problems=WRITE),
@@ -148,12 +143,7 @@ def routes(services: Services) -> list[Route]:
               summary="List the webhooks of a topic", answers={200: api.WebhookList}, problems=READ),
         Route(method="DELETE", path=f"{topics}/webhooks/{{webhook}}", handler=webhooks.delete_webhook,
               access="administer", summary="Delete a webhook", answers={204: None}, problems=WRITE),
-        Route(method="POST", path="/v1/queues", handler=admin.create_queue, access="administer",
-              summary="Create a queue", body=api.CreateQueue, answers={201: api.Queue}, problems=WRITE),
-        Route(method="GET", path="/v1/queues", handler=admin.list_queues, access="reader",
-              summary="List the queues of a mesh", query=api.MeshQuery, answers={200: api.QueueList}, problems=READ),
-        Route(method="DELETE", path="/v1/queues/{mesh}/{name}", handler=admin.delete_queue, access="administer",
-              summary="Delete a queue; its messages stay in the history", answers={204: None}, problems=WRITE),
+        *Destinations(services.database, "queue").routes(),
         Route(method="GET", path="/v1/history", handler=history.list_messages, access="reader",
               summary="Read what a mesh accepted, in the order of the commits",
               query=api.HistoryQuery, answers={200: api.HistoryPage}, problems=(*READ, 410)),

@@ -99,13 +99,12 @@ async def changing(
     noun: str,
     *key: str | None,
     outcome: str = "done",
-    reason: str | None = None,
 ) -> AsyncIterator[Connection]:
     """Lend a connection in a transaction that changes something, and is logged."""
     principal = request[PRINCIPAL]
     async with database.read(principal.whose) as connection, connection.transaction():
         yield connection
-        await keep_log(connection, principal.actor, verb, noun, *key, outcome=outcome, reason=reason)
+        await keep_log(connection, principal.actor, verb, noun, *key, outcome=outcome)
 
 
 class OperatorLog:

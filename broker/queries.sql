@@ -224,7 +224,7 @@ UPDATE mesh.member SET token_sha256 = $3 WHERE mesh_id = $1 AND name = $2 AND re
 
 -- name: create_topic
 -- A topic; no row where the name is taken.
-INSERT INTO mesh.topic (mesh_id, name) VALUES ($1, $2) ON CONFLICT DO NOTHING RETURNING created_at;
+INSERT INTO mesh.topic (mesh_id, name) VALUES ($1, $2) ON CONFLICT DO NOTHING RETURNING name, created_at, 0 AS subscribers;
 
 -- name: list_topics
 -- The topics of a mesh and how many members each reaches.
@@ -285,7 +285,7 @@ DELETE FROM mesh.webhook WHERE topic_id = $1 AND id = $2 RETURNING id;
 
 -- name: create_queue
 -- A queue; no row where the name is taken.
-INSERT INTO mesh.queue (mesh_id, name) VALUES ($1, $2) ON CONFLICT DO NOTHING RETURNING created_at;
+INSERT INTO mesh.queue (mesh_id, name) VALUES ($1, $2) ON CONFLICT DO NOTHING RETURNING name, created_at;
 
 -- name: list_queues
 -- The queues of a mesh.
