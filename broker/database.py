@@ -19,7 +19,7 @@ import structlog
 from broker.shares import Shares
 from postroom._wire.sql import load_queries
 from postroom.chassis import postgres
-from postroom.chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool
+from postroom.chassis.postgres import CONNECT_SECONDS, UNREACHABLE, Connection, Pool, close_pool
 from postroom.errors import InvalidMessage, TryAgain
 
 _log = structlog.get_logger(__name__)
@@ -66,7 +66,7 @@ class Database:
         async with AsyncExitStack() as undo:
             # and one to sweep on
             reading = await postgres.open_pool(url, name=_NAME, connections=_READING_CONNECTIONS + 1)
-            undo.push_async_callback(reading.close)
+            undo.push_async_callback(close_pool, reading)
             with postgres.fatal_errors():
                 async with reading.acquire() as connection:
                     await check_version(connection)
@@ -77,16 +77,16 @@ class Database:
                 settings={"enable_nestloop": "off"},
                 on_connect=_know_incarnation,
             )
-            undo.push_async_callback(accepting.close)
+            undo.push_async_callback(close_pool, accepting)
             tokens = await postgres.open_pool(url, name=_NAME, connections=1, kept=0)
             undo.pop_all()
         return cls(accepting, reading, tokens)
 
     async def close(self) -> None:
-        """Close every pool, waiting for what still runs on them."""
+        """Close every pool, as `close_pool` does."""
         if self._ringing is not None:
             await self._ringing
-        await asyncio.gather(self.accepting.close(), self.reading.close(), self.tokens.close())
+        await asyncio.gather(*map(close_pool, (self.accepting, self.reading, self.tokens)))
 
     def ring(self, sources: Iterable[str]) -> None:
         """Wake the publishers of `sources`, whose rows were committed (docs/contract/delivery.md#delivery-86).

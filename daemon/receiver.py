@@ -23,6 +23,7 @@ from postroom._wire.administration import HistoryMessage, HistoryQuery
 from postroom._wire.ids import now_ms
 from postroom._wire.retry import STEADY, Backoff
 from postroom.broker import BrokerClient
+from postroom.chassis.runtime import end
 from postroom.delivery.consumer import DONE, Consumer, Dead, Delivery, Settle
 from postroom.delivery.dead_letters import StreamLetters
 from postroom.delivery.nats import connect
@@ -144,9 +145,7 @@ class Receiver:
                 for task in done:
                     task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(tasks)
 
     async def _pull(self, inbox: Inbox) -> None:
         member = self._member = await self._whom()

@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.resources import files
 from typing import Any, Final, TypeAlias
 
@@ -119,6 +119,13 @@ async def open_pool(
         )
 
 
+async def close_pool(pool: Pool) -> None:
+    """Close it, and wait for what still runs on it: not for long, since a server that hangs must not keep a program."""
+    with suppress(*UNREACHABLE):
+        async with asyncio.timeout(CONNECT_SECONDS):
+            await pool.close()
+
+
 async def open_rooms(
     url: str, *rooms: str, name: str, connections: int, settings: Mapping[str, str] | None = None
 ) -> Pool:
@@ -132,7 +139,7 @@ async def open_rooms(
         async with pool.acquire() as connection:
             await check_version(connection, *rooms, migrate_with="postroom broker migrate")
     except BaseException:
-        await pool.close()
+        await close_pool(pool)
         raise
     return pool
 

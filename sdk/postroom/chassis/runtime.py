@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -29,6 +29,7 @@ T = TypeVar("T")
 _GC_THRESHOLDS: Final = (50_000, 20, 100)  # a batch's many small objects are dropped with it, and hold no circles
 
 _log = structlog.get_logger(__name__)
+_CLEAN_UP_SECONDS: Final = 5.0  # that a task may take to end when it is cancelled
 _FIRST_FD: Final = 3  # SD_LISTEN_FDS_START
 
 
@@ -63,15 +64,25 @@ async def run_until_stopped(
     stopping.cancel()
     if wind_down is not None:
         await wind_down()
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, stopping, return_exceptions=True)
+    await end(running)
     for task in done - {stopping}:
         error = task.exception() if not task.cancelled() else None
         if isinstance(error, Fatal):
             raise error
         _log.error("task_ended", task=task.get_name(), exc_info=error)
         raise Fatal(Exit.FAILED, f"the task {task.get_name()!r} ended: {error!r}" if error else task.get_name())
+
+
+async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks, and return when all have ended; what they ended with is left to them.
+
+    A task whose clean-up fails has lost its cancellation to that error: a loop that outlives errors goes on then, as
+    one does whose Postgres hangs. So it is cancelled again, until it has ended.
+    """
+    while running := {task for task in tasks if not task.done()}:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=_CLEAN_UP_SECONDS)
 
 
 def managed(environ: Mapping[str, str] = os.environ) -> bool:

@@ -17,6 +17,7 @@ from nats.js import JetStreamContext
 
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE
+from postroom.chassis.runtime import end
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.nats import connect
@@ -75,9 +76,7 @@ class Consumers(Generic[Key, Kept]):
             if connecting.done():
                 await self._keep_looking(connecting.result(), look)
         finally:
-            connecting.cancel()
-            stopping.cancel()
-            await asyncio.wait({connecting, stopping})
+            await end({connecting, stopping})
             self._stopped.set()
 
     async def stop(self) -> None:

@@ -264,7 +264,7 @@ async def open_registry(
 @asynccontextmanager
 async def _forgetting(registry: Registry, keep_days: float) -> AsyncIterator[None]:
     async def hourly() -> None:
-        while True:
+        while not going_on.cancelling():  # an error of a clean-up may have taken the place of the cancellation
             await registry.sleep(_BETWEEN_PURGES)
             with suppress(PostroomError):  # a store that is away says so to each claim; the next hour makes up for it
                 await registry.forget_old(keep_days)

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from prometheus_client.core import Metric
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.postgres import UNREACHABLE, Pool
+from postroom.chassis.postgres import UNREACHABLE, Pool, close_pool
 from postroom.delivery.consumer import Attempts, Consumer
 from postroom.delivery.consumers import run_alone
 from postroom.delivery.dead_letters import RecordedLetters
@@ -126,7 +126,7 @@ async def open_consumer(config: ConsumerSection, worker: WorkerConfig) -> AsyncI
         client = HandlerClient(config.handler)
         stack.push_async_callback(client.close)
         pool = await open_inbox_pool(config.database_url or worker.database, name=name, connections=config.connections)
-        stack.push_async_callback(pool.close)
+        stack.push_async_callback(close_pool, pool)
         nats = await _connected(worker.nats, config.streams, name)
         stack.push_async_callback(nats.close)
         inbox = InboxMessages(pool, settings.durable, lease_seconds=settings.ack_wait_seconds * LEASE_SHARE)

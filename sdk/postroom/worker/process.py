@@ -98,8 +98,7 @@ async def _run(config: WorkerConfig) -> None:
         await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         if stop.is_set():  # servers may be waited for; what is open already is closed
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
+            await runtime.end({opening})
             return
         parts = opening.result()
         url = await stack.enter_async_context(serving_page(config.listen_host, config.listen_port, parts))

@@ -16,7 +16,7 @@ import asyncpg
 import structlog
 from prometheus_client.core import Metric
 
-from postroom.chassis.postgres import UNREACHABLE, Pool, open_rooms
+from postroom.chassis.postgres import UNREACHABLE, Pool, close_pool, open_rooms
 from postroom.delivery import ROOM
 from postroom.delivery.consumer import ConsumerCounters
 from postroom.delivery.http.addresses import Guard
@@ -148,7 +148,7 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
     """Build everything, and close it; raises `Fatal`."""
     async with AsyncExitStack() as stack:
         pool = await open_rooms(config.database, ROOM, name="postroom-worker", connections=_CONNECTIONS)
-        stack.push_async_callback(pool.close)
+        stack.push_async_callback(close_pool, pool)
         sources = await sources_of(pool, config.record)
         has_broker = any(source.table is DELIVERIES for source in sources)
         record = Record(sources, config.record)
@@ -169,7 +169,7 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
         if has_broker:
             connections = _WEBHOOK_CONNECTIONS
             posting = await open_inbox_pool(config.database, name="postroom-worker webhooks", connections=connections)
-            stack.push_async_callback(posting.close)
+            stack.push_async_callback(close_pool, posting)
             webhooks = Webhooks(posting, config.nats, config.webhooks, Guard(networks_of(config.webhooks)))
         if has_broker and config.orphan_check.enabled:
             events_kept = timedelta(days=config.record.keep_days)
@@ -178,7 +178,7 @@ async def open_publication(config: WorkerConfig) -> AsyncIterator[Publication]:
             flows = [load_flow(name) for name in config.flows]
             connections = config.jobs.steps_at_once + _LEASE_CONNECTIONS
             working = await open_rooms(config.database, *ROOMS, name="postroom-worker jobs", connections=connections)
-            stack.push_async_callback(working.close)
+            stack.push_async_callback(close_pool, working)
             jobs = Jobs(working, config.nats, flows, config.jobs, emitted=partial(bell.ring, EVENTS.name))
         yield Publication(
             pool=pool,

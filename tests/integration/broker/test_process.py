@@ -11,6 +11,7 @@ import ssl
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from broker.config import BrokerConfig
 from broker.database import migrate
 from broker.main import open_services
 from broker.server import serving
+from embedded import EmbeddedPostgres
 from postroom.chassis.exits import Exit, Fatal
 
 Message = Callable[..., dict[str, Any]]
@@ -78,6 +80,42 @@ async def test_it_stops_on_sigterm_and_finishes_the_batch_at_work(
 
     assert (await post).status == 201
     assert await asyncio.to_thread(broker_process.process.wait, 30) == 0
+
+
+async def test_it_stops_on_sigterm_though_postgres_does_not_answer_any_more(
+    rewrite: Any, postgres_server: EmbeddedPostgres, short_directory: Path, postgres: Any, waiting_for_lock: Any
+) -> None:
+    answers = asyncio.Event()
+    answers.set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            await answers.wait()
+            writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = postgres_server.socket_directory / ".s.PGSQL.5432"
+        far_reader, far_writer = await asyncio.open_unix_connection(there)
+        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+
+    database = (await postgres.fetchval("SELECT current_database()"), short_directory)
+    config = rewrite('database_url = "postgresql://postroom@/{}?host={}"'.format(*database))
+    async with await asyncio.start_unix_server(serve, short_directory / ".s.PGSQL.5432"), postgres.transaction():
+        await postgres.execute("LOCK TABLE mesh.client_message_dedupe IN ACCESS EXCLUSIVE MODE")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "broker", "--config", str(config)), stderr=asyncio.subprocess.DEVNULL
+        )
+        await waiting_for_lock(1)  # the sweeper's: a loop that goes on after most errors
+        answers.clear()
+        process.terminate()
+        try:
+            async with asyncio.timeout(60):
+                assert await process.wait() == 0
+        finally:
+            answers.set()  # what still waits for one ends
+            with suppress(ProcessLookupError):
+                process.kill()
 
 
 async def test_it_tells_the_service_manager_that_it_is_ready_that_it_lives_and_that_it_stops(

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from postroom.chassis import runtime
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.runtime import run_until_stopped, stop_on_signals
 
@@ -22,6 +23,29 @@ async def test_the_stop_event_ends_every_task_and_waits_for_its_cleanup():
     stop.set()
     await running
     assert ended == ["cleaned", "cleaned"]
+
+
+async def test_a_task_that_loses_its_cancellation_to_an_error_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_CLEAN_UP_SECONDS", 0.01)
+    lost: list[OSError] = []
+
+    async def looping() -> None:
+        while True:
+            try:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    if len(lost) < 2:
+                        raise OSError("the peer does not answer")
+            except OSError as error:
+                lost.append(error)
+
+    stop = asyncio.Event()
+    running = asyncio.create_task(run_until_stopped({"looping": looping()}, stop))
+    await asyncio.sleep(0)
+    stop.set()
+    await running
+    assert len(lost) == 2
 
 
 async def test_a_task_that_fails_ends_the_others_and_the_process_with_exit_code_1():

@@ -22,6 +22,7 @@ from postroom._wire.sql import load_queries
 from postroom.chassis.exits import Fatal
 from postroom.chassis.postgres import Pool
 from postroom.chassis.routes import Histogram
+from postroom.chassis.runtime import end
 from postroom.delivery.consumer import DONE, Attempts, Consumer, ConsumerCounters, Delivery, Settle
 from postroom.delivery.consumers import Consumers
 from postroom.delivery.dead_letters import RecordedLetters
@@ -128,7 +129,7 @@ class WebhookConsumer:
         try:
             await self._consumer.run()
         finally:
-            retention.cancel()
+            await end({retention})
             await self._client.close()
 
     async def stop(self) -> None:
