@@ -30,7 +30,7 @@ from postroom._wire.unpublished import (
     SourcePage,
 )
 from postroom.chassis.routes import Handler, decode_query, json_response
-from postroom.delivery.durables import OperatorPause, each_durable, list_durables, pause, pause_of, resume
+from postroom.delivery.durables import OperatorPause, each_durable, list_durables, pause, pause_of, resume, with_past
 from postroom.delivery.errors import NATS_ERRORS, consumer_not_found, from_nats, not_failing
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
 from postroom.delivery.publishing.operations import drop_failing, list_backlogs, list_dropped, list_failing, redrive
@@ -87,7 +87,8 @@ class Consumers:
 
     async def list(self, request: web.Request) -> web.Response:
         """`GET /v1/consumers`: what NATS knows of each, and what its record in Postgres does."""
-        mesh = decode_query(request, ConsumersQuery).mesh
+        query = decode_query(request, ConsumersQuery)
+        meshes = None if query.mesh is None else [query.mesh]
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             found = await find_unreachable(connection)
             begun = await count_begun(connection)
@@ -97,9 +98,12 @@ class Consumers:
                 page.unread = None if unread is None else unread.problem
                 return json_response(page)
             try:
-                page.consumers = await list_durables(js, None if mesh is None else [mesh], begun, found, oldest=True)
+                page.consumers = await list_durables(js, meshes, begun, found, oldest=True)
             except NATS_ERRORS as error:
                 page.unread = from_nats(error, "listing the consumers").problem
+        if query.last:
+            async with self._database.read(request[PRINCIPAL].whose) as connection:
+                page.consumers = await with_past(connection, page.consumers, query.last)
         return json_response(page)
 
     def change(self, verb: str) -> Handler:

@@ -21,6 +21,7 @@ from broker.database import QUERIES, Database
 from broker.metrics import Metrics
 from broker.trace import sweep_ended_rows
 from postroom.chassis.postgres import UNREACHABLE, Connection, rest_since
+from postroom.delivery.durables import sweep_waiting
 from postroom.delivery.programs import sweep_minutes, sweep_programs
 
 _log = structlog.get_logger(__name__)
@@ -58,10 +59,9 @@ class Sweeper:
             try:
                 while any(await self._timed_step(connection)):
                     pass
-                while await sweep_programs(connection, self._config.sweep_rows):
-                    pass
-                while await sweep_minutes(connection, self._config.sweep_rows):
-                    pass
+                for forget in (sweep_programs, sweep_minutes, sweep_waiting):
+                    while await forget(connection, self._config.sweep_rows):
+                        pass
                 kept = timedelta(days=self._config.message_days)
                 while await sweep_ended_rows(connection, self._config.sweep_rows, kept):
                     pass

@@ -1,4 +1,4 @@
-"""The overview's plots of the last hour: paths of SVG, drawn here, so that they need no script.
+"""Plots of the last hour: paths of SVG, drawn here, so that they need no script.
 
 A path is as wide as there are minutes, and `HEIGHT` high; the page stretches it. A table says the same.
 """
@@ -33,7 +33,7 @@ def draw(minutes: Sequence[Minute]) -> Plots:
         "dead_lettered": [one.dead_lettered for one in minutes],
     }
     latencies = {"p50": [one.p50 for one in minutes], "p99": [one.p99 for one in minutes]}
-    paths = {name: _bars(found) for name, found in counts.items()}
+    paths = {name: bars(found) for name, found in counts.items()}
     captions = {
         name: f"{number(sum(found))}, at most {number(max(found))} in a minute" if any(found) else "none"
         for name, found in counts.items()
@@ -45,8 +45,9 @@ def draw(minutes: Sequence[Minute]) -> Plots:
     return Plots(paths, captions)
 
 
-def _bars(counts: Sequence[int]) -> str:
-    most = max(counts)
+def bars(counts: Sequence[int]) -> str:
+    """Return a bar for each count."""
+    most = max(counts, default=0)
     return "".join(
         f"M{place + _GAP / 2:.1f} {HEIGHT}v-{HEIGHT * count / most:.1f}h{1 - _GAP:.1f}V{HEIGHT}z"
         for place, count in enumerate(counts)

@@ -6,6 +6,7 @@ import asyncio
 
 from aiohttp import web
 
+from console.plots import HEIGHT, bars
 from console.sessions import SESSION
 from console.views import ROWS, asked, mesh_of, page
 from postroom._wire.administration import MeshQuery
@@ -15,9 +16,10 @@ from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED, Consumer
 async def show_consumers(request: web.Request) -> web.Response:
     """`GET /consumers?mesh=`: those that are behind first."""
     mesh, meshes = await mesh_of(request, asked(request))
-    found = await request[SESSION].client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh))
+    found = await request[SESSION].client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh, last=60))
     found.consumers.sort(key=lambda one: (one.paused is None, -one.waiting - one.in_hand, one.stream, one.consumer))
-    return page(request, "consumers.html", mesh=mesh, meshes=meshes, found=found, rows=ROWS)
+    lags = {one.id: bars(one.past) for one in found.consumers[:ROWS]}
+    return page(request, "consumers.html", mesh=mesh, meshes=meshes, found=found, rows=ROWS, lags=lags, height=HEIGHT)
 
 
 async def show_unpublished(request: web.Request) -> web.Response:

@@ -133,9 +133,10 @@ SOURCES: Final[Noun[MeshQuery, SourcePage, Any, Any, Any, PublishedFilter, Redri
 
 
 class ConsumersQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The query string of `GET /v1/consumers`: those of one mesh's streams, or of all."""
+    """The query string of `GET /v1/consumers`: those of one mesh's streams, or of all; their past in `last` minutes."""
 
     mesh: str | None = None
+    last: Annotated[int, msgspec.Meta(ge=0, le=60)] = 0
 
 
 class ConsumerFilter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -157,7 +158,8 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     `waiting` messages it has yet to be given, `in_hand` were given and are not acknowledged, of which `again` came
     before; the oldest of all these is from `oldest_at`. `begun` are those that its record in Postgres, where it has
     one, shows as neither processed nor dead. `asks` says whether anybody asks for its messages now, `seen_at` when it
-    was last given one or acknowledged one. `paused` is why it calls nobody: its handler cannot be reached, or the
+    was last given one or acknowledged one. `past` are the messages that waited in each of the last minutes, as far as a
+    worker saw it and where they were asked for. `paused` is why it calls nobody: its handler cannot be reached, or the
     operator `paused_by` has said why.
     """
 
@@ -173,6 +175,7 @@ class Durable(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     begun: int = 0
     paused: str | None = None
     paused_by: str | None = None
+    past: list[int] = []
 
     @property
     def id(self) -> str:

@@ -6,20 +6,25 @@ unreachable.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerInfo
 from nats.js.errors import NotFoundError
 
+from postroom._wire.sql import load_queries
 from postroom._wire.unpublished import Durable
+from postroom.chassis.postgres import Connection, Pool
 from postroom.delivery.errors import NATS_ERRORS, cannot_pause, from_nats
 from postroom.delivery.nats import connection_of
 from postroom.delivery.streams import all_consumers, all_streams, filters_of
 
+_QUERIES: Final = load_queries(__package__, "durables.sql")
+_KEPT: Final = timedelta(hours=2)  # how long what waited in a minute is known
 _PAUSES_SINCE: Final = (2, 11)  # the version of NATS
 _LONG: Final = timedelta(days=100 * 365)  # a pause lasts until somebody ends it
 _BY, _REASON, _UNTIL = "postroom-paused-by", "postroom-paused-because", "postroom-paused-until"  # in its metadata
@@ -134,3 +139,23 @@ def _durable(
         paused=unreachable.get(info.name) if by is None else by.reason,
         paused_by=None if by is None else by.by,
     )
+
+
+async def keep_waiting(pool: Pool, durables: Sequence[Durable]) -> None:
+    """Keep how many messages wait in this minute for those that are behind."""
+    if behind := [(one.stream, one.consumer, one.waiting) for one in durables if one.waiting]:
+        await pool.execute(_QUERIES["keep_waiting"], *zip(*behind, strict=True))
+
+
+async def with_past(connection: Connection, durables: Sequence[Durable], last: int) -> list[Durable]:
+    """Return durables with what waited for each in the last minutes, the one that runs at the end."""
+    past = {(one.stream, one.consumer): [0] * last for one in durables}
+    for row in await connection.fetch(_QUERIES["list_waiting"], sorted({one.stream for one in durables}), last):
+        if (found := past.get((row["stream"], row["consumer"]))) is not None:
+            found[-1 - row["ago"]] = row["waiting"]
+    return [replace(one, past=past[one.stream, one.consumer]) for one in durables]
+
+
+async def sweep_waiting(connection: Connection, rows: int) -> int:
+    """Forget up to `rows` of what waited more than two hours ago; return how many those were."""
+    return int(await connection.fetchval(_QUERIES["sweep_waiting"], rows, _KEPT))

@@ -128,6 +128,7 @@ class Publication:
         tasks = {f"publisher of {publisher.source.name}": publisher.run() for publisher in self.publishers}
         tasks["bell"] = self.bell.run()
         tasks["upkeep"] = self.upkeep.run()
+        tasks["lag"] = self.upkeep.note_lag()
         tasks["job retention"] = self.job_retention.run()
         if self.orphan_check is not None:
             tasks["orphan check"] = self.orphan_check.run()

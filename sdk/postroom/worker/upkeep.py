@@ -16,7 +16,7 @@ from postroom._wire.retry import Patience, retrying
 from postroom._wire.unpublished import Durable
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.postgres import UNREACHABLE, Pool
-from postroom.delivery.durables import list_durables
+from postroom.delivery.durables import keep_waiting, list_durables
 from postroom.delivery.errors import NATS_ERRORS
 from postroom.delivery.http.inbox_messages import count_begun, find_unreachable
 from postroom.delivery.publishing import DELIVERIES, LETTERS, PostgresSource, Record, WorkQueues
@@ -40,6 +40,8 @@ _log = structlog.get_logger(__name__)
 _FIRST_SECONDS: Final = 20.0  # that a worker waits at its start for the streams of its consumers and agents
 _CALL_SECONDS: Final = 5.0  # that JetStream may take to answer
 _DURABLES_SECONDS: Final = 10.0  # for which what is known of the consumers is told again
+_LAG_SECONDS: Final = 30.0  # between two notes of how far behind they are: one in each minute at least
+_LINK_SECONDS: Final = 0.5  # between two looks whether NATS can be asked
 
 
 class Upkeep:
@@ -88,6 +90,13 @@ class Upkeep:
             found = await list_durables(link.js, meshes, begun, unreachable)
         self._durables = found
         return found
+
+    async def note_lag(self) -> None:
+        """Keep how far behind the durable consumers are in each minute, until it is cancelled."""
+        while True:
+            with suppress(asyncpg.PostgresError, *UNREACHABLE):
+                await keep_waiting(self._pool, await self.durables())
+            await asyncio.sleep(_LAG_SECONDS if self._link is not None else _LINK_SECONDS)
 
     async def declare_first(self) -> None:
         """Declare the streams before what reads them begins; with NATS or Postgres away nothing is declared yet."""

@@ -169,7 +169,14 @@ async def postgres(broker_database: str) -> AsyncIterator[asyncpg.Connection[asy
 async def migrated(config: BrokerConfig, postgres: asyncpg.Connection[asyncpg.Record]) -> BrokerConfig:
     """The config of a broker on an empty, migrated database."""
     emptied = ", ".join(
-        ("mesh.mesh", "postroom.dropped_events", "postroom.programs", "postroom.minute_counts", *TABLES)
+        (
+            "mesh.mesh",
+            "postroom.dropped_events",
+            "postroom.programs",
+            "postroom.minute_counts",
+            "postroom.minute_waiting",
+            *TABLES,
+        )
     )
     await postgres.execute(f"TRUNCATE {emptied} RESTART IDENTITY CASCADE")
     return config

@@ -172,7 +172,11 @@ async def test_what_reports_count_is_known_by_the_minute(broker: Any, broker_dat
     assert (await broker.admin.get("/v1/minutes", last="1441")).status == 400
 
 
-async def test_minutes_are_forgotten_after_a_day(broker: Any, postgres: Any) -> None:
+async def test_minutes_are_forgotten_after_a_day_and_what_waited_after_two_hours(broker: Any, postgres: Any) -> None:
+    await postgres.execute(
+        "INSERT INTO postroom.minute_waiting "
+        "SELECT now() - n * interval '50 minutes', 'S', 'c', 1 FROM generate_series(1, 5) AS n"
+    )
     await postgres.execute(
         "INSERT INTO postroom.minute_counts "
         "SELECT now() - n * interval '1 hour', 'handled', 1 FROM generate_series(20, 30) AS n"
@@ -180,3 +184,4 @@ async def test_minutes_are_forgotten_after_a_day(broker: Any, postgres: Any) -> 
     services = broker.services
     assert await Sweeper(services.database, services.config.retention, services.metrics).sweep()
     assert await postgres.fetchval("SELECT count(*) FROM postroom.minute_counts") == 4
+    assert await postgres.fetchval("SELECT count(*) FROM postroom.minute_waiting") == 2

@@ -52,9 +52,17 @@ async def test_a_consumer_that_nobody_runs_is_seen(office: Any, admin: Any, conn
     for _ in range(3):
         await js.publish(f"{office.mesh}.event.orders.v1", b"{}")
 
+    postgres = await asyncpg.connect(office.database)
+    await postgres.execute(
+        "INSERT INTO postroom.minute_waiting SELECT date_trunc('minute', now()) - n * interval '1 minute', $1, who, n "
+        "FROM (VALUES (5, 'billing'), (40, 'billing'), (61, 'billing'), (2, 'gone')) AS seen (n, who)",
+        stream,
+    )
+    await postgres.close()
     page = await admin.open(f"/consumers?mesh={office.mesh}")
     row = page.text.split("<strong>billing</strong>")[1].split("</tr>")[0]
-    assert '<td class="number">3</td>' in row
+    assert '<td class="number">3<div class="faint">at most 40</div>' in row
+    assert row.split('<path d="')[1].split('"')[0].count("M") == 2
     assert "nobody asks" in row
     assert "never" in row
 

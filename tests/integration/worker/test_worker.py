@@ -522,6 +522,25 @@ async def test_metrics_tell_of_every_durable_consumer_of_the_meshes_also_of_one_
     assert "ELSEWHERE" not in text
 
 
+async def test_it_keeps_how_far_behind_each_consumer_is(accepting: Accepting, own_nats: EmbeddedNats) -> None:
+    client = await nats.connect(own_nats.url)
+    js = client.jetstream()
+    await js.add_stream(name="DEMO_EVENTS", subjects=["demo.event.>"])
+    for durable in ("books", "idle"):
+        subject = "demo.event.orders.v1" if durable == "books" else "demo.event.nothing.v1"
+        await js.add_consumer("DEMO_EVENTS", nats.js.api.ConsumerConfig(durable_name=durable, filter_subject=subject))
+    await js.publish("demo.event.orders.v1", b"{}")
+
+    async def kept() -> bool:
+        rows = await accepting.pool.fetch("SELECT consumer, waiting FROM postroom.minute_waiting")
+        assert rows in ([], [("books", 1)])
+        return bool(rows)
+
+    with worker(**urls(accepting, own_nats)):
+        await until_so(kept)
+    await client.close()
+
+
 async def test_the_largest_body_that_a_broker_accepts_reaches_its_streams(
     accepting: Accepting, own_nats: EmbeddedNats
 ) -> None:

@@ -398,3 +398,13 @@ CREATE TABLE postroom.minute_counts (
 
   PRIMARY KEY (minute, name)
 );
+
+-- How many messages waited for each durable consumer that was behind, as workers saw it; nothing else depends on it.
+CREATE TABLE postroom.minute_waiting (
+  minute timestamptz NOT NULL,
+  stream text COLLATE "C" NOT NULL,
+  consumer text COLLATE "C" NOT NULL,
+  waiting bigint NOT NULL,
+
+  PRIMARY KEY (minute, stream, consumer)
+);
