@@ -182,7 +182,8 @@ async def test_10_000_letters_of_five_causes_are_found_understood_and_replayed(
 ) -> None:
     mesh = f"m{uuid4().hex[:8]}"
     async with BrokerClient(operated, ADMIN_TOKEN) as client:
-        await client.create_mesh(mesh)
+        for name in (mesh, f"other_{mesh}"):
+            await client.create_mesh(name)
     await postgres.execute(LETTERS, mesh, XSS, "cause_", 10_000, 5)
     stream = await consume(connection, mesh)
 
