@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from broker_client.settings import BrokerClientSettings
+from postroom._wire.connections import Pool, url_dial
+from postroom._wire.http import Garbled, Site, Unreachable, lines_of
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.errors import Unavailable
 
 MAX_TOKEN_BYTES = 4096
-_CHUNK: Final = 64 * 1024
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -132,66 +131,51 @@ class Channel:
         self.base = settings.url.rstrip("/")
         self.token = TokenFile(settings.token_file)
         self._settings = settings
-        self._ssl: ssl.SSLContext | bool = True
+        self._tls: ssl.SSLContext | None = None
         if settings.ca_file is not None:
             try:
-                self._ssl = ssl.create_default_context(cafile=settings.ca_file)
+                self._tls = ssl.create_default_context(cafile=settings.ca_file)
             except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
                 raise Fatal(Exit.CONFIG, f"broker.ca_file: cannot use {settings.ca_file}: {error}") from error
-        self._session: aiohttp.ClientSession | None = None
+        site = Site.of(self.base)
+        always = {
+            "Host": site.authority,
+            "User-Agent": "postroom-daemon",
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+        }
+        self._prefix, self._always = site.prefix, lines_of(always.items())
+        self._pool: Pool | None = None
 
     async def close(self) -> None:
         """Close every connection; safe to call twice."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
 
     async def request(self, method: str, path: str, body: bytes | None = None) -> Reply:
         """Send one request and read its whole answer; raises `RequestFailed` where there is none."""
-        token = self.token.read()
+        framing = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._always}Authorization: Bearer {self.token.read()}\r\n"
+        self._pool = self._pool or Pool(url_dial(self.base, self._tls))
         try:
-            headers = {"Authorization": f"Bearer {token}"}
-            if body is not None:
-                headers["Content-Type"] = "application/json"
-            if self._session is None:
-                timeout = aiohttp.ClientTimeout(
-                    total=self._settings.request_seconds, connect=self._settings.connect_seconds
-                )
-                self._session = aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl),
-                    cookie_jar=aiohttp.DummyCookieJar(),
-                    timeout=timeout,
-                    headers={"Accept": "application/json", "Accept-Encoding": "identity"},
-                    auto_decompress=False,
-                    trust_env=False,
-                )
-            async with self._session.request(
-                method, self.base + path, data=body, headers=headers, allow_redirects=False
-            ) as response:
-                head = response.headers
-                date = None if "Age" in head else head.get("Date")
-                return Reply(response.status, await self._read(response), head.get("Retry-After"), date)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            sentence = f"cannot connect to {self.base}: {clean(str(error))}"
+            answer, content = await self._pool.exchange(
+                f"{head}{framing}\r\n".encode() + (body or b""),
+                seconds=self._settings.request_seconds,
+                connecting=self._settings.connect_seconds,
+                limit=self._settings.max_answer_bytes,
+                repeatable=False,  # a try that broke may have taken effect, which only the relay may forget
+            )
+        except Unreachable as error:
+            sentence = f"cannot connect to {self.base}: {clean(str(error.__cause__))}"
             raise RequestFailed.because(Failure.UNREACHABLE, sentence) from error
         except TimeoutError as error:
             sentence = f"{self.base} did not answer completely within {self._settings.request_seconds:g} s"
             raise RequestFailed.because(Failure.TIMED_OUT, sentence) from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+        except Garbled as error:
+            raise RequestFailed.because(Failure.GARBAGE, f"{self.base} did not answer in HTTP: {error}") from error
+        except OSError as error:
             sentence = f"{self.base} closed the connection: {clean(str(error))}"
             raise RequestFailed.because(Failure.BROKEN_OFF, sentence) from error
-        except RequestFailed:
-            raise
-        except Exception as error:  # whatever a peer can make an HTTP library raise must not end the daemon
-            sentence = f"{self.base} did not answer in HTTP ({type(error).__name__})"
-            raise RequestFailed.because(Failure.GARBAGE, sentence) from error
-
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        limit = self._settings.max_answer_bytes
-        content = bytearray()
-        async for chunk in response.content.iter_chunked(_CHUNK):
-            content += chunk
-            if len(content) > limit:
-                response.close()
-                raise RequestFailed.because(Failure.GARBAGE, f"{self.base} sent more than {limit} bytes")
-        return bytes(content)
+        date = answer.field(b"Date") if answer.field(b"Age") is None else None
+        return Reply(answer.status, content, answer.field(b"Retry-After"), date)

@@ -290,7 +290,7 @@ class Pool:
                 await self._dial(connection)
         except BaseException as error:
             self._open.discard(connection)
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+            if isinstance(error, OSError):
                 raise Unreachable from error
             raise
         return connection

@@ -46,6 +46,12 @@ class Head(NamedTuple):
     length: int | None
     chunked: bool
     closes: bool
+    lines: bytes = b""
+
+    def field(self, name: bytes) -> str | None:
+        """Return what a header says, the first of that name; None where there is none."""
+        found = re.search(rb"(?i)\r\n" + re.escape(name) + rb":[\t ]*([^\r]*?)[\t ]*(?=\r|$)", self.lines)
+        return None if found is None else found[1].decode("latin-1")
 
 
 class Site(NamedTuple):
@@ -165,7 +171,7 @@ class AnswerReader:
                 started = data.startswith(_HTTP)
                 raise Garbled("a header of its answer cannot be read" if started else "it does not speak HTTP/1.1")
             old, status, lines = found.groups()
-            head = _head_of(int(status), old == b"0", *_ABOUT_BODY.findall(lines))
+            head = _head_of(int(status), old == b"0", *_ABOUT_BODY.findall(lines))._replace(lines=lines)
             data = data[size + 4 :]
             if head.status >= 200:  # noqa: PLR2004 - the first status that ends an exchange
                 self.head = head

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -247,6 +249,34 @@ async def test_a_reset_connection_is_broken_off(raw_upstream, link_to, claimed):
 async def test_a_port_that_nobody_listens_on_is_unreachable(link_to, claimed, unused_tcp_port):
     error = await failure_of(link_to(f"http://127.0.0.1:{unused_tcp_port}"), claimed(1))
     assert error.failure is Failure.UNREACHABLE
+
+
+async def test_a_connection_that_does_not_come_about_in_time_is_unreachable(link_to, claimed):
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        for _ in range(4):  # more than its backlog has room for
+            client = waiting.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        link = link_to(f"http://127.0.0.1:{full.getsockname()[1]}", connect_seconds=0.1)
+        assert (await failure_of(link, claimed(1))).failure is Failure.UNREACHABLE
+
+
+async def test_a_post_that_broke_off_is_not_sent_again_unasked(raw_upstream, link_to, claimed):
+    posts = 0
+
+    async def answer_one(reader, writer):
+        nonlocal posts
+        body = json.dumps({"answers": [_answer()]}).encode()
+        for answer in (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body, b""):
+            await reader.readuntil(b"}]}")
+            posts += 1
+            writer.write(answer)
+        writer.transport.abort()
+
+    link = link_to(await raw_upstream(answer_one))
+    assert len(await link.accept(claimed(1))) == 1
+    assert (await failure_of(link, claimed(1))).failure is Failure.BROKEN_OFF
+    assert posts == 2
 
 
 async def test_a_broker_that_repeats_the_token_does_not_get_it_into_the_error(scripted_broker, link_to, claimed):

@@ -25,6 +25,12 @@ def losing(broker: Any, *, accepting: bool) -> None:
     broker.judge = judge
 
 
+async def leads_to(here: Any, url: str) -> None:
+    """Have the next requests go to `url`, over new connections."""
+    await here.link._channel.close()
+    here.link._channel.base = url
+
+
 async def posted_unanswered(here: Any, broker: Any, *ids: str) -> None:
     """Post these rows once, without an answer, and stop relaying."""
     await here.outbox.set_relay_control(None, paused=False, **WHY)
@@ -84,7 +90,7 @@ async def test_while_the_broker_cannot_be_asked_only_force_retires_and_the_log_k
     losing(scripted_broker, accepting=True)
     await posted_unanswered(here, scripted_broker, "a", "b")
     await here.outbox.act("hold", "b", **WHY)  # other verbs ask nobody
-    here.link._channel.base = "http://127.0.0.1:1"  # where nobody listens
+    await leads_to(here, "http://127.0.0.1:1")  # where nobody listens
     with pytest.raises(Conflict, match=r"cannot connect to .*or force it") as refusal:
         await here.outbox.act(verb, "a", **WHY)
     assert refusal.value.code == "outcome_unknown"
@@ -190,7 +196,7 @@ async def test_a_bulk_verb_leaves_what_it_cannot_ask_for(station: Any, scripted_
     losing(scripted_broker, accepting=True)
     await posted_unanswered(here, scripted_broker, *"ab")
     await here.send("c")
-    here.link._channel.base = "http://127.0.0.1:1"
+    await leads_to(here, "http://127.0.0.1:1")
     for rows in (RowFilter(ids=list("abc")), RowFilter(status="pending")):
         result = await here.outbox.bulk("abort", rows, **WHY)
         assert [each.code for each in result.failed] == ["outcome_unknown"] * 2
@@ -212,7 +218,7 @@ async def test_a_broker_that_will_not_say_leaves_it_unknown(station: Any, script
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    here.link._channel.base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await leads_to(here, f"http://127.0.0.1:{runner.addresses[0][1]}")
     with pytest.raises(Conflict) as refusal:
         await here.outbox.act("requeue", "a", **WHY)
     assert refusal.value.code == "outcome_unknown"

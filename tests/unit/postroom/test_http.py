@@ -89,7 +89,12 @@ def test_an_answer_is_the_same_in_whatever_pieces_it_comes(kind: str, size: int)
     for at in range(0, len(data), size):
         assert not answer.ended
         read += answer.feed(data[at : at + size])
-    assert (answer.ended, answer.excess, answer.head, read) == (True, False, head, body)
+    assert (answer.ended, answer.excess, answer.head, read) == (
+        True,
+        False,
+        head._replace(lines=answer.head.lines),
+        body,
+    )
     assert answer.keeps_alive == (not head.closes)
 
 
@@ -169,3 +174,13 @@ def test_an_address_is_taken_apart(url: str, site: Site) -> None:
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Site.of(url)
+
+
+def test_a_field_of_the_head_is_found_by_its_name_whatever_its_case_and_place() -> None:
+    answer = AnswerReader()
+    answer.feed(
+        b"HTTP/1.1 200 OK\r\nX-Date: no\r\ndATE:\t today \r\nDate: later\r\nRetry-After: \r\nContent-Length: 0\r\n\r\n"
+    )
+    assert answer.head is not None
+    fields = [answer.head.field(name) for name in (b"Date", b"Retry-After", b"Content-Length", b"Age")]
+    assert fields == ["today", "", "0", None]
