@@ -144,7 +144,7 @@ class Channel:
             "Accept": "application/json",
             "Accept-Encoding": "identity",
         }
-        self._prefix, self._always = site.prefix, lines_of(always.items())
+        self._path, self._always = site.prefix, lines_of(always.items())
         self._pool: Pool | None = None
 
     async def close(self) -> None:
@@ -156,7 +156,7 @@ class Channel:
     async def request(self, method: str, path: str, body: bytes | None = None) -> Reply:
         """Send one request and read its whole answer; raises `RequestFailed` where there is none."""
         framing = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._always}Authorization: Bearer {self.token.read()}\r\n"
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._always}Authorization: Bearer {self.token.read()}\r\n"
         self._pool = self._pool or Pool(url_dial(self.base, self._tls))
         try:
             answer, content = await self._pool.exchange(
