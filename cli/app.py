@@ -45,6 +45,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
         "status": Verb("cli.status", "Show how an installation is, what is wrong first."),
         "top": Verb("cli.top", "Watch an installation: rates, what waits, what is wrong."),
         "demo": Verb("cli.demo", "Run a complete demo on embedded servers."),
+        "drill": Verb("cli.drill", "Rehearse a loss and the way back, on embedded servers."),
         "send": Verb("cli.send", "Send a message, or a file or pipe of messages."),
         "trace": Verb("cli.trace", "Tell the story of a message, and where it waits now."),
         "outbox": Verb("cli.outbox", "See and repair what the daemon keeps."),

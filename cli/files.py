@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,36 @@ def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None
         yield
     except OSError as error:
         raise Fatal(code, f"cannot {what} {file}: {error.strerror}") from error
+
+
+@contextmanager
+def new_file(file: Path) -> Iterator[BinaryIO]:
+    """Open a file (0600) that has its name once the block has ended, on disk and whole; else there is none.
+
+    Raises `Fatal` where the name is taken: nothing is ever overwritten.
+    """
+    taken = Fatal(Exit.IO_ERROR, f"cannot write {file}: it exists; choose another name")
+    with file_errors("write", file, Exit.IO_ERROR):
+        if os.path.lexists(file):
+            raise taken
+        descriptor, draft = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        try:
+            try:
+                with open(descriptor, "wb", closefd=False) as stream:
+                    yield stream
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            file.hardlink_to(draft)
+        except FileExistsError:
+            raise taken from None
+        finally:
+            Path(draft).unlink()
+        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 def open_source(file: Path) -> BinaryIO:

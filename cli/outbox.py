@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TextIO, get_args
 
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from cli.change import check_choice
 from cli.connect import with_daemon
 from cli.daemon import daemon_config
-from cli.files import file_errors, read_plain_file
+from cli.files import new_file, read_plain_file
 from cli.noun import All, Config, DryRun, Json, Reason, Socket, Yes, age, choice, chosen_ids, noun, with_options
 from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table, tree
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
@@ -37,6 +38,7 @@ Force = Annotated[
 ]
 
 STATUSES: Final[tuple[str, ...]] = get_args(RowStatus)
+BACKUP_SECONDS: Final = 630.0  # how long a copy may take, a little longer than the daemon allows itself
 BULK_SECONDS: Final = 120.0  # how long one request of a bulk verb may take, a dry run over millions of rows included
 _COLUMNS: Final = ("ROW", "CLIENT MESSAGE ID", "STATUS", "TO", "AGE", "TRIES", "LAST ERROR")
 
@@ -259,10 +261,46 @@ def export(
     def work(client: Client) -> int:
         if output is None:
             return write(client, None)
-        with file_errors("write", output, Exit.IO_ERROR), output.open("x", encoding="utf-8") as stream:
-            return write(client, stream)  # a file that exists is never overwritten
+        with new_file(output) as file, TextIOWrapper(file, "utf-8") as stream:
+            return write(client, stream)
 
     note(f"{with_daemon(socket, work)} rows exported")
+
+
+@app.command()
+def backup(
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, for you alone to read (0600).")],
+    reason: Reason = None,
+    as_json: Json = False,
+    socket: Socket = None,
+) -> None:
+    """Write a copy of the whole outbox, payloads too, while the daemon goes on; it holds what was answered before."""
+    why = reason_or_ask(reason)
+
+    def work(client: Client) -> int:
+        with new_file(file) as stream:
+            return sum(stream.write(piece) for piece in client.backup(reason=why))
+
+    size = with_daemon(socket, work, timeout=BACKUP_SECONDS)
+    json_line({"file": str(file), "bytes": size}) if as_json else line(f"{file}: the whole outbox, {size:,} bytes")
+
+
+@app.command()
+def restore(
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `postroom outbox backup` has written.")],
+    reason: Reason = None,
+    config: Config = None,
+    yes: Yes = False,
+) -> None:
+    """Put a backup in the place of a stopped daemon's outbox; ids that were used after it are free again."""
+    from daemon.postroomd import restore as restore_outbox  # noqa: PLC0415
+
+    loaded, why = daemon_config(config), reason_or_ask(reason)
+    confirm(f"Replace the outbox of the mesh {loaded.mesh} by {file}?", yes=yes)
+    aside = restore_outbox(loaded, file.absolute(), why)
+    line(f"restored {file}; " + ("there was no outbox" if aside is None else f"the outbox that was there is {aside}"))
 
 
 @app.command()

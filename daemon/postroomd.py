@@ -33,6 +33,7 @@ from ipc.services import Counters, NoInbox, Services
 from outbox import Outbox
 from outbox.recover import Recovery as Recovery  # noqa: PLC0414 - what its callers show
 from outbox.recover import recover as recover_directory
+from outbox.restore import restore as restore_directory
 from postroom._wire.programs import Report
 from postroom.chassis import listener, runtime
 from postroom.chassis.reporting import Reporter, keep_reporting
@@ -234,6 +235,14 @@ def recover(config: DaemonConfig) -> Recovery:
     Raises `Fatal`: 69 while the daemon runs, 78 where there is no outbox.
     """
     return recover_directory(state_directory(config))
+
+
+def restore(config: DaemonConfig, backup: Path, reason: str) -> Path | None:
+    """Put a backup in the place of a stopped daemon's outbox; returns where that lies now, None where there was none.
+
+    Raises `Fatal`: 69 while the daemon runs, 78 for a file that is no backup.
+    """
+    return restore_directory(state_directory(config), backup, reason)
 
 
 async def answer_watchdog(outbox: Outbox) -> None:

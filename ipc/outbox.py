@@ -21,6 +21,7 @@ from postroom._wire.operations import (
     MAX_PAGE,
     VERBS,
     AbortRequest,
+    BackupRequest,
     BulkRequest,
     ListQuery,
     PruneRequest,
@@ -36,6 +37,8 @@ from postroom.chassis.routes import NDJSON, Handler, decode_query
 from postroom.errors import InvalidMessage, NotFound
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+SQLITE: Final = "application/vnd.sqlite3"
 
 _encode_lines: Final = msgspec.json.Encoder().encode_lines
 
@@ -158,6 +161,19 @@ class OutboxDesk:
                 more=sent.after is not None,
             )
         )
+
+    async def backup(self, request: Request) -> web.StreamResponse:
+        """Stream a copy of the whole outbox, payloads too: an SQLite file."""
+        asked = await self._body(request, BackupRequest)
+        async with self._outbox.backup(caller=request.caller, reason=asked.reason) as copy:
+            response = web.StreamResponse(headers={"Content-Type": SQLITE, "Content-Length": str(copy.size)})
+            await response.prepare(request)
+            offset = 0
+            while piece := await copy.piece(offset):
+                offset += len(piece)
+                await response.write(piece)
+            await response.write_eof()
+            return response
 
     def bulk(self, verb: Verb) -> Handler:
         """Make the handler of `verb` on every row that a filter means, or a dry run of it."""

@@ -5,9 +5,11 @@
 
 from typing import Any
 
+import msgspec
+
 from ipc.control import EXPOSITION, Control, RelayDesk, Topics
 from ipc.inbox import EVENT_STREAM, InboxDesk
-from ipc.outbox import OutboxDesk
+from ipc.outbox import SQLITE, OutboxDesk
 from ipc.sends import Sends
 from ipc.services import Services
 from postroom._wire.administration import Subscription, TopicList
@@ -15,6 +17,7 @@ from postroom._wire.message import SendRequest
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
 from postroom._wire.operations import (
     VERBS,
+    BackupRequest,
     BulkRequest,
     ListQuery,
     PauseRequest,
@@ -86,6 +89,9 @@ def routes(services: Services) -> list[Route]:
                body=PruneRequest, answers={200: PruneResult}, problems=_BODY),
         _route("POST", "/v1/outbox/resend", outbox.resend, OPERATOR, "send again what the broker's database lost",
                body=ResendRequest, answers={200: ResendResult}, problems=_BODY),
+        _route("POST", "/v1/outbox/backup", outbox.backup, OPERATOR, "a copy of the whole outbox, payloads too",
+               body=BackupRequest, answers={200: msgspec.Raw}, answer_media=SQLITE,
+               problems=(*_BODY, 429, 500, 503, 507)),
 
         _route("POST", "/v1/relay/pause", relay.pause, OPERATOR, "pause the relay, or one destination",
                body=PauseRequest, answers={200: RelayStatus}, problems=_BODY),

@@ -9,6 +9,8 @@ from postroom.chassis.sqlite import is_full, result_code
 from postroom.chassis.store import Answers
 from postroom.errors import Conflict, InvalidMessage, NotFound, PostroomError, TryAgain
 
+_MIB: Final = 1024 * 1024
+
 
 def from_sqlite(error: Exception) -> Exception:
     """Map an error of one operation that failed alone; what is not SQLite's stays what it is."""
@@ -82,6 +84,39 @@ def recovery_failed(path: Path, error: OSError | sqlite3.Error) -> Fatal:
         return Fatal(Exit.TRY_AGAIN, f"the disk is full: {path} cannot be recovered now, and nothing is lost; {what}")
     sentence = f"recovering {path} failed: {error}; nothing is lost: check the disk, then recover again"
     return Fatal(Exit.IO_ERROR, sentence)
+
+
+def no_room_for_backup(directory: Path, needed: int, free: int) -> TryAgain:
+    """Refuse a copy that would take the room that sends need."""
+    detail = (
+        f"a backup needs {needed // _MIB} MiB free on the disk of {directory} while it is made, and there are "
+        f"{free // _MIB}: free some space"
+    )
+    return TryAgain.of("disk_full", detail, retryable=True)
+
+
+def backup_running() -> TryAgain:
+    """Refuse a second copy at once."""
+    return TryAgain.of("too_busy", "another backup of this outbox is being made: try again when it is done")
+
+
+def backup_too_slow(seconds: float) -> TryAgain:
+    """End a copy that takes too long."""
+    return TryAgain.of("outbox_busy", f"the backup was not done within {seconds:.0f} s: look at the daemon's disk")
+
+
+def backup_damaged(path: Path, fault: str) -> PostroomError:
+    """Say that a copy would be as damaged as the file."""
+    detail = f"{path} is damaged ({fault}): keep the last backup, stop the daemon, and run `postroom outbox recover`"
+    return PostroomError.of("outbox_error", detail)
+
+
+def backup_failed(error: OSError | sqlite3.Error) -> PostroomError:
+    """Say why a copy could not be written; the outbox itself has no part in that."""
+    if is_full(error):
+        detail = "the disk of the outbox is full, so the backup was dropped: free some space"
+        return TryAgain.of("disk_full", detail, retryable=True)
+    return PostroomError.of("outbox_error", f"the backup could not be written: {error}")
 
 
 def row_not_found(row_id: str) -> NotFound:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sqlite3
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, Self
@@ -11,6 +11,7 @@ from typing import Final, Self
 import structlog
 
 from outbox import accepting, errors, operating, reading, relaying, writer
+from outbox.backup import Backup, back_up, draft_of
 from outbox.missing import Note, Resend, Resent, begin
 from outbox.model import (
     Accepted,
@@ -81,6 +82,7 @@ class Outbox(reading.Reader):
         self._drained_at: int | None = None  # when a claim of every destination took all that was due
         self._watchers = reading.Watchers()
         self._urged: Callable[[], None] = lambda: None  # the relay, where there is one
+        self._backing_up = asyncio.Lock()
         self._outcomes = operating.Outcomes(self, store, look_up, self._changed)
 
     @classmethod
@@ -118,6 +120,8 @@ class Outbox(reading.Reader):
             transactor.start(db)
 
         file = OwnedFile(directory, NAME)
+        with contextlib.suppress(OSError):
+            draft_of(file.path).unlink()
         if not file.path.exists() and file.damaged is not None:
             file.end(clean=False)
             raise errors.cut_short(file.path, file.damaged)
@@ -419,6 +423,20 @@ class Outbox(reading.Reader):
             pruned, after = await self._store.submit(Prune(settled_before_ms, after, _CHUNK))
             total += pruned
         return total
+
+    @contextlib.asynccontextmanager
+    async def backup(self, *, caller: Caller, reason: str) -> AsyncIterator[Backup]:
+        """Make a copy of the whole outbox, payloads too, as it is once this yields; it is there within the block.
+
+        The copy holds the line of the operator log about itself. One is made at a time, others are refused.
+        """
+        order = operating.Order(caller, reason).checked()
+        if self._backing_up.locked():
+            raise errors.backup_running()
+        async with self._backing_up:
+            await self._store.submit(Step(lambda transaction: operating.log(transaction, "backup", order, None)))
+            with contextlib.closing(await back_up(self._store)) as copy:
+                yield copy
 
     # Watching
 

@@ -251,7 +251,7 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
         if source == file.path:
             recovery = recovery._replace(damaged=store.set_aside(source, now))
         fresh.rename(file.path)
-        _sync(file.path.parent)
+        store.sync(file.path.parent)
         saved = True
     except (OSError, sqlite3.Error) as error:
         raise recovery_failed(file.path, error) from error
@@ -280,17 +280,8 @@ def _salvage(source: Path, database: Path, now: int) -> tuple[Path, Recovery]:
         recovery = _Salvage(pages, new, now).run(source)
         new.execute(sqlite.QUERIES["commit"])
         new.execute(sqlite.QUERIES["checkpoint_truncate"]).fetchall()
-    _sync(fresh)
+    store.sync(fresh)
     return fresh, recovery
-
-
-def _sync(path: Path) -> None:
-    """Put a file, or the names in a directory, on disk."""
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 class _Salvage:

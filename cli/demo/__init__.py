@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -33,8 +34,6 @@ def demo(
     from cli.demo.acts import EVENTS, Demo  # noqa: PLC0415
     from cli.demo.programs import DemoStack, Receiver  # noqa: PLC0415
     from cli.demo.stage import Stage  # noqa: PLC0415
-    from cli.stack import Layout, fatal_failures  # noqa: PLC0415
-    from cli.stack.supervisor import interruptible, supervising  # noqa: PLC0415
     from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
 
     if not EVENTS.exists():
@@ -42,6 +41,23 @@ def demo(
             f"there is no {EVENTS}: the demo runs in the source tree, by `make demo`; `postroom up` runs anywhere"
         )
         raise Fatal(Exit.UNAVAILABLE, sentence)
+    with fresh_stack_directory(state) as directory, Receiver() as receiver:
+        stack = DemoStack(directory, receiver)
+        try:
+            holds = Demo(stack, Stage(), receiver).run()
+        finally:
+            stack.stop()
+    if not holds:
+        raise Fatal(Exit.FAILED, "a number is wrong: see the table")
+
+
+@contextmanager
+def fresh_stack_directory(state: Path | None) -> Iterator[Path]:
+    """Supervise a stack in `state`, or in a directory that is removed afterwards; yields the directory."""
+    from cli.stack import Layout, fatal_failures  # noqa: PLC0415
+    from cli.stack.supervisor import interruptible, supervising  # noqa: PLC0415
+    from postroom.chassis.exits import Exit, Fatal  # noqa: PLC0415
+
     if state is None:
         sweep()
     place = tempfile.TemporaryDirectory(prefix=_PREFIX) if state is None else nullcontext(state)
@@ -49,15 +65,9 @@ def demo(
         directory = Path(named).absolute()
         layout = Layout(directory)
         if layout.outbox_file.exists():
-            raise Fatal(Exit.CONFLICT, f"{directory} already has an outbox: choose a new directory for the demo")
-        with supervising(layout), Receiver() as receiver:
-            stack = DemoStack(directory, receiver)
-            try:
-                holds = Demo(stack, Stage(), receiver).run()
-            finally:
-                stack.stop()
-    if not holds:
-        raise Fatal(Exit.FAILED, "a number is wrong: see the table")
+            raise Fatal(Exit.CONFLICT, f"{directory} already has an outbox: choose a new directory")
+        with supervising(layout):
+            yield directory
 
 
 def sweep() -> None:

@@ -84,18 +84,30 @@ class Receiver:
         return web.Response(status=200)
 
 
-class DemoStack(Stack):
-    """A stack with a consumer and an agent."""
+class HandledStack(Stack):
+    """A stack with a consumer, which calls the receiver."""
 
     def __init__(self, state: Path, receiver: Receiver) -> None:
         super().__init__(state)
         self.consumer = ConsumerProgram(self, receiver)
+
+    @property
+    def programs(self) -> tuple[EmbeddedServer, ...]:
+        """Every process, each after those that it needs."""
+        return (*super().programs, self.consumer)
+
+
+class DemoStack(HandledStack):
+    """The same with an agent."""
+
+    def __init__(self, state: Path, receiver: Receiver) -> None:
+        super().__init__(state, receiver)
         self.agent = AgentProgram(self)
 
     @property
     def programs(self) -> tuple[EmbeddedServer, ...]:
         """Every process, each after those that it needs."""
-        return (*super().programs, self.consumer, self.agent)
+        return (*super().programs, self.agent)
 
 
 class ConsumerProgram(PageProgram):

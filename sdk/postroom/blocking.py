@@ -118,6 +118,7 @@ class Client:
     bulk = _blocking(AsyncClient.bulk)
     prune = _blocking(AsyncClient.prune)
     resend_missing = _blocking(AsyncClient.resend_missing)
+    backup = _iterating(AsyncClient.backup)
     pause_relay = _blocking(AsyncClient.pause_relay)
     resume_relay = _blocking(AsyncClient.resume_relay)
     topics = _blocking(AsyncClient.topics)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import msgspec
 from msgspec.structs import replace
 
 from postroom._wire.administration import Subscription, Topic, TopicList
@@ -24,6 +25,7 @@ from postroom._wire.operations import (
     MAX_PAGE,
     MAX_WAIT,
     VERBS,
+    BackupRequest,
     BulkRequest,
     ListQuery,
     PauseRequest,
@@ -312,6 +314,21 @@ class AsyncClient(Calls):
             total.without_payload_ids += part.without_payload_ids
             more = part.more
         return total
+
+    async def backup(self, *, reason: str) -> AsyncIterator[bytes]:
+        """Stream a copy of the whole outbox, payloads too, as it is once the first bytes come: an SQLite file.
+
+        The daemon makes the copy first, beside its sends, for which it may take `timeout` seconds. Raises `Unavailable`
+        where the stream breaks off.
+        """
+        silence = self._transport.timeout
+
+        async def data() -> AsyncGenerator[bytes, None]:
+            yield msgspec.json.encode(BackupRequest(reason=reason))
+
+        async with self._transport.open("POST", "/v1/outbox/backup", data=data(), silence=silence) as answer:
+            while piece := await answer.read(silence):
+                yield piece
 
     async def pause_relay(self, destination: str | None = None, *, reason: str) -> RelayStatus:
         """Stop relaying, to one destination or altogether, until it is resumed; kept over restarts."""

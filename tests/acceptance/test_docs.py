@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.stack.programs import choose_port
+from embedded.postgres import postgres_home
 
 ROOT = Path(__file__).parents[2]
 PART = re.compile(
@@ -17,7 +18,7 @@ PART = re.compile(
 )
 NAMED = re.compile(r"# (?P<name>\w+\.(?:py|toml))\n")  # the first line of an example that is a file
 PORT = "8000"  # of the examples' handlers; another one may be free
-GUIDES = ("operations", "delivery", "jobs", "spark", "pipelines")
+GUIDES = ("operations", "backup", "delivery", "jobs", "spark", "pipelines")
 PAGES = ["README.md", "sdk/README.md", *(f"docs/{name}.md" for name in GUIDES)]
 EXCHANGE = """
 import os, socket, sys
@@ -83,7 +84,7 @@ def home(short_directory: Path):
     environment = {
         "HOME": str(short_directory),
         "XDG_STATE_HOME": str(short_directory / "state"),  # root's would outlive the test
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{postgres_home() / 'bin'}:{os.environ['PATH']}",
         "LANG": "C.UTF-8",
         "JAVA_TOOL_OPTIONS": os.environ["JAVA_TOOL_OPTIONS"],
     }

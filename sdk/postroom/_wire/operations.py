@@ -6,6 +6,7 @@
     POST /v1/outbox/<verb>          BulkRequest     → BulkResult
     POST /v1/outbox/prune           PruneRequest    → PruneResult
     POST /v1/outbox/resend          ResendRequest   → ResendResult
+    POST /v1/outbox/backup          BackupRequest   → an SQLite file
     POST /v1/relay/pause            PauseRequest    → RelayStatus
     POST /v1/relay/resume           ResumeRequest   → RelayStatus
 
@@ -180,6 +181,12 @@ class ResendResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     without_payload: int
     without_payload_ids: list[str] = []
     more: bool = False
+
+
+class BackupRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Copy the whole outbox as it is, payloads too: to keep what waits beyond the loss of its disk."""
+
+    reason: Reason
 
 
 class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

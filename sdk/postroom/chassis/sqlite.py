@@ -95,7 +95,7 @@ def open_writer(path: Path, schema: Schema, *, pragmas: str | None = None, check
             schema.version_of(db, path)
             db.executescript(pragmas or QUERIES["write_pragmas"])
             if check:
-                _check(db)
+                quick_check(db)
             schema.migrate(db, path)
         except BaseException:
             db.close()
@@ -114,10 +114,23 @@ def open_reader(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _check(db: sqlite3.Connection) -> None:
+def open_copy(path: Path) -> sqlite3.Connection:
+    """Open an empty file for a copy of another, which the thread of a store writes."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    db.executescript(QUERIES["copy_pragmas"])
+    return db
+
+
+def open_still(path: Path) -> sqlite3.Connection:
+    """Open a whole file that nobody writes, and leave nothing beside it."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
+
+
+def quick_check(db: sqlite3.Connection) -> None:
+    """Raise `Damaged` with the first fault of a file, if it has any."""
     (verdict,) = db.execute(QUERIES["quick_check"]).fetchone()
     if verdict != "ok":
-        raise Damaged(verdict)
+        raise Damaged(verdict.rpartition("\n")[2])  # the lines before say in which of all its files
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

@@ -44,6 +44,17 @@ PRAGMA query_only = ON;
 PRAGMA cache_size = -4096;              -- KiB
 PRAGMA temp_store = MEMORY;
 
+-- name: copy_pragmas
+-- How a copy is written that is worth nothing until it is whole: no journal, no sync, and little memory.
+PRAGMA journal_mode = OFF;
+PRAGMA synchronous = OFF;
+PRAGMA locking_mode = EXCLUSIVE;
+PRAGMA cache_size = -1024;              -- KiB: what the last step of a copy still has to write
+
+-- name: file_bytes
+-- Bytes of the file, as its next checkpoint leaves it.
+SELECT page_count * page_size FROM pragma_page_count, pragma_page_size;
+
 -- name: user_version
 -- The number of the last migration.
 PRAGMA user_version;

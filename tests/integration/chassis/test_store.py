@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import sys
+import threading
 from contextlib import closing
 from importlib.metadata import requires
 from pathlib import Path
@@ -23,9 +24,10 @@ from support.stores import (
     opened_store,
     write,
 )
+from support.waiting import until
 
 from postroom.chassis.exits import Exit, Fatal
-from postroom.chassis.sqlite import Schema
+from postroom.chassis.sqlite import Schema, open_copy
 from postroom.chassis.store import Connection, OwnedFile, Write
 from postroom.chassis.wal import PAGE
 
@@ -101,6 +103,101 @@ async def test_whoever_gives_up_waiting_stops_nobody(tmp_path: Path) -> None:
         await asyncio.sleep(0)
         given_up.cancel()
         assert await write(store, 2) == 2
+
+
+# Copying
+
+
+async def test_a_copy_is_the_file_at_its_end_and_what_is_written_meanwhile_waits_for_a_few_pages(
+    tmp_path: Path,
+) -> None:
+    async with opened_store(tmp_path) as store:
+        await asyncio.gather(*(write(store, number, "x" * 4000) for number in range(1, 501)))
+        with closing(open_copy(tmp_path / "copy")) as copy:
+            loop = asyncio.get_running_loop()
+            steps = submitted = 0
+            answered: list[int] = []
+            come = threading.Event()
+
+            async def change() -> None:
+                """Change a page that was copied long ago, and add one."""
+                nonlocal submitted
+                submitted += 1
+                first = store.submit(Write(lambda db: db.execute("UPDATE note SET text = 'new' WHERE number = 1"), 0))
+                more = write(store, 500 + submitted)
+                await asyncio.sleep(0)
+                come.set()
+                await first
+                answered.append(await more)
+
+            def go_on() -> None:
+                nonlocal steps
+                steps += 1
+                if steps == 4:
+                    asyncio.run_coroutine_threadsafe(change(), loop)
+                    assert come.wait(60)
+                if steps == 6:
+                    assert asyncio.run_coroutine_threadsafe(until(lambda: bool(answered)), loop).result(60) is None
+
+            await store.copy(copy, go_on)
+            assert steps > 7
+            assert copy.execute("SELECT count(*), max(number) FROM note").fetchone() == (501, 501)
+            assert copy.execute("SELECT text FROM note WHERE number = 1").fetchone() == ("new",)
+            assert await write(store, 600) == 600
+            assert copy.execute("SELECT max(number) FROM note").fetchone() == (501,)
+
+
+async def test_a_store_that_closes_waits_for_no_copy(tmp_path: Path) -> None:
+    async with opened_store(tmp_path) as store:
+        await asyncio.gather(*(write(store, number, "x" * 4000) for number in range(1, 501)))
+        loop, closing_ = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+        with closing(open_copy(tmp_path / "copy")) as copy:
+            begun = threading.Event()
+
+            async def close() -> None:
+                closing_.append(asyncio.create_task(store.close()))
+                await asyncio.sleep(0)
+                begun.set()
+
+            def go_on() -> None:
+                if not begun.is_set():
+                    asyncio.run_coroutine_threadsafe(close(), loop)
+                    assert begun.wait(60)
+
+            with pytest.raises(Closed):
+                await store.copy(copy, go_on)
+        await closing_[0]
+
+
+async def test_what_fails_under_a_copy_fails_the_store_as_ever(tmp_path: Path) -> None:
+    store = await open_store(tmp_path)
+    await asyncio.gather(*(write(store, number, "x" * 4000) for number in range(1, 501)))
+    loop = asyncio.get_running_loop()
+    failing = list[asyncio.Task[int]]()
+    with closing(open_copy(tmp_path / "copy")) as copy:
+        begun = threading.Event()
+
+        def fail(_: sqlite3.Connection) -> int:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+            raise error
+
+        async def submit() -> None:
+            failing.append(asyncio.create_task(store.write(fail)))
+            await asyncio.sleep(0)
+            begun.set()
+
+        def go_on() -> None:
+            if not begun.is_set():
+                asyncio.run_coroutine_threadsafe(submit(), loop)
+                assert begun.wait(60)
+
+        with pytest.raises(Closed):
+            await store.copy(copy, go_on)
+    with pytest.raises(Unknown):
+        await failing[0]
+    assert store.failed.is_set()
+    await store.close()
 
 
 # Kills

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 from support.mailroom import LoneDaemon
 from support.terminal import Terminal
 
-from postroom import AsyncClient, Client, RowFilter
+from postroom import AsyncClient, Client, RowFilter, SendRequest
 from postroom._wire.sends import BulkResult
 
 WHY = ("--reason", "a test wants it")
@@ -158,6 +161,52 @@ def test_export_writes_every_row(sent: Terminal, tmp_path: Path) -> None:
     refused = sent.run("outbox", "export", "--output", file)
     assert refused.code == 74
     assert "exists" in refused.sentence()
+
+
+def test_a_backup_is_a_whole_file_for_its_owner_alone_and_never_overwrites(sent: Terminal, tmp_path: Path) -> None:
+    file = tmp_path / "copy.db"
+    made = sent.run("outbox", "backup", file, *WHY, "--json")
+    assert made.json == [{"file": str(file), "bytes": file.stat().st_size}]
+    assert file.stat().st_mode & 0o777 == 0o600
+    with closing(sqlite3.connect(f"{file.as_uri()}?immutable=1", uri=True)) as db:
+        assert [row for (row,) in db.execute("SELECT client_message_id FROM outbox ORDER BY seq")] == ["a", "b", "c"]
+    before = file.read_bytes()
+    refused = sent.run("outbox", "backup", file, *WHY)
+    assert (refused.code, file.read_bytes()) == (74, before)
+    assert "exists; choose another name" in refused.sentence()
+    assert sent.run("outbox", "backup", tmp_path / "nowhere" / "copy.db", *WHY).code == 74
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_backup_that_is_interrupted_leaves_no_file(sent: Terminal, daemon: LoneDaemon, tmp_path: Path) -> None:
+    """Whoever makes it is stopped while the copy comes, and so is the daemon."""
+    with Client(daemon.socket) as client:
+        for _ in client.send_many(SendRequest(to="topic:orders", body="x" * 500_000) for _ in range(100)):
+            pass
+    for strike, code in (
+        (lambda running: running.send_signal(signal.SIGINT), 130),
+        (lambda _: daemon.process.kill(), 69),
+    ):
+        running = sent.start("outbox", "backup", tmp_path / "copy.db", *WHY)
+        while not any(file.stat().st_size for file in tmp_path.iterdir()):
+            assert running.poll() is None, running.communicate()
+        strike(running)
+        running.communicate()
+        assert (running.returncode, list(tmp_path.iterdir())) == (code, [])
+
+
+def test_a_backup_is_put_back_under_a_stopped_daemon(daemon: LoneDaemon, sent: Terminal, tmp_path: Path) -> None:
+    user, copy = Terminal(daemon.socket, **daemon.environment), tmp_path / "copy.db"
+    assert sent.run("outbox", "backup", copy, *WHY).code == 0
+    assert sent.run("send", "topic:orders", "later", "--id", "later").code == 0
+    assert user.run("outbox", "restore", copy, *WHY, "--yes").code == 69
+    daemon.process.kill()
+    said = user.run("outbox", "restore", copy, *WHY, "--yes")
+    assert (said.code, said.out.startswith(f"restored {copy}; the outbox that was there is ")) == (0, True)
+    asyncio.run(daemon.start())
+    assert [row["client_message_id"] for row in sent.run("outbox", "list", "--json").json] == ["a", "b", "c"]
+    logged = sent.run("log", "--noun", "outbox", "--json").json
+    assert {line["verb"] for line in logged} == {"backup", "restore"}
 
 
 @pytest.mark.usefixtures("sent")

@@ -142,6 +142,17 @@ async def test_a_prune_empties_old_payloads_and_keeps_the_rows(room: Any) -> Non
     assert (await room.send({"to": "topic:orders", "body": "a"}, idempotency_key="a")).status == 409
 
 
+async def test_a_backup_is_an_sqlite_file_and_is_logged(room: Any) -> None:
+    await send(room, "a")
+    assert (await room.request("POST", "/v1/outbox/backup", {})).json["code"] == "invalid_field"
+    reply = await room.request("POST", "/v1/outbox/backup", WHY)
+    assert (reply.status, reply.headers["content-type"]) == (200, "application/vnd.sqlite3")
+    assert reply.body.startswith(b"SQLite format 3\0")
+    assert len(reply.body) == int(reply.headers["content-length"])
+    (line,) = (await room.request("GET", "/v1/operator_log")).json["lines"]
+    assert (line["verb"], line["reason"]) == ("backup", WHY["reason"])
+
+
 async def test_the_relay_is_paused_and_resumed_and_told_so(room: Any) -> None:
     assert (await room.request("POST", "/v1/relay/pause", WHY)).json["state"] == "relaying"
     assert (await room.outbox.relay_controls())[""].paused

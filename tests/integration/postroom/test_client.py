@@ -134,6 +134,14 @@ async def test_lists_are_paged_and_exported_whole(daemon: LoneDaemon) -> None:
     assert [row.id for row in exported] == [row.id for row in seen]
 
 
+async def test_a_backup_is_streamed(daemon: LoneDaemon) -> None:
+    async with AsyncClient(daemon.socket) as client:
+        await client.send("topic:orders", "kept")
+        pieces = [piece async for piece in client.backup(reason=REASON)]
+    with Client(daemon.socket) as blocking:
+        assert len(b"".join(blocking.backup(reason=REASON))) == sum(map(len, pieces)) > 0
+
+
 async def test_the_relay_is_paused_and_resumed(daemon: LoneDaemon) -> None:
     async with AsyncClient(daemon.socket) as client:
 

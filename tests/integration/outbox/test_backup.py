@@ -1,0 +1,245 @@
+"""A copy of a running outbox: whole, equal up to its moment, and never at the cost of sends (docs/backup.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from support.outboxes import ALICE, OPERATOR, WHY, accepted, done, opened, send
+from support.small_disk import run_on_a_small_disk
+from support.waiting import until
+
+from outbox import Outbox
+from outbox.backup import Backup
+from outbox.restore import restore
+from postroom._wire.nouns import LogQuery
+from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import InvalidMessage, PostroomError, TryAgain
+
+OpenOutbox = Callable[..., Awaitable[Outbox]]
+
+
+async def write_out(copy: Backup, target: Path) -> None:
+    content = b""
+    while piece := await copy.piece(len(content)):
+        content += piece
+    assert len(content) == copy.size
+    target.write_bytes(content)
+
+
+async def copied(source: Outbox, target: Path) -> None:
+    """Write a backup to a file."""
+    async with source.backup(**WHY) as copy:
+        await write_out(copy, target)
+
+
+async def test_a_backup_is_equal_up_to_its_moment_while_sends_go_on(outbox: Outbox, tmp_path: Path) -> None:
+    for start in range(0, 3000, 500):
+        await accepted(outbox, *(send(f"old-{start + each}", "x" * 1000) for each in range(500)))
+    answered: list[str] = []
+    going = True
+
+    async def load(name: str) -> None:
+        while going:
+            row = f"{name}-{len(answered)}"
+            await accepted(outbox, send(row, "y" * 500))
+            answered.append(row)
+            await outbox.settle([done(each.row_id) for each in await outbox.claim(limit=5)])
+
+    senders = [asyncio.create_task(load(name)) for name in "abc"]
+    await until(lambda: len(answered) >= 50)
+    before = list(answered)
+    async with outbox.backup(**WHY) as copy:
+        during = list(answered)
+        await write_out(copy, tmp_path / "copy.db")
+    going = False
+    await asyncio.gather(*senders)
+    assert len(during) > len(before), "nothing was sent while the copy was made"
+    with opened(tmp_path / "copy.db") as db:
+        kept = [name for (name,) in db.execute("SELECT client_message_id FROM outbox ORDER BY seq")]
+        assert {*before} <= {*kept}
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert db.execute("PRAGMA foreign_key_check").fetchall() == []
+        counted = dict(db.execute("SELECT status, count(*) FROM outbox GROUP BY status").fetchall())
+        tally = db.execute("SELECT pending, inflight, done FROM tally").fetchone()
+        assert tally == tuple(counted.get(each, 0) for each in ("pending", "inflight", "done"))
+    with opened(outbox._store.path) as db:  # the same rows in the same order, and then those that came later
+        now = [name for (name,) in db.execute("SELECT client_message_id FROM outbox ORDER BY seq")]
+    assert now[: len(kept)] == kept
+
+
+async def test_a_backup_opens_as_an_outbox_with_payloads_and_with_who_made_it(outbox: Outbox, tmp_path: Path) -> None:
+    (row,) = await accepted(outbox, send("kept", "a body"))
+    await outbox.set_relay_control(None, paused=True, **WHY)
+    (tmp_path / "there").mkdir(mode=0o700)
+    await copied(outbox, tmp_path / "there" / "outbox.db")
+    await accepted(outbox, send("later"))
+    async with await Outbox.open(tmp_path / "there") as restored:
+        assert (await restored.find("later")) is None
+        (claimed,) = await restored.claim()
+        assert (claimed.row_id, claimed.payload) == (row.row_id, send("kept", "a body").payload)
+        assert (await restored.relay_controls())[""].paused
+        log = (await restored.operations(LogQuery())).lines
+    assert [(line.verb, line.reason, line.actor) for line in log if line.verb == "backup"] == [
+        ("backup", WHY["reason"], str(OPERATOR))
+    ]
+
+
+async def test_a_backup_leaves_nothing_behind_and_a_killed_ones_file_is_no_hindrance(
+    outbox: Outbox, state: Path, tmp_path: Path
+) -> None:
+    (state / "outbox.db.backup").write_text("of a daemon that was killed")
+    before = {file.name for file in state.iterdir()} - {"outbox.db.backup"}
+    await copied(outbox, tmp_path / "copy.db")
+    assert {file.name for file in state.iterdir()} == before
+
+
+async def test_one_backup_is_made_at_a_time_and_needs_a_reason(outbox: Outbox, tmp_path: Path) -> None:
+    async with outbox.backup(**WHY):
+        with pytest.raises(TryAgain, match="another backup") as refused:
+            await copied(outbox, tmp_path / "copy.db")
+        assert refused.value.code == "too_busy"
+    with pytest.raises(InvalidMessage, match="reason"):
+        async with outbox.backup(caller=ALICE, reason=" "):
+            pass
+    await copied(outbox, tmp_path / "copy.db")
+
+
+async def test_a_backup_that_takes_too_long_ends(
+    outbox: Outbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.backup._SECONDS", -1.0)
+    with pytest.raises(TryAgain, match="not done within") as refused:
+        await copied(outbox, tmp_path / "copy.db")
+    assert refused.value.code == "outbox_busy"
+    assert len(await accepted(outbox, send("after"))) == 1
+
+
+async def test_a_damaged_outbox_makes_no_backup(open_outbox: OpenOutbox, database: Path, tmp_path: Path) -> None:
+    async with await open_outbox() as first:
+        await accepted(first, *(send(f"id-{number}", "x" * 3000) for number in range(50)))
+    with opened(database) as db:
+        where = "SELECT pgoffset, pgsize FROM dbstat WHERE name = 'outbox_payload' AND pagetype = 'leaf' LIMIT 1"
+        at, size = db.execute(where).fetchone()
+    with database.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xa5" * size)
+    async with await open_outbox() as damaged:
+        with pytest.raises(PostroomError, match=r"damaged .*postroom outbox recover") as refused:
+            await copied(damaged, tmp_path / "copy.db")
+        assert refused.value.code == "outbox_error"
+
+
+# The way back
+
+
+async def test_a_restored_outbox_is_the_backup_and_what_was_there_stays_as_it_was(
+    open_outbox: OpenOutbox, state: Path, database: Path, tmp_path: Path
+) -> None:
+    async with await open_outbox() as outbox:
+        await accepted(outbox, send("kept"))
+        await copied(outbox, tmp_path / "copy.db")
+        await accepted(outbox, send("later"))
+    before = database.read_bytes()
+    Path(f"{database}-wal").write_bytes(b"a log that is not of the backup")
+    aside = restore(state, tmp_path / "copy.db", "the disk was lost")
+    assert aside is not None
+    assert (aside.read_bytes(), Path(f"{aside}-wal").read_bytes()) == (before, b"a log that is not of the backup")
+    assert database.stat().st_mode & 0o777 == 0o600
+    async with await open_outbox() as outbox:
+        assert (await outbox.find("kept")) is not None
+        (again,) = await accepted(outbox, send("later"))  # its id is free again
+        assert again.inserted
+        log = (await outbox.operations(LogQuery())).lines
+    assert [(line.verb, line.reason) for line in log] == [("restore", "the disk was lost"), ("backup", WHY["reason"])]
+
+
+async def test_a_backup_is_restored_where_there_is_no_outbox(outbox: Outbox, tmp_path: Path) -> None:
+    await accepted(outbox, send("kept"))
+    await copied(outbox, tmp_path / "copy.db")
+    assert restore(tmp_path / "new", tmp_path / "copy.db", "a new host") is None
+    assert [file.name for file in (tmp_path / "new").glob("*.db*")] == ["outbox.db"]
+
+
+@pytest.mark.usefixtures("outbox")
+async def test_no_outbox_is_replaced_while_a_daemon_has_it(state: Path, tmp_path: Path) -> None:
+    with pytest.raises(Fatal, match="is in use by process") as refused:
+        restore(state, tmp_path / "copy.db", "a mistake")
+    assert refused.value.exit_code == Exit.UNAVAILABLE
+
+
+@pytest.mark.parametrize("spoilt", ["cut", "page", "empty", "text", "another program's", "missing", "with a log"])
+async def test_what_is_no_whole_backup_changes_nothing(
+    open_outbox: OpenOutbox, state: Path, database: Path, tmp_path: Path, spoilt: str
+) -> None:
+    copy = tmp_path / "copy.db"
+    async with await open_outbox() as outbox:
+        await accepted(outbox, *(send(f"id-{number}", "x" * 3000) for number in range(50)))
+        await copied(outbox, copy)
+    before, content = database.read_bytes(), copy.read_bytes()
+    match spoilt:
+        case "cut":
+            copy.write_bytes(content[: len(content) // 2])
+        case "page":
+            copy.write_bytes(content[:-8192] + b"\xa5" * 4096 + content[-4096:])
+        case "empty":
+            copy.write_bytes(b"")
+        case "text":
+            copy.write_text("no database at all")
+        case "another program's":
+            copy.write_bytes(content[:68] + b"NOPE" + content[72:])
+        case "missing":
+            copy.unlink()
+        case "with a log":
+            Path(f"{copy}-wal").touch()
+    with pytest.raises(Fatal) as refused:
+        restore(state, copy, "a mistake")
+    assert refused.value.exit_code == Exit.CONFIG
+    assert str(copy) in str(refused.value)
+    assert database.read_bytes() == before
+    async with await open_outbox() as outbox:
+        assert (await outbox.counts()).rows["pending"] == 50
+
+
+FULL_DISK = """
+import asyncio, contextlib, os, sys
+from pathlib import Path
+import outbox.backup
+from postroom.chassis import logs
+from support.outboxes import ALICE, WHY, accepted, send
+from outbox import Outbox
+from postroom.errors import PostroomError
+
+async def refusal(source):
+    try:
+        async with source.backup(**WHY):
+            return "made"
+    except PostroomError as error:
+        return error.code
+
+async def main(directory):
+    source = await Outbox.open(directory / "state")
+    for start in range(0, 2000, 500):
+        await accepted(source, *(send(f"{start + each}", "x" * 1500) for each in range(500)))
+    said = [await refusal(source)]
+    outbox.backup._KEPT_FREE = -2**40  # as if others took the room meanwhile
+    said.append(await refusal(source))
+    await accepted(source, send("after"))
+    said.append(str(source.healthy))
+    os.truncate(directory / "ballast", 0)
+    said.append(await refusal(source))
+    await source.close()
+    print(*said)
+
+directory = Path(sys.argv[1])
+(directory / "ballast").write_bytes(b"x" * 6 * 1024 * 1024)
+logs.configure("critical")
+asyncio.run(main(directory))
+"""
+
+
+async def test_a_backup_takes_no_room_that_sends_need_and_ends_where_there_is_none(tmp_path: Path) -> None:
+    said = await run_on_a_small_disk(tmp_path, FULL_DISK, megabytes=16)
+    assert said == ["disk_full disk_full True made"]
