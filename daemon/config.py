@@ -53,6 +53,18 @@ class TcpSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, froz
     ] = None
 
 
+class MetricsSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A port with `GET /metrics` for Prometheus, without a token, and nothing else; the socket has the same."""
+
+    listen_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="Port of `/metrics`; 0: a free one; unset: none. Each daemon of a host needs one of its own."),
+    ] = None
+    listen_host: Annotated[
+        str, Meta(description="Address of that port; everybody who reaches it can read the metrics.")
+    ] = "127.0.0.1"
+
+
 class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """Everything that the daemon of one mesh may be told."""
 
@@ -74,6 +86,7 @@ class DaemonConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, fro
     ] = 10
     socket: SocketSettings = field(default_factory=SocketSettings)
     tcp: TcpSettings = field(default_factory=TcpSettings)
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
     limits: Limits = field(default_factory=Limits)
     outbox: OutboxSettings = field(default_factory=OutboxSettings)
     inbox: InboxSettings = field(default_factory=InboxSettings)

@@ -27,7 +27,7 @@ from daemon.receiver import Receiver
 from ipc.accept_table import DestinationRule
 from ipc.control import health_of
 from ipc.peers import LocalToken, Policy, TcpGuard, rotate
-from ipc.routes import routes
+from ipc.routes import metrics_routes, routes
 from ipc.server import Server
 from ipc.services import Counters, NoInbox, Services
 from outbox import Outbox
@@ -94,6 +94,7 @@ class Postroomd:
         relay: Relay,
         receiver: Receiver | None,
         server: Server,
+        page: Server,
         reports: Reports,
     ) -> None:
         self.config = config
@@ -102,6 +103,7 @@ class Postroomd:
         self.relay = relay
         self.receiver = receiver  # None: the config names no NATS, and there is no inbox
         self.server = server
+        self.page = page  # the metrics, where the config has a port for them
         self.reports = reports
         self._own: list[tuple[Path, int]] = []  # the socket files, with their inodes, that are ours to remove
 
@@ -164,8 +166,16 @@ class Postroomd:
             )
             address = str(inherited[0].getsockname() if inherited else socket_path(config))
             reports = Reports(services, outbox, link, relay, address=address, state=state)
+            page = Server(metrics_routes(services), limits=config.limits, policy=Policy(), counters=Counters())
             daemon = cls(
-                config, outbox=outbox, link=link, relay=relay, receiver=receiver, server=server, reports=reports
+                config,
+                outbox=outbox,
+                link=link,
+                relay=relay,
+                receiver=receiver,
+                server=server,
+                page=page,
+                reports=reports,
             )
             # serve the sockets that systemd passed in, else our own; and the TCP port where one is configured
             sockets = list(inherited)
@@ -174,7 +184,11 @@ class Postroomd:
                 sockets.append(listener.unix_listener(path, daemon.config.socket.group))
                 daemon._own.append((path, path.lstat().st_ino))
             if daemon.config.tcp.port is not None:
-                sockets.append(listener.loopback_listener(daemon.config.tcp.port))
+                sockets.append(listener.tcp_listener(daemon.config.tcp.port))
+            if config.metrics.listen_port is not None:
+                scraped = listener.tcp_listener(config.metrics.listen_port, config.metrics.listen_host)
+                await daemon.page.start([scraped])
+                _log.info("listening_for_scrapes", address=str(scraped.getsockname()))
             await daemon.server.start(sockets)
             for sock in sockets:
                 _log.info("listening", address=str(sock.getsockname()), inherited=sock in inherited)
@@ -191,6 +205,7 @@ class Postroomd:
             "outbox": self.outbox.run_until_failure(),
             "pruning": self.outbox.prune_by_age(),
             "connections": self.server.sweep(),
+            "scrapes": self.page.sweep(),
             "watchdog": answer_watchdog(self.outbox),
             "reports": self.reports.run(),
             "ends": report_ends(self.outbox, self.link),
@@ -200,6 +215,7 @@ class Postroomd:
     async def wind_down(self) -> None:
         """Accept no more, answer what is in hand, and let the relay settle its batch."""
         await self.server.stop(self.config.stop_seconds)
+        await self.page.stop(0)
         await self.relay.stop()
         if self.receiver is not None:
             await self.receiver.stop(self.config.stop_seconds)

@@ -125,5 +125,11 @@ def routes(services: Services) -> list[Route]:
     return table
 
 
+def metrics_routes(services: Services) -> list[Route]:
+    """Build the table of the port for Prometheus, which has the metrics and nothing else."""
+    metrics = Control(services).metrics
+    return [_route("GET", "/metrics", metrics, CALLER, "the metrics", answers={200: str}, answer_media=EXPOSITION)]
+
+
 def _route(method: str, path: str, handler: Any, access: str, summary: str, **rest: Any) -> Route:
     return Route(method=method, path=path, handler=handler, access=access, summary=summary, **rest)

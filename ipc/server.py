@@ -203,7 +203,7 @@ class Server(TimedServer):
 
     async def _routed(self, request: Request | PlainSend, connection: Connection) -> web.StreamResponse:
         if isinstance(request, PlainSend):
-            route = self._table.fixed[request.method, request.path]
+            route, _ = self._table.find(request.method, request.path)  # not every port takes sends
         elif (fixed := self._table.fixed.get((request.method, request.raw_path))) is not None:
             route = fixed
         else:

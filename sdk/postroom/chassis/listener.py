@@ -99,16 +99,16 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
         raise Fatal(Exit.CONFIG, f"cannot create the socket {path}: {error.strerror}") from error
 
 
-def loopback_listener(port: int) -> socket.socket:
-    """Bind 127.0.0.1:`port` and return the socket; raises `Fatal` where the port is taken."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def tcp_listener(port: int, host: str = "127.0.0.1") -> socket.socket:
+    """Bind a port (0: a free one) and return the socket; raises `Fatal` where it is taken, or `host` is not ours."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(("127.0.0.1", port))
+        sock.bind((host, port))
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on 127.0.0.1:{port}: {error.strerror}") from error
+        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
 
 

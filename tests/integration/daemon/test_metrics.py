@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import http.client
+import json
+import socket
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -32,3 +36,50 @@ def test_the_metrics_count_what_happened(daemon: Any) -> None:
     assert sum(sample.value for sample in families["postroom_daemon_outbox_rows"].samples) == 1.0
     (counted,) = [s for s in families["postroom_daemon_accept_seconds"].samples if s.name.endswith("_count")]
     assert counted.value == 1.0
+
+
+def scrape(address: tuple[str, int], method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+    """Ask the port for Prometheus, without a token."""
+    connection = http.client.HTTPConnection(*address, timeout=30)
+    try:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_a_port_has_the_metrics_without_a_token_and_nothing_else(daemon: Any) -> None:
+    daemon.lines["metrics"] = ["listen_port = 0"]
+    daemon.start().ready()
+    (line,) = [json.loads(each) for each in daemon.log.read_text().splitlines() if "listening_for_scrapes" in each]
+    address = ast.literal_eval(line["address"])
+    assert address[0] == "127.0.0.1"
+    status, said = scrape(address, "GET", "/metrics")
+    families = {family.name for family in text_string_to_metric_families(said.decode())}
+    assert (status, families >= NEEDED) == (200, True)
+    message = '{"to": "topic:orders"}'
+    for method, path, body, refused in (
+        ("POST", "/metrics", None, 405),
+        ("POST", "/v1/send", message, 404),
+        ("GET", "/v1/outbox", None, 404),
+        ("GET", "/v1/metrics", None, 404),
+        ("GET", "/v1/health", None, 404),
+    ):
+        assert scrape(address, method, path, body)[0] == refused, path
+    assert b'postroom_daemon_outbox_rows{status="pending"} 0.0' in scrape(address, "GET", "/metrics")[1]
+
+
+def test_a_taken_port_of_the_metrics_ends_the_start(daemon: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        daemon.lines["metrics"] = [f"listen_port = {port}"]
+        daemon.start()
+        assert daemon.process.wait(30) == 69
+    assert f"cannot listen on 127.0.0.1:{port}" in daemon.log.read_text()
+
+
+def test_there_is_no_such_port_unless_it_is_set(daemon: Any) -> None:
+    daemon.start().ready()
+    assert "listening_for_scrapes" not in daemon.log.read_text()

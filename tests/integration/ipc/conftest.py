@@ -28,7 +28,7 @@ from outbox import Outbox, OutboxSettings
 from outbox.model import Caller
 from postroom._wire.administration import Subscription, TopicList
 from postroom._wire.sends import RelayStatus
-from postroom.chassis.listener import loopback_listener, unix_listener
+from postroom.chassis.listener import tcp_listener, unix_listener
 from postroom.errors import NotFound
 
 
@@ -189,7 +189,7 @@ async def open_room(short_directory: Path) -> AsyncIterator[OpenRoom]:
             path = short_directory / f"{name}.sock"
             sockets = [unix_listener(path)]
             if token_file is not None:
-                sockets.append(loopback_listener(0))
+                sockets.append(tcp_listener(0))
             await server.start(sockets)
             closing.push_async_callback(server.stop, 5.0)
             port = sockets[1].getsockname()[1] if token_file is not None else None
