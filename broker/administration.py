@@ -131,17 +131,38 @@ class Administration:
         return web.Response(status=204)
 
     async def rotate_token(self, request: web.Request) -> web.Response:
-        """`POST /v1/members/{mesh}/{name}/token`: by an admin, or by the member itself."""
+        """`POST /v1/members/{mesh}/{name}/token`: by an admin, or by the member itself.
+
+        With `keep_old` the old token stays valid until it is retired; a member has two tokens at most.
+        """
         mesh, name = path_mesh(request), request.match_info["name"]
+        keep = decode_query(request, api.RotateQuery).keep_old
         _require_self_or_admin(request, name)
-        token = new_token()
-        async with changing(self._database, request, "rotate-token", "member", mesh, name) as connection:
+        token, verb = new_token(), "add-token" if keep else "rotate-token"
+        async with changing(self._database, request, verb, "member", mesh, name) as connection:
             mesh_id = await _mesh_id(connection, mesh)
-            role = await connection.fetchval(QUERIES["rotate_token"], mesh_id, name, digest(token))
+            query = QUERIES["add_token"] if keep else QUERIES["rotate_token"]
+            role = await connection.fetchval(query, mesh_id, name, digest(token))
             if role is None:
-                raise _missing("member", name)
+                if not keep or not await connection.fetchval(QUERIES["has_member"], mesh_id, name):
+                    raise _missing("member", name)
+                sentence = (
+                    f"the member {name} has two tokens already: `postroom member retire-token {name}` ends the old one"
+                )
+                raise Conflict.of("two_tokens", sentence)
         self._authentication.forget()
         return json_response(api.MemberToken(mesh=mesh, name=name, role=role, token=token))
+
+    async def retire_token(self, request: web.Request) -> web.Response:
+        """`DELETE /v1/members/{mesh}/{name}/old_token`: by an admin, or by the member itself."""
+        mesh, name = path_mesh(request), request.match_info["name"]
+        _require_self_or_admin(request, name)
+        async with changing(self._database, request, "retire-token", "member", mesh, name) as connection:
+            if await connection.fetchval(QUERIES["retire_token"], await _mesh_id(connection, mesh), name) is None:
+                sentence = f"there is no member {name} with an old token in the mesh {mesh}: there is nothing to retire"
+                raise NotFound.of("no_old_token", sentence)
+        self._authentication.forget()
+        return web.Response(status=204)
 
     async def subscribe(self, request: web.Request) -> web.Response:
         """`POST /v1/topics/{mesh}/{name}/subscriptions`: 201, or 200 where the member was subscribed already."""

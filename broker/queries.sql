@@ -27,7 +27,8 @@ WITH taken AS MATERIALIZED (
 ), sender AS MATERIALIZED (
   SELECT member.id AS sender_id, mesh.id AS mesh_id
   FROM mesh.mesh JOIN mesh.member ON member.mesh_id = mesh.id
-  WHERE mesh.id = (SELECT $1 FROM taken WHERE before IS NOT NULL) AND member.id = $2 AND member.token_sha256 = $3
+  WHERE mesh.id = (SELECT $1 FROM taken WHERE before IS NOT NULL) AND member.id = $2
+    AND $3 IN (member.token_sha256, member.old_token_sha256)
   FOR KEY SHARE OF mesh FOR SHARE OF member
 ), input AS MATERIALIZED (
   SELECT batch.*, sender.*
@@ -153,9 +154,10 @@ SELECT set_config('synchronous_commit', 'off', true), pg_notify('postroom_outbox
 -- name: find_members_by_token
 -- Which members these tokens speak for; a revoked one has none.
 SELECT member.mesh_id, mesh.slug AS mesh, member.id AS member_id, member.name,
-  CASE member.role WHEN 'admin' THEN 'administer' ELSE member.role END AS role, member.token_sha256
-FROM mesh.member JOIN mesh.mesh ON mesh.id = member.mesh_id
-WHERE member.token_sha256 = ANY ($1::bytea[]);
+  CASE member.role WHEN 'admin' THEN 'administer' ELSE member.role END AS role, asked.token_sha256
+FROM unnest($1::bytea[]) AS asked (token_sha256)
+JOIN mesh.member ON asked.token_sha256 = member.token_sha256 OR asked.token_sha256 = member.old_token_sha256
+JOIN mesh.mesh ON mesh.id = member.mesh_id;
 
 -- name: find_operators_by_token
 -- Which operators these tokens speak for; a revoked one has none.
@@ -215,12 +217,27 @@ SELECT name, role, created_at, revoked_at FROM mesh.member WHERE mesh_id = $1 OR
 
 -- name: revoke_member
 -- Takes a member's token away for good.
-UPDATE mesh.member SET revoked_at = now(), token_sha256 = NULL
+UPDATE mesh.member SET revoked_at = now(), token_sha256 = NULL, old_token_sha256 = NULL
 WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL RETURNING id;
 
 -- name: rotate_token
--- Replaces a member's token; the old one is worth nothing from now on.
-UPDATE mesh.member SET token_sha256 = $3 WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL RETURNING role;
+-- Replaces a member's token; the old ones are worth nothing from now on.
+UPDATE mesh.member SET token_sha256 = $3, old_token_sha256 = NULL
+WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL RETURNING role;
+
+-- name: add_token
+-- Gives a member a token beside the one that it has; no row where it has two already.
+UPDATE mesh.member SET token_sha256 = $3, old_token_sha256 = token_sha256
+WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL AND old_token_sha256 IS NULL RETURNING role;
+
+-- name: retire_token
+-- The old one of a member's two tokens is worth nothing from now on; no row where it has but one.
+UPDATE mesh.member SET old_token_sha256 = NULL
+WHERE mesh_id = $1 AND name = $2 AND old_token_sha256 IS NOT NULL RETURNING id;
+
+-- name: has_member
+-- Whether a mesh has a member, one that is not revoked.
+SELECT EXISTS (SELECT FROM mesh.member WHERE mesh_id = $1 AND name = $2 AND revoked_at IS NULL);
 
 -- name: create_topic
 -- A topic; no row where the name is taken.

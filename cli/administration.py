@@ -99,15 +99,33 @@ def create_member(
 @members.command("rotate-token")
 @with_options
 def rotate_token(
-    *, name: MemberName, token_out: TokenOut = None, yes: Yes = False, as_json: Json = False, reach: Reach
+    *,
+    name: MemberName,
+    keep_old: Annotated[
+        bool, typer.Option("--keep-old", help="Leave the old token valid until `retire-token` ends it.")
+    ] = False,
+    token_out: TokenOut = None,
+    yes: Yes = False,
+    as_json: Json = False,
+    reach: Reach,
 ) -> None:
-    """Give a member a new token; the old one is refused from then on."""
-    confirm(f"Replace the token of {name}, so that what uses the old one is refused?", yes=yes)
+    """Give a member a new token; the old one is refused from then on, unless it is kept."""
+    if not keep_old:
+        confirm(f"Replace the token of {name}, so that what uses the old one is refused?", yes=yes)
 
     def issue() -> MemberToken:
-        return with_mesh(reach, lambda client, mesh: client.rotate_member_token(mesh, name))
+        return with_mesh(reach, lambda client, mesh: client.rotate_member_token(mesh, name, keep_old=keep_old))
 
     _hand_over(token_out, issue, as_json=as_json)
+
+
+@members.command("retire-token")
+@with_options
+def retire_token(*, name: MemberName, yes: Yes = False, reach: Reach) -> None:
+    """End the old one of a member's two tokens: what still uses it is refused from then on."""
+    confirm(f"End the old token of {name}, so that what still uses it is refused?", yes=yes)
+    with_mesh(reach, lambda client, mesh: client.retire_member_token(mesh, name))
+    line(f"the old token of {name} is refused from now on")
 
 
 @members.command("list")

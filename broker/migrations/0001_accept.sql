@@ -56,10 +56,12 @@ CREATE TABLE mesh.member (
   name text COLLATE "C" NOT NULL CHECK (name ~ '^[a-z][a-z0-9_-]{0,63}$'),
   role text NOT NULL CHECK (role IN ('member', 'admin')),
   token_sha256 bytea UNIQUE CHECK (octet_length(token_sha256) = 32),
+  old_token_sha256 bytea UNIQUE CHECK (octet_length(old_token_sha256) = 32),  -- as good, until it is retired
   created_at timestamptz NOT NULL DEFAULT now(),
   revoked_at timestamptz,
   UNIQUE (mesh_id, name),
-  CONSTRAINT a_revoked_member_has_no_token CHECK ((revoked_at IS NULL) = (token_sha256 IS NOT NULL))
+  CONSTRAINT a_revoked_member_has_no_token CHECK ((revoked_at IS NULL) = (token_sha256 IS NOT NULL)),
+  CONSTRAINT who_has_an_old_token_has_a_new_one CHECK (old_token_sha256 IS NULL OR token_sha256 IS NOT NULL)
 );
 
 -- Who operates the broker with a token of their own: one mesh, or every mesh. A revoked operator keeps its row, and so its

@@ -127,9 +127,17 @@ class BrokerClient(Calls):
         """End a member's access permanently."""
         await self._delete("members", mesh, name)
 
-    async def rotate_member_token(self, mesh: str, name: str) -> MemberToken:
-        """Give a member a new token, which is shown only once; the old one is refused from then on."""
-        return await self._change("POST", _path("members", mesh, name, "token"), MemberToken)
+    async def rotate_member_token(self, mesh: str, name: str, *, keep_old: bool = False) -> MemberToken:
+        """Give a member a new token, which is shown only once; the old one is refused from then on.
+
+        With `keep_old` it stays valid until `retire_member_token`; raises `Conflict` where there are two already.
+        """
+        path = _path("members", mesh, name, "token") + ("?keep_old=true" if keep_old else "")
+        return await self._change("POST", path, MemberToken)
+
+    async def retire_member_token(self, mesh: str, name: str) -> None:
+        """End the old one of a member's two tokens; raises `NotFound` where there is but one."""
+        await self._delete("members", mesh, name, "old_token")
 
     async def create_operator(self, name: str, role: OperatorRole, mesh: str | None = None) -> OperatorToken:
         """Create an operator of a mesh, or of every mesh, and return its token, which is shown only once."""

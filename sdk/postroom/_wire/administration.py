@@ -278,6 +278,12 @@ class MeshQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mesh: str | None = None
 
 
+class RotateQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The query of a new token: whether the old one stays valid until it is retired."""
+
+    keep_old: bool = False
+
+
 HistoryId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 

@@ -85,7 +85,7 @@ async def test_every_route_admits_the_roles_that_it_names_and_nobody_else(broker
     seen: dict[str, set[str]] = {}
     for route in routes(broker.services):
         for name, caller in callers.items():
-            itself = "alice" if route.path.endswith("/token") else "nobody"
+            itself = "alice" if route.path.endswith("token") else "nobody"
             path = route.path.format(**{**PATH, "name": itself, "member": "alice"})
             answer = await caller.call(route.method, path, None if route.method == "GET" else {})
             if answer.status == 200 and path == "/v1/members/demo/alice/token":
@@ -319,6 +319,41 @@ async def test_a_rotated_token_replaces_the_old_one(broker: Any) -> None:
 
     assert (await old.get("/v1/features")).status == 401
     assert (await broker.member("alice").get("/v1/features")).status == 200
+
+
+async def test_a_member_has_two_tokens_while_its_programs_change_and_each_step_is_logged(
+    broker: Any, message: Message, start_broker: Any
+) -> None:
+    old, path = broker.member("alice"), "/v1/members/demo/alice"
+    issued = await broker.admin.post(f"{path}/token?keep_old=true")
+    new = replace(old, token=issued.body["token"])
+    assert [(await each.get("/v1/features")).status for each in (old, new)] == [200, 200]
+    assert (await old.send_one(message("id-1"))).status == 201
+    assert (await new.send_one(message("id-1"))).status == 200  # the same sender
+    third = await broker.admin.post(f"{path}/token?keep_old=true")
+    assert (third.status, third.body["code"]) == (409, "two_tokens")
+    async with start_broker(broker.services.config) as other:
+        assert (await old.at(other.url).get("/v1/features")).status == 200
+        assert (await broker.admin.delete(f"{path}/old_token")).status == 204
+        refused = await old.at(other.url).post("/v1/accept", {"messages": [message("id-2")]})
+        assert refused.status == 401, "another broker remembers the token"
+    assert [(await each.get("/v1/features")).status for each in (old, new)] == [401, 200]
+    assert (await broker.admin.delete(f"{path}/old_token")).body["code"] == "no_old_token"
+    lines = (await broker.admin.get("/v1/operator_log", noun="member")).body["lines"]
+    assert [line["verb"] for line in lines][:2] == ["retire-token", "add-token"]
+
+
+@pytest.mark.parametrize("step", ["rotate", "revoke"])
+async def test_a_token_that_was_kept_ends_with_a_rotation_without_it_and_with_the_member(
+    broker: Any, step: str
+) -> None:
+    old, path = broker.member("alice"), "/v1/members/demo/alice"
+    new = replace(old, token=(await broker.admin.post(f"{path}/token?keep_old=true")).body["token"])
+    if step == "rotate":
+        assert (await broker.admin.post(f"{path}/token")).status == 200
+    else:
+        assert (await broker.admin.delete(path)).status == 204
+    assert [(await each.get("/v1/features")).status for each in (old, new)] == [401, 401]
 
 
 async def test_a_token_is_remembered_for_a_second_at_most(broker: Any) -> None:

@@ -216,6 +216,29 @@ async def test_a_rotated_token_replaces_the_old_one(mailroom: Mailroom) -> None:
             await client.features()
 
 
+async def test_a_token_is_replaced_with_an_overlap(mailroom: Mailroom) -> None:
+    user = Administrator(mailroom)
+    tokens = [(await user.run("member", "create", "yara", "--mesh", "demo")).out.strip()]
+    tokens.append((await user.run("member", "rotate-token", "yara", "--mesh", "demo", "--keep-old")).out.strip())
+    again = await user.run("member", "rotate-token", "yara", "--mesh", "demo", "--keep-old")
+    assert (again.code, "postroom member retire-token yara" in again.sentence()) == (4, True)
+
+    async def valid() -> list[bool]:
+        found = []
+        for token in tokens:
+            async with BrokerClient(mailroom.broker_urls[0], token, patience=0) as client:
+                try:
+                    found.append((await client.features()).member == "yara")
+                except NotPermitted:
+                    found.append(False)
+        return found
+
+    assert await valid() == [True, True]
+    assert (await user.run("member", "retire-token", "yara", "--mesh", "demo", "--yes")).code == 0
+    assert await valid() == [False, True]
+    assert (await user.run("member", "retire-token", "yara", "--mesh", "demo", "--yes")).code == 3
+
+
 async def test_no_token_is_issued_where_it_could_not_be_kept(mailroom: Mailroom) -> None:
     user = Administrator(mailroom)
     taken = str(mailroom.directory / "admin.token")
