@@ -20,8 +20,7 @@ from embedded.nats import is_free
 from embedded.processes import tethered
 from postroom import AsyncClient, PostroomError, TryAgain
 from postroom._wire.connections import Pool, url_dial
-from postroom._wire.peer import Peer
-from postroom._wire.transport import Transport
+from postroom._wire.transport import Peer, Transport
 from postroom.broker import BrokerClient
 
 if TYPE_CHECKING:

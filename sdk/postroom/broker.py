@@ -56,10 +56,9 @@ from postroom._wire.connections import Pool, url_dial
 from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses
 from postroom._wire.jobs import JOBS, JobMessage, MessagePage, StartedJob, StartJob
 from postroom._wire.nouns import C, Change, F, L, Noun, P, Q, Result, T, W
-from postroom._wire.peer import Peer
 from postroom._wire.retry import retrying
 from postroom._wire.trace import Story
-from postroom._wire.transport import Calls, Transport
+from postroom._wire.transport import Calls, Peer, Transport
 
 __all__ = ["BrokerClient"]
 

@@ -39,7 +39,6 @@ from postroom._wire.operations import (
     Verb,
     WaitQuery,
 )
-from postroom._wire.peer import Peer
 from postroom._wire.retry import Patience, retrying
 from postroom._wire.sends import (
     SETTLED,
@@ -60,7 +59,7 @@ from postroom._wire.sends import (
     Version,
 )
 from postroom._wire.trace import Story, TraceQuery
-from postroom._wire.transport import Calls, Exchanges, Transport, find_socket, to_parameters
+from postroom._wire.transport import Calls, Exchanges, Peer, Transport, find_socket, to_parameters
 from postroom.errors import NotFound, PostroomError
 
 __all__ = ["AsyncClient"]

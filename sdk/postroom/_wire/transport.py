@@ -7,6 +7,7 @@ limit, redirects are never followed, and what is not an answer of Postroom's is 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,15 +15,14 @@ from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, Self, TypeVar, cast
 from urllib.parse import urlencode
 
 import msgspec
 
 from postroom._wire.http import Garbled, Site, Unreachable, lines_of
-from postroom._wire.peer import Peer
 from postroom._wire.retry import Patience, retrying, retrying_unless_arrived
-from postroom.errors import Unavailable
+from postroom.errors import PROBLEM_JSON, NotPermitted, PostroomError, Problem, Unavailable, error_for
 
 if TYPE_CHECKING:
     from postroom._wire.connections import Connection, Pool
@@ -34,6 +34,9 @@ JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
 MAX_ANSWER: Final = 32 * 1024 * 1024  # bytes
 MAX_LINE: Final = 64 * 1024  # bytes of one line of an NDJSON answer
+MAX_REASON: Final = 300  # characters of a foreign error that a sentence quotes
+
+_decode_problem: Final = msgspec.json.Decoder(Problem).decode
 
 T = TypeVar("T")
 
@@ -80,6 +83,66 @@ def _sockets(directory: Path) -> list[Path]:
 
 def _unavailable(code: str, detail: str) -> Unavailable:
     return Unavailable.of(code, detail, retryable=code == "daemon_absent")
+
+
+class Peer(NamedTuple):
+    """Who is expected at `address`: the "daemon" or the "broker" (`role`), and the `remedy` where it is absent.
+
+    Says what a failure to talk to it means: one sentence that names the peer and says what to do.
+    """
+
+    role: str
+    address: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"the {self.role} at {self.address}"
+
+    def failure(self, error: Exception) -> PostroomError:
+        """Say what an error of the connection means."""
+        cause = error.__cause__ if isinstance(error, Unreachable) else None
+        match cause or error:
+            case FileNotFoundError() | ConnectionRefusedError():
+                return self.absent("nothing listens there")
+            case PermissionError():
+                detail = f"{self} refuses the connection: {os.strerror(errno.EACCES)}"
+                return NotPermitted.of("socket_not_permitted", detail)
+            case TimeoutError():
+                detail = f"{self} did not answer in time: it hangs or is overloaded"
+                return Unavailable.of("no_answer", detail, retryable=True)
+            case Garbled():
+                return self.foreign(str(error))
+            case OSError(errno=errno.ENOTSOCK | errno.ENOTDIR | errno.EPROTOTYPE):
+                return self.absent("that is not a socket")
+        return self.lost() if cause is None else self.absent(str(cause))
+
+    def lost(self) -> Unavailable:
+        """Build the error for a connection that broke before the answer was complete."""
+        detail = f"the connection to {self} broke; it is not known whether the request took effect"
+        return Unavailable.of("connection_lost", detail, retryable=True)
+
+    def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
+        """Raise the problem that the peer answered with, or what an answer that is no problem means."""
+        if media != PROBLEM_JSON:
+            retryable = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+            raise self.foreign(f"it answered {status} as {media}, not as a problem", retryable=retryable)
+        try:
+            problem = _decode_problem(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise self.foreign(f"it answered {status} with a problem that can't be read: {error}") from error
+        if problem.status != status:
+            raise self.foreign(f"it answered {status} with a problem of status {problem.status}")
+        raise error_for(problem)
+
+    def absent(self, reason: str) -> Unavailable:
+        """Build the error for a peer that is not there."""
+        detail = f"no {self.role} at {self.address} ({reason}): {self.remedy}"
+        return Unavailable.of(f"{self.role}_absent", detail, retryable=True)
+
+    def foreign(self, reason: str, *, retryable: bool = False) -> Unavailable:
+        """Build the error for an answer that isn't ours: another program, or another version of this one."""
+        detail = f"{self} is not part of Postroom, or has another version: {reason[:MAX_REASON]}"
+        return Unavailable.of("not_understood", detail, retryable=retryable)
 
 
 class Exchanges(Protocol):

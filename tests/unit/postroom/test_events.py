@@ -9,10 +9,9 @@ import msgspec
 from support.inboxes import message
 
 from postroom._wire.events import Following
-from postroom._wire.peer import Peer
 from postroom._wire.retry import Patience
 from postroom._wire.sends import EventsQuery, InboxMessage
-from postroom._wire.transport import Transport
+from postroom._wire.transport import Peer, Transport
 
 
 def following() -> Following:
