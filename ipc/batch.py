@@ -19,7 +19,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from ipc.accept_table import Answered, answer
-from ipc.request import Request, check_media, start_body
+from ipc.http import Request, check_media, start_body
 from ipc.services import Services
 from ipc.shares import NOBODY, TURN, Budget
 from outbox import AcceptedRow, stopped

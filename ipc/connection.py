@@ -29,9 +29,8 @@ from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict
 
-from ipc.answers import Answer, problem_answer
+from ipc.http import SEND, Answer, PlainSend, problem_answer
 from ipc.peers import peer_of
-from ipc.request import SEND, PlainSend
 from ipc.shares import Budget, Turns
 from outbox import Caller
 from postroom.chassis.listener import NEVER, Deadlines, TimedConnection, has_passed

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from ipc.answers import JSON, Answer, json_answer
-from ipc.request import BodyReader, Request, check_media, decode_body
+from ipc.http import JSON, Answer, BodyReader, Request, check_media, decode_body, json_answer
 from ipc.services import Services
 from outbox import to_datetime
 from postroom._wire.message import parse_destination

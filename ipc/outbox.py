@@ -10,8 +10,7 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from ipc.answers import JSON, json_answer
-from ipc.request import BodyReader, Request, check_media, decode_body
+from ipc.http import JSON, BodyReader, Request, check_media, decode_body, json_answer
 from ipc.services import Services
 from outbox import RowFilter
 from postroom._wire.ids import now_ms

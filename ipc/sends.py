@@ -10,9 +10,8 @@ from aiohttp import web
 from multidict import istr
 
 from ipc.accept_table import answer
-from ipc.answers import JSON, Answer, json_answer
 from ipc.batch import Batch
-from ipc.request import BodyReader, PlainSend, Request, check_media, decode_body
+from ipc.http import JSON, Answer, BodyReader, PlainSend, Request, check_media, decode_body, json_answer
 from ipc.services import Services
 from ipc.shares import TURN
 from outbox import Caller

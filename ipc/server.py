@@ -23,10 +23,9 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
-from ipc.answers import Answer, problem_answer, problem_of
 from ipc.connection import Connection
+from ipc.http import Answer, MethodNotAllowed, PlainSend, Request, Table, problem_answer, problem_of
 from ipc.peers import Policy, TcpGuard, peer_of, refuse_tokens_in_query
-from ipc.request import MethodNotAllowed, PlainSend, Request, Table
 from ipc.services import Counters
 from ipc.shares import REQUEST, REST, Budget, Limits, Turns
 from postroom.chassis.listener import TimedServer

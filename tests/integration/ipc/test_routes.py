@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.wire import encode, parse
 
+from ipc.http import MethodNotAllowed, Table
 from ipc.peers import Policy
-from ipc.request import MethodNotAllowed, Table
 from ipc.routes import CALLER, OPERATOR, routes
 from postroom._wire.operations import VERBS
 from postroom.chassis.routes import Route

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ipc.accept_table import DestinationRule
 from ipc.batch import Splitter
+from ipc.http import _is_media
 from ipc.peers import GRACE_SECONDS, LocalToken, Policy, peer_of, rotate
-from ipc.request import _is_media
 from ipc.sends import idempotency_key
 from ipc.shares import Budget
 from outbox.model import Caller
