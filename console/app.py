@@ -10,7 +10,7 @@ from typing import Final
 
 from aiohttp import web
 
-from console import dead_letters, jobs, messages, operations, overview, publishing, repairs
+from console import messages, nouns, overview, repairs
 from console.config import ConsoleConfig
 from console.login import log_in, log_out, show_login
 from console.sessions import SESSION, Gate, Sessions, next_of
@@ -45,21 +45,21 @@ ROUTES: Final = [
     Route(method="GET", path="/find", handler=messages.find, access="member", summary="Go to the story of an id"),
     Route(method="GET", path="/trace/{id}", handler=messages.show_story, access="member",
           summary="The story of a message"),
-    Route(method="GET", path="/dead_letters", handler=dead_letters.show_causes, access="look",
+    Route(method="GET", path="/dead_letters", handler=nouns.show_causes, access="look",
           summary="Why messages are dead"),
-    Route(method="GET", path="/dead_letters/list", handler=dead_letters.list_letters, access="look",
+    Route(method="GET", path="/dead_letters/list", handler=nouns.list_letters, access="look",
           summary="Dead letters to choose from"),
-    Route(method="GET", path="/dead_letters/{mesh}/{id}", handler=dead_letters.show_letter, access="look",
+    Route(method="GET", path="/dead_letters/{mesh}/{id}", handler=nouns.show_letter, access="look",
           summary="A dead letter, whole"),
-    Route(method="GET", path="/consumers", handler=publishing.show_consumers, access="look everywhere",
+    Route(method="GET", path="/consumers", handler=nouns.show_consumers, access="look everywhere",
           summary="How far behind each consumer is"),
-    Route(method="GET", path="/unpublished", handler=publishing.show_unpublished, access="look everywhere",
+    Route(method="GET", path="/unpublished", handler=nouns.show_unpublished, access="look everywhere",
           summary="What waits to be published, and what is refused"),
-    Route(method="GET", path="/jobs", handler=jobs.list_jobs, access="look", summary="Jobs"),
-    Route(method="GET", path="/jobs/{id}", handler=jobs.show_job, access="look", summary="A job with its tree"),
-    Route(method="GET", path="/programs", handler=operations.show_programs, access="look",
+    Route(method="GET", path="/jobs", handler=nouns.list_jobs, access="look", summary="Jobs"),
+    Route(method="GET", path="/jobs/{id}", handler=nouns.show_job, access="look", summary="A job with its tree"),
+    Route(method="GET", path="/programs", handler=nouns.show_programs, access="look",
           summary="The programs of all hosts"),
-    Route(method="GET", path="/log", handler=operations.show_log, access="look everywhere",
+    Route(method="GET", path="/log", handler=nouns.show_log, access="look everywhere",
           summary="What operators changed"),
     Route(method="POST", path="/repairs", handler=repairs.plan, access="repair", summary="Dry-run a verb"),
     Route(method="GET", path="/repairs/{id}", handler=repairs.show_repair, access="repair",

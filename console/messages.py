@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from typing import Final
 from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
 
 from console.sessions import SESSION
-from console.views import ROWS, asked, mesh_of, page
+from console.views import ROWS, asked, grow, mesh_of, page
 from postroom._wire.administration import HistoryMessage, MessageLines, MessagesQuery
-from postroom._wire.trace import Step
 from postroom.errors import InvalidMessage, NotFound, NotPermitted
 
 MOST_STEPS: Final = 100  # of a story on one page
@@ -46,13 +44,6 @@ async def find(request: web.Request) -> web.Response:
     raise web.HTTPSeeOther(f"/trace/{quote(wanted, safe='')}" if wanted else "/messages")
 
 
-class Branch(NamedTuple):
-    """A step, and those that follow from it."""
-
-    step: Step
-    children: list[Branch]
-
-
 async def show_story(request: web.Request) -> web.Response:
     """`GET /trace/{id}`: where it waits, how it went in time, what follows from what, and the body for its readers."""
     client, id_ = request[SESSION].client, request.match_info["id"]
@@ -81,17 +72,6 @@ async def show_story(request: web.Request) -> web.Response:
         cut=text is not None and len(text) > MOST_TEXT,
         most_text=MOST_TEXT,
     )
-
-
-def grow(steps: Iterable[Step]) -> list[Branch]:
-    """Make trees of steps; one whose parent is not among them is a root."""
-    branches: dict[str, Branch] = {}
-    roots: list[Branch] = []
-    for step in steps:  # a parent comes before its children
-        branch = branches[step.id] = Branch(step, [])
-        above = branches.get(step.parent or "")
-        (roots if above is None else above.children).append(branch)
-    return roots
 
 
 async def show_body(request: web.Request) -> web.Response:

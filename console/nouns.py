@@ -1,0 +1,126 @@
+"""The pages of what operators see: dead letters, what is published and read, jobs, programs, and the one log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final, TypeVar, get_args
+
+import msgspec
+from aiohttp import web
+
+from console.messages import MOST_TEXT
+from console.plots import HEIGHT, bars
+from console.sessions import SESSION
+from console.views import ROWS, asked, grow, mesh_of, page
+from postroom._wire.administration import MeshQuery
+from postroom._wire.dead_letters import DEAD_LETTERS, LetterCauses, LetterPage, LettersQuery
+from postroom._wire.digits import explain
+from postroom._wire.jobs import JOBS, JobsQuery, JobState
+from postroom._wire.nouns import OPERATOR_LOG, LogQuery
+from postroom._wire.programs import PROGRAMS, ProgramsQuery
+from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED, ConsumersQuery
+from postroom.errors import InvalidMessage, NotFound
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+
+MOST_ACTIVITIES: Final = 75  # of a job on one page, with their ledgers in words
+_CONDITIONS: Final = ("reason", "consumer", "error", "subject")
+_STATES: Final[tuple[str, ...]] = get_args(JobState)
+
+
+async def show_causes(request: web.Request) -> web.Response:
+    """`GET /dead_letters?mesh=`: why messages are dead, the most frequent cause first."""
+    mesh, meshes = await mesh_of(request, asked(request))
+    found = LetterCauses(causes=[])
+    with suppress(NotFound):  # a mesh has no stream before its first message
+        found = found if mesh is None else await request[SESSION].client.causes(mesh)
+    return page(request, "causes.html", mesh=mesh, meshes=meshes, found=found)
+
+
+async def list_letters(request: web.Request) -> web.Response:
+    """`GET /dead_letters/list?mesh=&reason=&consumer=&error=&subject=&cursor=`: the oldest first, to choose from."""
+    given = asked(request)
+    mesh, _ = await mesh_of(request, given)
+    conditions: dict[str, str] = {name: given[name] for name in _CONDITIONS if name in given}
+    found = LetterPage(letters=[])
+    if mesh is not None:
+        query = _query(LettersQuery, {**conditions, "cursor": given.get("cursor"), "mesh": mesh})
+        with suppress(NotFound):  # the same
+            found = await request[SESSION].client.list_things(DEAD_LETTERS, query)
+    return page(request, "letters.html", mesh=mesh, given=given, conditions=conditions, found=found)
+
+
+async def show_letter(request: web.Request) -> web.Response:
+    """`GET /dead_letters/{mesh}/{id}`: by the id of a letter, or of its message."""
+    mesh, id_ = request.match_info["mesh"], request.match_info["id"]
+    found = await request[SESSION].client.inspect(DEAD_LETTERS, mesh, id_)
+    return page(request, "letter.html", mesh=mesh, id=id_, found=found, most_text=MOST_TEXT)
+
+
+async def show_consumers(request: web.Request) -> web.Response:
+    """`GET /consumers?mesh=`: who is how far behind, those first."""
+    mesh, meshes = await mesh_of(request, asked(request))
+    found = await request[SESSION].client.list_things(CONSUMERS, ConsumersQuery(mesh=mesh, last=60))
+    found.consumers.sort(key=lambda one: (one.paused is None, -one.waiting - one.in_hand, one.stream, one.consumer))
+    lags = {one.id: bars(one.past) for one in found.consumers[:ROWS]}
+    return page(request, "consumers.html", mesh=mesh, meshes=meshes, found=found, rows=ROWS, lags=lags, height=HEIGHT)
+
+
+async def show_unpublished(request: web.Request) -> web.Response:
+    """`GET /unpublished`: what waits to be published, and what is refused, of all meshes."""
+    client, everywhere = request[SESSION].client, MeshQuery()
+    sources, events, deliveries = await asyncio.gather(
+        client.list_things(SOURCES, everywhere),
+        client.list_things(UNPUBLISHED["events"], everywhere),
+        client.list_things(UNPUBLISHED["deliveries"], everywhere),
+    )
+    refused = {"events": events.failing, "deliveries": deliveries.failing}
+    return page(request, "unpublished.html", sources=sources.sources, refused=refused)
+
+
+async def list_jobs(request: web.Request) -> web.Response:
+    """`GET /jobs?mesh=&flow=&state=&cursor=`: the newest first."""
+    given = asked(request)
+    mesh, meshes = await mesh_of(request, given)
+    wanted = {name: given.get(name) for name in ("flow", "state", "cursor")}
+    found = await request[SESSION].client.list_things(JOBS, _query(JobsQuery, {**wanted, "mesh": mesh}))
+    return page(request, "jobs.html", mesh=mesh, meshes=meshes, given=given, states=_STATES, found=found)
+
+
+async def show_job(request: web.Request) -> web.Response:
+    """`GET /jobs/{id}`: its activities as they spawned each other, and what operators did to it."""
+    found = await request[SESSION].client.inspect(JOBS, request.match_info["id"])
+    shown = found.activities[:MOST_ACTIVITIES]
+    rest = len(found.activities) - len(shown)
+    branches = grow(shown)
+    return page(request, "job.html", job=found.job, log=found.log, branches=branches, rest=rest, explain=explain)
+
+
+async def show_programs(request: web.Request) -> web.Response:
+    """`GET /programs`: those of all hosts by their last report, what is wrong first."""
+    session = request[SESSION]
+    programs = (await session.client.list_things(PROGRAMS, ProgramsQuery(mesh=session.mesh))).programs
+    troubles = {id(one): list(one.troubles()) for one in programs}
+    programs.sort(key=lambda one: (not troubles[id(one)], one.kind, one.mesh or "", one.name, one.host))
+    return page(request, "programs.html", programs=[(one, troubles[id(one)]) for one in programs])
+
+
+async def show_log(request: web.Request) -> web.Response:
+    """`GET /log?noun=&verb=&actor=&key=&cursor=`: what operators did, the latest first."""
+    given = asked(request)
+    wanted: dict[str, str] = {
+        name: given[name].strip() for name in ("noun", "verb", "actor", "key", "cursor") if name in given
+    }
+    found = await request[SESSION].client.list_things(OPERATOR_LOG, _query(LogQuery, wanted))
+    return page(request, "log.html", given=given, wanted=wanted, found=found)
+
+
+def _query(kind: type[Q], wanted: Mapping[str, Any]) -> Q:
+    """Make the query of a page of rows; raises `InvalidMessage` for what that may not ask."""
+    asks = {name: value for name, value in wanted.items() if value is not None}
+    try:
+        return msgspec.convert({**asks, "limit": ROWS}, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidMessage.of("invalid_query", str(error)) from error
