@@ -75,8 +75,8 @@ def pages(found: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 async def test_every_page_fits_and_what_it_shows_stays_text(
-    chromium: Any,
     mesh: dict[str, str],
+    chromium: Any,
     script: bool,
     width: int,
     scheme: str,
@@ -89,11 +89,16 @@ async def test_every_page_fits_and_what_it_shows_stays_text(
         assert wide <= width, path
         assert title.endswith("Postroom"), path
         assert await chromium.run("return document.querySelectorAll('h1').length") == 1, path
+        if path == "/":
+            drawn = (
+                "return [...document.querySelectorAll('.plot path')].filter((one) => one.getTotalLength() > 50).length"
+            )
+            assert await chromium.run(drawn) == 5
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-async def test_axe_finds_nothing_serious_on_any_page(chromium: Any, mesh: dict[str, str]) -> None:
+async def test_axe_finds_nothing_serious_on_any_page(mesh: dict[str, str], chromium: Any) -> None:
     with tarfile.open(os.environ["AXE"]) as packed:
         axe = packed.extractfile("package/axe.min.js").read().decode()
     faults = []

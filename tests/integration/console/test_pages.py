@@ -238,6 +238,15 @@ async def test_the_overview_draws_the_last_hour_and_says_it_as_a_table(
     await postgres.close()
 
 
+async def test_a_token_that_is_revoked_shows_nothing_while_others_look(office: Any, admin: Any) -> None:
+    eve = await office.logged_in("eve")
+    async with BrokerClient(office.broker_url, office.tokens["administrator"]) as client:
+        await client.revoke_operator(f"eve-{office.mesh}")
+    assert (await admin.open("/")).path == "/"
+    assert (await eve.open("/")).path == "/login"
+    assert (await admin.open("/")).path == "/"
+
+
 async def test_whoever_may_not_look_everywhere_begins_at_the_messages(office: Any) -> None:
     ada = await office.logged_in("ada")
     assert ada.shown.path == "/messages"
