@@ -108,6 +108,7 @@ class LetterOperations:
         self._context = context
         self._actor = actor
         self._log = log
+        self._there: set[tuple[str, str]] = set()  # consumers with subjects that they were found to take
 
     async def find(self, wanted: LetterFilter, *, payloads: bool = False) -> list[StoredLetter]:
         """Return the letters that are meant, oldest first; raises `NotFound` for an id that is none."""
@@ -277,13 +278,15 @@ class LetterOperations:
             raise letter_not_found(stored.id)
 
     async def _check_consumer(self, js: JetStreamContext, id_: str, letter: DeadLetter) -> None:
-        if not letter.consumer:  # another program's: it is meant for all
+        wanted = letter.consumer, letter.original_subject
+        if not letter.consumer or wanted in self._there:  # without one it is another program's, and meant for all
             return
         try:
             stream = await js.find_stream_name_by_subject(letter.original_subject)
             await js.consumer_info(stream, letter.consumer)
         except NotFoundError:
             raise consumer_gone(id_, letter.consumer, letter.original_subject) from None
+        self._there.add(wanted)
 
 
 def _place(cursor: str) -> tuple[datetime, bool, int]:
