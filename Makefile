@@ -103,7 +103,7 @@ $(AXE): $(STAMP)
 test-browser: $(AXE) ## the console in a real Chromium, every page and every repair (apt: npm, chromium, chromium-driver)
 	AXE=$(abspath $(AXE)) $(BIN)/pytest -m browser tests/browser
 
-test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container)
+test-systemd: setup ## boots a real systemd in a container (root, debootstrap, systemd-container, lintian)
 	$(BIN)/pytest -m systemd --timeout 900  # the first run makes a Debian
 
 test-bare: wheels ## a fresh clone and the wheels alone on a bare Debian (root, debootstrap, systemd-container)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,14 @@ def debian(request: pytest.FixtureRequest, packages: Path, tmp_path: Path) -> It
     log, alone = tmp_path / "console.log", ["--private-network"]
     with booted(bare_root(request.param), host_settings(), binds, log, alone) as machine:
         yield machine
+
+
+def test_debians_own_checker_finds_no_error(packages: Path) -> None:
+    if shutil.which("lintian") is None:
+        pytest.fail("this needs one more program: apt-get install lintian", pytrace=False)
+    check = ["lintian", "--allow-root", "--fail-on=error", *sorted(packages.glob("1/*.deb"))]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def typed(machine: Machine, release: str, *sections: str) -> str:
