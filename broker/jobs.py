@@ -61,7 +61,9 @@ class Jobs:
         try:
             text = bytes(asked.request).decode()
         except UnicodeDecodeError as error:
-            raise InvalidMessage.of("invalid_request", "the request is not UTF-8", field="request") from error
+            raise InvalidMessage.of(
+                "invalid_request", "the request is not UTF-8: pass UTF-8 text", field="request"
+            ) from error
         wanted = Start(asked.id, mesh, asked.flow, uuid4(), asked.first, text, asked.threshold, asked.traceparent)
         async with self._database.read(principal.whose) as connection, connection.transaction():
             started = await start(connection, wanted)
@@ -75,7 +77,7 @@ class Jobs:
         """`GET /v1/jobs`."""
         query = decode_query(request, JobsQuery)
         principal = request[PRINCIPAL]
-        wanted = JobFilter(flow=query.flow, state=query.state)
+        wanted = JobFilter(flow=query.flow, state=query.state, older_than_seconds=query.older_than_seconds)
         async with self._database.read(principal.whose) as connection:
             jobs, next_cursor = await _page(
                 connection, wanted, any_mesh(principal, query.mesh), query.cursor, query.limit
@@ -161,7 +163,7 @@ async def _page(
             after = _EPOCH + int(microseconds) * _MICROSECOND, UUID(job)
         except (ValueError, OverflowError):
             raise InvalidMessage.of(
-                "invalid_cursor", "that cursor is not one of a list of jobs", field="cursor"
+                "invalid_cursor", "that cursor is not one of a list of jobs: begin again without one", field="cursor"
             ) from None
     found = await find_jobs(connection, wanted, limit + 1, mesh=mesh, after=after)
     if len(found) <= limit:

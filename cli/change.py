@@ -1,45 +1,67 @@
-"""A verb of a noun's table on many things at once: which are meant, a question, and requests that each take moments.
+"""A verb of an operator on many things at once: which are meant, a question, and requests that each take moments.
 
-The broker's nouns are tables (`postroom._wire.nouns`). What differs between two of them on the command line is how
-things are named, and what is said about each.
+How things are named, and what they are called, differs from noun to noun; the rest is here, and the same for all: one
+that is named is changed after a question, and a refusal is the command's; of several, or all that filters match, a dry
+run counts first what would be done, and what fails is said while the others are done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from cli.connect import with_broker
-from cli.noun import DryRun, Json, Reach, Reason, Yes
-from cli.output import confirm, reason_or_ask
-from postroom._wire.nouns import CHANGES, Noun, Result
+from cli.noun import All, DryRun, Json, Reach, Reason, Yes
+from cli.output import confirm, progress, reason_or_ask
+from postroom._wire.nouns import CHANGES, Noun
 from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import Problem, error_for
 
-
-class Thing(Protocol):
-    """What a noun is of."""
-
-    @property
-    def id(self) -> object:
-        """What verbs name it by."""
-
+if TYPE_CHECKING:
+    from postroom import BrokerClient
 
 F = TypeVar("F", bound=msgspec.Struct)
-T = TypeVar("T", bound=Thing)
 
-SECONDS: Final = 120.0  # that one request may take: it may change some hundred things
+SECONDS: Final = 120.0  # that one request may take: it may change some hundred things, a dry run look at millions
 
 
 class Change(NamedTuple):
-    """Why a verb is done, where, and how."""
+    """Whether all that filters match is meant, why a verb is done, and how."""
 
+    everything: All = False
     reason: Reason = None
     dry_run: DryRun = False
     yes: Yes = False
-    reach: Reach = Reach()
     as_json: Json = False
+
+
+class Portion(NamedTuple):
+    """What one request did, or would do: to which things, and why not to others by their ids.
+
+    `skipped` are those that the verb is not for, `unread` is why there may be more than are known.
+    """
+
+    done: Sequence[Any]
+    failed: dict[str, Problem]
+    skipped: Sequence[str] = ()
+    unread: Problem | None = None
+
+
+class Asked(NamedTuple):
+    """What is asked for: on these ids, or all that the filters match (None), why, and perhaps as a dry run.
+
+    `tell` is told how many things the answers are about so far.
+    """
+
+    ids: Sequence[str] | None
+    why: str
+    dry_run: bool
+    tell: Callable[[int], None] = lambda _: None
+
+
+Ask = Callable[[Asked], Portion]
 
 
 def check_choice(thing: str, group: str, ids: Sequence[str], *, everything: bool, filtered: bool) -> None:
@@ -52,37 +74,66 @@ def check_choice(thing: str, group: str, ids: Sequence[str], *, everything: bool
 
 
 def change_all(
-    noun: Noun[Any, Any, Any, Any, Any, F, T],
-    verb: str,
-    ids: Sequence[str],
-    matching: F,
-    change: Change,
-    *,
-    mesh: str | None,
-) -> Iterator[Result[T]]:
-    """Do `verb` to the things with these ids, after a question; yield what each request did.
+    thing: str, verb: str, ids: Sequence[str], change: Change, ask: Ask, *, size: int = CHANGES
+) -> Iterator[Portion]:
+    """Do `verb` to the things with these ids, else to all that the filters match; yield what each request did.
 
-    Without ids it is done to all things `matching`, which a dry run finds first: what the verb is not for is not meant.
+    `size` is how many things one request may be about.
     """
     why = reason_or_ask(change.reason, dry_run=change.dry_run)
 
-    def ask(wanted: F, *, dry_run: bool) -> Result[T]:
-        return with_broker(
-            change.reach.url,
-            change.reach.token_file,
-            lambda client: client.change(noun, verb, wanted, mesh=mesh, reason=why, dry_run=dry_run),
-            timeout=SECONDS,
-        )
+    if len(ids) == 1:
+        if not change.dry_run:
+            confirm(f"{verb.capitalize()} {ids[0]}?", yes=change.yes)
+        portion = ask(Asked(ids, why, change.dry_run))
+        if portion.failed and not portion.done:  # the id of a message may name several letters
+            raise error_for(next(iter(portion.failed.values())))
+        yield portion
+        return
+    done: list[Any] = []
+    matched = 0
+    with progress(len(ids) or None, as_json=change.as_json) as show:
+        for some in _cut(ids, size) if ids else [None]:
+            planned = ask(Asked(some, why, dry_run=True, tell=lambda count: show(count, f"{count:,} found")))
+            if some is None:
+                planned = planned._replace(failed={})  # what the verb is not for is not meant
+            done += planned.done
+            matched += len(planned.done) + len(planned.failed) + len(planned.skipped)
+            yield planned if change.dry_run else planned._replace(done=())
+            show(matched, f"{matched:,} found")
+    if change.dry_run or not done:
+        return
+    confirm(f"{verb.capitalize()} {len(done)} of {matched} {thing}s?", yes=change.yes)
+    with progress(len(done), as_json=change.as_json) as show:
+        count = 0
+        for some in _cut([str(getattr(one, "id", one)) for one in done], size):
+            yield ask(Asked(some, why, dry_run=False))
+            show(count := count + len(some), f"{count:,} of {len(done):,} {thing}s")
 
-    if not ids:
-        planned = ask(matching, dry_run=True)
-        if change.dry_run or not planned.done:
-            planned.failed.clear()
-            yield planned
-            return
-        ids = [str(thing.id) for thing in planned.done]
-    if not change.dry_run:
-        confirm(f"{verb.capitalize()} {ids[0] if len(ids) == 1 else f'{len(ids)} {noun.name}s'}?", yes=change.yes)
-    for begin in range(0, len(ids), CHANGES):
-        portion = msgspec.convert({"ids": ids[begin : begin + CHANGES]}, type(matching))
-        yield ask(portion, dry_run=change.dry_run)
+
+def asking(
+    noun: Noun[Any, Any, Any, Any, Any, F, Any], verb: str, matching: F, reach: Reach, *, mesh: str | None
+) -> Ask:
+    """Make what asks the broker for a verb of a noun's table: on things by their ids, else on those `matching`."""
+
+    def ask(asked: Asked) -> Portion:
+        meant = matching if asked.ids is None else msgspec.convert({"ids": asked.ids}, type(matching))
+        total = Portion([], {})
+
+        async def work(client: BrokerClient) -> Portion:
+            nonlocal total
+            options: dict[str, Any] = {"mesh": mesh, "reason": asked.why, "dry_run": asked.dry_run}
+            async for part in client.changes(noun, verb, meant, **options):
+                failed = {failure.id: failure.problem for failure in part.failed}
+                total = Portion([*total.done, *part.done], total.failed | failed, unread=part.unread)
+                asked.tell(len(total.done))
+            return total
+
+        return with_broker(reach.url, reach.token_file, work, timeout=SECONDS)
+
+    return ask
+
+
+def _cut(ids: Sequence[str], size: int) -> list[Sequence[str]]:
+    """Cut many ids into requests that each take moments: none runs into its time-out, and Ctrl-C ends between two."""
+    return [ids[i : i + size] for i in range(0, len(ids), size)]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import msgspec
 import typer
 
-from cli.change import SECONDS, Change, change_all, check_choice
+from cli import completion
+from cli.change import SECONDS, Change, asking, change_all, check_choice
 from cli.connect import mesh_of, with_broker, with_mesh
-from cli.noun import All, Json, Reach, age, chosen_ids, noun, with_options
+from cli.noun import Json, OlderThan, Reach, chosen_ids, noun, with_options
 from cli.output import ago, fields, json_line, line, listing, note, table
 from postroom._wire.dead_letters import DEAD_LETTERS, Letter, LetterFilter, LettersQuery
 from postroom._wire.nouns import CHANGES
@@ -24,7 +25,11 @@ app = noun("See, replay and drop messages that could not be handled.")
 
 Ids = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID]...", help="Dead letters by id or message id; `-` reads them from standard input."),
+    typer.Argument(
+        metavar="[ID]...",
+        help="Dead letters by id or message id; `-` reads them from standard input.",
+        autocompletion=completion.letters,
+    ),
 ]
 
 PAGE: Final = CHANGES  # letters asked for at once
@@ -41,13 +46,11 @@ class Filters(NamedTuple):
     code: Annotated[
         str | None, typer.Option("--code", metavar="REASON", help="Only with this reason, such as max_deliver.")
     ] = None
-    consumer: Annotated[str | None, typer.Option("--consumer", metavar="NAME", help="Only of this consumer.")] = None
-    older_than: Annotated[
-        float | None,
-        typer.Option(
-            parser=age, metavar="DURATION", help="Only dead for longer than 90s, 15m, 7d, or since before a time."
-        ),
+    consumer: Annotated[
+        str | None,
+        typer.Option("--consumer", metavar="NAME", help="Only of this consumer.", autocompletion=completion.consumers),
     ] = None
+    older_than: OlderThan = None
 
     def conditions(self) -> dict[str, Any]:
         """Return them as the members of a query or a filter."""
@@ -103,18 +106,19 @@ def inspect(*, ids: Ids = None, reach: Reach, as_json: Json = False) -> None:
     _say_unread(with_mesh(reach, work, timeout=SECONDS))
 
 
-def settle(verb: str, *, ids: Ids = None, everything: All = False, filters: Filters, change: Change) -> None:
+def settle(verb: str, *, ids: Ids = None, filters: Filters, change: Change, reach: Reach) -> None:
     """Do `verb` to every letter that is meant; exit code 1 where it failed for some."""
     chosen = chosen_ids(ids)
-    check_choice("dead letter", "dlq", chosen, everything=everything, filtered=filters != Filters())
-    mesh = with_broker(change.reach.url, change.reach.token_file, lambda client: mesh_of(client, change.reach.mesh))
+    check_choice("dead letter", "dlq", chosen, everything=change.everything, filtered=filters != Filters())
+    mesh = with_broker(reach.url, reach.token_file, lambda client: mesh_of(client, reach.mesh))
+    ask = asking(DEAD_LETTERS, verb, LetterFilter(**filters.conditions()), reach, mesh=mesh)
     done, failed, unread = 0, 0, None
-    for result in change_all(DEAD_LETTERS, verb, chosen, LetterFilter(**filters.conditions()), change, mesh=mesh):
-        for failure in result.failed:
-            note(f"{failure.id}: {failure.problem.detail}")
-        for letter in result.done if change.as_json else ():
+    for portion in change_all("dead letter", verb, chosen, change, ask):
+        for id_, problem in portion.failed.items():
+            note(f"{id_}: {problem.detail}")
+        for letter in portion.done if change.as_json else ():
             json_line({**_members(letter), "done": not change.dry_run})
-        done, failed, unread = done + len(result.done), failed + len(result.failed), result.unread
+        done, failed, unread = done + len(portion.done), failed + len(portion.failed), portion.unread or unread
     if not change.as_json:
         line(f"{done} {'would be ' if change.dry_run else ''}{DEAD_LETTERS.verbs[verb].done}, {failed} failed")
     if failed:

@@ -12,9 +12,10 @@ from uuid import UUID, uuid4
 import msgspec
 import typer
 
-from cli.change import Change, change_all, check_choice
+from cli import completion
+from cli.change import Change, asking, change_all, check_choice
 from cli.connect import with_broker, with_mesh
-from cli.noun import All, Json, Reach, choice, chosen_ids, noun, with_options
+from cli.noun import Json, OlderThan, Reach, choice, chosen_ids, noun, with_options
 from cli.output import ago, draw, fields, fold, json_line, line, listing, note, table
 from postroom._wire.digits import explain as read
 from postroom._wire.digits import kind_of
@@ -22,7 +23,6 @@ from postroom._wire.jobs import JOBS, Activity, Job, JobFilter, JobsQuery, JobSt
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES
 from postroom.chassis.exits import Exit
-from postroom.errors import error_for
 
 if TYPE_CHECKING:
     from postroom import BrokerClient
@@ -39,10 +39,21 @@ def _uuid(text: str) -> UUID:
 app = noun("Start, inspect, retry and cancel jobs.")
 
 JobId = Annotated[
-    UUID, typer.Argument(parser=_uuid, metavar="JOB", help="The job's id (`postroom jobs list` shows them).")
+    UUID,
+    typer.Argument(
+        parser=_uuid,
+        metavar="JOB",
+        help="The job's id (`postroom jobs list` shows them).",
+        autocompletion=completion.jobs,
+    ),
 ]
 Jobs = Annotated[
-    list[str] | None, typer.Argument(metavar="[JOB]...", help="Jobs by id; `-` reads them from standard input.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[JOB]...",
+        help="Jobs by id; `-` reads them from standard input.",
+        autocompletion=completion.jobs,
+    ),
 ]
 
 COLUMNS: Final = ("JOB", "MESH", "FLOW", "STATE", "OPEN", "AGE", "ENDED", "ERROR")
@@ -61,12 +72,19 @@ class Filters(NamedTuple):
     state: Annotated[
         str | None,
         typer.Option(
+            "--state",
+            "--status",
             parser=choice("state", get_args(JobState)),
             metavar="STATE",
             help="Only those that are running, closed, completed, failed or cancelled.",
         ),
     ] = None
     flow: Annotated[str | None, typer.Option("--flow", metavar="NAME", help="Only of this flow.")] = None
+    older_than: OlderThan = None
+
+    def conditions(self) -> dict[str, Any]:
+        """Return them as the members of a query or a filter."""
+        return {"state": self.state, "flow": self.flow, "older_than_seconds": self.older_than}
 
 
 @app.command()
@@ -155,7 +173,7 @@ def list_(
 
     async def work(client: BrokerClient) -> list[Job]:
         found: list[Job] = []
-        wanted = JobsQuery(mesh=reach.mesh, **filters._asdict(), limit=min(limit + 1, CHANGES))
+        wanted = JobsQuery(mesh=reach.mesh, **filters.conditions(), limit=min(limit + 1, CHANGES))
         while True:
             page = await client.list_things(JOBS, wanted)
             found += page.jobs
@@ -310,25 +328,23 @@ _EXAMPLES: Final = {
 }
 
 
-def operate(verb: str, *, jobs: Jobs = None, everything: All = False, filters: Filters, change: Change) -> None:
+def operate(verb: str, *, jobs: Jobs = None, filters: Filters, change: Change, reach: Reach) -> None:
     """Do `verb` to each job that is meant; exit code 1 where it failed for some of several."""
     ids = chosen_ids(jobs)
-    check_choice("job", "jobs", ids, everything=everything, filtered=filters != Filters())
+    check_choice("job", "jobs", ids, everything=change.everything, filtered=filters != Filters())
     named = [str(_uuid(each)) for each in ids]
-    mesh = None if ids else change.reach.mesh
-    failed = 0
-    for result in change_all(JOBS, verb, named, JobFilter(**filters._asdict()), change, mesh=mesh):
-        if len(ids) == 1 and result.failed:
-            raise error_for(result.failed[0].problem)
-        if not (result.done or result.failed):
-            note("no jobs match: nothing to do")
-        said = f"would {verb}" if change.dry_run else JOBS.verbs[verb].done
-        for job in result.done:
-            done = {"id": job.id, "done": None if change.dry_run else verb}
-            json_line(done) if change.as_json else line(f"{job.id} {said}")
-        for failure in result.failed:
-            note(failure.problem.detail)
-        failed += len(result.failed)
+    ask = asking(JOBS, verb, JobFilter(**filters.conditions()), reach, mesh=None if ids else reach.mesh)
+    said = f"would {verb}" if change.dry_run else JOBS.verbs[verb].done
+    done = failed = 0
+    for portion in change_all("job", verb, named, change, ask):
+        for job in portion.done:
+            as_said = {"id": job.id, "done": None if change.dry_run else verb}
+            json_line(as_said) if change.as_json else line(f"{job.id} {said}")
+        for problem in portion.failed.values():
+            note(problem.detail)
+        done, failed = done + len(portion.done), failed + len(portion.failed)
+    if not (done or failed):
+        note("no jobs match: nothing to do")
     if failed:
         raise SystemExit(Exit.FAILED)
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import codecs
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, TextIO
@@ -21,7 +19,7 @@ from cli.connect import with_daemon
 from cli.files import size_of
 from cli.message import body_of
 from cli.noun import time_of
-from cli.output import json_line, line, note
+from cli.output import json_line, line, note, progress
 from postroom.chassis.exits import Exit
 
 if TYPE_CHECKING:
@@ -185,8 +183,8 @@ class Sending:
         """How far it is."""
         return Count(self._queued, self._duplicates, self._failed, self._source.blank)
 
-    def run(self, client: Client, show: Callable[[int, Count], None]) -> None:
-        """Send everything, calling `show` with the bytes read so far; raises what stops the whole."""
+    def run(self, client: Client, show: Callable[..., None]) -> None:
+        """Send everything, showing how far it is, in bytes of the total; raises what stops the whole."""
         for results in client.send_many_in_chunks(self._source):
             for result in results:
                 result.line = self._source.numbers.pop(result.line)
@@ -201,7 +199,7 @@ class Sending:
                     with self._saying:
                         json_line(result)
             sys.stdout.flush()  # whoever reads the results may be waiting for them
-            show(self._source.bytes_read, self.count)
+            show(sum(self.count), str(self.count), place=self._source.bytes_read)
 
     def _fail(self, number: int, problem: Problem) -> None:
         from postroom._wire.sends import BatchResult  # noqa: PLC0415
@@ -228,33 +226,9 @@ def send_lines(
     with_daemon(socket, lambda client: client.version())  # an absent daemon is said soon, before a line is read
     sending = Sending(stream, parse, errors, as_json=as_json)
     try:
-        with progress(size_of(stream)) as show:
+        with progress(size_of(stream), as_json=as_json) as show:
             with_daemon(socket, lambda client: sending.run(client, show), patience=PATIENCE)
     finally:
         note(str(sending.count)) if as_json else line(str(sending.count))
     if sending.count.failed:
         raise SystemExit(Exit.FAILED)
-
-
-@contextmanager
-def progress(total: int | None) -> Iterator[Callable[[int, Count], None]]:
-    """Show on standard error, while it is a terminal, how many lines there were, and how many a second.
-
-    With a `total`, in bytes, there is a bar too, and when it will be full; a pipe has none (None).
-    """
-    if not sys.stderr.isatty():
-        yield lambda _read, _count: None
-        return
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    bars = [] if total is None else [BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn()]
-    with Progress(TextColumn("{task.description}"), *bars, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("sending", total=total)
-        began = time.monotonic()
-
-        def show(read: int, count: Count) -> None:
-            rate = sum(count) / max(time.monotonic() - began, 0.001)
-            bar.update(task, completed=read, description=f"{count}, {rate:,.0f} a second")
-
-        yield show

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from cli import completion
 from cli.output import note
 from postroom.chassis.exits import Exit, Fatal
 
@@ -127,6 +128,10 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; show wh
 Reason = Annotated[
     str | None, typer.Option("--reason", help="Why; kept in the operator log. Asked for on a terminal.", metavar="TEXT")
 ]
+OlderThan = Annotated[
+    float | None,
+    typer.Option("--older-than", parser=age, metavar="DURATION", help="Only older than 90s, 15m, 7d, or than a time."),
+]
 Since = Annotated[
     datetime,
     typer.Option(
@@ -175,6 +180,7 @@ Mesh = Annotated[
         help="The mesh [default: the token's].",
         metavar="SLUG",
         callback=named("mesh"),
+        autocompletion=completion.meshes,
     ),
 ]
 
@@ -257,7 +263,7 @@ def chosen_ids(arguments: Sequence[str] | None) -> list[str]:
     for argument in arguments or ():
         ids.update(dict.fromkeys(ids_from_input() if argument == "-" else [argument]))
     if "" in ids:
-        raise Fatal(Exit.USAGE, "an id is empty")
+        raise Fatal(Exit.USAGE, "an id is empty: name things by their ids")
     if arguments and not ids:
         note("there are no ids on standard input: nothing to do")
         raise typer.Exit
@@ -273,8 +279,10 @@ def ids_from_input() -> Iterator[str]:
         try:
             row_id = msgspec.json.decode(words)["id"] if words.startswith(b"{") else words.decode("ascii")
         except (msgspec.DecodeError, KeyError, UnicodeDecodeError) as error:
-            raise Fatal(Exit.USAGE, f"line {number} of standard input has no id") from error
+            raise Fatal(
+                Exit.USAGE, f"line {number} of standard input has no id: write one a line, or JSON with an id"
+            ) from error
         if not isinstance(row_id, str) or len(row_id) > MAX_ID:
-            raise Fatal(Exit.USAGE, f"line {number} of standard input has no id")
+            raise Fatal(Exit.USAGE, f"line {number} of standard input has no id: write one a line, or JSON with an id")
         if row_id:
             yield row_id

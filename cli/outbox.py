@@ -12,17 +12,19 @@ import msgspec
 import typer
 from msgspec.structs import replace
 
-from cli.change import check_choice
+from cli import completion
+from cli.change import SECONDS, Asked, Change, Portion, change_all, check_choice
 from cli.connect import with_daemon
 from cli.daemon import daemon_config
 from cli.files import new_file, read_plain_file
-from cli.noun import All, Config, DryRun, Json, Reason, Socket, Yes, age, choice, chosen_ids, noun, with_options
+from cli.noun import Config, DryRun, Json, OlderThan, Reason, Socket, Yes, age, choice, chosen_ids, noun, with_options
 from cli.output import ago, confirm, fields, json_line, line, note, reason_or_ask, table, tree
 from postroom import ListQuery, OutboxRow, RowFilter, SendRequest
 from postroom._wire.message import decode_request, parse_destination
-from postroom._wire.operations import MAX_IDS, MAX_PAGE, VERBS, Verb
-from postroom._wire.sends import BulkResult, RowChain, RowStatus
+from postroom._wire.operations import MAX_PAGE, VERBS, Verb
+from postroom._wire.sends import BulkFailure, BulkResult, RowChain, RowStatus
 from postroom.chassis.exits import Exit, Fatal
+from postroom.errors import Conflict, NotFound, PostroomError
 
 if TYPE_CHECKING:
     from postroom import Client
@@ -31,7 +33,11 @@ app = noun("See and repair what the daemon keeps.")
 
 Ids = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID]...", help="Rows by row id or client_message_id; `-` reads them from standard input."),
+    typer.Argument(
+        metavar="[ID]...",
+        help="Rows by row id or client_message_id; `-` reads them from standard input.",
+        autocompletion=completion.rows,
+    ),
 ]
 Force = Annotated[
     bool, typer.Option("--force", help="Also rows that the broker may have accepted, while it cannot be asked.")
@@ -39,7 +45,8 @@ Force = Annotated[
 
 STATUSES: Final[tuple[str, ...]] = get_args(RowStatus)
 BACKUP_SECONDS: Final = 630.0  # how long a copy may take, a little longer than the daemon allows itself
-BULK_SECONDS: Final = 120.0  # how long one request of a bulk verb may take, a dry run over millions of rows included
+_PORTION: Final = 1000  # rows that one request of a bulk verb is about
+_ERRORS: Final[dict[str, type[PostroomError]]] = {"row_not_found": NotFound}  # else it is the row's state
 _COLUMNS: Final = ("ROW", "CLIENT MESSAGE ID", "STATUS", "TO", "AGE", "TRIES", "LAST ERROR")
 
 
@@ -49,17 +56,19 @@ class Filters(NamedTuple):
     status: Annotated[
         str | None,
         typer.Option(
+            "--status",
+            "--state",
             parser=choice("status", STATUSES),
             metavar="STATUS",
             help=f"Only rows that are {', '.join(STATUSES[:-1])} or aborted.",
         ),
     ] = None
-    destination: Annotated[str | None, typer.Option(metavar="TO", help="Only rows to this destination.")] = None
-    code: Annotated[str | None, typer.Option(metavar="CODE", help="Only rows whose last error has this code.")] = None
-    older_than: Annotated[
-        float | None,
-        typer.Option(parser=age, metavar="DURATION", help="Only rows older than 90s, 15m, 7d, or than a time."),
+    destination: Annotated[
+        str | None,
+        typer.Option(metavar="TO", help="Only rows to this destination.", autocompletion=completion.destinations),
     ] = None
+    code: Annotated[str | None, typer.Option(metavar="CODE", help="Only rows whose last error has this code.")] = None
+    older_than: OlderThan = None
     held: Annotated[
         bool | None, typer.Option("--held/--not-held", help="Only rows that are held, or that are not.")
     ] = None
@@ -77,16 +86,12 @@ class Filters(NamedTuple):
         return msgspec.convert({**msgspec.to_builtins(self.rows()), "cursor": cursor}, ListQuery)
 
 
-class Change(NamedTuple):
+class Rows(NamedTuple):
     """Which rows a verb changes, and how."""
 
-    everything: All = False
     filters: Filters = Filters()
-    reason: Reason = None
+    change: Change = Change()
     force: Force = False
-    dry_run: DryRun = False
-    yes: Yes = False
-    as_json: Json = False
     socket: Socket = None
 
 
@@ -165,22 +170,25 @@ def requeue(
     patch_payload: Annotated[
         Path | None, typer.Option(metavar="FILE", help='A whole new message, as JSON: {"to": …, "body": …}.')
     ] = None,
-    change: Change,
+    meant: Rows,
 ) -> None:
     """Requeue rows, perhaps one under an id or with a message that is given."""
-    wanted = chosen_ids([*(ids or ()), *([row] if row is not None else ())])
+    change, wanted = meant.change, chosen_ids([*(ids or ()), *([row] if row is not None else ())])
     if auto and new_client_id is not None:
-        raise Fatal(Exit.USAGE, "--auto and --new-client-id cannot be used together")
+        raise Fatal(Exit.USAGE, "--auto and --new-client-id cannot be used together: omit one")
     changed = new_client_id is not None or patch_payload is not None
     if changed and (len(wanted) != 1 or change.everything or change.dry_run):
-        raise Fatal(Exit.USAGE, "--new-client-id and --patch-payload are for exactly one row, and without --dry-run")
+        raise Fatal(
+            Exit.USAGE,
+            "--new-client-id and --patch-payload are for exactly one row, and without --dry-run: name one by its id",
+        )
     message = None if patch_payload is None else read_patch(patch_payload)
-    change_rows("requeue", wanted, change, new_client_message_id=new_client_id, message=message)
+    change_rows("requeue", wanted, meant, new_client_message_id=new_client_id, message=message)
 
 
-def change_named(verb: Verb, *, ids: Ids = None, change: Change) -> None:
+def change_named(verb: Verb, *, ids: Ids = None, meant: Rows) -> None:
     """Do a verb that needs nothing but rows and a reason."""
-    change_rows(verb, chosen_ids(ids), change)
+    change_rows(verb, chosen_ids(ids), meant)
 
 
 for _verb in VERBS:
@@ -331,62 +339,47 @@ def recover(*, config: Config = None, yes: Yes = False, as_json: Json = False) -
         raise typer.Exit(Exit.FAILED)
 
 
-def change_rows(verb: Verb, ids: Sequence[str], change: Change, **successor: Any) -> None:
-    """Do `verb` to one row at once, to many after a dry run that counts them and a question.
-
-    Exit code 1 where it failed for some.
-    """
-    rows, done_as = change.filters.rows(), VERBS[verb].done
+def change_rows(verb: Verb, ids: Sequence[str], meant: Rows, **successor: Any) -> None:
+    """Do `verb` to one row, perhaps with what its successor is, or to many; exit code 1 where it failed for some."""
+    change, rows, done_as = meant.change, meant.filters.rows(), VERBS[verb].done
     check_choice("row", "outbox", ids, everything=change.everything, filtered=rows != RowFilter())
-    reason = reason_or_ask(change.reason, dry_run=change.dry_run)
     if len(ids) == 1 and not change.dry_run:
+        reason = reason_or_ask(change.reason)
         if VERBS[verb].retires:
             confirm(f"{verb.capitalize()} {ids[0]}?", yes=change.yes)
         row = with_daemon(
-            change.socket, lambda client: client.act(verb, ids[0], reason=reason, force=change.force, **successor)
+            meant.socket, lambda client: client.act(verb, ids[0], reason=reason, force=meant.force, **successor)
         )
         requeued = f"{ids[0]} requeued as {row.id}, client_message_id {row.client_message_id}"
         said = requeued if verb == "requeue" else f"{row.id} {done_as}"
         json_line(row) if change.as_json else line(said)
         return
-    result = _bulk(verb, [rows] if change.everything else _portions(ids), change, reason, dry_run=True)
-    if not change.dry_run:
-        confirm(f"{verb.capitalize()} {len(result.done)} of {result.matched} rows?", yes=change.yes)
-        done = _bulk(verb, _portions(result.done), change, reason, dry_run=False)
-        result = replace(
-            done, matched=result.matched, skipped=result.skipped + done.skipped, failed=result.failed + done.failed
+
+    def ask(asked: Asked) -> Portion:
+        wanted, force = rows if asked.ids is None else RowFilter(ids=list(asked.ids)), meant.force and not asked.dry_run
+        part = with_daemon(
+            meant.socket,
+            lambda client: client.bulk(verb, wanted, reason=asked.why, dry_run=asked.dry_run, force=force),
+            timeout=SECONDS,
         )
-    for failure in result.failed:
-        note(f"{failure.id}: {failure.detail}")
+        failed = {each.id: _ERRORS.get(each.code, Conflict).of(each.code, each.detail).problem for each in part.failed}
+        return Portion(part.done, failed, part.skipped)
+
+    total = BulkResult(dry_run=change.dry_run, matched=0, done=[], skipped=[], failed=[])
+    for portion in change_all("row", verb, ids, change, ask, size=_PORTION):
+        total.done += portion.done
+        total.skipped += portion.skipped
+        for id_, failure in portion.failed.items():
+            note(f"{id_}: {failure.detail}")
+            total.failed.append(BulkFailure(id=id_, code=failure.code, detail=failure.detail))
+    total.matched = len(total.done) + len(total.skipped) + len(total.failed)
     if change.as_json:
-        json_line(result)
+        json_line(total)
     else:
         what = f"would be {done_as}" if change.dry_run else done_as
-        line(f"{len(result.done)} {what}, {len(result.skipped)} skipped, {len(result.failed)} failed")
-    if result.failed:
+        line(f"{len(total.done)} {what}, {len(total.skipped)} skipped, {len(total.failed)} failed")
+    if total.failed:
         raise SystemExit(Exit.FAILED)
-
-
-def _portions(ids: Sequence[str]) -> list[RowFilter]:
-    """Cut many rows into requests that each take moments: none runs into its time-out, and Ctrl-C ends between two."""
-    return [RowFilter(ids=list(ids[i : i + MAX_IDS])) for i in range(0, len(ids), MAX_IDS)]
-
-
-def _bulk(verb: Verb, meant: Sequence[RowFilter], change: Change, reason: str, *, dry_run: bool) -> BulkResult:
-    """Add up what the requests for these portions did, or would do."""
-    total = BulkResult(dry_run=dry_run, matched=0, done=[], skipped=[], failed=[])
-    force = change.force and not dry_run
-    for rows in meant:
-
-        def ask(client: Client, rows: RowFilter = rows) -> BulkResult:
-            return client.bulk(verb, rows, reason=reason, dry_run=dry_run, force=force)
-
-        part = with_daemon(change.socket, ask, timeout=BULK_SECONDS)
-        total.matched += part.matched
-        total.done += part.done
-        total.skipped += part.skipped
-        total.failed += part.failed
-    return total
 
 
 def read_patch(file: Path) -> SendRequest:

@@ -5,9 +5,12 @@ On a terminal a table has colours (unless `NO_COLOR` is set); in a pipe it is pl
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TextIO, TypeVar
@@ -26,6 +29,9 @@ _BRANCH: Final = ("├─ ", "│  ")  # before an item of a tree, before what g
 _LAST: Final = ("└─ ", "   ")
 _WIDE: Final = 10_000  # columns of a table that nobody looks at on a screen
 _SENTENCE: Final = 24  # columns that a longer sentence gets at least
+_UNSEEN_SECONDS: Final = 1.0  # that something takes before anybody needs to see how far it is
+_FRAME_SECONDS: Final = 0.1
+_ERASE: Final = "\r\033[K"
 _STYLES: Final = {
     "done": "green",
     "dead": "bold red",
@@ -39,20 +45,75 @@ _STYLES: Final = {
 }
 
 
+class Progress:
+    """How far something is that takes longer than a second: one line on standard error, while that is a terminal.
+
+    Whatever else is written erases it first, so that nothing is drawn over it.
+    """
+
+    _drawn = False
+
+    def __init__(self, total: int | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._clock = clock
+        self._began = clock()
+        self._next = self._began + _UNSEEN_SECONDS
+
+    def show(self, count: int, words: str, *, place: int | None = None) -> None:
+        """Say so, with how many a second; with a total also how much of it `place` is, as a rule the count."""
+        now = self._clock()
+        if now < self._next:
+            return
+        self._next, seconds = now + _FRAME_SECONDS, now - self._began
+        said = f"{words}, {count / seconds:,.0f} a second"
+        if self._total and (reached := count if place is None else place):
+            left = max(0, self._total - reached) * seconds / reached
+            said += f", {min(1.0, reached / self._total):.0%}, {left:,.0f} s left"
+        self.say(said)
+
+    @classmethod
+    def say(cls, words: str) -> None:
+        """Say what is done just now, until something else is written."""
+        if sys.stderr.isatty():
+            sys.stderr.write(_ERASE + printable(words)[: shutil.get_terminal_size().columns - 1])
+            sys.stderr.flush()
+            cls._drawn = True
+
+    @classmethod
+    def erase(cls) -> None:
+        """Leave nothing of it on the screen."""
+        if cls._drawn:
+            cls._drawn = False
+            sys.stderr.write(_ERASE)
+            sys.stderr.flush()
+
+
+@contextmanager
+def progress(total: int | None = None, *, as_json: bool = False) -> Iterator[Callable[..., None]]:
+    """Lend `Progress.show` for something of `total` parts (None: nobody knows); programs are shown nothing."""
+    try:
+        yield (lambda *_, **__: None) if as_json else Progress(total).show
+    finally:
+        Progress.erase()
+
+
 def json_line(value: Any, stream: TextIO | None = None, *, flush: bool = False) -> None:
     """Write one JSON object as a line, to standard output where no stream is named; with `flush` it is seen at once."""
     import msgspec  # noqa: PLC0415
 
+    Progress.erase()
     print(msgspec.json.encode(value, enc_hook=str).decode(), file=stream or sys.stdout, flush=flush)
 
 
 def line(text: str, *, flush: bool = False) -> None:
     """Write one line for people; whatever could steer a terminal is escaped. With `flush` it is seen at once."""
+    Progress.erase()
     print(printable(text), flush=flush)  # noqa: T201
 
 
 def note(text: str) -> None:
     """Say something beside the output: on standard error."""
+    Progress.erase()
     print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
 
 

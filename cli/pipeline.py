@@ -23,7 +23,7 @@ def run(*, name: Name, options: Words = None, as_json: Json = False) -> None:
     """Run one pipeline to its end and print a summary; exit code 1 if it found a violation."""
     from pipeline.runner import run_by_name  # noqa: PLC0415
 
-    outcome = run_by_name(name, options or [])
+    outcome = run_by_name(name, options or [], shown=not as_json)
     if as_json:
         json_line({"pipeline": name, "failed": outcome.failed, **outcome.facts})
     else:

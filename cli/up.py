@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cli.noun import Yes, noun
-from cli.output import confirm, line, note
+from cli.output import Progress, confirm, line, note
 
 if TYPE_CHECKING:
     from cli.stack import Layout
@@ -55,14 +55,19 @@ def up(
         if supervisor is not None:
             note(f"Postroom runs already (pid {supervisor.pid}).")
         else:
-            supervision.detached(layout)
+            supervision.detached(layout, lambda said: Progress.say(f"  {said}"))
         explain(layout)
         return
     stack = Stack(layout.state)
+
+    def begin(said: str) -> None:
+        notify(f"STATUS={said}")  # whoever has detached this shows it
+        Progress.say(f"  {said}")
+
     with supervision.interruptible(), supervision.supervising(layout), fatal_failures():
         try:
             stack.stop()  # what a supervisor that was killed has left would end under this one
-            stack.start(lambda said: line(f"  {said}", flush=True))
+            stack.start(lambda said: line(f"  {said}", flush=True), begin)
             explain(layout)
             notify("READY=1")
             supervision.keep_running(stack, note)

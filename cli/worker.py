@@ -3,25 +3,58 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Final
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Final, NamedTuple
 
 import typer
 
+from cli import completion
+from cli.change import Asked, Change, Portion, asking, change_all, check_choice
 from cli.connect import with_broker
-from cli.noun import Config, DryRun, Json, Reason, Since, TokenFile, Url, Yes, chosen_ids, noun
-from cli.output import ago, confirm, json_line, line, listing, reason_or_ask
+from cli.noun import (
+    Config,
+    DryRun,
+    Json,
+    OlderThan,
+    Reach,
+    Reason,
+    Since,
+    TokenFile,
+    Url,
+    Yes,
+    chosen_ids,
+    noun,
+    with_options,
+)
+from cli.output import ago, confirm, json_line, line, listing, note, reason_or_ask
 from postroom._wire import unpublished
 from postroom._wire.administration import MeshQuery
-from postroom.chassis.exits import Exit, Fatal
 
 Context = Annotated[
     str | None, typer.Option("--context", "--mesh", help="Only of this mesh [default: all].", metavar="SLUG")
 ]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Which; `-` reads ids from standard input.")]
+Ids = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[ID]...", help="Which; `-` reads ids from standard input.", autocompletion=completion.failing
+    ),
+]
 
 _SECONDS: Final = 120.0  # that one request may take: it may be about 15,000 messages
 _FAILING: Final = ("ID", "SUBJECT", "AGGREGATE", "TRIES", "AGE", "BEHIND", "ERROR")
 _DROPPED: Final = ("AT", "BY", "ID", "SUBJECT", "ERROR", "WHY")
+
+
+class Filters(NamedTuple):
+    """Which of those that are refused are meant."""
+
+    subject: Annotated[str | None, typer.Option("--subject", metavar="SUBJECT", help="Only with this subject.")] = None
+    older_than: OlderThan = None
+
+    def match(self, one: unpublished.Failing) -> bool:
+        """Tell whether it is one of them."""
+        limit = None if self.older_than is None else datetime.now(UTC) - timedelta(seconds=self.older_than)
+        return self.subject in (None, one.subject) and (limit is None or one.occurred_at < limit)
 
 
 def failing(source: str) -> typer.Typer:
@@ -41,17 +74,28 @@ def failing(source: str) -> typer.Typer:
         )
 
     @app.command(help=f"{things.verbs['drop'].effect[:-1]}; `log` shows who did it, and why.")
-    def drop(
-        *, ids: Ids = None, reason: Reason = None, url: Url = None, token_file: TokenFile = None, yes: Yes = False
-    ) -> None:
+    @with_options
+    def drop(*, ids: Ids = None, filters: Filters, change: Change, reach: Reach) -> None:
         chosen = chosen_ids(ids)
-        if not chosen:
-            raise Fatal(Exit.USAGE, f"name {source} by their ids (`postroom worker {source} list` shows them)")
-        why, meant = reason_or_ask(reason), unpublished.Ids(ids=chosen)
-        confirm(f"Drop {len(chosen)} {source}, which will never be published?", yes=yes)
-        result = with_broker(url, token_file, lambda client: client.change(things, "drop", meant, reason=why))
-        for one in result.done:
-            line(f"{one} dropped")
+        group = f"worker {source}"
+        check_choice(things.name, group, chosen, everything=change.everything, filtered=filters != Filters())
+        named = asking(things, "drop", unpublished.Ids(ids=chosen), reach, mesh=None)
+
+        def ask(asked: Asked) -> Portion:
+            if asked.ids is not None:
+                return named(asked)
+            query = MeshQuery(mesh=reach.mesh)
+            found = with_broker(reach.url, reach.token_file, lambda client: client.list_things(things, query))
+            return Portion([one.id for one in found.failing if filters.match(one)], {})
+
+        done, said = 0, "would be dropped" if change.dry_run else "dropped"
+        for portion in change_all(things.name, "drop", chosen, change, ask):
+            for one in portion.done:
+                as_said = {"id": one, "done": None if change.dry_run else "drop"}
+                json_line(as_said) if change.as_json else line(f"{one} {said}")
+            done += len(portion.done)
+        if not done:
+            note(f"no {source} match: nothing to do")
 
     @app.command()
     def log(*, url: Url = None, token_file: TokenFile = None, as_json: Json = False) -> None:

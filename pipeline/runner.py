@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
@@ -31,12 +31,15 @@ _PAUSE_SECONDS: Final = 0.2
 _OURS: Final = re.compile(r"^postroom\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
-def run_by_name(name: str, words: Sequence[str]) -> Outcome:
-    """Run a pipeline with the options `words`; raises `Fatal`, and the errors of what it reads and writes."""
+def run_by_name(name: str, words: Sequence[str], *, shown: bool = True) -> Outcome:
+    """Run a pipeline with the options `words`; on a terminal how far it is can be `shown`.
+
+    Raises `Fatal`, and the errors of what it reads and writes.
+    """
     pipeline = find(name)
     check_spark()
     options = parse(pipeline.options, words, name)
-    with session(name) as spark, progress(spark, name), own_sentences():
+    with session(name) as spark, progress(spark, name) if shown else nullcontext(), own_sentences():
         return pipeline.run(spark, options)
 
 

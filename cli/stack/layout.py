@@ -86,7 +86,10 @@ class Layout:
                 self.state.chmod(0o711)  # Postgres passes through as another user; what lies inside is closed itself
             self.admin_token_file.parent.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise Fatal(Exit.CONFIG, f"cannot use the state directory {self.state}: {error.strerror}") from error
+            raise Fatal(
+                Exit.CONFIG,
+                f"cannot use the state directory {self.state}: {error.strerror}; choose another with --state DIR",
+            ) from error
         if not self.admin_token_file.exists():
             write_secret(self.admin_token_file, secrets.token_urlsafe(32))
 

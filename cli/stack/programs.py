@@ -189,7 +189,7 @@ class WorkerProgram(PageProgram):
         """Ask the worker what waits to be published, by what it is; raises `PostroomError` where it cannot say."""
         found = _BACKLOG.findall(await self._page("/metrics"))
         if not found:  # Postgres did not answer the worker
-            raise TryAgain.of("database_unavailable", "the worker cannot ask Postgres what is unpublished")
+            raise TryAgain.of("database_unavailable", "the worker cannot ask Postgres what is unpublished: try again")
         return {source: round(float(count)) for source, count in found}
 
 

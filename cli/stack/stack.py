@@ -65,10 +65,14 @@ class Stack:
         redis = () if self.redis is None else (self.redis,)
         return (self.postgres, *redis, self.nats, self.broker, self.worker, self.daemon)
 
-    def start(self, say: Callable[[str], None]) -> None:
-        """Start what does not run, `say` of each that it is ready, make the mesh and write the `env` file."""
+    def start(self, say: Callable[[str], None], begin: Callable[[str], None] = lambda _: None) -> None:
+        """Start what does not run, make the mesh and write the `env` file.
+
+        Of each program `begin` is told that it starts, and `say` that it is ready.
+        """
         self.layout.create()
         for program in self.programs:
+            begin(f"{program.name} starts")
             program.start()
             say(f"{program.name:<9} ready, pid {program.process.pid if program.process else '-'}")
             if program is self.broker:

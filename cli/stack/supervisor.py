@@ -134,8 +134,10 @@ class _Watched:
             say(str(error))
 
 
-def detached(layout: Layout) -> None:
+def detached(layout: Layout, say: Callable[[str], None]) -> None:
     """Start a supervisor in the background: `postroom up` once more, in a session of its own, until it says READY=1.
+
+    Meanwhile `say` is told what it is doing.
 
     It says so by sd_notify(3), so the foreground form may as well be a systemd service of `Type=notify`. Raises `Fatal`
     with what the supervisor said where it ended instead.
@@ -156,7 +158,7 @@ def detached(layout: Layout) -> None:
             start_new_session=True,
         )
         try:
-            ready = _await_ready(notifications, supervisor)
+            ready = _await_ready(notifications, supervisor, say)
         except BaseException:
             supervisor.terminate()
             supervisor.wait()
@@ -167,15 +169,18 @@ def detached(layout: Layout) -> None:
     supervisor.returncode = 0  # it lives on: nobody here waits for it
 
 
-def _await_ready(notifications: socket.socket, supervisor: subprocess.Popen[bytes]) -> bool:
+def _await_ready(notifications: socket.socket, supervisor: subprocess.Popen[bytes], say: Callable[[str], None]) -> bool:
     ended = os.pidfd_open(supervisor.pid)
     try:
         while True:
             readable, _, _ = select.select([notifications.fileno(), ended], [], [])
             if notifications.fileno() not in readable:
                 return False
-            if b"READY=1" in notifications.recv(_MAX_NOTIFICATION).split(b"\n"):
-                return True
+            for told in notifications.recv(_MAX_NOTIFICATION).decode(errors="replace").splitlines():
+                if told == "READY=1":
+                    return True
+                if told.startswith("STATUS="):
+                    say(told.removeprefix("STATUS="))
     finally:
         os.close(ended)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from support.terminal import Terminal
 
 from cli.stack import Layout, Stack
 from cli.stack.supervisor import supervisor_of
@@ -310,3 +311,13 @@ def test_a_failure_to_start_in_the_background_is_said_in_the_foreground(short_di
     assert done.returncode == 1
     assert "redis ended by itself" in done.stderr
     assert not any(pids(Stack(state)).values())
+
+
+def test_a_terminal_shows_which_program_is_starting(short_directory: Path) -> None:
+    state = short_directory / "up"
+    Layout(state).create()
+    (state / "redis" / "redis.sock").mkdir(parents=True)
+    shown = Terminal().at_a_terminal("up", "--state", str(state), "--detach")
+    assert shown.code == 1
+    assert shown.out.index("  postgres starts") < shown.out.index("  redis starts") < shown.out.index("ended by itself")
+    assert "nats starts" not in shown.out

@@ -93,13 +93,12 @@ class Terminal:
 
     def start(self, *arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
         """Start a command and return at once."""
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
             [*COMMAND, *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             bufsize=0,  # a line that is read takes nothing of the next with it
             env=self.environment,
-            **options,
+            **streams | options,
         )
 
     def at_a_terminal(self, *arguments: str, answer: str = "", **environment: str) -> Outcome:

@@ -17,6 +17,7 @@ import msgspec
 from postroom._wire.administration import Slug
 from postroom._wire.message import TRACEPARENT
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
+from postroom._wire.operations import Age
 
 JobState = Literal["running", "closed", "completed", "failed", "cancelled"]
 
@@ -56,6 +57,7 @@ class JobFilter(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     ids: Annotated[list[UUID], msgspec.Meta(max_length=CHANGES)] | None = None
     flow: str | None = None
     state: JobState | None = None
+    older_than_seconds: Age | None = None  # since it was started
 
 
 class JobsQuery(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -64,6 +66,7 @@ class JobsQuery(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     mesh: str | None = None
     flow: str | None = None
     state: JobState | None = None
+    older_than_seconds: Age | None = None
     cursor: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=CHANGES)] = CHANGES
 

@@ -51,7 +51,9 @@ async def start(connection: Connection, job: Start) -> bool:
         raise InvalidMessage.of("invalid_mesh", detail, field="mesh") from error
     except asyncpg.DataError as error:
         why = str(getattr(error, "detail", None) or error).rstrip(".")
-        raise InvalidMessage.of("invalid_request", f"Postgres cannot store the request ({why})") from error
+        raise InvalidMessage.of(
+            "invalid_request", f"Postgres cannot store the request ({why}): pass another"
+        ) from error
     except Duplicate:
         found = await connection.fetchrow(QUERIES["find_start"], job.job, job.request)
         removed = await connection.fetchrow(QUERIES["find_removed"], job.job)
@@ -73,7 +75,7 @@ async def find_jobs(
     after: tuple[datetime, UUID] | None = None,
 ) -> list[Job]:
     """Return the newest `limit` jobs that are wanted, of one mesh or all, newest first, from behind one on."""
-    bounds = mesh, wanted.flow, wanted.state, limit, *(after or (None, None)), wanted.ids
+    bounds = mesh, wanted.flow, wanted.state, limit, *(after or (None, None)), wanted.ids, wanted.older_than_seconds
     rows = await connection.fetch(QUERIES["find_jobs"], *bounds)
     return [_job(row, row["unknown"]) for row in rows]
 
@@ -120,7 +122,7 @@ async def cancel_job(connection: Connection, job: UUID, *, actor: str, reason: s
         if row is None:
             raise missing(job)
         if not row["done"]:
-            detail = f"the job {job} is {row['state']}: only a running or closed job can be cancelled"
+            detail = f"the job {job} is {row['state']}: it must be running or closed to be cancelled"
             raise Conflict.of("job_ended", detail)
 
 

@@ -119,3 +119,15 @@ def test_an_event_that_does_not_fail_is_not_found(user: Terminal, poison: str) -
 def test_without_ids_nothing_is_dropped(user: Terminal, poison: str) -> None:
     assert poison
     assert user.run("worker", "events", "drop", "--reason", "a test", "--yes").code == 2
+
+
+def test_all_that_fail_are_dropped_by_filters_after_a_dry_run(user: Terminal, poison: str) -> None:
+    drop = ("worker", "events", "drop", "--all")
+    assert user.run(*drop, "--mesh", "elsewhere", "--dry-run").out == ""
+    assert user.run(*drop, "--older-than", "1h", "--dry-run").out == ""
+    assert user.run(*drop, "--mesh", "demo", "--dry-run").out == f"{poison} would be dropped\n"
+    assert [one["id"] for one in user.run("worker", "events", "list", "--json").json] == [poison]
+    asked = user.run(*drop, "--reason", "a test")
+    assert (asked.code, "Drop 1 of 1 events?" in asked.err) == (2, True)
+    done = user.run(*drop, "--subject", "demo.order.a.placed", "--reason", "a test", "--yes", "--json")
+    assert done.json in ([{"id": poison, "done": "drop"}], [])

@@ -183,7 +183,7 @@ def test_a_start_mints_an_id_and_reads_the_request_from_a_pipe(office: Office, f
         (["cancel", str(UUID(int=7)), "--yes"], 2, "--reason"),
         (["cancel", str(UUID(int=7)), "--reason", "x"], 2, "Add --yes"),
         (["list", "--state", "odd"], 2, "'odd' is not a state: running, closed"),
-        (["explain", "1"], 2, "it has 15 digits"),
+        (["explain", "1"], 2, "write 15 digits"),
         (["explain", "001000000000001"], 2, "leg 2 was entered, but leg 1 is not complete"),
         (["explain", "m-7"], 3, "the ledgers know no message and no activity 'm-7'"),
     ],
@@ -283,7 +283,7 @@ def test_several_jobs_come_from_a_list_and_one_that_is_refused_holds_up_none(off
     outcome = office.user.run("jobs", "retry", "-", "--reason", "mended", "--yes", stdin=listed)
     assert outcome.code == 1
     assert outcome.out == f"{jobs[0]} continues\n{jobs[2]} continues\n"
-    assert "it is running: there is nothing to retry" in outcome.err
+    assert "it must be failed, and is running" in outcome.err
     assert [office.state(job) for job in jobs] == ["running"] * 3
 
 
@@ -305,7 +305,7 @@ def test_a_dry_run_says_why_a_job_cannot_be_changed(office: Office) -> None:
     job = office.running()
     refused = office.user.run("jobs", "retry", str(job), "--dry-run")
     assert (refused.code, refused.sentence()) == (
-        4, f"cannot retry the job {job}: it is running, not failed"
+        4, f"cannot retry the job {job}: it must be failed, and is running"
     )  # fmt: skip
     assert office.user.run("jobs", "cancel", str(job), "--dry-run").out == f"{job} would cancel\n"
     assert office.state(job) == "running"

@@ -341,7 +341,7 @@ def test_a_dry_run_needs_no_reason(sent: Terminal) -> None:
 
 
 def test_many_rows_are_changed_in_portions_and_told_as_one(sent: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.outbox.MAX_IDS", 2)
+    monkeypatch.setattr("cli.outbox._PORTION", 2)
     asked: list[int | None] = []
     portion = AsyncClient.bulk
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -246,15 +248,33 @@ def test_ctrl_c_half_way_says_how_far_it_was(terminal: Terminal, daemon: LoneDae
     assert rows(daemon) == 2
 
 
-def test_a_progress_bar_is_drawn_on_a_terminal_only(terminal: Terminal, tmp_path: Path) -> None:
+def test_progress_is_drawn_on_a_terminal_only_and_results_go_to_standard_output(
+    terminal: Terminal, tmp_path: Path
+) -> None:
     file = tmp_path / "lines"
     file.write_text("x\n" * 2000)
     drawn = terminal.at_a_terminal("send", "topic:orders", "--file", str(file))
     assert drawn.code == 0
-    assert "\x1b[" in drawn.out
     assert "2000 queued, 0 duplicates, 0 failed" in drawn.out
     plain = terminal.run("send", "topic:orders", "--file", file)
     assert plain.err == ""
+
+
+def test_a_pipe_shows_how_many_and_how_fast_on_a_terminal(terminal: Terminal) -> None:
+    master, slave = pty.openpty()
+    running = terminal.start("send", "topic:orders", "-", stdin=subprocess.PIPE, stderr=slave)
+    os.close(slave)
+    assert running.stdin is not None
+    seen = b""
+    while b" a second" not in seen:  # a line every moment, for as long as nothing is shown
+        running.stdin.write(b"x\n")
+        if select.select([master], [], [], 0.05)[0]:
+            seen += os.read(master, 65536)
+    out, _ = running.communicate(timeout=60)
+    assert b"queued, 0 duplicates, 0 failed, " in seen
+    assert out.endswith(b" queued, 0 duplicates, 0 failed\n")
+    assert b"\x1b" not in out
+    os.close(master)
 
 
 def test_a_million_lines_do_not_lie_in_memory(terminal: Terminal, tmp_path: Path) -> None:

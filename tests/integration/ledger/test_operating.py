@@ -88,7 +88,7 @@ RETRIED_TO = {"failed": "running", "failed at its end": "closed"}
 async def test_what_runs_is_cancelled_and_what_has_ended_is_not(jobs: Jobs, state: str) -> None:
     begun, _ = await come_to(jobs, state)
     if state not in CANCELLED:
-        with pytest.raises(Conflict, match="only a running or closed job can be cancelled"):
+        with pytest.raises(Conflict, match="it must be running or closed to be cancelled"):
             await cancel(jobs, begun.job)
     else:
         await cancel(jobs, begun.job)
@@ -341,9 +341,9 @@ async def test_few_jobs_of_a_state_are_found_without_a_look_at_all_others(jobs: 
     await jobs.connection.execute("ANALYZE ledger.job")
     found = await find_jobs(jobs.connection, JobFilter(state="failed"), 50)
     await jobs.connection.execute(
-        f"PREPARE listing (text, text, text, bigint, timestamptz, uuid, uuid[]) AS {QUERIES['find_jobs']}"
+        f"PREPARE listing (text, text, text, bigint, timestamptz, uuid, uuid[], float8) AS {QUERIES['find_jobs']}"
     )
-    plan = await jobs.connection.fetch("EXPLAIN EXECUTE listing (NULL, NULL, 'failed', 50, NULL, NULL, NULL)")
+    plan = await jobs.connection.fetch("EXPLAIN EXECUTE listing (NULL, NULL, 'failed', 50, NULL, NULL, NULL, NULL)")
     await transaction.rollback()
     assert begun.job in {job.id for job in found}
     assert "job_ended_early" in "".join(row[0] for row in plan)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import count
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cli.lines import Count, progress
-from cli.output import fields, table
+from cli.output import Progress, fields, line, progress, table
 
 ID = "6fa459ea-ee8a-3ca4-894e-db77e160355e"
 WORDS = st.text("abcdefgh-._", min_size=1, max_size=60)
@@ -69,16 +69,28 @@ def test_a_long_name_among_fields_is_whole(shown: Callable[..., list[str]]) -> N
     assert first == "consumer  " + "c" * 60
 
 
-def test_a_pipe_without_a_total_shows_how_many_lines_and_how_many_a_second(
+def test_what_takes_longer_than_a_second_says_how_far_it_is_and_how_fast_it_goes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    for total, drawn in ((None, False), (4000, True)):
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-        with progress(total) as show:
-            show(1000, Count(queued=990, failed=10))
-        said = capsys.readouterr().err
-        assert "990 queued, 0 duplicates, 10 failed, " in said
-        assert "a second" in said
-        assert ("25 %" in said) == drawn
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for total, rest in ((None, ""), (4000, ", 25%, 6 s left")):
+        times = iter((0.0, 0.9, 2.0, 2.05))  # the beginning, too soon, seen, the same frame
+        shown = Progress(total, clock=times.__next__)
+        for words in ("0.9 s", "2.0 s", "2.05 s"):
+            shown.show(1000, words)
+        assert capsys.readouterr().err == f"\r\033[K2.0 s, 500 a second{rest}"
+        line("a line of its own")
+        assert capsys.readouterr() == ("a line of its own\n", "\r\033[K")
+
+
+def test_nothing_is_drawn_without_a_terminal_nor_for_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ticks = count()
+    shown = Progress(None, clock=lambda: float(next(ticks)))
+    shown.show(1, "x")
+    shown.show(2, "x")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with progress(as_json=True) as show:
+        show(3, "x")
+    assert capsys.readouterr().err == ""
