@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
-from broker.authentication import PRINCIPAL
+from broker.authentication import PRINCIPAL, any_mesh
 from broker.database import QUERIES, Database
 from postroom._wire.administration import MeshQuery
 from postroom._wire.nouns import Failure, LogLine, LogPage, LogQuery, Noun
@@ -22,6 +22,7 @@ from postroom.errors import PostroomError
 
 READ: Final = (400, 401, 403, 404, 503)  # what may be wrong with a question
 WRITE: Final = (400, 401, 403, 404, 408, 409, 413, 415, 503)  # and with a change
+OF_MESH: Final = ("mesh", "member", "topic", "queue", "webhook", "job", "dead letter")  # whose keys begin with the mesh
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -114,9 +115,20 @@ class OperatorLog:
         self._database = database
 
     async def list(self, request: web.Request) -> web.Response:
-        """`GET /v1/operator_log`."""
+        """`GET /v1/operator_log`: who operates one mesh sees the lines of that alone."""
         query = decode_query(request, LogQuery)
-        wanted = query.noun, query.verb, query.actor, query.key, query.since, query.cursor, query.limit + 1
+        mesh = any_mesh(request[PRINCIPAL], query.mesh)
+        wanted = (
+            query.noun,
+            query.verb,
+            query.actor,
+            query.key,
+            query.since,
+            query.cursor,
+            query.limit + 1,
+            mesh,
+            OF_MESH,
+        )
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             rows = await connection.fetch(QUERIES["list_operations"], *wanted)
         lines = [LogLine(**dict(list(row.items())[1:])) for row in rows[: query.limit]]

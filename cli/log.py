@@ -11,9 +11,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from cli import completion
 from cli.connect import with_broker, with_daemon
 from cli.exits import ending
-from cli.noun import Json, Socket, TokenFile, Url, choice, moment, noun
+from cli.noun import Json, Socket, TokenFile, Url, choice, moment, named, noun
 from cli.output import listing, note
 from postroom._wire.administration import MAX_PAGE
 from postroom._wire.nouns import OPERATOR_LOG, LogLine, LogPage, LogQuery
@@ -33,6 +34,15 @@ class Placed(LogLine, kw_only=True, frozen=True):
 @app.command()
 def log(
     *,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SLUG",
+            help="Only about this mesh, and what is in it [default: all that the token may see].",
+            callback=named("mesh"),
+            autocompletion=completion.meshes,
+        ),
+    ] = None,
     thing: Annotated[
         str | None, typer.Option("--noun", metavar="NOUN", help="Only of a kind, such as job, row or relay.")
     ] = None,
@@ -65,8 +75,9 @@ def log(
     \b
         postroom log --noun job --limit 10
         postroom log --actor lea --since 1d
+        postroom log --mesh sea
     """  # noqa: D301 - \b: as it stands
-    query = LogQuery(noun=thing, verb=verb, actor=actor, key=key, since=since)
+    query = LogQuery(mesh=mesh, noun=thing, verb=verb, actor=actor, key=key, since=since)
 
     def broker() -> list[Placed]:
         def ask(query: LogQuery) -> LogPage:

@@ -50,7 +50,7 @@ class Verb(NamedTuple):
         """Raise `Conflict`, which says why, where it may not be done to a `thing` in a `state`."""
         if self.states and state not in self.states:
             allowed = " or ".join(sorted(self.states))
-            raise Conflict.of("wrong_state", f"cannot {verb} {thing}: it is {state}, not {allowed}")
+            raise Conflict.of("wrong_state", f"cannot {verb} {thing}: it must be {allowed}, and is {state}")
 
 
 class Change(msgspec.Struct, Generic[F], kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -113,9 +113,11 @@ class Noun(NamedTuple, Generic[Q, P, W, L, C, F, T]):
 class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The query string of `GET /v1/operator_log`: which lines, the latest first; what is not set matches all.
 
-    A daemon has the same route for what was done to its rows (nouns `row`, `relay` and `outbox`).
+    Lines of a `mesh` are those about it and what is in it; a token of one mesh implies it. A daemon has the same route
+    for what was done to its rows (nouns `row`, `relay` and `outbox`).
     """
 
+    mesh: str | None = None
     noun: str | None = None
     verb: str | None = None
     actor: str | None = None
@@ -145,5 +147,5 @@ class LogPage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 OPERATOR_LOG: Final[Noun[LogQuery, LogPage, Any, Any, Any, Any, Any]] = Noun(
-    "line", "what operators changed", "/v1/operator_log", LogQuery, LogPage, reads="broker_look"
+    "line", "what operators changed", "/v1/operator_log", LogQuery, LogPage
 )

@@ -184,6 +184,24 @@ async def test_what_an_operator_does_is_logged_under_the_name_that_was_authentic
     ]
 
 
+async def test_who_looks_in_one_mesh_sees_what_was_done_to_that_alone(broker: Any) -> None:
+    ann, ada = await operator(broker, "ann", "look", "demo"), broker.member("ada")
+    await broker.add_mesh("other", {"oscar": "admin"})
+    for mesh in ("demo", "other"):
+        assert (await broker.admin.post("/v1/topics", {"mesh": mesh, "name": "seen"})).status == 201
+
+    def keys(answer: Any) -> list[str]:
+        return [line["key"] for line in answer.body["lines"] if line["noun"] == "topic"]
+
+    assert keys(await broker.admin.get("/v1/operator_log"))[:2] == ["other seen", "demo seen"]
+    for answer in (await ann.get("/v1/operator_log"), await ada.get("/v1/operator_log", mesh="demo")):
+        assert keys(answer)[0] == "demo seen"
+        assert {line["key"].split()[0] for line in answer.body["lines"]} == {"demo"}
+    assert keys(await broker.admin.get("/v1/operator_log", mesh="other"))[0] == "other seen"
+    assert (await ann.get("/v1/operator_log", mesh="other")).status == 403
+    assert (await broker.member("alice").get("/v1/operator_log")).status == 403
+
+
 async def test_an_admin_of_a_mesh_may_not_administer_meshes(broker: Any) -> None:
     ada = broker.member("ada")
 
