@@ -32,7 +32,7 @@ from postroom._wire.dead_letters import DeadLetter
 from postroom._wire.jobs import Activity, JobMessage, JobTree
 from postroom._wire.sends import EndedRow, EndedRows
 from postroom._wire.sql import load_queries
-from postroom._wire.trace import NAME, Outcome, Step, Wait, compose, help_for, steps_of
+from postroom._wire.trace import NAME, REPAIRED, Outcome, Step, Wait, compose, help_for, steps_of
 from postroom._wire.unpublished import resuming
 from postroom.chassis.postgres import Connection
 from postroom.chassis.routes import json_response
@@ -47,6 +47,7 @@ QUERIES: Final = load_queries("broker", "trace.sql")
 
 _MOST: Final = 500  # rows of one table in one round
 _ROUNDS: Final = 10  # of causes, and of effects
+_MOST_ENDED: Final = 10_000  # rows of one member whose reports are kept
 _AGENTS: Final = "_consumer"  # how the durable consumers of agents end, as a rule
 _OTHER_NAMES: Final = re.compile(  # of a message: for a recipient, in a letter's id, of a replay, published again
     r"(?P<delivered>[0-9a-f]{8}-[0-9a-f-]{27})\.[a-z][a-z0-9_-]*(?:/[0-9]+)?"
@@ -80,7 +81,9 @@ class Traces:
             telling = _Telling(connection, principal)
             await telling.tell(id_)
         if not telling.steps:
-            sentence = f"the broker knows nothing under the id {id_[:128]!r}, or you may not see it"
+            sentence = (
+                f"the broker knows nothing under the id {id_[:128]!r}, or you may not see it: try the token of an admin"
+            )
             raise NotFound.of("trace_not_found", sentence)
         problem = None
         if telling.operates and telling.published:
@@ -105,6 +108,7 @@ class Traces:
             done = list(latest.keys() - set(columns[0]))
             await connection.execute(QUERIES["forget_ended_rows"], member.member_id, done)
             await connection.execute(QUERIES["keep_ended_rows"], member.mesh_id, member.member_id, body.host, *columns)
+            await connection.execute(QUERIES["limit_ended_rows"], member.member_id, _MOST_ENDED)
         return web.Response(status=204)
 
 
@@ -187,7 +191,7 @@ class _Telling:
             self.steps |= {step.id: step for step in steps}
             if one.status == "dead":
                 why = f"it died on {row['host']}, and is not posted again: {one.last_error}"
-                self._wait(steps[0], why, f"{help_for(one)}  # on {row['host']}")
+                self._wait(steps[0], why, f"{help_for(one, row['mesh'])}  # on {row['host']}")
         return told
 
     async def _follow(self, fresh: dict[str, str | None], *, effects: bool) -> dict[str, str | None]:
@@ -244,13 +248,18 @@ class _Telling:
             self._tell_published(row, "event", name, row["subject"])
         for row in self._limited(await self._connection.fetch(QUERIES["find_deliveries"], accepted, _MOST + 1)):
             self._tell_published(row, "delivery", f"{row['broker_message_id']}.{row['recipient']}", row["subject"])
-        if self.operates:
+        if self.operates and contexts:
             known = [
                 (context, name)
                 for name, one in contexts.items()
                 for context in (self._contexts if one is None else [one])
             ]
-            await self._tell_handled(*map(list, zip(*known, strict=True))) if known else None
+            causes |= await self._tell_handled(*map(list, zip(*known, strict=True)))
+            if effects:  # what an agent emitted, of which a consumer's record says that it was caused
+                found = await self._connection.fetch(QUERIES["find_caused"], list(contexts), self._contexts, _MOST + 1)
+                for row in self._limited(found):
+                    caused.setdefault(row["message_id"], row["source_context"])
+                    self._causes.setdefault(row["message_id"], f"message:{row['causation_id']}")
         return caused, causes
 
     def _tell_accepted(self, row: asyncpg.Record) -> None:
@@ -298,19 +307,33 @@ class _Telling:
             if row["publish_error"] is not None:
                 due = f"{row['next_attempt_at']:%H:%M:%SZ}"
                 why = f"JetStream refused it, and is asked again at {due}: {row['publish_error']}"
-                self._wait(step, why, f"postroom worker {source} drop {row.get('id') or name}")
+                key, never = row.get("id") or name, "it can never be published"
+                self._wait(step, why, f"postroom worker {source} drop {key} --reason '{never}'")
             elif first is not None and str(first) != name:
                 self._wait(step, f"it waits behind {first}, which is not published", f"postroom trace {first}")
             else:
                 self._wait(step, "it waits for a worker to publish it", "postroom worker backlog")
 
-    async def _tell_handled(self, contexts: list[str], names: list[str]) -> None:
-        """Tell what consumers did with messages, which of them are dead, and what operators did about that."""
+    async def _tell_handled(self, contexts: list[str], names: list[str]) -> dict[str, str | None]:
+        """Tell what consumers did with messages, which of them are dead, and what operators did about that.
+
+        Return the messages that caused them, as they say.
+        """
+        causes: dict[str, str | None] = {}
         handled = await self._connection.fetch(QUERIES["find_handled"], contexts, names, _MOST + 1)
         letters = await self._connection.fetch(QUERIES["find_letters"], contexts, names, _MOST + 1)
         for row in sorted(self._limited(handled), key=lambda row: row["message_id"] != row["original"]):
             name, consumer = row["message_id"], row["consumer"]
             parents = [f"{kind}:{row['original']}" for kind in ("event", "message", "answer")]
+            if (cause := row["causation_id"]) is not None:
+                causes[cause] = None
+                self._causes.setdefault(row["original"], f"message:{cause}")
+                if not self.steps.keys() & set(parents):
+                    more = f"`postroom agent trace --message {row['original']}` on the host of its agent says more"
+                    self._add(
+                        "message", row["original"], "emitted", place=row["subject"], reason=more,
+                        ids={"mesh": row["source_context"], "causation_id": cause},
+                    )  # fmt: skip
             parent = next((one for one in parents if one in self.steps), None)
             if name != row["original"]:
                 parent = f"replayed:{name}"
@@ -338,7 +361,8 @@ class _Telling:
             )  # fmt: skip
             if act is None:
                 why = f"{letter.consumer} could not handle it: {dead.reason}"
-                self._wait(dead, why, f"postroom dlq replay {row['id']}")
+                replay = f"postroom dlq replay {row['id']} --mesh {row['context']} --reason '{REPAIRED}'"
+                self._wait(dead, why, replay)
                 continue
             name = replay_id(letter) if act == "replayed" else str(row["id"])
             step = self._add(
@@ -346,6 +370,7 @@ class _Telling:
             )
             if act == "replayed" and f"handled:{name} {letter.consumer}" not in self.steps:
                 self._wait_for(letter.consumer, step, f"{letter.consumer} has yet to take it")
+        return causes
 
     async def _tell_job(self, name: str) -> dict[str, str | None]:
         """Tell of the job that an id is of, whole, or where it is a message, of its activity alone.
@@ -381,7 +406,7 @@ class _Telling:
             place=tree.job.flow, reason=tree.job.error, ids={"mesh": context, "state": tree.job.state},
         )  # fmt: skip
         if tree.job.state == "failed":
-            self._wait(shown, f"the job failed: {tree.job.error}", f"postroom jobs retry {job}")
+            self._wait(shown, f"the job failed: {tree.job.error}", f"postroom jobs retry {job} --reason '{REPAIRED}'")
         for number, note in enumerate(tree.log):
             outcome: Outcome = "ended" if note.verb == "cancel" else "done"
             self._add(

@@ -39,6 +39,12 @@ SET successor = excluded.successor, host = excluded.host, report = excluded.repo
 -- Forget the rows $2 of the member $1: they turned out to be accepted.
 DELETE FROM mesh.ended_row WHERE member_id = $1 AND row_id = ANY ($2::text[]);
 
+-- name: limit_ended_rows
+-- Forget of the rows of the member $1 all but those $2 that were reported last.
+DELETE FROM mesh.ended_row WHERE member_id = $1 AND row_id IN (
+  SELECT row_id FROM mesh.ended_row WHERE member_id = $1 ORDER BY reported_at DESC, row_id DESC OFFSET $2
+);
+
 -- name: sweep_ended_rows
 -- Forgets up to $1 rows that were reported longer than $2 ago.
 WITH forgotten AS (
@@ -114,6 +120,13 @@ FROM unnest($1::text[], $2::text[]) AS wanted (context, message_id), LATERAL (
     AND replayed.message_id > wanted.message_id || '~' AND replayed.message_id < wanted.message_id || E'\x7f'
 ) AS inbox
 ORDER BY inbox.received_at, inbox.consumer LIMIT $3;
+
+-- name: find_caused
+-- Which messages of the contexts $2 consumers were given that say a message $1 caused them; by their cause.
+SELECT DISTINCT causation_id, source_context, message_id FROM postroom.inbox_messages
+WHERE source_context = ANY ($2::text[]) AND causation_id = ANY ($1::text[]) AND causation_id IS NOT NULL
+  AND strpos(message_id, '~') = 0
+ORDER BY message_id LIMIT $3;
 
 -- name: find_letters
 -- The dead letters of the same messages, and of their replays.

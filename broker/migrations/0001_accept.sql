@@ -299,6 +299,7 @@ CREATE TABLE mesh.ended_row (
 CREATE INDEX ended_row_message ON mesh.ended_row (mesh_id, client_message_id);
 CREATE INDEX ended_row_successor ON mesh.ended_row (mesh_id, successor) WHERE successor IS NOT NULL;
 CREATE INDEX ended_row_age ON mesh.ended_row (reported_at);
+CREATE INDEX ended_row_of_member ON mesh.ended_row (member_id, reported_at, row_id);
 
 -- What may change afterwards -----------------------------------------------------------------------------------------
 

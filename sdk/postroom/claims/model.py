@@ -142,7 +142,7 @@ class Claims(Protocol):
     Each step is one for however many, and answers each in its place. Taken again by the same owner it is harmless.
     """
 
-    async def claim(self, wanted: Sequence[Sequence[str]], owner: str, lease: float) -> list[State]:
+    async def claim(self, wanted: Sequence[Sequence[Any]], owner: str, lease: float) -> list[State]:
         """Begin an attempt at each key that is free, for `lease` seconds; say of every other how it stands.
 
         A row that is wanted is its key, and then what else a new one has to say. Of several that are the same, the
@@ -189,12 +189,12 @@ class Table(NamedTuple):
         return {name: step.format_map({**names, **words, **known}) for name, step in steps.items()}
 
 
-def distinct_rows(wanted: Sequence[Sequence[str]], table: Table) -> dict[Key, Sequence[str]]:
+def distinct_rows(wanted: Sequence[Sequence[Any]], table: Table) -> dict[Key, Sequence[Any]]:
     """Return the rows that are wanted by their keys."""
     return {tuple(row[: len(table.key)]): row for row in wanted}
 
 
-def in_their_places(wanted: Sequence[Sequence[str]], table: Table, states: dict[Key, State]) -> list[State]:
+def in_their_places(wanted: Sequence[Sequence[Any]], table: Table, states: dict[Key, State]) -> list[State]:
     """Return each one's state; of several that are the same, only the first gets the claim."""
     found = []
     for row in wanted:

@@ -52,7 +52,7 @@ class PostgresClaims:
             verdict_key=", ".join(f"verdict.{column}" for column in table.key),
         )
 
-    async def claim(self, wanted: Sequence[Sequence[str]], owner: str, lease: float) -> list[State]:
+    async def claim(self, wanted: Sequence[Sequence[Any]], owner: str, lease: float) -> list[State]:
         """See `Claims.claim`."""
         rows = distinct_rows(wanted, self._table)
         columns = list(map(list, zip(*rows.values(), strict=True)))

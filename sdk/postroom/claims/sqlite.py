@@ -52,7 +52,7 @@ class SqliteClaims:
             key_values=", ".join(values[column] for column in table.key),
         )
 
-    async def claim(self, wanted: Sequence[Sequence[str]], owner: str, lease: float) -> list[State]:
+    async def claim(self, wanted: Sequence[Sequence[Any]], owner: str, lease: float) -> list[State]:
         """See `Claims.claim`."""
         until = time.monotonic() + lease
 

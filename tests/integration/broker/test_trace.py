@@ -39,6 +39,7 @@ VALUES: dict[str, list[Any]] = {
     "find_events": [IDS, ["demo"], True, 501],
     "find_deliveries": [IDS, 501],
     "find_handled": [["demo"], IDS, 501],
+    "find_caused": [IDS, ["demo"], 501],
     "find_letters": [["demo"], IDS, 501],
     "find_letter": [12, ["demo"]],
     "find_job": [IDS[0]],
@@ -72,7 +73,7 @@ async def test_a_look_up_reads_no_table_from_end_to_end(
 
 
 def test_every_look_up_is_tried() -> None:
-    writing = {"keep_ended_rows", "forget_ended_rows", "sweep_ended_rows"}
+    writing = {"keep_ended_rows", "forget_ended_rows", "limit_ended_rows", "sweep_ended_rows"}
     assert set(QUERIES) - {"find_reach"} - writing <= VALUES.keys()
 
 
@@ -121,14 +122,30 @@ async def test_a_row_that_died_on_a_daemon_is_told_of_with_its_host_and_what_to_
         assert posted["reason"] == "refused in B2: topic_not_found: there is no topic nowhere"
         (wait,) = told["waits"]
         assert wait["why"].startswith("it died on red")
-        assert wait["help"] == "postroom topic create nowhere && postroom outbox requeue 01ROW1  # on red"
+        create, requeue = wait["help"].split(" && ")
+        assert create == f"postroom topic create nowhere --mesh {kept['ids']['mesh']}"
+        assert requeue == "postroom outbox requeue 01ROW1 --reason 'its cause is repaired'  # on red"
 
 
 async def test_a_row_that_expired_is_told_of_and_can_be_sent_again_on_its_host(broker: Any) -> None:
     await report(broker.member("alice"), ended(1, "k", last_error="expired: older than 600 h"))
     told = await story(broker.member("alice"), "k")
     assert [(step["what"], step["outcome"]) for step in told["steps"]] == [("kept", "dead"), ("expired", "dead")]
-    assert told["waits"][0]["help"] == "postroom outbox requeue 01ROW1  # on red"
+    assert told["waits"][0]["help"] == "postroom outbox requeue 01ROW1 --reason 'its cause is repaired'  # on red"
+
+
+async def test_a_member_cannot_fill_the_table_its_oldest_reports_are_forgotten(
+    broker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.trace._MOST_ENDED", 3)
+    alice, bob = broker.member("alice"), broker.member("bob")
+    await report(bob, ended(9, "of-bob"))
+    for number in range(1, 6):
+        await report(alice, ended(number, f"k{number}"))
+    assert [(await alice.get(f"/v1/trace/k{number}")).status for number in range(1, 6)] == [404, 404, 200, 200, 200]
+    await report(alice, ended(6, "k6"), ended(7, "k7"), ended(8, "k8"), ended(1, "k1"))
+    assert [(await alice.get(f"/v1/trace/k{number}")).status for number in (1, 5, 6, 7, 8)] == [404, 404, 200, 200, 200]
+    assert (await bob.get("/v1/trace/of-bob")).status == 200
 
 
 async def test_a_report_that_comes_twice_is_as_one_and_a_later_one_takes_its_place(broker: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import asyncpg
@@ -33,13 +34,14 @@ class Table:
 
     claims: Claims
     expire: Callable[[], Awaitable[None]]
-    row: Callable[[str], tuple[str, ...]]
+    row: Callable[[str], tuple[Any, ...]]
     expired: str  # the last error of an attempt that ended without a word
     keeps_results: bool = False
     buries: bool = False
+    given: int = 1  # values of a row behind its key
 
     def key(self, name: str) -> Key:
-        return self.row(name)[: len(self.row(name)) - 1]
+        return self.row(name)[: len(self.row(name)) - self.given]
 
     async def claim(self, *names: str, owner: str | None = None) -> list[object]:
         return list(await self.claims.claim([self.row(name) for name in names], owner or str(uuid4()), LEASE))
@@ -75,8 +77,9 @@ async def inbox_messages(url: str) -> AsyncIterator[Table]:
 
     inbox = InboxMessages(pool, "mine", lease_seconds=LEASE)
     try:
+        said = "sea.event.x.v1", None
         yield Table(
-            inbox._claims, expire, lambda name: (context, name, "mine", "sea.event.x.v1"), "ack_timeout", buries=True
+            inbox._claims, expire, lambda name: (context, name, "mine", *said), "ack_timeout", buries=True, given=2
         )
     finally:
         await pool.close()

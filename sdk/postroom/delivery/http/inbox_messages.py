@@ -49,7 +49,7 @@ _TABLE: Final = Table(
     "leased_until",
     "received_at",
     expired=ACK_TIMEOUT,
-    given=("subject",),
+    given=("subject", "causation_id"),
     owner="uuid",
 )
 _PARTS: Final = load_queries(__package__, "claims.sql")
@@ -128,7 +128,10 @@ class InboxMessages:
         return [claim for claim, end in zip(claims, ends, strict=True) if end is not None]
 
     async def _claim(self, messages: Sequence[Incoming]) -> list[State]:
-        rows = [(each.source_context, each.message_id, self._consumer, each.delivery.subject) for each in messages]
+        rows = [
+            (each.source_context, each.message_id, self._consumer, each.delivery.subject, each.causation_id)
+            for each in messages
+        ]
         return await self._claims.claim(rows, str(uuid4()), self._lease_seconds)
 
     async def _fetch(self, query: str, *values: Any) -> tuple[list[asyncpg.Record], float]:

@@ -39,6 +39,12 @@ class Incoming(NamedTuple):
     delivery: Delivery
     subject: Subject
 
+    @property
+    def causation_id(self) -> str | None:
+        """The id of the message that caused it, where it says one that a message can have."""
+        cause = self.delivery.headers.get("X-Causation-Id", "")
+        return cause if MESSAGE_ID.fullmatch(cause) else None
+
 
 def read(delivery: Delivery) -> Incoming:
     """Check a delivered message; raises `Malformed`."""

@@ -210,6 +210,7 @@ CREATE TABLE postroom.inbox_messages (
   ),
   message_id text COLLATE "C" NOT NULL CHECK (message_id ~ '^[!-~]+$' AND length(message_id) <= 255),
   subject text COLLATE "C" NOT NULL,
+  causation_id text COLLATE "C",  -- the message that caused it, as its header says
   received_at timestamptz NOT NULL DEFAULT now(),
   processed_at timestamptz,
   attempts integer NOT NULL DEFAULT 0 CHECK (attempts >= 0),
@@ -225,6 +226,7 @@ CREATE TABLE postroom.inbox_messages (
   CONSTRAINT a_lease_has_an_owner_and_an_end CHECK ((owner IS NULL) = (leased_until IS NULL)),
   CONSTRAINT a_message_is_in_one_state CHECK (num_nonnulls(processed_at, dead_at, owner) <= 1)
 ) WITH (fillfactor = 80);
+CREATE INDEX inbox_messages_caused ON postroom.inbox_messages (source_context, causation_id) WHERE causation_id IS NOT NULL;
 CREATE INDEX idx_inbox_unprocessed ON postroom.inbox_messages (received_at) WHERE processed_at IS NULL;
 -- Rows lie about in the order of their receipt: what has to go is found by a coarse index, which costs nothing.
 CREATE INDEX inbox_messages_received ON postroom.inbox_messages USING brin (received_at) WITH (autosummarize = on);
