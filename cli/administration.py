@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
+from cli import completion
 from cli.connect import with_broker, with_daemon, with_mesh
 from cli.files import file_errors
 from cli.noun import Json, Reach, Socket, TokenFile, Url, Yes, choice, named, noun, with_options
@@ -30,13 +31,30 @@ webhooks = noun("Administer the webhooks of a topic.")
 queues = noun("Administer queues.")
 topics.add_typer(webhooks, name="webhook")
 
-MeshName = Annotated[str, typer.Argument(metavar="SLUG", help="The mesh, in snake_case.", callback=named("mesh"))]
-MemberName = Annotated[str, typer.Argument(metavar="NAME", help="The member.", callback=named("member"))]
+MeshName = Annotated[
+    str,
+    typer.Argument(
+        metavar="SLUG", help="The mesh, in snake_case.", callback=named("mesh"), autocompletion=completion.meshes
+    ),
+]
+MemberName = Annotated[
+    str, typer.Argument(metavar="NAME", help="The member.", callback=named("member"), autocompletion=completion.members)
+]
 OperatorName = Annotated[str, typer.Argument(metavar="NAME", help="The operator.", callback=named("operator"))]
-TopicName = Annotated[str, typer.Argument(metavar="NAME", help="The topic, in snake_case.", callback=named("topic"))]
+TopicName = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="The topic, in snake_case.", callback=named("topic"), autocompletion=completion.topics
+    ),
+]
 QueueName = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="The queue: one to four words joined by dots.", callback=named("queue")),
+    typer.Argument(
+        metavar="NAME",
+        help="The queue: one to four words joined by dots.",
+        callback=named("queue"),
+        autocompletion=completion.queues,
+    ),
 ]
 Subscriber = Annotated[
     str | None,
@@ -44,10 +62,14 @@ Subscriber = Annotated[
         metavar="[MEMBER]",
         help="The member [default: the daemon's own, through its socket].",
         callback=named("member"),
+        autocompletion=completion.members,
     ),
 ]
 WebhookTopic = Annotated[
-    str, typer.Argument(metavar="TOPIC", help="The topic, in snake_case.", callback=named("topic"))
+    str,
+    typer.Argument(
+        metavar="TOPIC", help="The topic, in snake_case.", callback=named("topic"), autocompletion=completion.topics
+    ),
 ]
 TokenOut = Annotated[
     Path | None,

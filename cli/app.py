@@ -9,9 +9,11 @@ imported inside the function that needs it.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, redirect_stdout
 from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, cast
 
@@ -135,8 +137,25 @@ def postroom(
         os.environ["POSTROOM_DEBUG"] = "1"
 
 
+@contextmanager
+def words_joined() -> Iterator[None]:
+    """Complete words with colons in bash too, which cuts them there, and takes what follows the last colon alone."""
+    from cli.completion import join_words  # noqa: PLC0415
+
+    known, output = join_words(), io.StringIO()
+    try:
+        with redirect_stdout(output):
+            yield
+    finally:
+        sys.stdout.write("".join(line[known:] for line in output.getvalue().splitlines(keepends=True)))
+        sys.stdout.flush()
+
+
 def call(arguments: list[str]) -> int:
     """Run one command and return the exit code that it chose; raises whatever else ended it."""
+    if "_POSTROOM_COMPLETE" in os.environ:
+        with words_joined():
+            typer.main.get_command(app).main(arguments, "postroom")
     code = typer.main.get_command(app).main(arguments, "postroom", standalone_mode=False)
     if code == INTERRUPTED:  # Typer has turned Ctrl-C into a code
         raise KeyboardInterrupt

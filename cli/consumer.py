@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
+from cli import completion
 from cli.connect import with_broker
 from cli.noun import Config, DryRun, Json, Reach, Reason, chosen_ids, noun, with_options
 from cli.output import ago, fields, json_line, line, listing, note, reason_or_ask
@@ -77,7 +78,14 @@ def list_(*, reach: Reach, as_json: Json = False) -> None:
 @with_options
 def show(
     *,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The consumer's name (`postroom consumer list`).")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="The consumer's name (`postroom consumer list`).",
+            autocompletion=completion.consumers,
+        ),
+    ],
     reach: Reach,
     as_json: Json = False,
 ) -> None:
@@ -112,7 +120,11 @@ def change(
     *,
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="Consumers, or STREAM/NAME; `-` reads them from standard input."),
+        typer.Argument(
+            metavar="NAME...",
+            help="Consumers, or STREAM/NAME; `-` reads them from standard input.",
+            autocompletion=completion.consumers,
+        ),
     ],
     reason: Reason = None,
     dry_run: DryRun = False,

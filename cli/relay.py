@@ -6,13 +6,19 @@ from typing import Annotated
 
 import typer
 
+from cli import completion
 from cli.connect import with_daemon
 from cli.noun import Json, Reason, Socket, noun, rate
 from cli.output import json_line, line, reason_or_ask
 
 app = noun("Pause and resume the relay to the broker.")
 
-To = Annotated[str | None, typer.Argument(metavar="[TO]", help="Only this destination [default: all].")]
+To = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TO]", help="Only this destination [default: all].", autocompletion=completion.destinations
+    ),
+]
 
 
 @app.command()

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from cli import completion
 from cli.files import file_errors, open_source, read_plain_file
 from cli.lines import (
     Common,
@@ -30,7 +31,12 @@ _WAIT_SECONDS: Final = 60.0
 def send(
     *,
     to: Annotated[
-        str | None, typer.Argument(metavar="TO", help="topic:NAME, dm:MEMBER or queue:NAME (not with --ndjson).")
+        str | None,
+        typer.Argument(
+            metavar="TO",
+            help="topic:NAME, dm:MEMBER or queue:NAME (not with --ndjson).",
+            autocompletion=completion.destinations,
+        ),
     ] = None,
     body: Annotated[
         str | None, typer.Argument(metavar="[BODY|-]", help="The text; `-`: a message per line of standard input.")
@@ -108,5 +114,5 @@ def _refuse_options(**options: object) -> None:
     if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
         raise Fatal(
             Exit.USAGE,
-            f"{given[0]} cannot be used here: some options are only for one message, others only for many lines",
+            f"{given[0]} cannot be used here: omit it, since it is only for one message, or for many lines",
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from cli import completion
 from cli.connect import PATIENCE, TIMEOUT, with_broker
 from cli.exits import printable
 from cli.noun import Json, Socket, TokenFile, Url, noun
@@ -47,6 +48,7 @@ def trace(
         typer.Argument(
             metavar="ID",
             help="A client_message_id, or the id of a broker's message, a row, an event, a dead letter or a job.",
+            autocompletion=completion.anything,
         ),
     ],
     follow: Annotated[
