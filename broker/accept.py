@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from broker.authentication import Member
+from broker.authentication import NEW_TOKEN, Member
 from broker.config import BrokerConfig
 from broker.database import unavailable_as_503
 from broker.incoming import Checked, Item, Malformed, check, read_item, split
@@ -114,7 +114,7 @@ class Accepting:
             sentence = "the caller gave up before anything was written: send the batch again under the same ids"
             raise TryAgain.of("given_up", sentence, retryable=True, retry_after=1.0) from None
         except TokenRevoked:
-            raise NotPermitted.of("invalid_token", "the bearer token is not valid any more: it was revoked") from None
+            raise NotPermitted.of("invalid_token", f"the bearer token was revoked; {NEW_TOKEN}") from None
         except Exception as error:  # noqa: BLE001 - whatever it was, the batch may have been committed
             await self._resolve_unknown(sender, batch, error)
         else:
@@ -327,7 +327,9 @@ def _conflict(client_message_id: str, row: Taken) -> Conflict:
 def _refusal(code: str, checked: Checked) -> PostroomError:
     name = checked.destination_ref
     if code == "not_subscribed":
-        sentence = f"only subscribers may post to topic:{name}: subscribe first"
+        sentence = f"only subscribers may post to topic:{name}: subscribe first (`postroom topic subscribe {name}`)"
         return NotPermitted.of(code, sentence, field="to", destination=f"topic:{name}")
     destination = f"{checked.destination_kind}:{name}"
-    return NotFound.of(code, f"there is no {destination} in this mesh", field="to", destination=destination)
+    noun = "member" if checked.destination_kind == "dm" else checked.destination_kind
+    sentence = f"there is no {destination} in this mesh: `postroom {noun} list` shows them"
+    return NotFound.of(code, sentence, field="to", destination=destination)

@@ -92,7 +92,7 @@ class Administration:
                 raise _missing("mesh", slug)
             if await connection.fetchval(QUERIES["mesh_holds_messages"], mesh_id):
                 sentence = (
-                    f"the mesh {slug} still has messages: it can be deleted once retention has deleted the last of them"
+                    f"the mesh {slug} still has messages: delete it again once retention has deleted the last of them"
                 )
                 raise Conflict.of("mesh_holds_messages", sentence)
             await connection.execute(QUERIES["delete_mesh"], mesh_id)
@@ -109,7 +109,7 @@ class Administration:
             mesh_id = await _mesh_id(connection, mesh)
             values = (mesh_id, wanted.name, wanted.role, digest(token))
             if await connection.fetchval(QUERIES["create_member"], *values) is None:
-                raise _exists("member", wanted.name, "(a revoked member keeps its name)")
+                raise _exists("member", wanted.name, " (a revoked member keeps its name)")
         return json_response(api.MemberToken(mesh=mesh, name=wanted.name, role=wanted.role, token=token), 201)
 
     async def list_members(self, request: web.Request) -> web.Response:
@@ -159,7 +159,7 @@ class Administration:
         _require_self_or_admin(request, name)
         async with changing(self._database, request, "retire-token", "member", mesh, name) as connection:
             if await connection.fetchval(QUERIES["retire_token"], await _mesh_id(connection, mesh), name) is None:
-                sentence = f"there is no member {name} with an old token in the mesh {mesh}: there is nothing to retire"
+                sentence = f"there is no member {name} with an old token in the mesh {mesh}: see `postroom member list`"
                 raise NotFound.of("no_old_token", sentence)
         self._authentication.forget()
         return web.Response(status=204)
@@ -201,7 +201,10 @@ class Administration:
         async with changing(self._database, request, "unsubscribe", "topic", mesh, topic, member) as connection:
             topic_id, member_id = await _subscription_ids(connection, mesh, topic, member)
             if await connection.fetchval(QUERIES["unsubscribe"], topic_id, member_id) is None:
-                raise NotFound.of("not_subscribed", f"{member} is not subscribed to topic:{topic}")
+                raise NotFound.of(
+                    "not_subscribed",
+                    f"{member} is not subscribed to topic:{topic}: {_shown('topic subscribers', topic)}",
+                )
         return web.Response(status=204)
 
 
@@ -271,7 +274,7 @@ class Operators:
             mesh_id = None if wanted.mesh is None else await _mesh_id(connection, wanted.mesh)
             values = (wanted.name, wanted.role, mesh_id, digest(token))
             if await connection.fetchval(QUERIES["create_operator"], *values) is None:
-                raise _exists("operator", wanted.name, "(a revoked operator keeps its name)")
+                raise _exists("operator", wanted.name, " (a revoked operator keeps its name)")
         made = api.OperatorToken(name=wanted.name, role=wanted.role, mesh=wanted.mesh, token=token)
         return json_response(made, 201)
 
@@ -339,7 +342,9 @@ class Webhooks:
         mesh, topic, webhook = path_mesh(request), request.match_info["name"], request.match_info["webhook"]
         async with changing(self._database, request, "delete", "webhook", mesh, topic, webhook) as connection:
             topic_id = await _topic_id(connection, mesh, topic)
-            missing = NotFound.of("webhook_not_found", f"the topic has no webhook {webhook[:64]!r}")
+            missing = NotFound.of(
+                "webhook_not_found", f"the topic has no webhook {webhook[:64]!r}: {_shown('topic webhook list', topic)}"
+            )
             try:
                 key = topic_id, UUID(webhook)
             except ValueError:
@@ -361,7 +366,9 @@ def path_mesh(request: web.Request) -> str:
 def _require_self_or_admin(request: web.Request, name: str) -> None:
     principal = request[PRINCIPAL]
     if isinstance(principal, Member) and principal.role == "member" and principal.name != name:
-        raise NotPermitted.of("not_permitted", f"only an admin of the mesh may do this for {name}")
+        raise NotPermitted.of(
+            "not_permitted", f"only an admin of the mesh may do this for {name}: use the token of one"
+        )
 
 
 async def _mesh_id(connection: Connection, slug: str) -> int:
@@ -390,8 +397,12 @@ async def _subscription_ids(connection: Connection, mesh: str, topic: str, membe
 
 def _missing(noun: str, name: str) -> NotFound:
     """Say that a noun of the mesh, as a topic, is not there."""
-    return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}")
+    return NotFound.of(f"{noun}_not_found", f"there is no {noun} {name[:64]!r}: {_shown(noun, 'list')}")
+
+
+def _shown(*words: str) -> str:
+    return f"`postroom {' '.join(words)}` shows them"
 
 
 def _exists(noun: str, name: str, why: str = "") -> Conflict:
-    return Conflict.of(f"{noun}_exists", f"the {noun} {name} exists already {why}".rstrip())
+    return Conflict.of(f"{noun}_exists", f"the {noun} {name} exists already{why}: choose another name, or use that one")

@@ -56,6 +56,7 @@ MAY: Final[Mapping[str, frozenset[CallerRole]]] = MappingProxyType(
 """The roles that each access admits."""
 
 MIN_ADMIN_TOKEN: Final = 20  # characters
+NEW_TOKEN: Final = "`postroom member rotate-token`, or `operator rotate-token`, makes another"  # noqa: S105 - a sentence
 _MAX_TOKEN: Final = 512  # characters; longer ones are not worth hashing
 _CACHE_SECONDS: Final = 1.0
 _CACHE_ENTRIES: Final = 10_000
@@ -137,9 +138,11 @@ def read_admin_token(file: Path | None) -> bytes | None:
             raise Fatal(Exit.CONFIG, f"admin_token_file {file} is readable by everybody: chmod o= it, and change it")
         token = file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise Fatal(Exit.CONFIG, f"cannot read admin_token_file {file}: {error}") from error
+        raise Fatal(Exit.CONFIG, f"cannot read admin_token_file {file}: {error}; let the broker read it") from error
     if len(token) < MIN_ADMIN_TOKEN:
-        raise Fatal(Exit.CONFIG, f"admin_token_file {file} has fewer than {MIN_ADMIN_TOKEN} characters")
+        raise Fatal(
+            Exit.CONFIG, f"admin_token_file {file} has fewer than {MIN_ADMIN_TOKEN} characters: write a longer one"
+        )
     return digest(token)
 
 
@@ -273,7 +276,7 @@ def _bearer(request: web.Request) -> bytes:
 
 
 def _nobodys() -> NotPermitted:
-    return NotPermitted.of("invalid_token", "the bearer token is not valid: it may have been revoked")
+    return NotPermitted.of("invalid_token", f"the bearer token is not valid: it may have been revoked; {NEW_TOKEN}")
 
 
 def member_of(request: web.Request) -> Member:
@@ -287,7 +290,7 @@ def own_mesh(principal: Principal, asked: str | None) -> str:
     """Return the mesh that a request is about: the token's own, if it has one; to ask for another one is a 403."""
     if principal.mesh is not None:
         if asked is not None and asked != principal.mesh:
-            raise NotPermitted.of("other_mesh", f"the token is for the mesh {principal.mesh} only")
+            raise NotPermitted.of("other_mesh", f"the token is for the mesh {principal.mesh} only: use one for {asked}")
         return principal.mesh
     if asked is None:
         raise InvalidMessage.of("mesh_required", "the token is for every mesh: name one (`mesh`)")

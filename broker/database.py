@@ -132,7 +132,9 @@ class Database:
             ):
                 yield connection
         except asyncpg.CharacterNotInRepertoireError as error:
-            raise InvalidMessage.of("nul_character", "a name in the request contains a NUL character") from error
+            raise InvalidMessage.of(
+                "nul_character", "a name in the request contains a NUL character: remove it"
+            ) from error
 
 
 @asynccontextmanager

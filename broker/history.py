@@ -76,7 +76,7 @@ class History:
         async with self._database.read(request[PRINCIPAL].whose) as connection:
             ((incarnation, mesh_id, last_before),) = await connection.fetch(QUERIES["find_cursor"], mesh, query.after)
             if mesh_id is None:
-                raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}")
+                raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}: `postroom mesh list` shows them")
             if last_before is not None or query.incarnation not in (None, str(incarnation)):
                 resume_after = query.after if last_before is None else last_before
                 raise Gone.of(
@@ -118,7 +118,7 @@ class History:
         async with self._database.read(principal.whose) as connection:
             ((_, mesh_id, _),) = await connection.fetch(QUERIES["find_cursor"], mesh, 0)
             if mesh_id is None:
-                raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}")
+                raise NotFound.of("mesh_not_found", f"there is no mesh {mesh[:64]!r}: `postroom mesh list` shows them")
             wanted = (query.limit, _reader(principal), query.sender, kind, ref)
             rows = await connection.fetch(
                 QUERIES["find_latest"], mesh_id, *before, query.since or _FIRST, LOOK_AT, *wanted
@@ -147,7 +147,10 @@ class History:
         """`GET /v1/messages/{broker_message_id}`; 404 also for a message that the caller may not see."""
         text = request.match_info["broker_message_id"]
         principal = request[PRINCIPAL]
-        missing = NotFound.of("message_not_found", f"there is no message {text[:64]!r}, or you may not read it")
+        missing = NotFound.of(
+            "message_not_found",
+            f"there is no message {text[:64]!r}, or you may not read it: look for it with `postroom trace`",
+        )
         try:
             broker_message_id = UUID(text)
         except ValueError:
@@ -166,7 +169,7 @@ def _place(cursor: str) -> tuple[datetime, int]:
         moment, number = cursor.split("/")
         return datetime.fromisoformat(moment).astimezone(UTC), msgspec.convert(number, HistoryId, strict=False)
     except (OverflowError, ValueError):
-        sentence = "that cursor is not one of a list of messages"
+        sentence = "that cursor is not one of a list of messages: begin again without one"
         raise InvalidMessage.of("invalid_cursor", sentence, field="cursor") from None
 
 
@@ -231,7 +234,9 @@ class LookUp:
             if (row := taken.get(name)) is not None:
                 answers.append(answer_taken(sender, name, bytes.fromhex(each.request_fingerprint), row))
                 continue
-            problem = NotFound.of("not_accepted", f"no message was accepted under the id {name}").problem
+            problem = NotFound.of(
+                "not_accepted", f"no message was accepted under the id {name}: it can be sent again"
+            ).problem
             answers.append(AcceptAnswer(status=problem.status, client_message_id=name, problem=problem))
         return AcceptResponse(answers=answers)
 

@@ -216,5 +216,5 @@ def open_redis(url: str, config: LimiterConfig) -> Redis:
             url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry, decode_responses=True
         )
     except ValueError as error:
-        sentence = "redis_url is not a Redis URL (redis://host:port/0, rediss://… or unix://path)"
+        sentence = "redis_url is not a Redis URL: write redis://host:port/0, rediss://… or unix://path"
         raise Fatal(Exit.CONFIG, sentence) from error

@@ -32,7 +32,7 @@ class Nats:
     async def opened(self, patience: float) -> AsyncIterator[tuple[JetStreamContext | None, Unavailable | None]]:
         """Lend a connection, or say why there is none after `patience` seconds."""
         if self._settings is None:
-            sentence = "the broker knows no NATS (its setting nats.url): what is in streams alone is missing"
+            sentence = "the broker knows no NATS, so what is in streams alone is missing: set its nats.url"
             yield None, Unavailable.of("nats_not_configured", sentence)
             return
         try:

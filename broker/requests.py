@@ -49,7 +49,7 @@ async def received(request: web.Request) -> AsyncIterator[bytearray]:
             sentence = f"the body did not arrive within {config.body_seconds:g} s"
             raise PostroomError.of("request_timeout", sentence, retryable=True) from None
         except (ConnectionError, web.RequestPayloadError):  # the caller has disconnected, or said that more would come
-            raise InvalidMessage.of("incomplete_body", "the body ended too early") from None
+            raise InvalidMessage.of("incomplete_body", "the body ended too early: send it whole") from None
         yield body
 
 
@@ -67,5 +67,5 @@ async def decode_body(request: web.Request, kind: type[B]) -> B:
             field, sentence = where(error)
             raise InvalidMessage.of("invalid_request", in_words(sentence), field=field) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            sentence = f"the body does not match this route: {error}"
+            sentence = f"the body is not what this route takes: {error}; /v1/openapi.json says what it must be"
             raise InvalidMessage.of("invalid_request", sentence) from error

@@ -111,5 +111,7 @@ def _tls(config: BrokerConfig) -> ssl.SSLContext | None:
     try:
         tls.load_cert_chain(config.tls_cert, config.tls_key)
     except (OSError, ssl.SSLError) as error:
-        raise Fatal(Exit.CONFIG, f"cannot load tls_cert {config.tls_cert} with tls_key: {error}") from error
+        raise Fatal(
+            Exit.CONFIG, f"cannot load tls_cert {config.tls_cert} with tls_key: {error}; check both files"
+        ) from error
     return tls

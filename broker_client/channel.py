@@ -136,7 +136,9 @@ class Channel:
             try:
                 self._tls = ssl.create_default_context(cafile=settings.ca_file)
             except OSError as error:  # an unreadable file, or an ssl.SSLError for one that holds no certificate
-                raise Fatal(Exit.CONFIG, f"broker.ca_file: cannot use {settings.ca_file}: {error}") from error
+                raise Fatal(
+                    Exit.CONFIG, f"broker.ca_file: cannot use {settings.ca_file}: {error}; check that file"
+                ) from error
         site = Site.of(self.base)
         always = {
             "Host": site.authority,

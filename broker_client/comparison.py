@@ -79,5 +79,5 @@ class Comparison:
                     "messages_missing_at_the_broker",
                     rows=missing.rows,
                     without_payload=missing.without_payload,
-                    advice="postroom outbox resend --missing",
+                    advice="postroom outbox resend --missing --reason 'the database was restored'",
                 )

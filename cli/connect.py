@@ -83,7 +83,7 @@ def read_token(file: Path | None) -> str:
     try:
         token = read_plain_file(file).decode("ascii").strip()
     except UnicodeDecodeError as error:
-        raise Fatal(Exit.CONFIG, f"{file} has no token: it is not plain text") from error
+        raise Fatal(Exit.CONFIG, f"{file} has no token: one line of plain text is expected") from error
     if not token or not token.isprintable():
         raise Fatal(Exit.CONFIG, f"{file} has no token: one line of text is expected")
     return token

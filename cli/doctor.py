@@ -162,7 +162,7 @@ async def _redis(url: str) -> str:
     try:
         await redis.ping()
     except (RedisError, OSError) as error:
-        raise Fatal(Exit.UNAVAILABLE, f"Redis does not answer: {error}") from error
+        raise Fatal(Exit.UNAVAILABLE, f"Redis does not answer: {error}; check redis_url, and start it") from error
     finally:
         await redis.aclose()
     return "it answers"

@@ -22,7 +22,7 @@ def file_errors(what: str, file: Path, code: Exit = Exit.USAGE) -> Iterator[None
     try:
         yield
     except OSError as error:
-        raise Fatal(code, f"cannot {what} {file}: {error.strerror}") from error
+        raise Fatal(code, f"cannot {what} {file}: {error.strerror}; choose a file that you can {what}") from error
 
 
 @contextmanager
@@ -76,9 +76,9 @@ def read_plain_file(file: Path) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise Fatal(Exit.USAGE, f"{file} is not a regular file")
+            raise Fatal(Exit.USAGE, f"{file} is not a regular file: name one that is")
         if status.st_size > MAX_FILE:
-            raise Fatal(Exit.USAGE, f"{file} has {status.st_size} bytes, the limit is {MAX_FILE}")
+            raise Fatal(Exit.USAGE, f"{file} has {status.st_size} bytes, the limit is {MAX_FILE}: name a smaller one")
         with open(descriptor, "rb", closefd=False) as stream:
             return stream.read(MAX_FILE + 1)
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import socket
 from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -126,7 +127,7 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
         if place.state is not None:
             raise
         if not elsewhere:
-            nothing = "nothing is in sight: no daemon's socket, and no broker (POSTROOM_BROKER_URL); and"
+            nothing = "nothing is in sight: no daemon's socket, no broker (set POSTROOM_BROKER_URL), and"
             raise Fatal(fatal.exit_code, f"{nothing} {fatal}") from fatal
         return place
     supervisor = supervisor_of(layout)
@@ -136,7 +137,11 @@ async def _look_at_up(place: Place, sight: Sight) -> Place:
     sight.processes = await look_at(stack)
     for row in sight.processes:
         if row["state"] != "running":
-            help_ = f"postroom up --detach --state {layout.state}" if supervisor is None else "postroom doctor"
+            help_ = (
+                f"postroom up --detach --state {shlex.quote(str(layout.state))}"
+                if supervisor is None
+                else "postroom doctor"
+            )
             what = f"{row['state']}: {row['problem']}" if "problem" in row else row["state"]
             sight.troubles.append(Trouble(row["process"], what, help_, "down"))
     if supervisor is None:
@@ -235,8 +240,7 @@ async def _look_at_broker(place: Place, sight: Sight) -> None:
         sight.troubles += _of_publishing(sources.sources, reports=any(one.kind == "worker" for one in sight.programs))
     if letters is not None:
         sight.letters = letters.letters
-        found = [(stream, f"{count} dead letters", count) for stream, count in letters.letters.items()]
-        sight.troubles += [Trouble(stream, what, "postroom dlq list", "look") for stream, what, count in found if count]
+        sight.troubles += letters.troubles()
     if jobs is not None:
         for count, what in ((jobs.failed, "failed jobs"), (jobs.unknown, "steps that no worker knows")):
             sight.troubles += [Trouble("jobs", f"{count} {what}", "postroom jobs list", "look")] if count else []

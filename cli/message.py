@@ -98,9 +98,12 @@ def send_one(
             raise
         json_line(row) if as_json else line(f"{message_id} {row.status}")
         if row.status in {"dead", "aborted"}:
-            raise Fatal(Exit.FAILED, f"{message_id} is {row.status}: {row.last_error or 'an operator retired it'}")
+            why = row.last_error or "an operator retired it"
+            raise Fatal(Exit.FAILED, f"{message_id} is {row.status}: {why}; see `postroom trace {message_id}`")
         if row.status != "done":
-            raise Fatal(Exit.TRY_AGAIN, f"{message_id} is kept and still {row.status}: the daemon keeps trying")
+            raise Fatal(
+                Exit.TRY_AGAIN, f"{message_id} is kept and still {row.status}: see `postroom trace {message_id}`"
+            )
 
     with_daemon(socket, work)
 

@@ -21,7 +21,7 @@ from console.sessions import SESSION
 from console.views import MESSAGES, SESSIONS, number, page
 from postroom import BrokerClient
 from postroom._wire.administration import MeshQuery
-from postroom._wire.dead_letters import DEAD_LETTERS
+from postroom._wire.dead_letters import DEAD_LETTERS, LetterCounts
 from postroom._wire.jobs import JOBS
 from postroom._wire.programs import (
     MINUTES,
@@ -109,11 +109,10 @@ class Watch:
         }
         shown = {name: "-" if rate is None else f"{rate:,.1f}/s" for name, rate in rates.items()}
         shown |= {f"hour_{name}": caption for name, caption in plots.captions.items()}
-        everybody: list[Program | Durable] = [*programs.programs, *consumers.consumers]
+        everybody: list[Program | Durable | LetterCounts] = [*programs.programs, *consumers.consumers, letters]
         wrong = [trouble for one in everybody for trouble in one.troubles()]
         for count, what, remedy in (
             (counts["refused"], "messages that JetStream refuses", "postroom worker backlog"),
-            (counts["dead"], "dead letters that wait for an operator", "postroom dlq list"),
             (counts["jobs_failed"], "jobs that have failed", "postroom jobs list --state failed"),
         ):
             if count:

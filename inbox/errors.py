@@ -21,12 +21,14 @@ def from_sqlite(error: Exception) -> Exception:
     if is_full(error):
         detail = "the disk is full: nothing was written to the inbox; free some space"
         return TryAgain.of("disk_full", detail, retryable=True)
-    return TryAgain.of("inbox_busy", f"the inbox cannot be used now: {error}", retryable=True)
+    return TryAgain.of("inbox_busy", f"the inbox cannot be used now: {error}; try again", retryable=True)
 
 
 def unavailable(reason: str) -> TryAgain:
     """Answer while there is no inbox to read."""
-    detail = f"the inbox is not open ({reason}): sends still work, and messages that are missing here arrive later"
+    detail = (
+        f"the inbox is not open ({reason}): sends still work, and what is missing arrives later; see `postroom doctor`"
+    )
     return TryAgain.of("inbox_unavailable", detail, retryable=True)
 
 
@@ -37,7 +39,9 @@ def broken(path: Path, error: Exception) -> Broken:
 
 def invalid_cursor() -> InvalidMessage:
     """Refuse a cursor that no page gave."""
-    return InvalidMessage.of("invalid_cursor", "the cursor is not one that a list returned", field="cursor")
+    return InvalidMessage.of(
+        "invalid_cursor", "the cursor is not one that a list returned: begin again without one", field="cursor"
+    )
 
 
 def invalid_event_id() -> InvalidMessage:

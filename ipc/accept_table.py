@@ -140,5 +140,5 @@ class DestinationRule:
 
 
 def _refusal(destination: str) -> NotPermitted:
-    detail = f"this daemon may not send to {destination} (config: allow_destinations)"
+    detail = f"this daemon may not send to {destination}: add it to allow_destinations in its config"
     return NotPermitted.of("destination_not_allowed", detail, field="to")

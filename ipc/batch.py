@@ -261,7 +261,7 @@ class Splitter:
 
     def _take(self, piece: bytes) -> None:
         if len(self._partial) + len(piece) > self._limit:
-            detail = f"the line has more than {self._limit} bytes (limits.request_bytes)"
+            detail = f"the line has more than {self._limit} bytes: send less, or raise limits.request_bytes"
             raise InvalidMessage.of("request_too_large", detail)
         self._budget.take(len(piece), self._uid)
         self._held += len(piece)

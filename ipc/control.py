@@ -79,7 +79,9 @@ class Control:
     async def ready(self, _request: Request) -> web.StreamResponse:
         """Say whether a send would be accepted now; it never depends on the broker."""
         if not self._services.outbox.healthy:
-            raise TryAgain.of("not_ready", "the outbox cannot be written", retryable=True, retry_after=1.0)
+            raise TryAgain.of(
+                "not_ready", "the outbox cannot be written: see `postroom doctor`", retryable=True, retry_after=1.0
+            )
         return json_answer(Ready(ready=True))
 
     async def metrics(self, _request: Request) -> web.StreamResponse:

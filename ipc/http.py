@@ -121,7 +121,7 @@ class BodyReader:
             self._budget.give_back(len(received), uid)
 
     def _refuse(self, size: str) -> NoReturn:
-        detail = f"the request has {size}, the limit is {self._limit} (limits.request_bytes)"
+        detail = f"the request has {size}, the limit is {self._limit}: send less, or raise limits.request_bytes"
         raise InvalidMessage.of("request_too_large", detail)
 
 
@@ -135,7 +135,9 @@ def start_body(request: Request, budget: Budget, size: int) -> None:
     if expect is None or request.version != HttpVersion11:
         return
     if expect.lower() != "100-continue":
-        raise InvalidMessage.of("expectation_failed", "the only expectation that can be met is 100-continue")
+        raise InvalidMessage.of(
+            "expectation_failed", "the only expectation that can be met is 100-continue: omit any other"
+        )
     budget.ask(size, request.caller.uid)
     if request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -165,7 +167,7 @@ def decode_body(data: bytes, kind: type[T]) -> T:
         field, sentence = where(error)
         raise InvalidMessage.of("invalid_field", sentence, field=field) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        detail = f"the body is not one JSON object in UTF-8: {error}"
+        detail = f"the body must be one JSON object in UTF-8: {error}"
         raise InvalidMessage.of("invalid_json", detail) from error
     refuse_duplicate_keys(data)
     return decoded
@@ -201,7 +203,7 @@ class Table:
                 return found
         if candidates:
             raise MethodNotAllowed(found.route.method for found in candidates)
-        raise NotFound.of("no_such_route", "there is no such route: GET /v1/openapi.json lists them all")
+        raise NotFound.of("no_such_route", "there is no such route: read GET /v1/openapi.json, which lists them all")
 
     def _candidates(self, path: str) -> Iterable[Found]:
         fixed = [route for (_, known), route in self.fixed.items() if known == path]

@@ -15,7 +15,7 @@ from ipc.services import Services
 from outbox import RowFilter
 from postroom._wire.ids import now_ms
 from postroom._wire.message import PreparedSend, SendRequest, check_client_message_id, prepare
-from postroom._wire.nouns import LogQuery
+from postroom._wire.nouns import LogPage, LogQuery
 from postroom._wire.operations import (
     MAX_PAGE,
     VERBS,
@@ -74,7 +74,10 @@ class OutboxDesk:
 
     async def log(self, request: Request) -> web.StreamResponse:
         """Say what operators did to rows and to the relay, the latest first and page by page."""
-        return json_answer(await self._outbox.operations(decode_query(request, LogQuery)))
+        query = decode_query(request, LogQuery)
+        if query.mesh not in (None, self._services.mesh):
+            return json_answer(LogPage(lines=[]))
+        return json_answer(await self._outbox.operations(query))
 
     def one(self, verb: Verb) -> Handler:
         """Make the handler of `verb` on one row; it answers the row, of a requeue the successor."""
@@ -112,7 +115,7 @@ class OutboxDesk:
         else:
             steps = {step.id: step for step in steps_of(chain.chain, chain.log, chain.failed_posts, place)}
             relay = self._services.relay.status()
-            found = [wait_of(row, relay) for row in chain.chain]
+            found = [wait_of(row, relay, self._services.mesh) for row in chain.chain]
             waits = {wait.step: wait for wait in found if wait is not None}
         try:
             inbox = self._services.inbox.opened()
@@ -225,7 +228,7 @@ def _filter(query: ListQuery) -> RowFilter:
     )
 
 
-def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:
+def wait_of(row: OutboxRow, relay: RelayStatus, mesh: str) -> Wait | None:
     """Say why a row is not accepted yet, and what would help; None where it waits no more."""
     why, help_ = "", None
     match row.status:
@@ -234,14 +237,14 @@ def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:
         case "inflight":
             why = "it is being posted to the broker"
         case "dead":
-            why, help_ = f"it will not be posted again: {row.last_error}", help_for(row)
+            why, help_ = f"it will not be posted again: {row.last_error}", help_for(row, mesh)
         case _ if row.held:
-            why, help_ = "an operator holds it back", f"postroom outbox release {row.id}"
+            why, help_ = "an operator holds it back", f"postroom outbox release {row.id} --reason 'it may go'"
         case _ if relay.state == "paused":
-            why, help_ = "an operator has paused the relay", "postroom relay resume"
+            why, help_ = "an operator has paused the relay", "postroom relay resume --reason 'it was paused'"
         case _ if row.destination in relay.paused_destinations:
             why = f"an operator has paused the relay to {row.destination}"
-            help_ = f"postroom relay resume {row.destination}"
+            help_ = f"postroom relay resume {row.destination} --reason 'it was paused'"
         case _ if row.not_before is not None and row.not_before > datetime.now(UTC):
             why = f"its sender wants it posted at {row.not_before:%Y-%m-%d %H:%M:%SZ}"
         case _ if relay.state == "waiting":
@@ -249,7 +252,7 @@ def wait_of(row: OutboxRow, relay: RelayStatus) -> Wait | None:
         case _ if row.next_attempt_at > datetime.now(UTC):
             why = f"it is posted again at {row.next_attempt_at:%H:%M:%SZ}: {row.last_error}"
             limited = (row.last_error or "").startswith("rate_limited")  # another try now is refused too
-            help_ = None if limited else f"postroom outbox flush {row.id}"
+            help_ = None if limited else f"postroom outbox flush {row.id} --reason 'it can go now'"
         case _:
             why = "it is due, and the relay posts it next"
     return Wait(step=f"row:{row.id}", why=why, help=help_)

@@ -116,7 +116,9 @@ def rotate(file: Path) -> None:
             os.fsync(stream.fileno())
         Path(name).replace(file)
     except OSError as error:
-        raise Fatal(Exit.IO_ERROR, f"cannot write the token file {file}: {error.strerror}") from error
+        raise Fatal(
+            Exit.IO_ERROR, f"cannot write the token file {file}: {error.strerror}; check its directory"
+        ) from error
 
 
 def _read(file: Path) -> tuple[tuple[int, int, int], str]:
@@ -153,7 +155,10 @@ class TcpGuard:
         sources = [value for name in (hdrs.ORIGIN, hdrs.REFERER) for value in headers.getall(name, [])]
         foreign_site = headers.get("Sec-Fetch-Site", "none").lower() not in _OWN_SITES
         if foreign_site or any(_host_name(source) not in _LOCAL_HOSTS for source in sources):
-            raise NotPermitted.of("foreign_origin", "a page of another origin may not use this socket")
+            raise NotPermitted.of(
+                "foreign_origin",
+                "a page of another origin may not use this socket: use a program, or a page of localhost",
+            )
         scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         if scheme.lower() != "bearer" or not self._token.matches(token.strip()):
             _log.warning("local_token_refused", path=request.path[:200])

@@ -90,7 +90,7 @@ class Sends:
         client_message_id = request.params["client_message_id"]
         rows = await self._settled(request, [client_message_id], seconds)
         if not rows:
-            raise NotFound.of("send_not_found", "there is no send under this id")
+            raise NotFound.of("send_not_found", "there is no send under this id: `postroom outbox list` shows them")
         return json_answer(rows[0])
 
     async def where_all(self, request: Request) -> web.StreamResponse:
@@ -137,7 +137,7 @@ def idempotency_key(values: list[str] | tuple[str, ...]) -> str | None:
     if not values:
         return None
     if len(values) > 1:
-        detail = "the header is given more than once: a send has one id"
+        detail = "the header is given more than once: give it once, since a send has one id"
         raise InvalidMessage.of("invalid_client_message_id", detail, field="Idempotency-Key")
     value = values[0].strip()
     quoted = len(value) > 1 and value[0] == value[-1] == '"'

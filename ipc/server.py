@@ -209,13 +209,16 @@ class Server(TimedServer):
             refuse_tokens_in_query(request, connection.caller)
             route, request.params = self._table.find(request.method, request.rel_url.raw_path)
             if route.query is None and request.query_string:
-                raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters")
+                raise InvalidMessage.of("invalid_query", f"{route.path} takes no query parameters: omit them")
         if connection.is_tcp and self._tcp_guard is not None and isinstance(request, Request):
             self._tcp_guard.check(request)
         if not connection.is_allowed:
             return problem_answer(_NOT_ALLOWED, close=True)
         if route.access == "operator" and not self._policy.may_operate(connection.caller):
-            raise NotPermitted.of("not_an_operator", "your uid is not among the operators of this daemon")
+            raise NotPermitted.of(
+                "not_an_operator",
+                "your uid is not among the operators of this daemon: add it to its config, or use sudo",
+            )
         return await route.handler(request)
 
     def _refused(

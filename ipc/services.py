@@ -63,7 +63,7 @@ class NoInbox:
 
     def opened(self) -> Inbox:
         """Say so."""
-        detail = "this daemon has no inbox: messages reach one through NATS (config: nats.url)"
+        detail = "this daemon has no inbox: set nats.url in its config, since messages reach one through NATS"
         raise NotFound.of("inbox_not_configured", detail)
 
     def trouble(self) -> None:

@@ -20,8 +20,10 @@ def from_sqlite(error: Exception) -> Exception:
         detail = "the disk is full: nothing was written; free some space, then repeat the request"
         return TryAgain.of("disk_full", detail, retryable=True)
     if result_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return TryAgain.of("outbox_busy", "another program has locked the outbox file", retryable=True)
-    return PostroomError.of("outbox_error", f"the outbox refused the operation: {error}")
+        return TryAgain.of(
+            "outbox_busy", "another program has locked the outbox file: stop that, and try again", retryable=True
+        )
+    return PostroomError.of("outbox_error", f"the outbox refused the operation: {error}; see `postroom doctor`")
 
 
 def outcome_unknown() -> TryAgain:
@@ -116,7 +118,7 @@ def backup_failed(error: OSError | sqlite3.Error) -> PostroomError:
     if is_full(error):
         detail = "the disk of the outbox is full, so the backup was dropped: free some space"
         return TryAgain.of("disk_full", detail, retryable=True)
-    return PostroomError.of("outbox_error", f"the backup could not be written: {error}")
+    return PostroomError.of("outbox_error", f"the backup could not be written: {error}; check the disk")
 
 
 def row_not_found(row_id: str) -> NotFound:
@@ -126,12 +128,15 @@ def row_not_found(row_id: str) -> NotFound:
 
 def wrong_state(verb: str, row_id: str, why: str) -> Conflict:
     """Say why the row's state forbids the verb."""
-    return Conflict.of("wrong_state", f"cannot {verb} row {row_id}: {why}")
+    return Conflict.of("wrong_state", f"cannot {verb} row {row_id}: {why}; see `postroom outbox inspect {row_id}`")
 
 
 def already_accepted(verb: str, row_id: str, broker_message_id: str) -> Conflict:
     """Refuse a verb on a row that the broker turns out to have accepted; the row is done now."""
-    detail = f"cannot {verb} row {row_id}: the broker had accepted it, though its answer was lost; the row is done now"
+    detail = (
+        f"cannot {verb} row {row_id}: the broker had accepted it, though its answer was lost; the row is done now, and "
+        f"`postroom trace {row_id}` says where the message is"
+    )
     return Conflict.of("already_accepted", detail, broker_message_id=broker_message_id)
 
 

@@ -140,7 +140,9 @@ class Outbox(reading.Reader):
             await store.submit(Step(relaying.reclaim))
         except PostroomError as error:
             await store.close()
-            raise Fatal(Exit.TRY_AGAIN, f"cannot take back the rows that were inflight: {error}") from error
+            raise Fatal(
+                Exit.TRY_AGAIN, f"cannot take back the rows that were inflight: {error}; start again"
+            ) from error
         return cls(store, transactor, settings=settings, walked=walked, clock=clock, look_up=look_up)
 
     async def close(self) -> None:

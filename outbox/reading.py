@@ -389,7 +389,9 @@ def seq_of(cursor: str | None) -> int:
     if cursor is None:
         return 0
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) <= _CURSOR_DIGITS):
-        raise InvalidMessage.of("invalid_cursor", "the cursor is not one that a list returned", field="cursor")
+        raise InvalidMessage.of(
+            "invalid_cursor", "the cursor is not one that a list returned: begin again without one", field="cursor"
+        )
     return int(cursor)
 
 

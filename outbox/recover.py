@@ -243,7 +243,9 @@ def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
         source = file.path
         if not source.exists():  # a kill left none: what was set aside has the rows, with what stayed behind of it
             if file.damaged is None:
-                raise Fatal(Exit.CONFIG, f"there is no outbox in {file.path.parent}")
+                raise Fatal(
+                    Exit.CONFIG, f"there is no outbox in {file.path.parent}: check state_directory in the config"
+                )
             store.move(file.path, file.damaged)
             source = file.damaged
         now = clock()

@@ -46,7 +46,7 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
             shutil.copyfileobj(source, target)
         with closing(sqlite3.connect(fresh, isolation_level=None)) as db:
             if not SCHEMA.version_of(db, backup):
-                raise Fatal(Exit.CONFIG, f"{backup} is empty, and no backup of an outbox")
+                raise Fatal(Exit.CONFIG, f"{backup} is empty, and no backup of an outbox: take another")
             quick_check(db)
             db.execute(_LOG, (None, now, "restore", str(Caller.this_process()), reason, None, str(backup)))
             db.execute(QUERIES["checkpoint_truncate"]).fetchall()
@@ -57,10 +57,14 @@ def restore(directory: Path, backup: Path, reason: str, *, clock: Callable[[], i
         restored = True
     except (Damaged, sqlite3.DatabaseError) as fault:
         if isinstance(fault, sqlite3.OperationalError):
-            raise Fatal(exit_after(fault), f"cannot restore {backup}: {fault}; nothing has changed") from fault
+            raise Fatal(
+                exit_after(fault), f"cannot restore {backup}: {fault}; nothing has changed, try again"
+            ) from fault
         raise Fatal(Exit.CONFIG, f"{backup} is damaged, or no backup of an outbox ({fault}): take another") from fault
     except OSError as error:
-        raise Fatal(exit_after(error), f"cannot restore {backup}: {error.strerror}; nothing has changed") from error
+        raise Fatal(
+            exit_after(error), f"cannot restore {backup}: {error.strerror}; nothing has changed, try again"
+        ) from error
     finally:
         file.end(clean=restored)
     return aside

@@ -139,5 +139,5 @@ PIPELINES: Final[Mapping[str, Pipeline]] = MappingProxyType(
 def find(name: str) -> Pipeline:
     """Return a pipeline; raises `Fatal` (3) where there is none of that name."""
     if name not in PIPELINES:
-        raise Fatal(Exit.NOT_FOUND, f"there is no pipeline {name!r}: there are {', '.join(PIPELINES)}")
+        raise Fatal(Exit.NOT_FOUND, f"there is no pipeline {name!r}: choose one of {', '.join(PIPELINES)}")
     return PIPELINES[name]

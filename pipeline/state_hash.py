@@ -46,7 +46,7 @@ def run(spark: SparkSession, options: Options) -> Outcome:
     """Verify each store; an outcome with a store that was altered is a failed one."""
     stores = sorted(glob(options.stores, recursive=True))  # noqa: PTH207 - the pattern may be absolute
     if not stores:
-        raise Fatal(Exit.NOT_FOUND, f"no event store matches {options.stores}")
+        raise Fatal(Exit.NOT_FOUND, f"no event store matches {options.stores}: pass where they are with stores=PATTERN")
     frame = spark.createDataFrame([(store,) for store in stores], "store STRING").repartition(len(stores))
     found = spark.createDataFrame(frame.rdd.mapPartitions(_verify_all), _SCHEMA).localCheckpoint()
     if options.output is not None:

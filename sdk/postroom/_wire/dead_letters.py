@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
@@ -16,6 +16,7 @@ import msgspec
 
 from postroom._wire.nouns import CHANGES, Change, Noun, Result, Verb
 from postroom._wire.operations import MAX_IDS, Age
+from postroom._wire.programs import Trouble
 from postroom.errors import Problem
 
 Act = Literal["replayed", "dropped"]
@@ -181,6 +182,13 @@ class LetterCounts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     letters: dict[str, int]
     unread: Problem | None = None
+
+    def troubles(self) -> Iterator[Trouble]:
+        """Yield which meshes have letters that wait for an operator."""
+        for stream, count in self.letters.items():
+            if count:
+                show = f"postroom dlq list --mesh {stream.removesuffix('_DLQ').lower()}"
+                yield Trouble(stream, f"{count} dead letters", show, "look")
 
 
 VERBS: Final[Mapping[str, Verb]] = MappingProxyType(

@@ -191,10 +191,12 @@ def _times(count: int) -> str:
 
 def _not_a_ledger(text: str) -> InvalidMessage:
     """Refuse what is no ledger."""
-    detail = f"{text!r} is not a ledger: it has 15 digits, of which those at positions 4 to 7 are 0 or 1"
+    detail = f"{text!r} is not a ledger: write 15 digits, of which those at positions 4 to 7 are 0 or 1"
     return InvalidMessage.of("invalid_ledger", detail, field="ledger")
 
 
 def _impossible(text: str, problem: str) -> InvalidMessage:
     """Refuse 15 digits that stand in no ledger."""
-    return InvalidMessage.of("invalid_ledger", f"{text} is not a ledger: {problem}", field="ledger")
+    return InvalidMessage.of(
+        "invalid_ledger", f"{text} is not a ledger: {problem}; copy one of `postroom jobs show`", field="ledger"
+    )

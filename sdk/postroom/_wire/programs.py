@@ -6,6 +6,7 @@ whoever shows it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
@@ -103,7 +104,7 @@ class Program(Report, kw_only=True, omit_defaults=True, frozen=True):
         thing = f"{self.title} on {self.host}"
         unit = f"postroomd@{self.mesh}" if self.kind == "daemon" else f"postroom-{self.kind}"
         log = f"journalctl -u {unit}  # on {self.host}"
-        here = "" if self.address is None else f" --socket {self.address}"
+        here = "" if self.address is None else f" --socket {shlex.quote(self.address)}"
         if self.away:
             yield Trouble(thing, f"no report since {self.reported_at:%Y-%m-%d %H:%M:%S}Z", log, "down")
             return

@@ -27,6 +27,7 @@ Outcome = Literal["done", "running", "waiting", "dead", "ended"]
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 _MOST: Final = 20  # ids that one is asked for because the other knows them
 NAME: Final = "client_message_id"
+REPAIRED: Final = "its cause is repaired"  # the reason in a command that helps then
 _OUTCOMES: Final[Mapping[RowStatus, Outcome]] = {
     "pending": "waiting",
     "inflight": "running",
@@ -264,14 +265,17 @@ def steps_of(
     return steps
 
 
-def help_for(row: OutboxRow) -> str:
-    """Return the commands that help a dead row: what it was refused for the lack of, then another try."""
+def help_for(row: OutboxRow, mesh: str) -> str:
+    """Return the commands that help a dead row of a mesh: what it was refused for the lack of, then another try."""
     code, (_, _, name) = (row.last_error or "").partition(":")[0], row.destination.partition(":")
     missing = {
-        "topic_not_found": f"postroom topic create {name}",
-        "queue_not_found": f"postroom queue create {name}",
+        "topic_not_found": f"postroom topic create {name} --mesh {mesh}",
+        "queue_not_found": f"postroom queue create {name} --mesh {mesh}",
+        "member_not_found": f"postroom member create {name} --mesh {mesh}",
+        "not_subscribed": f"postroom topic subscribe {name}",
     }
-    return " && ".join(filter(None, (missing.get(code), f"postroom outbox requeue {row.id}")))
+    again = f"postroom outbox requeue {row.id} --reason '{REPAIRED}'"
+    return " && ".join(filter(None, (missing.get(code), again)))
 
 
 def _post_ids(posts: FailedPosts | None) -> dict[str, str]:

@@ -105,10 +105,12 @@ class Peer(NamedTuple):
             case FileNotFoundError() | ConnectionRefusedError():
                 return self.absent("nothing listens there")
             case PermissionError():
-                detail = f"{self} refuses the connection: {os.strerror(errno.EACCES)}"
+                detail = f"{self} refuses the connection: {os.strerror(errno.EACCES)}; use an account that may"
                 return NotPermitted.of("socket_not_permitted", detail)
             case TimeoutError():
-                detail = f"{self} did not answer in time: it hangs or is overloaded"
+                detail = (
+                    f"{self} did not answer in time: it hangs or is overloaded; try again, or see `postroom doctor`"
+                )
                 return Unavailable.of("no_answer", detail, retryable=True)
             case Garbled():
                 return self.foreign(str(error))
@@ -118,7 +120,7 @@ class Peer(NamedTuple):
 
     def lost(self) -> Unavailable:
         """Build the error for a connection that broke before the answer was complete."""
-        detail = f"the connection to {self} broke; it is not known whether the request took effect"
+        detail = f"the connection to {self} broke; it is not known whether the request took effect: repeat it, same id"
         return Unavailable.of("connection_lost", detail, retryable=True)
 
     def refusal(self, status: int, media: str, data: bytes) -> NoReturn:
@@ -141,7 +143,7 @@ class Peer(NamedTuple):
 
     def foreign(self, reason: str, *, retryable: bool = False) -> Unavailable:
         """Build the error for an answer that isn't ours: another program, or another version of this one."""
-        detail = f"{self} is not part of Postroom, or has another version: {reason[:MAX_REASON]}"
+        detail = f"{self} is not part of Postroom, or has another version: {reason[:MAX_REASON]}; check the address"
         return Unavailable.of("not_understood", detail, retryable=retryable)
 
 

@@ -138,9 +138,11 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise Fatal(Exit.CONFIG, f"cannot read the config {file}: {error.strerror}") from error
+        raise Fatal(
+            Exit.CONFIG, f"cannot read the config {file}: {error.strerror}; pass another with --config FILE"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise Fatal(Exit.CONFIG, f"{file} is not TOML: {error}") from error
+        raise Fatal(Exit.CONFIG, f"{file} is not TOML: {error}; see docs/configuration.md") from error
 
 
 def _leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -74,7 +74,7 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
         try:
             gid = grp.getgrnam(group).gr_gid
         except KeyError as error:
-            detail = f"the socket's group {group!r} does not exist on this machine"
+            detail = f"the socket's group {group!r} does not exist on this machine: create it, or configure another"
             raise Fatal(Exit.CONFIG, detail) from error
     try:
         private_directory(path.parent)
@@ -96,7 +96,9 @@ def unix_listener(path: Path, group: str | None = None) -> socket.socket:
             sock.listen(BACKLOG)
             return sock
     except OSError as error:
-        raise Fatal(Exit.CONFIG, f"cannot create the socket {path}: {error.strerror}") from error
+        raise Fatal(
+            Exit.CONFIG, f"cannot create the socket {path}: {error.strerror}; configure another path"
+        ) from error
 
 
 def tcp_listener(port: int, host: str = "127.0.0.1") -> socket.socket:
@@ -108,7 +110,7 @@ def tcp_listener(port: int, host: str = "127.0.0.1") -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}; configure another") from error
     return sock
 
 
@@ -123,7 +125,9 @@ def refuse_path(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise Fatal(Exit.CONFIG, f"cannot check the socket path {path}: {error.strerror}") from error
+        raise Fatal(
+            Exit.CONFIG, f"cannot check the socket path {path}: {error.strerror}; configure another path"
+        ) from error
     if stat.S_ISLNK(mode):
         raise Fatal(Exit.CONFIG, f"{path} is a symbolic link: remove it or configure another path")
     if not stat.S_ISSOCK(mode):
@@ -132,7 +136,7 @@ def refuse_path(path: Path) -> None:
         probe.setblocking(False)
         code = probe.connect_ex(str(path))
     if code not in (errno.ECONNREFUSED, errno.ENOENT):
-        raise Fatal(Exit.UNAVAILABLE, f"already running: a process answers on {path}")
+        raise Fatal(Exit.UNAVAILABLE, f"already running: a process answers on {path}; stop it first")
 
 
 def remove(path: Path, inode: int) -> None:
@@ -348,7 +352,9 @@ async def listening(runner: web.BaseRunner, host: str, port: int, tls: ssl.SSLCo
     try:
         await web.TCPSite(runner, host, port, ssl_context=tls).start()
     except OSError as error:
-        raise Fatal(Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise Fatal(
+            Exit.UNAVAILABLE, f"cannot listen on {host}:{port}: {error.strerror}; configure another address"
+        ) from error
     bound, number = runner.addresses[0][:2]
     return f"{'http' if tls is None else 'https'}://{f'[{bound}]' if ':' in bound else bound}:{number}"
 

@@ -113,12 +113,14 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
     """Decode the query string into `query`; an unknown or repeated parameter is a 400 that names it."""
     pairs = list(request.query.items())
     if len({name for name, _ in pairs}) != len(pairs):
-        raise InvalidMessage.of("invalid_query", "a query parameter is given twice")
+        raise InvalidMessage.of("invalid_query", "a query parameter is given twice: give it once")
     try:
         return msgspec.convert(dict(pairs), query, strict=False)
     except msgspec.ValidationError as error:
         field, sentence = where(error)
-        raise InvalidMessage.of("invalid_query", f"the query string is wrong: {sentence}", field=field) from error
+        raise InvalidMessage.of(
+            "invalid_query", f"the query string must be another: {sentence}", field=field
+        ) from error
 
 
 def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ async def run_until_stopped(
         if isinstance(error, Fatal):
             raise error
         _log.error("task_ended", task=task.get_name(), exc_info=error)
-        raise Fatal(Exit.FAILED, f"the task {task.get_name()!r} ended: {error!r}" if error else task.get_name())
+        raise Fatal(Exit.FAILED, f"{task.get_name()!r} ended: {error!r}; see the log" if error else task.get_name())
 
 
 async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -148,10 +148,12 @@ def load_named(name: str, *, what: str, example: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise Fatal(Exit.CONFIG, f"cannot import {module_name}: {type(error).__name__}: {error}") from error
+        raise Fatal(
+            Exit.CONFIG, f"cannot import {module_name}: {type(error).__name__}: {error}; check PYTHONPATH"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name} ({module.__file__})")
+        raise Fatal(Exit.CONFIG, f"there is no {attribute} in {module_name}: look into {module.__file__}")
     return found
 
 

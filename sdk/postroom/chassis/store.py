@@ -101,7 +101,9 @@ class OwnedFile:
             if may_be_anothers:
                 hand_over(self._lock, directory)
         except OSError as error:
-            raise Fatal(exit_after(error), f"cannot use the state directory {directory}: {error.strerror}") from error
+            raise Fatal(
+                exit_after(error), f"cannot use the state directory {directory}: {error.strerror}; configure another"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

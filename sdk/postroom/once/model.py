@@ -127,15 +127,13 @@ class LeaseLost(Conflict):
     @classmethod
     def of_scope(cls, scope: Scope) -> LeaseLost:
         """Build the error for `scope`."""
-        detail = (
-            f"the lease on {scope} has expired: this worker can no longer settle it, and another may have taken it over"
-        )
+        detail = f"the lease on {scope} has expired: another worker may have taken it over: try again"
         return cls.of("lease_lost", detail)
 
 
 def absent(where: str) -> NotFound:
     """Build the error for a place where nobody has begun to keep keys."""
-    detail = f"there is no registry in {where}: the first program that opens it creates it"
+    detail = f"there is no registry in {where}: check its address; the first program that opens it creates it"
     return NotFound.of("registry_absent", detail)
 
 
@@ -147,7 +145,7 @@ def unavailable(error: BaseException) -> Unavailable:
 
 def unusable(why: str) -> PostroomError:
     """Build the error for a store that somebody has to put right first."""
-    return PostroomError.of("registry_unusable", f"the registry cannot be used: {why}")
+    return PostroomError.of("registry_unusable", f"the registry cannot be used, and must be put right: {why}")
 
 
 def _invalid(name: str, why: str) -> InvalidMessage:

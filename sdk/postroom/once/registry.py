@@ -292,7 +292,7 @@ async def open_store(url: str, *, create: bool = True) -> Store:
         return await PostgresStore.open(url, create=create)
     scheme, _, rest = url.partition(":")
     if url != "memory:" and not (scheme == "sqlite" and rest.startswith("///")):
-        sentence = "a registry is at postgresql://…, sqlite:///absolute/path or memory:"
+        sentence = "a registry must be at postgresql://…, sqlite:///absolute/path or memory:"
         raise InvalidMessage.of("invalid_registry_url", sentence)
     from postroom.once.sqlite import SqliteStore  # noqa: PLC0415 - some builds of Python have no sqlite3
 

@@ -136,7 +136,9 @@ def _replay(options: argparse.Namespace) -> None:
         try:
             owner, memory = asyncio.run(replay(load_agent(options.agent), options.database))
         except Differs as difference:
-            raise Fatal(Exit.FAILED, f"{options.database} was altered at {difference}") from difference
+            raise Fatal(
+                Exit.FAILED, f"{options.database} was altered at {difference}: put a copy from before in its place"
+            ) from difference
     found = {
         **owner._asdict(),
         "position": memory.position,

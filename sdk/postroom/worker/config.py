@@ -148,7 +148,9 @@ class AgentConfig(AgentSection, kw_only=True, forbid_unknown_fields=True):
         """Return which class is meant, `given` before the config's; raises `Fatal` (2) where neither says."""
         name = given or self.agent_class
         if name is None:
-            sentence = "which agent? Give MODULE:AGENT, as in shop.agents:Pricing, or agent_class in the config"
+            sentence = (
+                "no agent is named: pass MODULE:AGENT, as in shop.agents:Pricing, or set agent_class in the config"
+            )
             raise Fatal(Exit.USAGE, sentence)
         return name
 
@@ -230,7 +232,7 @@ class WorkerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def database(self) -> str:
         """The database that it publishes from; raises `Fatal` (78) if there is none."""
         if self.database_url is None:
-            raise Fatal(Exit.CONFIG, "database_url is not set: this worker publishes nothing")
+            raise Fatal(Exit.CONFIG, "database_url is not set: set it, or this worker publishes nothing")
         return self.database_url
 
 
@@ -266,7 +268,9 @@ def load_config(
     for number, consumer in enumerate(config.consumers):
         _check_consumer(consumer)
         if consumer.database_url is None and config.database_url is None:
-            raise Fatal(Exit.CONFIG, f"consumers[{number}].database_url is not set, and neither is database_url")
+            raise Fatal(
+                Exit.CONFIG, f"consumers[{number}].database_url is not set, and neither is database_url: set one"
+            )
     for number, agent in enumerate(config.agents):
         _check_agent(agent)
         if agent.agent_class is None:

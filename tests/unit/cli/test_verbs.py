@@ -28,25 +28,56 @@ def commands() -> Iterator[tuple[str, Any]]:
             yield noun, command
 
 
-def named_commands() -> Iterator[str]:
-    """Every command that a string of the product names or is, with `x` in the place of what is not known yet."""
+def named_commands(*patterns: str) -> Iterator[str]:
+    """Every command that a string of the product has, with `x` in the place of what is not known yet."""
     root = Path(__file__).parents[3]
-    for room in ("broker", "broker_client", "cli", "daemon", "embedded", "inbox", "ipc", "outbox", "pipeline", "sdk"):
+    for room in (
+        "broker",
+        "broker_client",
+        "cli",
+        "daemon",
+        "embedded",
+        "inbox",
+        "ipc",
+        "outbox",
+        "pipeline",
+        "console",
+        "sdk",
+    ):
         for file in sorted((root / room).rglob("*.py")):
             nodes = list(ast.walk(ast.parse(file.read_text())))
             parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
             for node in nodes:
                 if isinstance(node, ast.JoinedStr):
-                    text = "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in node.values)
+                    text = ""
+                    for part in node.values:  # what directly follows a word is options, or none
+                        known = part.value if isinstance(part, ast.Constant) else ""
+                        text += str(known or ("" if re.search(r"\w'?$", text) else "x"))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
                     text = node.value
                 else:
                     continue
-                yield from re.findall(r"`postroom ([^`]+)`", text)
-                yield from re.findall(r"^postroom (.+)$", text)
+                for pattern in patterns:
+                    yield from re.findall(pattern, text)
 
 
 COMMANDS = dict(commands())
+NAMED = sorted({named for named in named_commands(r"`postroom ([^`]+)`") if named.split()[0] in VERBS})
+HELPING = sorted({one for one in named_commands(r"^postroom (.+)$") if one.split()[0] in VERBS})  # whole strings
+
+
+def parsed(named: str) -> tuple[Any, dict[str, Any]]:
+    """Find a command by its words, and read the rest of them; None for one of any verb, or an option of all."""
+    noun, *words = shlex.split(named, comments=True)
+    command: Any = VERBS[noun].command()
+    while words and (below := getattr(command, "commands", {})):
+        if words[0] in ("x", "…") or words[0].startswith("-"):
+            if words[0] != "x":
+                return None, {}
+            words[0] = next(name for name, each in below.items() if words[1] in getattr(each, "commands", {}))
+        command = below[words.pop(0)]
+    given, _, _ = command.make_parser(typer.Context(command)).parse_args(words)
+    return command, given
 
 
 def options(words: str) -> set[str]:
@@ -65,19 +96,20 @@ def test_every_reading_verb_has_json(words: str) -> None:
     assert "--json" in options(words)
 
 
-@pytest.mark.parametrize("verb", ["requeue", "abort", "hold", "release", "flush"])
-def test_every_operator_verb_takes_ids_filters_a_reason_and_a_dry_run(verb: str) -> None:
-    assert {
-        "ids",
-        "--all",
-        "--status",
-        "--code",
-        "--older-than",
-        "--reason",
-        "--dry-run",
-        "--yes",
-        "--json",
-    } <= options(f"outbox {verb}")
+CHANGING = [f"outbox {verb}" for verb in ("requeue", "abort", "hold", "release", "flush")]
+CHANGING += ["dlq replay", "dlq drop", "jobs retry", "jobs cancel", "worker events drop", "worker deliveries drop"]
+
+
+@pytest.mark.parametrize("words", CHANGING)
+def test_every_verb_on_many_things_names_them_in_the_one_way(words: str) -> None:
+    command: Any = COMMANDS.get(words)
+    for word in words.split() if command is None else ():
+        command = VERBS[word].command() if command is None else command.commands[word]
+    found = {option for parameter in command.params for option in parameter.opts}
+    assert {"--all", "--older-than", "--reason", "--dry-run", "--yes", "--json"} <= found
+    (ids,) = (parameter for parameter in command.params if parameter.param_type_name == "argument")
+    assert ids.nargs == -1
+    assert "`-` reads" in ids.help
 
 
 @pytest.mark.parametrize(
@@ -102,12 +134,18 @@ def test_every_destructive_verb_can_be_told_not_to_ask(words: str) -> None:
     assert "--yes" in options(words)
 
 
-@pytest.mark.parametrize("named", sorted({named for named in named_commands() if named.split()[0] in VERBS}))
+@pytest.mark.parametrize("named", NAMED)
 def test_every_command_that_a_message_names_can_be_run(named: str) -> None:
-    noun, *words = shlex.split(named)
-    command: Any = VERBS[noun].command()
-    while words and (below := getattr(command, "commands", {})):
-        if words[0] in ("x", "…") or words[0].startswith("-"):  # any verb, or an option of all of them
-            return
-        command = below[words.pop(0)]
-    command.make_parser(typer.Context(command)).parse_args(words)
+    parsed(named)
+
+
+@pytest.mark.parametrize("named", HELPING)
+def test_every_command_that_is_suggested_is_ready_to_paste(named: str) -> None:
+    """Nothing is asked for that a person does not decide: all that is required is given, a reason too."""
+    command, given = parsed(named)
+    if given.get("help"):
+        return
+    wanted = [each.name for each in command.params if each.required or each.name == "reason"]
+    assert [name for name in wanted if given.get(name) in (None, ())] == []
+    if named.startswith("dlq"):  # whoever may see every mesh has to say which
+        assert given["mesh"] is not None

@@ -172,7 +172,7 @@ def _trace(id_: str, owner: Owner, db: sqlite3.Connection) -> Story:
             add(
                 step,
                 f"{owner.agent} could not handle it: {step.reason}",
-                f"postroom dlq list --consumer {letter.consumer}",
+                f"postroom dlq list --mesh {owner.tenant} --consumer {letter.consumer}",
             )
     return compose(steps, waits, more=len(events) == _MOST)
 

@@ -296,7 +296,9 @@ def _place(cursor: str) -> tuple[datetime, bool, int]:
             return _EPOCH + int(place[1]) * _MICROSECOND, place[2] == "1", int(place[3])
     except OverflowError:
         pass
-    raise InvalidMessage.of("invalid_cursor", "that cursor is not one of a list of dead letters", field="cursor")
+    raise InvalidMessage.of(
+        "invalid_cursor", "that cursor is not one of a list: begin again without one", field="cursor"
+    )
 
 
 def replay_id(letter: DeadLetter) -> str:
