@@ -36,6 +36,7 @@ _log = structlog.get_logger(__name__)
 PROBE_MESSAGES: Final = 10  # claimed for a probe; what is least suspicious of them is posted
 IDLE_SECONDS: Final = 60.0  # longest wait for work, should nobody wake the relay
 GATHER_SECONDS: Final = 0.02  # for which work gathers at most while posts are under way: few are cheaper than many
+APART_MS: Final = 10  # and from the beginning of one post to the next, where little comes
 
 Batch = Sequence[ClaimedRow]
 State = Literal["starting", "relaying", "paused", "waiting", "stopped"]
@@ -76,6 +77,7 @@ class Relay:
         self._expire_at = 0
         self._ready: deque[Batch] = deque()  # claimed, not posted yet
         self._ready_pauses = 0
+        self._posted_at = 0  # when the last post began
         self._claim: asyncio.Task[list[ClaimedRow]] | None = None
         self._posts: dict[asyncio.Task[None], Batch] = {}
         self._broken_off: list[ClaimedRow] = []  # posted, and not waited for
@@ -201,12 +203,19 @@ class Relay:
             await self._check_features()
         elif self._ready:
             batch = self._ready.popleft()
+            self._posted_at = self._clock()
             self._start(self._posting.relay(batch), batch)
         elif not await self._claim_rows():
             seconds = min(self._controls.wait_seconds(self._clock()), self._check.fresh_seconds())
             await self._wait(seconds, for_work=True)
-            if self._posting.under_way:
-                await _first_of(self._wake.wait(), self._sleep(GATHER_SECONDS))
+            await self._gather()
+
+    async def _gather(self) -> None:
+        """Let more work come while a post is under way, and shortly after one began."""
+        if self._posting.under_way:
+            await _first_of(self._wake.wait(), self._sleep(GATHER_SECONDS))
+        if 0 <= (passed := self._clock() - self._posted_at) < APART_MS:
+            await self._sleep((APART_MS - passed) / 1000)
 
     def _hold_seconds(self) -> float:
         """Return how long not to post: 0 to go on, infinite where something will wake the relay."""

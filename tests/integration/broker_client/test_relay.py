@@ -77,6 +77,18 @@ async def test_what_comes_while_a_post_is_under_way_shares_the_next_one(scripted
     assert scripted_broker.batches == [["a"], ["b", "c"]]
 
 
+async def test_what_comes_shortly_after_a_post_shares_the_next_one(scripted_broker, station):
+    here = await station(scripted_broker.url, speed=0.0025)
+    here.run()
+    await here.send("a")
+    await here.settled("a")
+    await here.send("b")
+    await here.clock.sleep(0.0005)
+    await here.send("c")
+    await here.settled("b", "c")
+    assert scripted_broker.batches == [["a"], ["b", "c"]]
+
+
 async def test_each_message_of_a_batch_is_settled_by_its_own_answer(scripted_broker, station, answers):
     accepted, refused = answers
     seen: set[str] = set()
