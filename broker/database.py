@@ -28,7 +28,7 @@ QUERIES: Final = load_queries("broker")
 
 _NAME: Final = "postroom-broker"  # as Postgres knows the connections
 _READING_CONNECTIONS: Final = 8
-_RING_SECONDS: Final = 0.01  # between two rings: publishers that have just been woken look again by themselves
+_RING_SECONDS: Final = 0.005  # between two rings: publishers that have just been woken look again by themselves
 
 # What Postgres answers while it can't do what is asked, through no fault of the request: it starts, stops or is full, a
 # statement ran out of time or met somebody's lock, it is a standby, or our role or database is being changed.
