@@ -34,6 +34,7 @@ async def test_a_done_message_is_gone_for_good(context: Context):
     assert script.ids() == ["a"]
     assert await context.letters() == []
     assert (consumer.counters.delivered, consumer.counters.done, consumer.in_hand) == (1, 1, 0)
+    assert sum(consumer.took.counts) == 1
 
 
 async def test_a_retry_comes_again_and_is_counted(context: Context):
