@@ -35,9 +35,9 @@ class Backup:
         """Return the bytes from `offset` on, as many as a piece has; none at the end."""
         return await asyncio.to_thread(os.pread, self._file, _PIECE, offset)
 
-    def close(self) -> None:
-        """Give the room on the disk back."""
-        os.close(self._file)
+    async def aclose(self) -> None:
+        """Give the room on the disk back, which takes as long as the copy is large: nobody waits for it."""
+        await asyncio.to_thread(os.close, self._file)
 
 
 async def back_up(store: Store) -> Backup:
@@ -58,7 +58,7 @@ async def back_up(store: Store) -> Backup:
                 path.unlink()
             return Backup(file)
         except BaseException:
-            os.close(file)
+            await asyncio.to_thread(os.close, file)
             raise
     except Damaged as fault:
         raise errors.backup_damaged(store.path, str(fault)) from fault

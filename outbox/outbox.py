@@ -437,7 +437,7 @@ class Outbox(reading.Reader):
             raise errors.backup_running()
         async with self._backing_up:
             await self._store.submit(Step(lambda transaction: operating.log(transaction, "backup", order, None)))
-            with contextlib.closing(await back_up(self._store)) as copy:
+            async with contextlib.aclosing(await back_up(self._store)) as copy:
                 yield copy
 
     # Watching

@@ -42,8 +42,11 @@ def scrape(address: tuple[str, int], method: str, path: str, body: str | None = 
     """Ask the port for Prometheus, without a token."""
     connection = http.client.HTTPConnection(*address, timeout=30)
     try:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        connection.request(method, path, body, headers)
+        connection.putrequest(method, path, skip_accept_encoding=True)  # as plain as a send can be
+        if body is not None:
+            connection.putheader("Content-Type", "application/json")
+            connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(None if body is None else body.encode())
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:

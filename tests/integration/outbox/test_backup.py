@@ -217,7 +217,7 @@ async def refusal(source):
         async with source.backup(**WHY):
             return "made"
     except PostroomError as error:
-        return error.code
+        return f"{error.code}:{'needs' in str(error)}"
 
 async def main(directory):
     source = await Outbox.open(directory / "state")
@@ -242,4 +242,4 @@ asyncio.run(main(directory))
 
 async def test_a_backup_takes_no_room_that_sends_need_and_ends_where_there_is_none(tmp_path: Path) -> None:
     said = await run_on_a_small_disk(tmp_path, FULL_DISK, megabytes=16)
-    assert said == ["disk_full disk_full True made"]
+    assert said == ["disk_full:True disk_full:False True made"]
