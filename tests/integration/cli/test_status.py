@@ -233,7 +233,7 @@ def test_a_consumer_that_nobody_runs_waits_for_somebody_to_look(office: Office, 
     assert "paused by administrator: it books twice" in office.user.run("consumer", "show", "books").out
     again = office.user.run("consumer", "pause", "DEMO_EVENTS/books", "nobody", "--reason", "again")
     assert (again.code, again.out) == (1, "")
-    assert "cannot pause the consumer books: it is paused, not active" in again.err
+    assert "cannot pause the consumer books: it must be active, and is paused" in again.err
     assert "there is no consumer 'nobody': `postroom consumer list` shows them" in again.err
     assert office.with_token("bob").run("consumer", "resume", "books", "--reason", "me too").code == 77
     assert office.user.shell(remedy).out == "DEMO_EVENTS/books resumed\n"

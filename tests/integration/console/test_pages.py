@@ -75,7 +75,7 @@ async def test_a_consumer_that_nobody_runs_is_seen(office: Any, admin: Any, conn
     page = await admin.open(f"/consumers?mesh={office.mesh}")
     assert "Paused by administrator: it bills &lt;b&gt;twice" in page.text
     page = await admin.submit("/repairs", kind="consumers", mesh=office.mesh, id=f"{stream}/billing", verb="pause")
-    assert "cannot pause the consumer billing: it is paused, not active" in html.unescape(page.text)
+    assert "cannot pause the consumer billing: it must be active, and is paused" in html.unescape(page.text)
     await admin.open(f"/consumers?mesh={office.mesh}")
     page = await admin.submit("/repairs", kind="consumers", mesh=office.mesh, id=f"{stream}/billing", verb="resume")
     await admin.submit(page.path, reason="fixed")
