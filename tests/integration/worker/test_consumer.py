@@ -114,7 +114,7 @@ async def test_a_file_says_everything_and_the_page_tells_how_it_goes(
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
             manager.bind(str(short_directory / "notify"))
             manager.setblocking(False)
-            watched = {"NOTIFY_SOCKET": str(short_directory / "notify"), "WATCHDOG_USEC": "20000"}
+            watched = {"NOTIFY_SOCKET": str(short_directory / "notify"), "WATCHDOG_USEC": "200000"}
             async with running("--config", str(file), **watched) as process, aiohttp.ClientSession() as session:
                 heard = asyncio.create_task(all_said_until_the_stop(manager))
                 page = str((await said(process, "consuming"))["page"])
