@@ -234,7 +234,7 @@ async def test_an_agent_that_cannot_be_found_is_said_so(
 
 
 async def test_the_config_may_name_the_agent(command_line: CommandLine):
-    assert "which agent?" in (await command_line.run("verify")).said
+    assert "no agent is named" in (await command_line.run("verify")).said
     command_line.environment["POSTROOM_AGENT_AGENT_CLASS"] = AGENT
     ended = await command_line.run("verify")
     assert (ended.code, ended.said.strip()) == (3, f"postroom: there is no event store {command_line.database}")

@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -240,14 +239,21 @@ async def test_a_reader_that_gets_nothing_though_messages_wait_says_so(
     own: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pull, "WATCH_SECONDS", 0.2)
-    script = Script()
+    held = asyncio.Event()
+
+    async def hold(_: Delivery) -> Done:
+        await held.wait()
+        return DONE
+
+    script = Script(hold)
     async with own.consuming(script) as consumer:
         await own.publish(["a"])
         await script.saw(1)
         assert consumer.trouble is None
-        await own.js.pause_consumer(own.events, DURABLE, (datetime.now(UTC) + timedelta(hours=1)).isoformat())
+        info = await own.js.consumer_info(own.events, DURABLE)
+        await own.js.add_consumer(own.events, info.config.evolve(max_ack_pending=1))
         await own.publish(["b", "c"])
         await until(lambda: _is(lambda: "2 messages wait" in (consumer.trouble or "")), "it says what waits")
-        await own.js.resume_consumer(own.events, DURABLE)
+        held.set()
         await script.saw(3)
         await until(lambda: _is(lambda: consumer.trouble is None), "it says nothing more")
