@@ -229,6 +229,14 @@ class _Object(NamedTuple):
 _NOBODY: Final = _Common("", "next", "-1:-1", "", 0)
 
 
+def _fingerprint_of(payload: bytes | None) -> bytes | None:
+    """Compute the fingerprint of a message; None for one that cannot be read."""
+    try:
+        return None if payload is None else check_envelope(msgspec.json.decode(payload, type=Envelope)).fingerprint
+    except (PostroomError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def recover(directory: Path, *, clock: Callable[[], int] = now_ms) -> Recovery:
     """Save the rows of the outbox of `directory` into a new file, set the old one aside, and put the new in its place.
 
@@ -395,7 +403,7 @@ class _Salvage:
         """Write the other rows; returns how many."""
         rows = self._rows("outbox", _Live)
         sample = list(islice(rows, _SAMPLE))
-        computed = sum(self._has_its_fingerprint(row, self._payload(seq, row)) for seq, row in sample)
+        computed = sum(_fingerprint_of(self._payload(seq, row)) == row.request_fingerprint for seq, row in sample)
         strict = computed * 2 > len(sample)  # else they were not computed by Postroom, and tell nothing
         return sum(self._keep_row(seq, row, strict=strict) for seq, row in chain(sample, rows))
 
@@ -407,8 +415,12 @@ class _Salvage:
         if (sound_name and name != row.client_message_id) or (sound_id and row_id != row.id):
             return False
         payload = self._payload(seq, row)
-        if payload is None or (strict and not self._has_its_fingerprint(row, payload)):
+        fingerprint = _fingerprint_of(payload) if strict else row.request_fingerprint
+        if payload is None or fingerprint is None:  # the message is damaged
             return self._keep_without_message(seq, row)
+        if fingerprint != row.request_fingerprint:  # either is, or the row itself: nobody can tell
+            self._without_message.setdefault(seq, row)
+            return False
         try:
             self._new.execute(_QUERIES["keep"], (seq, *msgspec.structs.astuple(row)[1:]))
         except sqlite3.IntegrityError:
@@ -452,14 +464,6 @@ class _Salvage:
     def _payload(self, seq: int, row: _Live) -> bytes | None:
         found = self._new.execute(_QUERIES["payload"], (seq,)).fetchone()
         return found[0] if found is not None and len(found[0]) == row.payload_bytes else None
-
-    @staticmethod
-    def _has_its_fingerprint(row: _Live, payload: bytes | None) -> bool:
-        try:
-            checked = None if payload is None else check_envelope(msgspec.json.decode(payload, type=Envelope))
-        except (PostroomError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return False
-        return checked is not None and checked.fingerprint == row.request_fingerprint
 
     def _missing(self, saved: int) -> int | None:
         """Return how many rows there were beyond those saved, None where neither counters nor numbers tell.
