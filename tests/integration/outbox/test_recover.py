@@ -109,18 +109,6 @@ def test_what_damage_made_impossible_is_left_out(state: Path, database: Path) ->
 
 
 @pytest.mark.usefixtures("filled")
-def test_rows_whose_fingerprints_are_damaged_are_missing_settled_ones_too(state: Path, database: Path) -> None:
-    with sqlite3.connect(database) as damaging:
-        (fingerprint,) = damaging.execute("SELECT request_fingerprint FROM outbox WHERE status = 'done'").fetchone()
-    damaging.close()
-    content = database.read_bytes()
-    assert content.count(fingerprint) == 4  # one in each other state has the same content
-    database.write_bytes(content.replace(fingerprint, bytes(32)))
-    recovery = recover(state)
-    assert recovery.missing == 304 - recovery.saved > 2  # the done and the aborted one among them
-
-
-@pytest.mark.usefixtures("filled")
 async def test_a_file_without_its_first_page_is_saved_whole(
     state: Path, database: Path, open_outbox: OpenOutbox
 ) -> None:
