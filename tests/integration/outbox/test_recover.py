@@ -11,10 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.outboxes import START, WHY, accepted, counted, opened, row_in, send
+from support.outboxes import START, WHY, accepted, counted, done, opened, row_in, send
 
 from outbox import Outbox
 from outbox.recover import recover
+from postroom._wire.message import SendRequest, prepare
 from postroom.chassis.exits import Exit, Fatal
 
 OpenOutbox = Callable[..., Awaitable[Outbox]]
@@ -108,6 +109,25 @@ def test_what_damage_made_impossible_is_left_out(state: Path, database: Path) ->
         assert recovered.execute("SELECT destination FROM relay_control").fetchall() == [("dm:bob",)]
 
 
+@pytest.mark.parametrize("status", ["pending", "done"])
+async def test_a_row_whose_fingerprint_is_damaged_is_not_saved_with_it(
+    state: Path, database: Path, open_outbox: OpenOutbox, status: str
+) -> None:
+    sends = [prepare(SendRequest(to="topic:orders", body=f"message {number}")) for number in range(301)]
+    outbox = await open_outbox()
+    (row,) = await accepted(outbox, sends[0])
+    if status == "done":
+        await outbox.claim()
+        await outbox.settle([done(row.row_id)])
+    await accepted(outbox, *sends[1:])
+    await outbox.close()
+    content = database.read_bytes()
+    assert content.count(sends[0].fingerprint) == 1
+    database.write_bytes(content.replace(sends[0].fingerprint, bytes(32)))
+    recovery = recover(state)
+    assert (recovery.saved, recovery.missing, recovery.buried) == (300, 1, 1)
+
+
 @pytest.mark.usefixtures("filled")
 async def test_a_file_without_its_first_page_is_saved_whole(
     state: Path, database: Path, open_outbox: OpenOutbox
@@ -199,6 +219,7 @@ import resource, sys
 from pathlib import Path
 from postroom.chassis.exits import Fatal
 from outbox.recover import recover
+from postroom._wire.message import SendRequest, prepare
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 4096, 4 * 4096))
 try:
@@ -225,6 +246,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from outbox.recover import recover
+from postroom._wire.message import SendRequest, prepare
 
 rename, left = Path.rename, int(sys.argv[2])
 
