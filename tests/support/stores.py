@@ -18,7 +18,7 @@ CREATE TABLE opening (at INTEGER PRIMARY KEY);
 PRAGMA application_id = 1347637321;
 PRAGMA user_version = 1;
 """
-SCHEMA: Final = Schema(1347637321, (SCRIPT,))
+SCHEMA: Final = Schema(1347637321, {1: SCRIPT})
 
 
 class Refused(Exception):

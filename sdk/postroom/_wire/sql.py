@@ -1,4 +1,4 @@
-"""Named queries from `.sql` files, so that no SQL stands in Python.
+"""Named queries and numbered migrations from `.sql` files, so that no SQL stands in Python.
 
 A file holds any number of queries; each begins with a line `-- name: <name>` and a line that says what it does:
 
@@ -6,17 +6,23 @@ A file holds any number of queries; each begins with a line `-- name: <name>` an
     -- The rows that already hold one of these ids.
     SELECT …;
 
+A package's migrations are `migrations/NNNN_name.sql`, forward only. Their numbers are the versions of its schema: the
+next for each minor release that changes it, and for a major release the first of the next thousand (…, 0007, 1001, …).
+`runs_on` is the one rule of which versions a program runs on.
+
 `why_refused` says why a Postgres URL cannot be used, without the password that it may hold.
 """
 
 import re
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
 _NAME: Final = re.compile(r"^-- name: ([a-z0-9_]+)\n-- \S", re.MULTILINE)
 NO_URL: Final = "database_url is not a Postgres URL (postgresql://user@host/database)"
+_MAJOR: Final = 1000  # versions of a schema, at most, that one major release may have
 _FILES: Final = ("sslrootcert", "sslcert", "sslkey", "sslcrl")
 _REMEDY: Final = "name the authority's certificate with sslrootcert=FILE"
 
@@ -40,6 +46,29 @@ def load_queries(package: str, file: str = "queries.sql") -> Queries:
 def read_sql(package: str, file: str) -> str:
     """Return the text of one `.sql` file of `package`."""
     return files(package).joinpath(file).read_text("utf-8")
+
+
+def migrations(package: str, first: int = 1) -> list[tuple[int, str, str]]:
+    """List `(version, name, sql)` of a package's migrations, in order; the first of them has the number `first`."""
+    directory = files(package).joinpath("migrations")
+    found = sorted(
+        (int(entry.name[:4]), entry.name.removesuffix(".sql"), entry.read_text("utf-8"))
+        for entry in (directory.iterdir() if directory.is_dir() else ())
+        if re.fullmatch(r"\d{4}_[a-z0-9_]+\.sql", entry.name)
+    )
+    numbers = [first - 1, *(version for version, _, _ in found)]
+    for before, number in pairwise(numbers):
+        if number not in (before + 1, (before // _MAJOR + 1) * _MAJOR + 1):
+            raise ValueError(f"in the migrations of {package} {number:04} follows {before:04}")
+    return found
+
+
+def runs_on(found: int, known: int) -> bool:
+    """Tell whether a program whose schema has the version `known` runs on version `found` (0: there are no tables).
+
+    It runs on its own, on the one before and on the one after (docs/contract/operate.md#operate-4).
+    """
+    return found > 0 and abs(found - known) <= 1
 
 
 def why_refused(error: Exception) -> str:

@@ -13,6 +13,11 @@ CREATE TABLE IF NOT EXISTS postroom.schema_migration (
 -- One migration at a time, however many processes start at once; released with the transaction.
 SELECT pg_advisory_xact_lock(hashtext('postroom.migrate'));
 
+-- name: wait_briefly
+-- For no lock longer than this, and not as long as Postgres takes to look for a deadlock: whoever uses the table waits behind
+-- a migration that waits.
+SET LOCAL lock_timeout = '500ms';
+
 -- name: has_migrations
 -- Whether anything was ever migrated.
 SELECT to_regclass('postroom.schema_migration') IS NOT NULL;

@@ -1,25 +1,28 @@
 """Postgres for every room: connections and pools whose failures to open are sentences, and migrations.
 
 A room's migrations are its numbered files: forward only, each in one transaction under an advisory lock. Any number of
-processes may migrate at once: one does it, the others wait and find nothing left to do.
+processes may migrate at once: one does it, the others wait and find nothing left to do. Programs go on meanwhile, and
+run on the version before and after their own too; so a migration that waits for their locks soon gives up, and tries
+again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from importlib.resources import files
 from typing import Any, Final, TypeAlias
 
 import asyncpg
+import structlog
 from asyncpg.pool import PoolConnectionProxy
 
-from postroom._wire.sql import load_queries, missing_file, why_refused
+from postroom._wire.sql import load_queries, migrations, missing_file, runs_on, why_refused
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import this_user
+
+_log = structlog.get_logger(__name__)
 
 _QUERIES: Final = load_queries("postroom.chassis", "migrations.sql")
 
@@ -28,6 +31,8 @@ Pool: TypeAlias = "asyncpg.Pool[asyncpg.Record]"
 
 CONNECT_SECONDS: Final = 5.0
 _REST_PER_SLICE: Final = 4  # the rest after a slice of a sweep, in durations of that slice
+_LOCK_ATTEMPTS: Final = 60  # of a migration
+_LOCK_REST_SECONDS: Final = 0.5  # between two, in which whoever waited behind it has a turn
 _COMMAND_SECONDS: Final = 20.0  # above the server's own statement_timeout, which answers more clearly
 _SERVER_SETTINGS: Final = {
     "statement_timeout": "15s",
@@ -129,10 +134,10 @@ async def close_pool(pool: Pool) -> None:
 async def open_rooms(
     url: str, *rooms: str, name: str, connections: int, settings: Mapping[str, str] | None = None
 ) -> Pool:
-    """Open a pool as `open_pool` does, and check that the tables of `rooms` are this program's; the caller closes it.
+    """Open a pool as `open_pool` does, and check that the program runs on the tables of `rooms`; the caller closes it.
 
     They are in the broker's database, or in one of a service's own that has nothing but them. Raises `Fatal`: 69 where
-    Postgres can't be reached, 78 where the tables are not this program's.
+    Postgres can't be reached, 78 where the program does not run on the tables.
     """
     pool = await open_pool(url, name=name, connections=connections, settings=settings)
     try:
@@ -187,22 +192,11 @@ def _fatal_when_closed(url: str) -> Iterator[None]:
         raise Fatal(Exit.CONFIG, why_refused(error)) from error
 
 
-def migrations(package: str) -> list[tuple[int, str, str]]:
-    """List `(version, name, sql)` of the files `migrations/NNNN_name.sql` of `package`, in order, without a gap."""
-    found = sorted(
-        (int(entry.name[:4]), entry.name.removesuffix(".sql"), entry.read_text("utf-8"))
-        for entry in files(package).joinpath("migrations").iterdir()
-        if re.fullmatch(r"\d{4}_[a-z0-9_]+\.sql", entry.name)
-    )
-    if [version for version, _, _ in found] != list(range(1, len(found) + 1)):
-        raise ValueError(f"the migrations of {package} are not numbered 1 to {len(found)}")
-    return found
-
-
 async def migrate(url: str, *rooms: str) -> list[str]:
     """Bring the tables of `rooms` (packages) to this program's version, one after the other; return what was applied.
 
-    Raises `Fatal` as `fatal_errors` says, and 78 where the database is newer than the program.
+    A database that is one version newer is left as it is. Raises `Fatal` as `fatal_errors` says, 78 where it is newer
+    than that, and 75 where somebody held the lock of a table for too long.
     """
     applied = []
     async with connected(url) as connection:
@@ -210,28 +204,45 @@ async def migrate(url: str, *rooms: str) -> list[str]:
             await connection.execute(_QUERIES["lock_migrations"])
             await connection.execute(_QUERIES["prepare_migrations"])
         for room in rooms:
-            known = migrations(room)
-            for version, name, sql in known:
-                async with connection.transaction():
-                    await connection.execute(_QUERIES["lock_migrations"])
-                    found = await schema_version(connection, room)
-                    if found > len(known):
-                        raise _mismatch(room, found, len(known), "upgrade the program")
-                    if found < version:
-                        await connection.execute(sql)
-                        await connection.execute(_QUERIES["record_migration"], _name(room), version, name)
-                        applied.append(f"{_name(room)}/{name}")
+            for version, name, sql in migrations(room):
+                for _ in range(_LOCK_ATTEMPTS):
+                    try:
+                        if await _take_step(connection, room, version, name, sql):
+                            applied.append(f"{_name(room)}/{name}")
+                        break
+                    except (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError):
+                        _log.info("migration_waits", room=_name(room), migration=name, reason="a table is in use")
+                        await asyncio.sleep(_LOCK_REST_SECONDS)
+                else:
+                    busy = f"the migration {_name(room)}/{name} cannot lock a table that a long transaction uses"
+                    raise Fatal(Exit.TRY_AGAIN, f"{busy}: end that transaction, or try again later")
     return applied
 
 
-async def check_version(connection: Connection, *rooms: str, migrate_with: str) -> None:
-    """Raise `Fatal` (78) unless the tables of `rooms` are this program's, and say what to do."""
-    for room in rooms:
-        found, known = await schema_version(connection, room), len(migrations(room))
-        if found > known:
+async def _take_step(connection: Connection, room: str, version: int, name: str, sql: str) -> bool:
+    """Apply a migration unless the database has it; says whether it did."""
+    async with connection.transaction():
+        await connection.execute(_QUERIES["lock_migrations"])
+        found = await schema_version(connection, room)
+        if found > (known := _known(room)) and not runs_on(found, known):
             raise _mismatch(room, found, known, "upgrade the program")
+        if found >= version:
+            return False
+        await connection.execute(_QUERIES["wait_briefly"])
+        await connection.execute(sql)
+        await connection.execute(_QUERIES["record_migration"], _name(room), version, name)
+        return True
+
+
+async def check_version(connection: Connection, *rooms: str, migrate_with: str) -> None:
+    """Raise `Fatal` (78) unless this program runs on the tables of `rooms`, and say what to do."""
+    for room in rooms:
+        found, known = await schema_version(connection, room), _known(room)
+        if not runs_on(found, known):
+            advice = "upgrade the program" if found > known else f"run `{migrate_with}` first"
+            raise _mismatch(room, found, known, advice)
         if found < known:
-            raise _mismatch(room, found, known, f"run `{migrate_with}` first")
+            _log.info("schema_is_older", room=_name(room), found=found, known=known, advice=f"run `{migrate_with}`")
 
 
 async def schema_version(connection: Connection, room: str) -> int:
@@ -246,6 +257,12 @@ def _name(room: str) -> str:
     return room.rpartition(".")[2]
 
 
-def _mismatch(room: str, found: int, known: int, what: str) -> Fatal:
-    sentence = f"the database has version {found} of the {_name(room)} schema, this program needs {known}: {what}"
-    return Fatal(Exit.CONFIG, sentence)
+def _known(room: str) -> int:
+    """Return the version of a room's tables that this program was written for."""
+    return max(version for version, _, _ in migrations(room))
+
+
+def _mismatch(room: str, found: int, known: int, advice: str) -> Fatal:
+    supported = ", ".join(str(version) for version in (known - 1, known, known + 1) if runs_on(version, known))
+    sentence = f"the database has version {found} of the {_name(room)} schema, this program supports {supported}"
+    return Fatal(Exit.CONFIG, f"{sentence}: {advice}")

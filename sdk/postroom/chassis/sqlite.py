@@ -9,12 +9,12 @@ It needs nothing but the standard library, so that `postroom.once` needs no more
 import errno
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, Self, TypeVar
 
-from postroom._wire.sql import load_queries, read_sql
+from postroom._wire.sql import load_queries, migrations, read_sql, runs_on
 from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.ownership import open_private, refuse_link
 from postroom.chassis.wal import check_log
@@ -40,35 +40,43 @@ _BROKEN: Final = frozenset(
 class Schema(NamedTuple):
     """What a kind of file holds: numbered steps, forward only, and the mark of the kind in the file's header.
 
-    Until the first release there is one step, `schema.sql`. Each ends by setting `user_version` to its number.
+    The first step is `schema.sql`, the others are the package's migrations, from 0002 on. Each ends by setting
+    `user_version` to its number.
     """
 
     application_id: int
-    steps: Sequence[str]
+    steps: Mapping[int, str]
 
     @classmethod
     def of(cls, package: str, mark: str, file: str = "schema.sql") -> Self:
         """Read the schema of `package`; `mark` is four letters."""
-        return cls(int.from_bytes(mark.encode("ascii"), "big"), (read_sql(package, file),))
+        later = {version: sql for version, _, sql in migrations(package, first=2)}
+        return cls(int.from_bytes(mark.encode("ascii"), "big"), {1: read_sql(package, file)} | later)
+
+    @property
+    def version(self) -> int:
+        """The number of the last step."""
+        return max(self.steps)
 
     def version_of(self, db: sqlite3.Connection, path: Path) -> int:
-        """Return the file's version, 0 for a new one; raises `Fatal` (78) where it is another program's, or newer."""
+        """Return the file's version, 0 for a new one; raises `Fatal` (78) where it is another program's, or too new."""
         ((version,), (application,)) = (
             db.execute(QUERIES[name]).fetchone() for name in ("user_version", "application_id")
         )
         if application not in (0, self.application_id) or (version and not application):
             raise Fatal(Exit.CONFIG, f"{path} is an SQLite file of another program: move it to another directory")
-        if version > len(self.steps):
-            known = f"{path} has schema version {version}, this program supports up to {len(self.steps)}"
+        if version > self.version and not runs_on(version, self.version):
+            known = f"{path} has schema version {version}, this program supports up to {self.version + 1}"
             raise Fatal(Exit.CONFIG, f"{known}: install the newer program again")
         return int(version)
 
     def migrate(self, db: sqlite3.Connection, path: Path) -> None:
         """Take the steps that the file lacks, in one transaction, however many processes open it at once."""
-        if self.version_of(db, path) == len(self.steps):
+        if self.version_of(db, path) >= self.version:
             return
         with transaction(db):
-            for script in self.steps[self.version_of(db, path) :]:
+            version = self.version_of(db, path)
+            for script in (self.steps[number] for number in sorted(self.steps) if number > version):
                 statement = ""
                 for line in script.splitlines(keepends=True):  # by statements: `executescript` would commit before it
                     statement += line

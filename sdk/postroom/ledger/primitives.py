@@ -1,9 +1,9 @@
 """The primitives of the ledgers: entries, steps, and the leases that they need (docs/contract/jobs.md#jobs-1).
 
-Each is a function of the database (`0002_primitives.sql`), and one commit, or part of the caller's: in a transaction of
-the caller's, whatever it wrote before becomes durable together with the digit that proves it, or not at all.
-Entries are bundled with nothing: one that is rolled back is not counted. Each raises a `Fault` that changes nothing; in
-a transaction, the caller rolls back what it wrote for the step.
+Each is a function of the database (`migrations/0001_jobs.sql`), and one commit, or part of the caller's: in a
+transaction of the caller's, whatever it wrote before becomes durable together with the digit that proves it, or not at
+all. Entries are bundled with nothing: one that is rolled back is not counted. Each raises a `Fault` that changes
+nothing; in a transaction, the caller rolls back what it wrote for the step.
 
 An entry leases its message to the caller, for `lease`. A step of a lease that ran out raises `LeaseLost`.
 """

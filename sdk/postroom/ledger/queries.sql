@@ -1,4 +1,4 @@
--- Beginning a job, the calls of the primitives (0002_primitives.sql says what each does), and their leases.
+-- Beginning a job, the calls of the primitives (migrations/0001_jobs.sql says what each does), and their leases.
 
 -- name: start
 -- Begins the job $1 of the context $2 and flow $3 with its root $4: name $5, request $6, to be closed at the threshold $7, in

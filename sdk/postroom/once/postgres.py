@@ -12,11 +12,11 @@ import asyncpg
 import msgspec
 
 from postroom._wire.once import KeptKey, KeyNote, KeysQuery
-from postroom._wire.sql import load_queries, read_sql
+from postroom._wire.sql import load_queries, read_sql, runs_on
 from postroom.claims.postgres import PostgresClaims
 from postroom.once.model import PARTS, Scope, absent, table, unavailable, unusable
 
-VERSION: Final = "version 1"
+_VERSION: Final = 1
 _QUERIES: Final = load_queries("postroom.once", "sql/postgres.sql")
 _SCHEMA: Final = read_sql("postroom.once", "sql/postgres_schema.sql")
 _CONNECTIONS: Final = 4
@@ -77,7 +77,7 @@ class PostgresStore(PostgresClaims):
                     version = await connection.fetchval(_QUERIES["version"])  # another process may have been first
                     if version is None:
                         await connection.execute(_SCHEMA)
-                        version = VERSION
+                        return
         if not is_ours(version):
             raise absent("this database")
 
@@ -127,10 +127,14 @@ class PostgresStore(PostgresClaims):
 
 
 def is_ours(version: str | None) -> bool:
-    """Tell whether a schema is there by its version; raises `PostroomError` where that is another program's."""
-    if version not in (None, VERSION):
-        raise unusable(f"its schema is {version}, this program supports {VERSION}: install the same version")
-    return version is not None
+    """Tell whether a schema is there by its version; raises `PostroomError` where this program does not run on that."""
+    if version is None:
+        return False
+    number = version.removeprefix("version ")
+    if not (number.isdecimal() and runs_on(int(number), _VERSION)):
+        needed = f"this program supports version {_VERSION} and {_VERSION + 1}"
+        raise unusable(f"its schema is {version}, {needed}: install the program's newer version")
+    return True
 
 
 @asynccontextmanager

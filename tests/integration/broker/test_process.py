@@ -22,7 +22,7 @@ import pytest
 from support.databases import HOLD_NUMBERS
 
 from broker.config import BrokerConfig
-from broker.database import migrate
+from broker.database import Database, migrate
 from broker.main import open_services
 from broker.server import serving
 from embedded import EmbeddedPostgres
@@ -147,21 +147,35 @@ async def test_it_does_not_start_on_a_schema_that_is_older(rewrite: Any, databas
     assert (code, "postroom broker migrate" in said, "Traceback" in said) == (78, True, False)
 
 
-async def test_nothing_starts_on_a_schema_that_is_newer(rewrite: Any, database_url: str) -> None:
+@pytest.mark.parametrize("version", [3, 1001], ids=["by two minor versions", "by a major version"])
+async def test_nothing_starts_on_a_schema_that_is_newer(rewrite: Any, database_url: str, version: int) -> None:
     file = rewrite(f'database_url = "{database_url}"')
     code, said = await run("migrate", file)
     assert (code, "applied broker/0001_accept" in said) == (0, True)
-    connection = await asyncpg.connect(database_url)
-    await connection.execute(
-        "INSERT INTO postroom.schema_migration (room, version, name) VALUES ('broker', 9999, 'from the future')"
-    )
-    await connection.close()
+    await pretend(database_url, version)
 
     code, said = await run("run", file)
-    assert (code, "9999" in said, "Traceback" in said) == (78, True, False)
-    with pytest.raises(Fatal, match="9999") as refused:
+    assert (code, f"version {version} of the broker schema" in said, "Traceback" in said) == (78, True, False)
+    with pytest.raises(Fatal, match=f"version {version}.*supports 1, 2: upgrade the program") as refused:
         await migrate(database_url)
     assert refused.value.exit_code == Exit.CONFIG
+
+
+async def test_a_schema_that_is_one_minor_version_newer_is_used_and_left_alone(database_url: str) -> None:
+    await migrate(database_url)
+    await pretend(database_url, 2)
+
+    await (await Database.open(database_url, connections=1)).close()
+    assert await migrate(database_url) == []
+
+
+async def pretend(database_url: str, version: int) -> None:
+    """Let the broker's tables have a version."""
+    connection = await asyncpg.connect(database_url)
+    await connection.execute(
+        "INSERT INTO postroom.schema_migration (room, version, name) VALUES ('broker', $1, 'from the future')", version
+    )
+    await connection.close()
 
 
 async def test_any_number_of_processes_may_migrate_at_once(database_url: str) -> None:

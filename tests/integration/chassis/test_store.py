@@ -599,7 +599,7 @@ async def test_no_link_is_followed(tmp_path: Path, suffix: str) -> None:
     [
         (
             "PRAGMA application_id = 1347637321; PRAGMA user_version = 99",
-            "this program supports up to 1",
+            "this program supports up to 2",
         ),
         ("PRAGMA application_id = 1; CREATE TABLE theirs (x)", "another program"),
         ("PRAGMA user_version = 1", "another program"),
@@ -634,7 +634,7 @@ async def test_a_step_to_a_newer_schema_that_fails_leaves_nothing_behind(tmp_pat
     second = "CREATE TABLE half (x);\nINSERT INTO nowhere VALUES (1);\nPRAGMA user_version = 2;\n"
     with closing(sqlite3.connect(tmp_path / "notes.db", isolation_level=None)) as db:
         with pytest.raises(sqlite3.OperationalError, match="nowhere"):
-            Schema(SCHEMA.application_id, (*SCHEMA.steps, second)).migrate(db, tmp_path / "notes.db")
+            Schema(SCHEMA.application_id, SCHEMA.steps | {2: second}).migrate(db, tmp_path / "notes.db")
         assert db.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'half'").fetchone() == (0,)
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
 

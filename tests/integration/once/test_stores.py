@@ -152,12 +152,22 @@ async def test_a_store_is_opened_again_and_by_many_at_once(place: tuple[str, str
     assert await begin() == "held"
 
 
-async def test_a_newer_store_is_left_alone(place: tuple[str, str], table: Table) -> None:
+async def test_a_store_newer_by_more_than_a_minor_version_is_left_alone(place: tuple[str, str], table: Table) -> None:
     kind, where = place
-    comment = "COMMENT ON TABLE {table} IS 'version 2'"
-    await table.run("PRAGMA user_version = 2" if kind == "sqlite" else comment)
-    with pytest.raises(PostroomError, match="version 2, this program supports"):
-        await (SqliteStore.open(Path(where)) if kind == "sqlite" else PostgresStore.open(where))
+
+    async def begin() -> None:
+        await (await (SqliteStore.open(Path(where)) if kind == "sqlite" else PostgresStore.open(where))).close()
+
+    async def pretend(version: int) -> None:
+        comment = f"COMMENT ON TABLE {{table}} IS 'version {version}'"
+        await table.run(f"PRAGMA user_version = {version}" if kind == "sqlite" else comment)
+
+    await pretend(2)
+    await begin()
+    for version in (3, 1001):
+        await pretend(version)
+        with pytest.raises(PostroomError, match=f"version {version}, this program supports"):
+            await begin()
 
 
 async def test_a_file_of_another_program_is_left_alone(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ SELECT agent, tenant, workspace FROM state;
 
 -- name: claim
 -- Make a new store this agent's.
-INSERT INTO state VALUES (1, ?, ?, ?, 0, zeroblob(32), 0);
+INSERT INTO state (only, agent, tenant, workspace, position, state_hash, logical_clock)
+VALUES (1, ?, ?, ?, 0, zeroblob(32), 0);
 
 -- name: head
 -- Where the store stands.
@@ -82,7 +83,7 @@ UPDATE state SET position = ?, state_hash = ?, logical_clock = ?;
 
 -- name: count_change
 -- The version of an entity that was changed.
-INSERT INTO entity VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET version = excluded.version;
+INSERT INTO entity (id, version) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET version = excluded.version;
 
 -- name: mark_published
 -- JetStream has this message; one that was marked before, or was lost meanwhile, stays as it is.
@@ -182,7 +183,7 @@ FROM json_each(?) AS wanted JOIN attempt ON attempt.message_id = wanted.value;
 
 -- name: count_attempt
 -- An attempt failed; the same one, noted again, changes nothing.
-INSERT INTO attempt VALUES (?, ?, ?, ?)
+INSERT INTO attempt (message_id, attempts, last_error, failed_at) VALUES (?, ?, ?, ?)
 ON CONFLICT (message_id) DO UPDATE
 SET attempts = excluded.attempts, last_error = excluded.last_error, failed_at = excluded.failed_at
 WHERE excluded.attempts > attempt.attempts;
