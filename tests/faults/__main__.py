@@ -27,7 +27,22 @@ import uvloop
 from support.session import session_directory
 
 from embedded.processes import tethered
-from faults import brokers, clocks, damage, disk, fuzz, growth, jobs, kills, neighbours, older, pairs, points, streams  # noqa: F401 - each makes its goals known
+from faults import (  # noqa: F401 - each makes its goals known
+    brokers,
+    clocks,
+    damage,
+    disk,
+    fuzz,
+    growth,
+    jobs,
+    kills,
+    neighbours,
+    older,
+    pairs,
+    points,
+    replacement,
+    streams,
+)
 from faults.campaign import GOALS, Campaign, Goal, Servers, Shown
 from faults.report import line, replaced, table
 from faults.sizes import SIZES

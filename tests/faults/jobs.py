@@ -64,9 +64,7 @@ async def _haunt(run: Run, chain: Chain) -> None:
     jobs = 0
     while (taken := await database.fetchval(_TAKEN_OVER)) < run.size.trials:
         for _ in range(_AT_ONCE - await database.fetchval(_RUNNING)):
-            await start_job(
-                database, Start(uuid4(), MESH, zombie_flow.flow.name, uuid4(), "spread", json.dumps(_STEPS))
-            )
+            await begin_job(database, _STEPS)
             jobs += 1
         await asyncio.sleep(run.chance.uniform(0, _LEASE))
         chain.revive()
@@ -78,15 +76,27 @@ async def _haunt(run: Run, chain: Chain) -> None:
             os.kill(pid, signal.SIGCONT)
         run.struck["worker stopped"] += 1
     run.trials = taken
+    await each_step_took_effect_once(run, database, jobs, _STEPS)
+    await database.close()
+
+
+async def begin_job(database: asyncpg.Connection[asyncpg.Record], steps: int) -> None:
+    """Begin a job that fans out into so many steps."""
+    await start_job(database, Start(uuid4(), MESH, zombie_flow.flow.name, uuid4(), "spread", json.dumps(steps)))
+
+
+async def each_step_took_effect_once(
+    run: Run, database: asyncpg.Connection[asyncpg.Record], jobs: int, steps: int
+) -> None:
+    """Wait until all jobs are completed, and raise `Missed` unless each step had its effect once."""
     try:
         await until_so(partial(_ended, database), _REST_SECONDS)
     except TimeoutError:
         raise Missed(f"{await database.fetchval(_RUNNING)} of {jobs} jobs are not completed") from None
-    steps = ["spread", "completed", *map(str, range(_STEPS))]
-    wrong = await database.fetchval(_NOT_ONCE, steps)
-    await database.close()
-    run.figures.append(f"{jobs:,} jobs of {len(steps)} steps")
-    run.check(not wrong, f"{wrong} of {jobs * len(steps):,} steps do not have their effect once")
+    names = ["spread", "completed", *map(str, range(steps))]
+    wrong = await database.fetchval(_NOT_ONCE, names)
+    run.figures.append(f"{jobs:,} jobs of {len(names)} steps")
+    run.check(not wrong, f"{wrong} of {jobs * len(names):,} steps do not have their effect once")
 
 
 async def _ended(database: asyncpg.Connection[asyncpg.Record]) -> bool:

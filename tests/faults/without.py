@@ -90,12 +90,20 @@ def shares() -> None:
     peers.peer_of = lambda sock: peer_of(sock)._replace(uid=_SOMEBODY)
 
 
+def neighbouring_schemas() -> None:
+    """Run on the program's own version of a schema alone."""
+    from postroom.chassis import postgres, sqlite
+
+    postgres.runs_on = sqlite.runs_on = int.__eq__  # type: ignore[assignment]
+
+
 SAFEGUARDS: Final[dict[str, Callable[[], None]]] = {
     "the commit before the answer": commit_before_answer,
     "synchronous = FULL": synchronous_full,
     "the record": record,
     "the fence": fence,
     "the shares": shares,
+    "the schemas before and after its own": neighbouring_schemas,
 }
 
 if __name__ == "__main__":

@@ -28,9 +28,11 @@ _RETRIES = {"FIRST_SECONDS": 0.1, "MOST_SECONDS": 1}
 class Chain:
     """A mail room with all that comes behind it; `await open()` before use, `close()` after."""
 
-    def __init__(self, directory: Path, database_url: str, redis_url: str, handler_url: str) -> None:
+    def __init__(
+        self, directory: Path, database_url: str, redis_url: str, handler_url: str, *, brokers: int = 1
+    ) -> None:
         self.directory = directory
-        self.room = Mailroom(directory, database_url, redis_url)
+        self.room = Mailroom(directory, database_url, redis_url, brokers=brokers)
         self.nats = EmbeddedNats(directory / "nats")
         self._database_url = database_url
         self._handler_url = handler_url
@@ -49,8 +51,8 @@ class Chain:
             await administrator.create_queue(MESH, QUEUE.removeprefix("queue:"))
         self.programs = {
             "worker": self.worker(url, worker or {}),
-            "consumer": self._consumer(url, consumer or {}),
-            "agent": self._agent(url),
+            "consumer": self.consumer(url, consumer or {}),
+            "agent": self.agent(url),
             "reader": self._reader(url),
         }
         for program in self.programs.values():
@@ -125,11 +127,8 @@ class Chain:
         variables = _variables("WORKER", settings | {"EVENTS_ACK_SECONDS": 1} | more)
         return Process(self.directory, "postroom.worker", variables, "run")
 
-    async def reader_ready(self) -> None:
-        async with AsyncClient(self.reader_socket, patience=60) as client:
-            await client.ready()
-
-    def _consumer(self, nats_url: str, more: dict[str, object]) -> Process:
+    def consumer(self, nats_url: str, more: dict[str, object]) -> Process:
+        """Return a consumer, which is not started yet."""
         settings = {
             "CONTEXT": MESH,
             "DATABASE_URL": self._database_url,
@@ -146,7 +145,8 @@ class Chain:
         place = self._place("consumer")
         return Process(place, "cli", _variables("CONSUMER", settings), "consumer", "run")
 
-    def _agent(self, nats_url: str) -> Process:
+    def agent(self, nats_url: str) -> Process:
+        """Return an agent, which is not started yet; those of a chain share a store."""
         settings = {
             "TENANT": MESH,
             "NATS_URL": nats_url,
@@ -158,6 +158,10 @@ class Chain:
         }
         variables = {"PYTHONPATH": EXAMPLES, **_variables("AGENT", settings)}
         return Process(self._place("agent"), "cli", variables, "agent", "run", "counting_agent:Counter")
+
+    async def reader_ready(self) -> None:
+        async with AsyncClient(self.reader_socket, patience=60) as client:
+            await client.ready()
 
     def _reader(self, nats_url: str) -> Process:
         settings = {
@@ -173,7 +177,7 @@ class Chain:
 
     def _place(self, name: str) -> Path:
         place = self.directory / f"{name}-log"
-        place.mkdir()
+        place.mkdir(exist_ok=True)
         return place
 
 

@@ -75,6 +75,10 @@ class Senders:
         async with self._progress:
             await self._progress.wait_for(lambda: len(self.sent) >= min(count, self._total))
 
+    def stop(self) -> None:
+        """Let nobody begin another message."""
+        self._total = self._begun
+
 
 async def accepted_by(database_url: str) -> Accepted:
     database = await asyncpg.connect(database_url)
