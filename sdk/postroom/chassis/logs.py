@@ -1,5 +1,8 @@
 """Logs: one JSON line an event on standard error, as journald likes it; tokens and bodies never.
 
+On a terminal, where somebody reads along, an event is `key=value`, in colours unless `NO_COLOR` is set, and an
+exception's trace has lines of its own.
+
 Events are snake_case words; what happened to which message goes into fields (`client_message_id`, `row_id`). What a
 library logs becomes such a line too, `library_message`, with the library's logger; few of them a library and a while,
 since a server that comes and goes can have one say the same a thousand times a second.
@@ -9,6 +12,7 @@ since a server that comes and goes can have one say the same a thousand times a 
 
 import json
 import logging
+import os
 import re
 import sys
 from contextlib import suppress
@@ -16,7 +20,7 @@ from typing import Any, Final, NamedTuple, TextIO, cast
 
 import msgspec
 import structlog
-from structlog.typing import EventDict, WrappedLogger
+from structlog.typing import EventDict, Processor, WrappedLogger
 
 _FORBIDDEN: Final = frozenset({"authorization", "body", "body_base64", "payload", "secret", "token"})
 _MASK: Final = "********"
@@ -30,10 +34,11 @@ _LINES: Final = 20  # of one library
 _PERIOD: Final = 10.0  # seconds
 MAX_WORDS: Final = 500  # characters kept
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+_CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # all but a line's end
 
 
 def configure(level: str = "info") -> None:
-    """Send structlog, the standard library's logging and its warnings to standard error as JSON lines."""
+    """Send structlog, the standard library's logging and its warnings to standard error, in the form that fits it."""
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[
@@ -42,7 +47,7 @@ def configure(level: str = "info") -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             drop_secrets,
-            structlog.processors.JSONRenderer(serializer=_dump),
+            *(_readable() if sys.stderr.isatty() else [structlog.processors.JSONRenderer(serializer=_dump)]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _StandardError())),
@@ -98,6 +103,24 @@ class _StandardError:
     def flush(self) -> None:
         with suppress(OSError):
             sys.stderr.flush()
+
+
+def _readable() -> list[Processor]:
+    """Return how an event is written for somebody who reads along; the trace is text by then, and masked."""
+    console = structlog.dev.ConsoleRenderer(
+        colors=not os.environ.get("NO_COLOR"), sort_keys=False, exception_formatter=structlog.dev.plain_traceback
+    )
+    return [escape_controls, console]
+
+
+def escape_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Keep a peer's words from steering the terminal: control characters become escapes; lines may end."""
+    return {
+        key: _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
+        if isinstance(value, str)
+        else value
+        for key, value in event.items()
+    }
 
 
 def drop_secrets(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -1,6 +1,9 @@
 import json
+import os
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,23 @@ def logged(script: str) -> list[dict[str, object]]:
     head = "import structlog; from postroom.chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
     ran = subprocess.run([sys.executable, "-c", head + script], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in ran.stderr.splitlines()]
+
+
+def shown(script: str, **environment: str) -> list[str]:
+    """Return what somebody sees on a terminal."""
+    head = "import structlog; from postroom.chassis import logs; logs.configure('info'); log = structlog.get_logger()\n"
+    master, slave = pty.openpty()
+    running = subprocess.Popen(
+        [sys.executable, "-c", head + script], stderr=slave, env={"TERM": "xterm", **environment}
+    )
+    os.close(slave)
+    seen = b""
+    with suppress(OSError):  # the last who could write has ended
+        while piece := os.read(master, 65536):
+            seen += piece
+    os.close(master)
+    assert running.wait() == 0
+    return seen.decode().splitlines()
 
 
 def test_an_event_is_one_json_line_with_time_and_level():
@@ -100,3 +120,35 @@ def test_a_token_is_masked_wherever_it_stands(text: str):
 def test_what_only_looks_like_a_secret_stays_readable():
     for text in ("a token in the query string ends up in logs", "https://host:8080/v1/send@x", "the password is wrong"):
         assert mask(text) == text
+
+
+def test_on_a_terminal_an_event_is_key_value_in_colours():
+    (coloured,) = shown("log.info('row_dead', row_id='01J', attempts=3)")
+    assert "\x1b[" in coloured
+    (plain,) = shown("log.info('row_dead', row_id='01J', attempts=3)", NO_COLOR="1")
+    assert "\x1b" not in plain
+    assert plain.split()[1:] == ["[info", "]", "row_dead", "row_id=01J", "attempts=3"]
+
+
+def test_on_a_terminal_a_trace_has_lines_of_its_own_and_no_secret():
+    script = (
+        "try:\n    raise ValueError('password=s3cr3t')\n"
+        "except ValueError:\n    log.exception('failed', row_id='01J', token='t0ken')"
+    )
+    first, *trace = shown(script, NO_COLOR="1")
+    assert first.split()[-2:] == ["failed", "row_id=01J"]
+    assert trace[0] == "Traceback (most recent call last):"
+    assert trace[-1] == "ValueError: password=********"
+    assert "t0ken" not in "".join([first, *trace])
+
+
+def test_on_a_terminal_a_peers_words_steer_nothing():
+    script = (
+        "log.warning('refused', detail='\\x1b]0;owned\\x07', name='two\\nlines')\n"
+        "import logging; logging.getLogger('nats').error('\\x1b[2J')\n"
+        "try:\n    raise ValueError('\\x1b[2J')\nexcept ValueError:\n    log.exception('failed')"
+    )
+    lines = shown(script, NO_COLOR="1")
+    assert "\x1b" not in "".join(lines)
+    assert "name='two\\nlines'" in lines[0]
+    assert lines[-1] == "ValueError: \\x1b[2J"
