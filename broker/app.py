@@ -263,7 +263,8 @@ class _Control:
         return json_response(state, 503 if state.status == "unavailable" else 200)
 
     async def metrics(self, _request: web.Request) -> web.Response:
-        """`GET /metrics`."""
+        """`GET /metrics`, with what the broker finds when it looks at its servers now."""
+        await self._services.health.state()
         return web.Response(body=self._services.metrics.expose(), headers={"Content-Type": CONTENT_TYPE})
 
     async def openapi(self, _request: web.Request) -> web.Response:

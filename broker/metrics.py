@@ -46,6 +46,9 @@ class Metrics:
         self.limiter_degraded = Gauge(
             "postroom_broker_limiter_degraded", "1 while the limiter works without Redis.", registry=registry
         )
+        self.postgres_reachable = Gauge(
+            "postroom_broker_postgres_reachable", "1 while Postgres takes what the broker accepts.", registry=registry
+        )
         self.consumed_then_rejected = Counter(
             "postroom_broker_rate_limit_consumed_then_rejected",
             "Messages that took a unit of the limiter and were refused by their destination (B2) afterwards.",

@@ -102,7 +102,9 @@ class Health:
         self._looking = None
 
     async def _look(self) -> BrokerHealth:
-        if (trouble := await self._trouble_with_postgres()) is not None:
+        trouble = await self._trouble_with_postgres()
+        self._metrics.postgres_reachable.set(trouble is None)
+        if trouble is not None:
             return BrokerHealth(status="unavailable", reasons=[trouble])
         await self._limiter.probe()
         reason = self._limiter.degraded

@@ -3,13 +3,14 @@
 from broker_client.answers import RelayCounters
 from broker_client.channel import Failure, RequestFailed
 from broker_client.features import max_age_hours
-from broker_client.link import BrokerLink, report_ends
+from broker_client.link import BrokerLink, ConfirmedClock, report_ends
 from broker_client.relay import Relay
 from broker_client.settings import BrokerClientSettings, RelaySettings
 
 __all__ = [
     "BrokerClientSettings",
     "BrokerLink",
+    "ConfirmedClock",
     "Failure",
     "Relay",
     "RelayCounters",

@@ -268,6 +268,11 @@ class ConfirmedClock:
         if (moment := read_date(date)) is not None:
             self._last = _Answer(now, moment)
 
+    @property
+    def ahead_ms(self) -> int | None:
+        """How far the clock was ahead of the broker's at the last answer, to a second; None where there was none."""
+        return None if self._last is None else self._last.local - self._last.date
+
     def is_confirmed(self, now: int, margin: int) -> bool:
         """Tell whether the last answer is recent, and agrees with the clock; the clock has not gone back since."""
         return (

@@ -1,13 +1,16 @@
 """The daemon's metrics (docs/contract/operate.md#operate-31): plain integers kept elsewhere, sorted when scraped."""
 
+import asyncio
+import shutil
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from broker_client import Relay
+from broker_client import ConfirmedClock, Relay
 from daemon.receiver import Receiver
 from ipc.services import Counters
 from outbox import Outbox
@@ -17,9 +20,24 @@ PREFIX: Final = "postroom_daemon_"
 _process = ProcessCollector(registry=None)
 
 
-async def expose(counters: Counters, outbox: Outbox, relay: Relay, receiver: Receiver | None = None) -> bytes:
-    """Return every metric in Prometheus' text format."""
+async def expose(
+    counters: Counters,
+    outbox: Outbox,
+    relay: Relay,
+    receiver: Receiver | None,
+    *,
+    clock: ConfirmedClock,
+    max_bytes: int,
+    state: Path,
+) -> bytes:
+    """Return every metric in Prometheus' text format.
+
+    `max_bytes` is what the outbox has room for, and `state` the directory on whose disk it is.
+    """
     counts, missing = await outbox.counts(), await outbox.missing()
+    disk = await asyncio.to_thread(shutil.disk_usage, state)
+    relaying = relay.status()
+    paused = relaying.state == "paused" or bool(relaying.paused_destinations)
     oldest = counts.oldest_pending_at
     age = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
     commits, operations = outbox.progress
@@ -37,22 +55,30 @@ async def expose(counters: Counters, outbox: Outbox, relay: Relay, receiver: Rec
         _gauge("requests_in_flight", "Requests being answered", counters.in_flight),
         rows,
         _gauge("outbox_oldest_pending_seconds", "Age of the oldest pending row", age),
+        _gauge("outbox_due_seconds", "For how long the row is due that has waited longest", counts.due_ms / 1000),
         _gauge("outbox_payload_bytes", "Payloads kept", counts.payload_bytes),
         _gauge("outbox_waiting_bytes", "Bytes of the file that waiting rows take", counts.waiting_bytes),
+        _gauge("outbox_max_bytes", "Bytes that waiting rows may take", max_bytes),
         _gauge("outbox_used_bytes", "Bytes of the outbox file that are in use", counts.used_bytes),
         _gauge("outbox_file_bytes", "Size of the outbox file", counts.file_bytes),
         _gauge("outbox_wal_bytes", "Size of the write-ahead log", counts.wal_bytes),
         _gauge("outbox_missing", "Done rows that the broker's database lost", missing.rows),
+        _gauge("disk_free_bytes", "Bytes left on the disk of the outbox", disk.free),
         CounterMetricFamily(f"{PREFIX}outbox_commits", "Transactions committed", commits),
         CounterMetricFamily(f"{PREFIX}outbox_committed_operations", "Operations in them", operations),
         _counter("relay_attempts", "Messages posted to the broker, by outcome", posts.attempts),
         _counter("relay_posts", "Posts to the broker, by result", posts.batches, "result"),
         posts.latency.family(f"{PREFIX}relay_post_seconds", "Posts to the broker"),
+        _gauge("relay_degraded", "1 while the broker refuses the daemon or has been unreachable", relaying.degraded),
+        _gauge("relay_paused", "1 while an operator pauses the relay, or a destination", paused),
     ]
+    if (ahead := clock.ahead_ms) is not None:
+        metrics.append(_gauge("clock_ahead_seconds", "How far the clock is ahead of the broker's", ahead / 1000))
     if receiver is not None:
         filing = receiver.counters
         outcomes = {"filed": filing.filed, "known": filing.known, "refused": filing.refused}
         metrics.append(_counter("inbox_messages", "Messages that arrived, by outcome", outcomes))
+        metrics.append(_gauge("inbox_receiving", "1 while messages can arrive", receiver.trouble() is None))
         metrics.append(_gauge("inbox_readers", "Readers of the live stream", counters.event_readers))
         if receiver.inbox is not None:
             metrics.append(_gauge("inbox_file_bytes", "Size of the inbox file", receiver.inbox.used_bytes))

@@ -66,12 +66,12 @@ def of_publication(
             for outcome, count in asdict(engine.counters).items():
                 messages.add_metric([flow, outcome], count)
         families += [_gauge("worker_flows_running", "Flows that run, by mesh.", len(jobs.running)), messages]
-    if orphan_check is not None and (last := orphan_check.last) is not None:
-        rows = sum(violation.rows for violation in last.violations)
-        began = "When the last orphan check began."
+    if orphan_check is not None:
+        rows = 0 if orphan_check.last is None else sum(violation.rows for violation in orphan_check.last.violations)
+        began = "When the last orphan check began; where there was none, when the worker did."
         families += [
             _gauge("worker_orphans", "Rows that the last orphan check found incomplete.", rows),
-            _gauge("worker_orphan_check_timestamp_seconds", began, last.at.timestamp()),
+            _gauge("worker_orphan_check_timestamp_seconds", began, orphan_check.at.timestamp()),
         ]
     return families
 

@@ -107,9 +107,14 @@ class OrphanCheck:
             report = _log.error if self.last.violations else _log.info
             report("orphans_checked", violations={kind: rows for kind, rows, _ in self.last.violations})
 
+    @property
+    def at(self) -> datetime:
+        """When the last check began; where there was none, since when one is waited for."""
+        return self._since if self.last is None else self.last.at
+
     def reasons(self) -> list[str]:
         """Say what it found, or that it has not run for long."""
-        at = self._since if self.last is None else self.last.at
+        at = self.at
         found = [] if self.last is None else self.last.violations
         reasons = []
         if found:

@@ -70,8 +70,11 @@ async def trouble(elsewhere: Any, database_url: str) -> AsyncIterator[Trouble]:
 async def test_a_postgres_that_lets_nobody_in_is_a_503_and_said(
     broker: Any, trouble: Trouble, message: Message, statement: str
 ) -> None:
+    reachable = "postroom_broker_postgres_reachable"
+    assert f"{reachable} 1.0" in (await broker.nobody.get("/metrics")).body
     await trouble(statement)
 
+    assert f"{reachable} 0.0" in (await broker.nobody.get("/metrics")).body
     health, ready = await broker.nobody.get("/health"), await broker.nobody.get("/ready")
     assert (health.status, ready.status) == (200, 503)
     assert "refuses the login" in ready.body["reasons"][0]

@@ -152,6 +152,13 @@ def test_a_clock_is_confirmed_by_a_date_within_the_margin(date, agrees):
     assert clock.is_confirmed(now, MARGIN) is agrees
 
 
+def test_a_clock_knows_how_far_it_is_from_the_brokers():
+    clock = ConfirmedClock()
+    assert clock.ahead_ms is None
+    clock.answered("Sat, 21 Nov 2026 00:00:00 GMT", 1_795_219_200_000 + 90_000)
+    assert clock.ahead_ms == 90_000
+
+
 def test_an_answer_confirms_for_as_long_as_the_margin_and_not_a_clock_that_goes_back():
     now = 1_795_219_200_000
     clock = ConfirmedClock()

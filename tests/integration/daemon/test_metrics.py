@@ -17,6 +17,10 @@ NEEDED = {
     "postroom_daemon_outbox_committed_operations",
     "postroom_daemon_outbox_rows",
     "postroom_daemon_outbox_oldest_pending_seconds",
+    "postroom_daemon_outbox_due_seconds",
+    "postroom_daemon_outbox_max_bytes",
+    "postroom_daemon_disk_free_bytes",
+    "postroom_daemon_relay_degraded",
     "postroom_daemon_relay_attempts",
     "postroom_daemon_relay_posts",
     "process_resident_memory_bytes",
@@ -36,6 +40,22 @@ def test_the_metrics_count_what_happened(daemon: Any) -> None:
     assert sum(sample.value for sample in families["postroom_daemon_outbox_rows"].samples) == 1.0
     (counted,) = [s for s in families["postroom_daemon_accept_seconds"].samples if s.name.endswith("_count")]
     assert counted.value == 1.0
+
+
+def test_the_metrics_say_what_an_operator_has_held_up_and_what_is_due(daemon: Any) -> None:
+    def value(name: str) -> float:
+        families = text_string_to_metric_families(daemon.ask("GET", "/v1/metrics")[1].decode())
+        (found,) = [one.value for family in families for one in family.samples if one.name == f"postroom_daemon_{name}"]
+        return found
+
+    daemon.start().ready()
+    assert value("relay_paused") == 0.0
+    assert daemon.send("later", not_before="2100-01-01T00:00:00Z") == 202
+    assert value("outbox_due_seconds") == 0.0
+    assert daemon.send("now") == 202
+    assert value("outbox_due_seconds") > 0.0
+    assert daemon.ask("POST", "/v1/relay/pause", {"destination": "topic:orders", "reason": "a test"})[0] == 200
+    assert value("relay_paused") == 1.0
 
 
 def scrape(address: tuple[str, int], method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
