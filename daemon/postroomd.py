@@ -24,8 +24,8 @@ from broker_client.answers import Outcome
 from daemon.config import DaemonConfig, socket_path, state_directory, token_file
 from daemon.metrics import expose
 from daemon.receiver import Receiver
-from ipc.accept_table import DestinationRule
 from ipc.control import health_of
+from ipc.destinations import DestinationRule
 from ipc.peers import LocalToken, Policy, TcpGuard, rotate
 from ipc.routes import metrics_routes, routes
 from ipc.server import Server

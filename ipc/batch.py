@@ -18,11 +18,11 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
-from ipc.accept_table import Answered, answer
 from ipc.http import Request, check_media, start_body
 from ipc.services import Services
 from ipc.shares import NOBODY, TURN, Budget
 from outbox import AcceptedRow, stopped
+from postroom._wire.accept_table import Answered, answer
 from postroom._wire.message import PreparedSend, prepare
 from postroom._wire.sends import BatchResult
 from postroom.chassis.routes import NDJSON
@@ -161,7 +161,7 @@ class Batch:
         if isinstance(line, PostroomError):
             outcome = line
         else:
-            outcome = row if isinstance(row, PostroomError) else answer(row, line, self._request.caller)
+            outcome = row if isinstance(row, PostroomError) else answer(row, line, self._request.caller.uid)
         if isinstance(outcome, PostroomError):
             sends[outcome.code] += 1
             return BatchResult(line=number, problem=outcome.problem)

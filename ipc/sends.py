@@ -9,12 +9,12 @@ import msgspec
 from aiohttp import web
 from multidict import istr
 
-from ipc.accept_table import answer
 from ipc.batch import Batch
 from ipc.http import JSON, Answer, BodyReader, PlainSend, Request, check_media, decode_body, json_answer
 from ipc.services import Services
 from ipc.shares import TURN
 from outbox import Caller
+from postroom._wire.accept_table import answer
 from postroom._wire.ids import is_client_message_id
 from postroom._wire.message import decode_request, prepare
 from postroom._wire.operations import SendsQuery, WaitQuery
@@ -66,7 +66,7 @@ class Sends:
                 (row,) = await self._destinations.accept(self._outbox, (prepared,), caller)
             finally:
                 self._budget.give_back(len(body), caller.uid)
-            outcome = row if isinstance(row, PostroomError) else answer(row, prepared, caller)
+            outcome = row if isinstance(row, PostroomError) else answer(row, prepared, caller.uid)
             if isinstance(outcome, PostroomError):
                 raise outcome
         except PostroomError as error:

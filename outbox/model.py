@@ -10,6 +10,7 @@ from typing import Annotated, Final, NamedTuple, Self
 
 import msgspec
 
+from postroom._wire.accept_table import AcceptedRow as AcceptedRow  # noqa: PLC0414 - one of this module's words too
 from postroom._wire.message import Priority
 from postroom._wire.operations import RowFilter as RowFilter  # noqa: PLC0414 - one of this module's words too
 from postroom._wire.sends import RowStatus
@@ -79,24 +80,6 @@ class Caller(NamedTuple):
 
     def __str__(self) -> str:
         return f"uid {self.uid}" + (f" ({self.name})" if self.name else "")
-
-
-class AcceptedRow(NamedTuple):
-    """What the row under a send's id is, after the transaction that looked (and inserted it, where `inserted`).
-
-    `fingerprint` is the row's frozen one: equal to the request's for a match (docs/contract/send.md#send-37).
-    """
-
-    inserted: bool
-    row_id: str
-    status: RowStatus
-    fingerprint: bytes
-    destination: str
-    enqueued_at: int  # ms since the epoch
-    submitted_uid: int
-    broker_message_id: str | None = None
-    history_id: int | None = None
-    last_error: str | None = None
 
 
 class Existing(NamedTuple):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.accept_table import DestinationRule
 from ipc.batch import Splitter
+from ipc.destinations import DestinationRule
 from ipc.http import _is_media
 from ipc.peers import GRACE_SECONDS, LocalToken, Policy, peer_of, rotate
 from ipc.sends import idempotency_key

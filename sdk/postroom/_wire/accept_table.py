@@ -1,22 +1,35 @@
 """The accept table (docs/contract/send.md#send-37): what a send is answered, by its id's row and its content.
 
-The single and the batch route answer from here: `DestinationRule` hands in what the config allows
-(docs/contract/send.md#send-19), and `answer` says what the row means that the outbox found, or inserted where there was
-none. To a caller of another uid every cell says the same, and nothing about the row (docs/contract/send.md#send-40).
+The daemon's single and batch routes answer from here, and so does `postroom.testing.FakeClient`: `answer` says what the
+row means that was found under the id, or inserted where there was none. To a caller of another uid every cell says the
+same, and nothing about the row (docs/contract/send.md#send-40).
 """
 
-import asyncio
-from collections.abc import Awaitable, Sequence
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
-from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from outbox import AcceptedRow, Caller, Outbox
 from postroom._wire.fingerprint import prefix
 from postroom._wire.message import PreparedSend
 from postroom._wire.sends import RowStatus, SendResult
-from postroom.errors import Conflict, NotPermitted, PostroomError
+from postroom.errors import Conflict, PostroomError
+
+
+class AcceptedRow(NamedTuple):
+    """What the row under a send's id is, after the transaction that looked (and inserted it, where `inserted`).
+
+    `fingerprint` is the row's frozen one: equal to the request's for a match (docs/contract/send.md#send-37).
+    """
+
+    inserted: bool
+    row_id: str
+    status: RowStatus
+    fingerprint: bytes
+    destination: str
+    enqueued_at: int  # ms since the epoch
+    submitted_uid: int
+    broker_message_id: str | None = None
+    history_id: int | None = None
+    last_error: str | None = None
 
 
 class Kept(NamedTuple):
@@ -64,13 +77,13 @@ class Answered(NamedTuple):
     replayed: bool
 
 
-def answer(row: AcceptedRow, send: PreparedSend, caller: Caller) -> Answered | PostroomError:
-    """Look the row up in the table and return what its sender is told."""
+def answer(row: AcceptedRow, send: PreparedSend, uid: int) -> Answered | PostroomError:
+    """Look the row up in the table and return what its sender, the user `uid`, is told."""
     if row.inserted:
         return Answered(
             202, SendResult(client_message_id=send.client_message_id, outbox_id=row.row_id, status="queued"), False
         )
-    if row.submitted_uid != caller.uid:
+    if row.submitted_uid != uid:
         return Conflict.of(
             CODE,
             "this id is taken: use a new one",
@@ -97,48 +110,3 @@ def answer(row: AcceptedRow, send: PreparedSend, caller: Caller) -> Answered | P
         result.broker_message_id = row.broker_message_id
         result.history_id = row.history_id
     return Answered(cell.http_status, result, True)
-
-
-class DestinationRule:
-    """Allows what matches one of its shell patterns, such as `topic:orders*`; without patterns everything."""
-
-    def __init__(self, patterns: Sequence[str] = ()) -> None:
-        self._patterns = tuple(patterns)
-        self._matches = lru_cache(maxsize=1024)(lambda to: any(fnmatchcase(to, each) for each in self._patterns))
-
-    def check(self, destination: str) -> None:
-        """Raise `NotPermitted` (403) for a destination that the config does not allow."""
-        if not self.allows(destination):
-            raise _refusal(destination)
-
-    def accept(
-        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
-    ) -> Awaitable[list[AcceptedRow | PostroomError]]:
-        """Accept the sends that the config allows; one that is on disk already is answered, whatever it allows now.
-
-        The others have their refusal (403) in their place.
-        """
-        return self._accept_allowed(outbox, sends, caller) if self._patterns else outbox.accept(sends, caller)
-
-    async def _accept_allowed(
-        self, outbox: Outbox, sends: Sequence[PreparedSend], caller: Caller
-    ) -> list[AcceptedRow | PostroomError]:
-        allowed = [send for send in sends if self.allows(send.destination)]
-        others = [send for send in sends if not self.allows(send.destination)]
-        rows = await asyncio.gather(  # both before what the caller sends later
-            outbox.accept(allowed, caller), outbox.known(others, caller)
-        )
-        accepted, known = iter(rows[0]), iter(rows[1])
-        return [
-            next(accepted) if self.allows(send.destination) else next(known) or _refusal(send.destination)
-            for send in sends
-        ]
-
-    def allows(self, destination: str) -> bool:
-        """Tell whether callers may send there."""
-        return not self._patterns or self._matches(destination)
-
-
-def _refusal(destination: str) -> NotPermitted:
-    detail = f"this daemon may not send to {destination}: add it to allow_destinations in its config"
-    return NotPermitted.of("destination_not_allowed", detail, field="to")
