@@ -16,7 +16,7 @@ from uuid import UUID
 
 import msgspec
 
-from postroom._wire.accept import MAX_BATCH, RawAcceptItem
+from postroom._wire.accept import MAX_BATCH, AcceptedEvent, RawAcceptItem
 from postroom._wire.administration import MemberName
 from postroom._wire.fingerprint import prefix
 from postroom._wire.ids import MAX_ID_LENGTH, is_client_message_id
@@ -229,16 +229,6 @@ def _uuid(value: Any) -> UUID | None:
         return UUID(value) if isinstance(value, str) else None
     except ValueError:
         return None
-
-
-class AcceptedEvent(msgspec.Struct, kw_only=True):
-    """The payload of an event-outbox row: the whole message as accepted, so that publishing needs no other row."""
-
-    broker_message_id: str
-    client_message_id: str
-    mesh: str
-    sender: str
-    message: msgspec.Raw  # an `Envelope`
 
 
 def event(item: Item, checked: Checked, broker_message_id: str, mesh: str, sender: str) -> str | None:

@@ -15,7 +15,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
-from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
@@ -32,7 +31,7 @@ from postroom._wire.ids import now_ms
 from postroom._wire.message import DestinationKind
 from postroom.chassis.postgres import Connection
 from postroom.delivery.publishing.postgres import DELIVERIES, EVENTS
-from postroom.delivery.subjects import command_subject, event_subject
+from postroom.delivery.subjects import sent_subject
 
 _WRITES_PER_MESH: Final = 2  # one waits for its commit, one works; more would only hold connections
 # For a turn, then for a connection: longer than they take under load, shorter than a daemon's patience.
@@ -204,7 +203,7 @@ class AcceptStore:
             [name for _, name in mentions],
             sender.mesh,
             [
-                _subject(sender.mesh, values.destination_kind, values.destination_ref, values.event_version)
+                sent_subject(sender.mesh, values.destination_kind, values.destination_ref, values.event_version)
                 for values in checked
             ],
         )
@@ -217,18 +216,6 @@ def _parts(entries: Sequence[Entry]) -> list[Sequence[Entry]]:
         return [entries]
     parts = groupby(zip(entries, accumulate(sizes), strict=True), lambda sized: sized[1] // _PART_BYTES)
     return [[entry for entry, _ in part] for _, part in parts]
-
-
-@lru_cache(maxsize=4096)
-def _subject(mesh: str, kind: DestinationKind, ref: str, version: int) -> str | None:
-    """Return what a message is published on: a topic's as an event, a queue's as a command, a dm's not as either."""
-    match kind:
-        case "topic":
-            return event_subject(mesh, ref, version)
-        case "queue":
-            return command_subject(mesh, ref)
-        case "dm":
-            return None
 
 
 class MessageIds:

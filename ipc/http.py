@@ -143,12 +143,12 @@ def start_body(request: Request, budget: Budget, size: int) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
-def check_media(request: Request | PlainSend, media: str) -> None:
-    """Refuse (415) a body that is not `media` in UTF-8, or that is compressed."""
+def check_media(request: Request | PlainSend, media: str | None) -> None:
+    """Refuse (415) a body that is not `media` in UTF-8 (None: whatever the handler makes of it), or compressed."""
     headers = request.headers
     if headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
         raise InvalidMessage.of("unsupported_encoding", "send the body as it is, without Content-Encoding")
-    if not _is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
+    if media is not None and not _is_media(headers.get(hdrs.CONTENT_TYPE, ""), media):
         raise InvalidMessage.of("unsupported_media_type", f"the Content-Type must be {media}, in UTF-8")
 
 

@@ -13,6 +13,7 @@ from ipc.outbox import SQLITE, OutboxDesk
 from ipc.sends import Sends
 from ipc.services import Services
 from postroom._wire.administration import Subscription, TopicList
+from postroom._wire.cloudevents import STRUCTURED, CloudEventQuery
 from postroom._wire.message import SendRequest
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
 from postroom._wire.operations import (
@@ -66,6 +67,9 @@ def routes(services: Services) -> list[Route]:
                body=SendRequest, answers={202: SendResult, 200: SendResult}, problems=_SEND),
         _route("POST", "/v1/send/batch", sends.batch, CALLER, "send a stream of messages, one per line",
                body=SendRequest, body_media=NDJSON, answers={200: BatchResult}, answer_media=NDJSON, problems=_BODY),
+        _route("POST", "/v1/cloudevents", sends.cloudevent, CALLER, "send one CloudEvent, structured or binary",
+               query=CloudEventQuery, body=dict[str, Any], body_media=STRUCTURED,
+               answers={202: SendResult, 200: SendResult}, problems=_SEND),
         _route("GET", "/v1/sends/{client_message_id}", sends.where, CALLER, "the state of a send",
                query=WaitQuery, answers={200: OutboxRow}, problems=(400, 404)),
         _route("POST", "/v1/sends", sends.where_all, CALLER, "the states of many sends",

@@ -1,7 +1,7 @@
-"""`/v1/send`, `/v1/send/batch`, `/v1/sends` and `/v1/sends/{client_message_id}`: handing in, and asking after it."""
+"""`/v1/send`, `/v1/send/batch`, `/v1/cloudevents` and `/v1/sends…`: handing in, and asking after it."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Final
 
@@ -15,8 +15,9 @@ from ipc.services import Services
 from ipc.shares import TURN
 from outbox import Caller
 from postroom._wire.accept_table import answer
+from postroom._wire.cloudevents import CloudEventQuery, read_event
 from postroom._wire.ids import is_client_message_id
-from postroom._wire.message import decode_request, prepare
+from postroom._wire.message import SendRequest, decode_request, prepare
 from postroom._wire.operations import SendsQuery, WaitQuery
 from postroom._wire.sends import SETTLED, OutboxRow, SendList
 from postroom.chassis.routes import decode_query
@@ -44,11 +45,25 @@ class Sends:
         self._body_bytes = services.limits.body_bytes
 
     async def send(self, request: Request | PlainSend) -> Answer:
+        """Accept one message."""
+        return await self._accept(request, JSON, decode_request)
+
+    async def cloudevent(self, request: Request) -> Answer:
+        """Accept one CloudEvent, in either mode, as a message (docs/contract/send.md#send-107)."""
+
+        def decode(body: bytes) -> SendRequest:
+            return read_event(request.headers, body).message(decode_query(request, CloudEventQuery).to)
+
+        return await self._accept(request, None, decode)
+
+    async def _accept(
+        self, request: Request | PlainSend, media: str | None, decode: Callable[[bytes], SendRequest]
+    ) -> Answer:
         """Accept one message: 202 once its row is on disk, else by the accept table (docs/contract/send.md#send-37)."""
         began = perf_counter()
         caller = request.caller
         try:
-            check_media(request, JSON)
+            check_media(request, media)
             body = await self._read(request)
             self._budget.take(len(body), caller.uid)  # until it is on disk
             try:
@@ -57,7 +72,7 @@ class Sends:
                 traceparent = headers.get(_TRACEPARENT)
                 if len(body) > _SMALL_BODY_BYTES:
                     await request.take_turn(len(body))
-                decoded = decode_request(body)
+                decoded = decode(body)
                 if len(body) > TURN:
                     await request.take_turn(len(body))
                 prepared = prepare(

@@ -74,8 +74,13 @@ class Client:
     """
 
     def __init__(self, socket: Path | str | None = None, *, timeout: float = 10.0, patience: float = 30.0) -> None:
-        self._requests = _Requests(socket, timeout=timeout, patience=patience)
-        self._make_streamer = functools.partial(AsyncClient, socket, timeout=timeout, patience=patience)
+        requests = _Requests(socket, timeout=timeout, patience=patience)
+        self._use(requests, functools.partial(AsyncClient, socket, timeout=timeout, patience=patience))
+
+    def _use(self, requests: AsyncClient, make_streamer: Callable[[], AsyncClient]) -> None:
+        """Ask through `requests`, whose methods never wait for a loop, and stream through what is made in one."""
+        self._requests = requests
+        self._make_streamer = make_streamer
         self._streams: tuple[LoopThread, AsyncClient] | None = None  # once there is one
         self._lock = threading.Lock()
         self._process: int | None = os.getpid()  # the one that may use it
@@ -100,6 +105,7 @@ class Client:
             loop.close()
 
     send = _blocking(AsyncClient.send)
+    send_cloudevent = _blocking(AsyncClient.send_cloudevent)
     send_many_in_chunks = _iterating(AsyncClient.send_many_in_chunks)
     get = _blocking(AsyncClient.get)
     wait = _blocking(AsyncClient.wait)

@@ -7,7 +7,7 @@ a no-op (docs/contract/send.md#send-37).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from postroom._wire.administration import Subscription, Topic, TopicList
 from postroom._wire.arguments import Body, check_id, check_seconds, check_traceparent, compose, encode
+from postroom._wire.cloudevents import read_event
 from postroom._wire.message import Priority, SendRequest, refuse
 from postroom._wire.nouns import OPERATOR_LOG, LogPage, LogQuery
 from postroom._wire.operations import (
@@ -124,6 +125,27 @@ class AsyncClient(Calls):
         except PostroomError as error:
             error.client_message_id = request.client_message_id
             raise
+
+    async def send_cloudevent(self, to: str, headers: Mapping[str, str], body: bytes) -> SendResult:
+        """Send one CloudEvent as its HTTP binding writes it, in structured or binary mode.
+
+        The data is the message's body, the attributes are `meta.cloudevent`, and the id follows from `source` and `id`:
+        an event that is sent twice is one message. Raises what `send` raises.
+        """
+        event = read_event(headers, body)
+        return await retrying(
+            lambda: self._transport.call(
+                "POST",
+                "/v1/cloudevents",
+                SendResult,
+                body=event.data,
+                media=event.media,
+                query={"to": to},
+                headers=event.headers(),
+                repeatable=True,
+            ),
+            self._patience(),
+        )
 
     async def send_many(
         self, messages: Iterable[SendRequest] | AsyncIterable[SendRequest]

@@ -5,10 +5,16 @@ HMAC of `<t>.<body>` under the secret that both sides know. A handler checks it 
 
     verify(secret, body, request.headers.get(SIGNATURE))
 
+The same request is signed as Standard Webhooks (https://www.standardwebhooks.com) has it, in `webhook-id`,
+`webhook-timestamp` and `webhook-signature`, for handlers that use a library for those. Its key is the secret's bytes,
+which such a library takes in base64, or what a secret of the form `whsec_<base64>` encodes.
+
 The time is signed, so that a recorded request is refused once the replay window is over; within the
 window the message id (`Idempotency-Key`) makes the second run harmless.
 """
 
+import base64
+import binascii
 import hashlib
 import hmac
 import re
@@ -24,6 +30,7 @@ __all__ = [
     "REPLAY_WINDOW",
     "SIGNATURE",
     "sign",
+    "standard_headers",
     "verify",
 ]
 
@@ -32,6 +39,7 @@ REPLAY_WINDOW: Final = 300  # seconds
 MIN_SECRET_BYTES: Final = 16
 MAX_HEADER: Final = 1024  # characters
 
+_STANDARD_PREFIX: Final = b"whsec_"
 _TIME: Final = re.compile(r"t=([0-9]{1,12})")
 _DIGEST: Final = re.compile(r"v1=([0-9a-f]{64})")
 
@@ -39,6 +47,16 @@ _DIGEST: Final = re.compile(r"v1=([0-9a-f]{64})")
 def sign(secret: bytes, body: bytes, at: int) -> str:
     """Return the value of `Postroom-Signature` for `body`, signed `at` so many seconds since the epoch."""
     return f"t={at},v1={_digest(secret, body, at)}"
+
+
+def standard_headers(secret: bytes, message_id: str, body: bytes, at: int) -> dict[str, str]:
+    """Return the three headers of Standard Webhooks for `body`, signed `at` so many seconds since the epoch."""
+    signature = hmac.new(_standard_key(secret), b"%b.%d.%b" % (message_id.encode(), at, body), hashlib.sha256).digest()
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(at),
+        "webhook-signature": f"v1,{base64.b64encode(signature).decode()}",
+    }
 
 
 def verify(
@@ -67,6 +85,16 @@ def verify(
 
 def _digest(secret: bytes, body: bytes, at: int) -> str:
     return hmac.new(secret, b"%d.%b" % (at, body), hashlib.sha256).hexdigest()
+
+
+def _standard_key(secret: bytes) -> bytes:
+    if not secret.startswith(_STANDARD_PREFIX):
+        return secret
+    encoded = secret.removeprefix(_STANDARD_PREFIX)
+    try:
+        return base64.b64decode(encoded + b"=" * (-len(encoded) % 4), validate=True)
+    except binascii.Error:
+        return secret
 
 
 def _read(header: str) -> tuple[int, list[str]]:

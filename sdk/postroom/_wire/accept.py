@@ -71,6 +71,16 @@ class AcceptResponse(msgspec.Struct, kw_only=True):
     answers: list[AcceptAnswer]
 
 
+class AcceptedEvent(msgspec.Struct, kw_only=True):
+    """The payload of an event-outbox row: the whole message as accepted, so that publishing needs no other row."""
+
+    broker_message_id: str
+    client_message_id: str
+    mesh: str
+    sender: str
+    message: msgspec.Raw  # an `Envelope`
+
+
 class DedupeFeature(msgspec.Struct, kw_only=True):
     """`client_message_id_dedupe`: how long, and how exactly, the broker recognises an id."""
 

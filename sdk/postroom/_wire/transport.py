@@ -185,6 +185,7 @@ class Transport:
         answer: type[T],
         *,
         body: Any = None,
+        media: str = JSON,
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         waiting: float = 0.0,
@@ -198,7 +199,7 @@ class Transport:
         data: bytes | None = body if body is None or isinstance(body, bytes) else msgspec.json.encode(body)
         framing = "" if method == "GET" else "Content-Length: 0\r\n"
         if data is not None:
-            framing = f"Content-Type: {JSON}\r\nContent-Length: {len(data)}\r\n"
+            framing = f"Content-Type: {media}\r\nContent-Length: {len(data)}\r\n"
         request = self._request(method, path, query, headers, framing) + (data or b"")
         try:
             head, content = await self._pool.exchange(

@@ -184,6 +184,9 @@ class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     ] = None
 
 
+HandlerFormat = Literal["postroom", "cloudevents", "cloudevents-binary"]
+
+
 class HandlerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """Where messages are posted to, and how long and how large an answer may be."""
 
@@ -191,6 +194,13 @@ class HandlerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     timeout_seconds: AnswerSeconds = 20
     connect_seconds: ConnectSeconds = 5
     calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most calls at once")] = 64
+    format: Annotated[
+        HandlerFormat,
+        Meta(
+            description="what is posted: `postroom`, `cloudevents` (a JSON object with the data in it) or "
+            "`cloudevents-binary` (the data, with the attributes as headers)"
+        ),
+    ] = "postroom"
     secret_file: Annotated[
         Path | None, Meta(description="file with the secret that signs requests; not readable by others")
     ] = None

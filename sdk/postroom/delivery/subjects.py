@@ -12,6 +12,7 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
 
+from postroom._wire.message import DestinationKind
 from postroom.delivery.errors import invalid_subject
 
 _WORD: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -84,6 +85,18 @@ def command_subject(context: str, queue: str) -> str:
         case _:
             raise invalid_subject(f"the queue {queue!r} has {len(words)} segments: at most four are allowed")
     return ".".join(["cmd", _context(context), *path])
+
+
+@lru_cache(maxsize=4096)
+def sent_subject(context: str, kind: DestinationKind, ref: str, version: int = 1) -> str | None:
+    """Return what a send is published on: a topic's as an event, a queue's as a command, a dm's not as either."""
+    match kind:
+        case "topic":
+            return event_subject(context, ref, version)
+        case "queue":
+            return command_subject(context, ref)
+        case "dm":
+            return None
 
 
 def inbox_subject(context: str, member: str) -> str:

@@ -26,7 +26,7 @@ def table(room: Any) -> list[Route]:
     return routes(room.services)
 
 
-OPEN_WRITES = {"/v1/send", "/v1/send/batch"}
+OPEN_WRITES = {"/v1/send", "/v1/send/batch", "/v1/cloudevents"}
 QUESTIONS = {"/v1/sends"}  # which are too long for a query string
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from postroom import NotPermitted
-from postroom.signatures import MAX_HEADER, REPLAY_WINDOW, sign, verify
+from postroom.signatures import MAX_HEADER, REPLAY_WINDOW, sign, standard_headers, verify
 
 SECRET = b"a secret of both sides"
 BODY = b'{"message_id":"m-1"}'
@@ -73,3 +74,23 @@ def test_secrets_can_be_changed_on_either_side_first() -> None:
     old, new = sign(b"the old one", BODY, NOW), sign(SECRET, BODY, NOW)
     verify([SECRET, b"the old one"], BODY, old, clock=lambda: NOW)
     verify(SECRET, BODY, f"{old},{new.partition(',')[2]}", clock=lambda: NOW)
+
+
+def test_standard_webhooks_sign_the_id_the_time_and_the_body() -> None:
+    headers = standard_headers(SECRET, "m-1", BODY, NOW)
+    digest = hmac.digest(SECRET, b"m-1.1700000000." + BODY, "sha256")
+
+    assert headers == {
+        "webhook-id": "m-1",
+        "webhook-timestamp": "1700000000",
+        "webhook-signature": f"v1,{base64.b64encode(digest).decode()}",
+    }
+
+
+def test_a_secret_of_standard_webhooks_is_decoded_with_or_without_its_padding() -> None:
+    encoded = base64.b64encode(SECRET)
+    plain = standard_headers(SECRET, "m-1", BODY, NOW)
+
+    assert standard_headers(b"whsec_" + encoded, "m-1", BODY, NOW) == plain
+    assert standard_headers(b"whsec_" + encoded.rstrip(b"="), "m-1", BODY, NOW) == plain
+    assert standard_headers(b"whsec_!", "m-1", BODY, NOW) == standard_headers(b"whsec_!", "m-1", BODY, NOW) != plain

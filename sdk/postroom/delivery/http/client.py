@@ -35,8 +35,9 @@ from postroom.chassis.exits import Exit, Fatal
 from postroom.chassis.logs import clean
 from postroom.delivery.consumer import DONE, Attempts, Dead, Delivery, Outcome
 from postroom.delivery.http.addresses import Guard
+from postroom.delivery.http.requests import IDEMPOTENCY_KEY, signed
 from postroom.delivery.settings import HandlerSettings
-from postroom.signatures import MIN_SECRET_BYTES, SIGNATURE, sign
+from postroom.signatures import MIN_SECRET_BYTES
 
 UNREACHABLE: Final = "handler_unreachable"  # the code of a call that found nobody
 UNTRUSTED: Final = "handler_untrusted"  # and of one whose connection could not be encrypted as it should be
@@ -103,6 +104,7 @@ class HandlerClient:
         self._settings = settings
         self._url = _checked_url(settings.url)
         self.name = self._url.partition("?")[0]  # a query may hold a secret
+        self.format = settings.format
         self._secret = secret or read_secret(settings.secret_file)
         self._guard = guard
         self._ssl = _ssl_context(settings.ca_file)
@@ -118,8 +120,9 @@ class HandlerClient:
     async def call(self, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Post one request, signed where there is a secret, and return what came of it."""
         try:
-            signature = {} if self._secret is None else {SIGNATURE: sign(self._secret, body, int(time.time()))}
-            return await self._exchange(body, {**headers, **signature})
+            if self._secret is not None:
+                headers = {**headers, **signed(self._secret, headers[IDEMPOTENCY_KEY], body, int(time.time()))}
+            return await self._exchange(body, headers)
         except aiohttp.ClientSSLError as error:  # its certificate, or ours: nothing was sent
             return Answer(None, UNTRUSTED, f"no safe connection to {self.name}: {clean(str(error))}")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -40,7 +40,7 @@ from postroom.claims.model import Claim, Held
 from postroom.delivery.consumer import ACK_TIMEOUT, DONE, MAX_DELIVER, Attempts, Dead, Done, Later, Outcome, Settle
 from postroom.delivery.http.client import HandlerClient, judge
 from postroom.delivery.http.inbox_messages import InboxMessages
-from postroom.delivery.http.requests import Incoming, Malformed, body, headers, read
+from postroom.delivery.http.requests import Incoming, Malformed, posted, read
 from postroom.delivery.message import Delivery
 
 _log = structlog.get_logger(__name__)
@@ -218,7 +218,8 @@ class HttpHandler:
         if claim.attempt > delivery.most_attempts(self._attempts.most):
             return Dead(MAX_DELIVER, claim.last_error or ACK_TIMEOUT, claim.attempt - 1), False
         with self.counters.call():
-            answer = await self._client.call(body(incoming), headers(incoming, claim.attempt, claim.last_error))
+            made = posted(incoming, claim.attempt, claim.last_error, self._client.format)
+            answer = await self._client.call(*made)
         self.counters.answers[answer.code or f"http_{answer.status}"] += 1
         if not answer.reached:
             return Later(answer.error, self.reach.missed(answer.error)), False

@@ -11,13 +11,18 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from postroom._wire.message import TRACEPARENT
+from postroom._wire.accept import AcceptedEvent
+from postroom._wire.cloudevents import META, STRUCTURED, VERSION, CloudEvent
+from postroom._wire.message import TRACEPARENT, Envelope
 from postroom.chassis.logs import clean
 from postroom.delivery.message import Delivery
+from postroom.delivery.settings import HandlerFormat
 from postroom.delivery.subjects import CommandSubject, EventSubject, InboxSubject, Subject, parse_subject
 from postroom.errors import InvalidMessage
 from postroom.handler import HandlerRequest
+from postroom.signatures import SIGNATURE, sign, standard_headers
 
+IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 MESSAGE_ID: Final = re.compile(r"[!-~]{1,255}")  # the table has the same rule
 _VERSION: Final = re.compile(r"[1-9][0-9]{0,8}")
 _encode: Final = msgspec.json.Encoder().encode
@@ -86,7 +91,7 @@ def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[st
     """Return the request's headers but for the signature."""
     made = {
         "Content-Type": "application/json",
-        "Idempotency-Key": incoming.message_id,
+        IDEMPOTENCY_KEY: incoming.message_id,
         "Postroom-Attempt": str(attempt),
     }
     traceparent = incoming.delivery.headers.get("traceparent")
@@ -95,6 +100,47 @@ def headers(incoming: Incoming, attempt: int, last_error: str | None) -> dict[st
     if last_error is not None:
         made["Postroom-Last-Error"] = clean(last_error).encode("ascii", "backslashreplace").decode()
     return made
+
+
+def posted(
+    incoming: Incoming, attempt: int, last_error: str | None, form: HandlerFormat
+) -> tuple[bytes, dict[str, str]]:
+    """Return the body and the headers of a request in the form that its handler wants, but for the signature."""
+    made = headers(incoming, attempt, last_error)
+    if form == "postroom":
+        return body(incoming), made
+    event = cloudevent(incoming)
+    if form == "cloudevents":
+        return event.structured(), {**made, "Content-Type": STRUCTURED}
+    return event.data or b"", {**made, "Content-Type": event.media, **event.headers()}
+
+
+def cloudevent(incoming: Incoming) -> CloudEvent:
+    """Return the CloudEvent that was sent, where the message came from one, else one that says what we say of it."""
+    delivery = incoming.delivery
+    try:
+        envelope = msgspec.json.decode(msgspec.json.decode(delivery.data, type=AcceptedEvent).message, type=Envelope)
+        attributes = (envelope.meta or {})[META]
+        empty = envelope.body is None and envelope.body_base64 is None
+        return CloudEvent.of(dict(attributes), None if empty else envelope.body_bytes())
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, InvalidMessage):  # another message, or a meta like it
+        said = {
+            "specversion": VERSION,
+            "id": incoming.message_id,
+            "source": f"urn:postroom:{incoming.source_context}",
+            "type": _event_type(incoming.subject, delivery.headers),
+            "subject": delivery.subject,
+            "time": delivery.occurred_at.isoformat(),
+            "eventversion": _event_version(incoming.subject, delivery.headers),
+            "correlationid": _words(delivery.headers.get("X-Correlation-Id")),
+            "causationid": _words(delivery.headers.get("X-Causation-Id")),
+        }
+        return CloudEvent.of({name: value for name, value in said.items() if value is not None}, delivery.data)
+
+
+def signed(secret: bytes, message_id: str, body: bytes, at: int) -> dict[str, str]:
+    """Return the headers that sign a request, `at` so many seconds since the epoch: ours, and Standard Webhooks'."""
+    return {SIGNATURE: sign(secret, body, at), **standard_headers(secret, message_id, body, at)}
 
 
 def _event_type(subject: Subject, headers: Mapping[str, str]) -> str:
