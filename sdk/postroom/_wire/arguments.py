@@ -4,6 +4,7 @@ What it wants to send becomes the bytes of a request, checked where JSON itself 
 """
 
 import base64
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -16,8 +17,12 @@ from postroom._wire.fingerprint import NotCanonical, canonical_json
 from postroom._wire.ids import new_id
 from postroom._wire.message import MAX_DEPTH, Priority, SendRequest, refuse
 
-Body = str | bytes | bytearray | memoryview | None
+Body = str | bytes | bytearray | memoryview | dict[str, Any] | list[Any] | None
 
+_JSON_RULE: Final = (
+    "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat()), or encode it "
+    "yourself and send the text"
+)
 _META_RULE: Final = "give text, numbers, True, False, None, lists and dicts with text as keys (a time: its isoformat())"
 
 
@@ -62,15 +67,21 @@ def compose(
     client_message_id: str | None = None,
     not_before: datetime | None = None,
 ) -> SendRequest:
-    """Build a send: bytes travel as `body_base64`; without a `client_message_id` one is minted.
+    """Build a send: bytes travel as `body_base64`, a dict or a list as the text of its JSON, with sorted keys.
 
-    Raises `InvalidMessage` for any other body: a program without type checks must not send an empty one instead.
+    Without a `client_message_id` one is minted. Raises `InvalidMessage` for any other body, and for what JSON has no
+    words for: a program without type checks must not send something else instead.
     """
     if isinstance(mentions, str):
         refuse("invalid_field", f"mentions must be a list of members, as in [{mentions!r}]", "mentions")
+    if isinstance(body, (dict, list)):
+        body = _json_text(body)
     given: Any = body
     if not isinstance(given, str | bytes | bytearray | memoryview | None):
-        sentence = f"the body must be text or bytes, not {type(given).__name__}: encode it first, as with json.dumps"
+        sentence = (
+            f"the body must be text, bytes, or a dict or a list to send as JSON, not {type(given).__name__}: encode it "
+            "first, as with json.dumps"
+        )
         refuse("invalid_field", sentence, "body")
     return SendRequest(
         to=to,
@@ -83,6 +94,20 @@ def compose(
         client_message_id=new_id() if client_message_id is None else client_message_id,
         not_before=not_before,
     )
+
+
+def _json_text(value: dict[str, Any] | list[Any]) -> str:
+    """Write JSON, the same text for the same value: a repeated send must have the same content."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+        wrong = None if json.loads(text) == value else "it has keys that are not text, or tuples"
+    except (TypeError, ValueError) as error:
+        wrong = str(error)
+    except RecursionError:
+        wrong = "it is nested too deeply"
+    if wrong is not None:
+        refuse("body_not_json", f"the body cannot be written as JSON: {wrong}; {_JSON_RULE}", "body")
+    return text
 
 
 def with_id(request: SendRequest) -> SendRequest:
