@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 from uuid import UUID
 
 import asyncpg
@@ -24,10 +24,9 @@ from postroom.flow import Context, Flow, Job, Step
 from postroom.ledger import states
 from postroom.ledger.errors import Duplicate, Fault, Forbidden, Held, Inactive
 from postroom.ledger.legs import run_leg1, run_leg2
-from postroom.ledger.primitives import QUERIES, Answer
+from postroom.ledger.primitives import Answer
 from postroom.ledger.step import HandlerFailed, Running
-
-T = TypeVar("T")
+from postroom.testing.crashes import Crash, Crashed, MortalWorker
 
 MOST_ACTIVITIES = 12
 ACTIVITIES = "SELECT id, ledger, answers_due, answers_taken FROM ledger.activity WHERE job_id = $1 ORDER BY id"
@@ -35,8 +34,6 @@ GUIDS = "SELECT activity_id, guid, ledger FROM ledger.guid WHERE job_id = $1"
 REQUESTS = "SELECT id, answered_by FROM ledger.request WHERE activity_id = $1 ORDER BY id"
 EFFECT = "SELECT postroom.emit('sea', 'effect', $2, $3, '{}', correlation_id => $1)"
 EFFECTS = "SELECT aggregate_id FROM postroom.outbox_events WHERE correlation_id = $1 AND event_type = $2"
-
-ENDS = {QUERIES[name] for name in ("enter_leg1", "complete_leg1", "enter_leg2", "spawn", "finish_job")}
 
 
 def a_flow(effect: Callable[[Context, str, str], Awaitable[None]]) -> Flow:
@@ -71,74 +68,6 @@ async def write_nothing(_ctx: Context, _key: str, _name: str) -> None:
 
 
 WRITING, QUIET = a_flow(write), a_flow(write_nothing)
-
-
-class Crash(NamedTuple):
-    """The worker dies at commit number `commit`, right before it or right after it."""
-
-    commit: int
-    after: bool
-
-
-class Crashed(BaseException):
-    """The worker is gone: nothing of it handles this."""
-
-
-class Dying(asyncpg.Connection):  # type: ignore[type-arg] # it takes no argument when it runs
-    """A connection of a worker that may die at a commit: of a transaction, or of a primitive that is one by itself."""
-
-    worker: Worker
-
-    async def execute(self, query: str, *args: Any, **more: Any) -> str:
-        ending = super().execute(query, *args, **more)
-        return await (self.commit(ending) if query == "COMMIT;" else ending)
-
-    async def fetchrow(self, query: str, *args: Any, **more: Any) -> Any:
-        calling = super().fetchrow(query, *args, **more)
-        return await (self.commit(calling) if query in ENDS and not self.is_in_transaction() else calling)
-
-    async def commit(self, committing: Coroutine[Any, Any, T]) -> T:
-        here = self.worker.at_a_commit()
-        if here is not None and not here.after:
-            committing.close()
-            await self.die()
-        done = await committing
-        if here is not None:
-            await self.die()
-        return done
-
-    async def die(self) -> None:
-        self.worker.dead = True
-        try:
-            await super().execute("SELECT pg_terminate_backend(pg_backend_pid())")
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-            raise Crashed from None
-
-
-class Worker:
-    """A worker, which may die at one of its commits; what is dead gets no further connection."""
-
-    def __init__(self, crash: Crash | None = None) -> None:
-        self.crash = crash
-        self.commits = 0
-        self.dead = False
-
-    def at_a_commit(self) -> Crash | None:
-        self.commits += 1
-        return self.crash if self.crash is not None and self.crash.commit == self.commits - 1 else None
-
-    async def employ(self, connection: asyncpg.Connection[asyncpg.Record]) -> None:
-        assert isinstance(connection, Dying)
-        connection.worker = self
-
-    async def admit(self, _connection: Any) -> None:
-        if self.dead:
-            raise Crashed
-
-    def pool(self, url: str) -> asyncpg.Pool[asyncpg.Record]:
-        return asyncpg.create_pool(
-            url, min_size=1, max_size=2, connection_class=Dying, init=self.employ, setup=self.admit
-        )
 
 
 crashes = st.none() | st.builds(Crash, st.integers(0, 2), st.booleans())
@@ -180,7 +109,7 @@ class Trees(RuleBasedStateMachine):
         """Let a worker of its own do something; its leases are over when it is gone."""
         if crash is None:
             return await self.running(self.pool, work)
-        worker = Worker(crash)
+        worker = MortalWorker(crash)
         async with worker.pool(self.url) as pool:
             try:
                 return await self.running(pool, work)

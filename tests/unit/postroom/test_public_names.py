@@ -8,8 +8,9 @@ import pkgutil
 import pytest
 
 import postroom
-from postroom import agent, blocking, broker, client, errors, flow, handler, once, retry_policy, signatures
+from postroom import agent, blocking, broker, client, errors, flow, handler, once, retry_policy, signatures, testing
 from postroom.spark import session
+from postroom.testing import fixtures
 
 RUN_BY_PROGRAMS = {"chassis", "claims", "delivery", "ledger", "worker"}  # of the extra `worker`
 PUBLIC = {
@@ -99,7 +100,28 @@ PUBLIC = {
         "open_registry",
     },
     retry_policy: {"DAY_MS", "MEMBER", "RetryPolicy", "check_retry_policy", "policy_of"},
-    signatures: {"MAX_HEADER", "MIN_SECRET_BYTES", "REPLAY_WINDOW", "SIGNATURE", "sign", "verify"},
+    signatures: {
+        "MAX_HEADER",
+        "MIN_SECRET_BYTES",
+        "REPLAY_WINDOW",
+        "SIGNATURE",
+        "sign",
+        "standard_headers",
+        "verify",
+    },
+    testing: {
+        "AgentCase",
+        "ConsumerRequest",
+        "FakeAsyncClient",
+        "FakeClient",
+        "FakeDaemon",
+        "FlowCase",
+        "FlowRun",
+        "Received",
+        "Sent",
+        "handler_request",
+    },
+    fixtures: {"Mailroom", "mailroom"},
     session: {
         "Java",
         "OLDEST",
@@ -130,6 +152,7 @@ def test_every_module_without_an_underscore_is_public_or_run_by_a_program():
     assert found - RUN_BY_PROGRAMS - {"spark"} == {module.__name__.rpartition(".")[2] for module in PUBLIC} - {
         "postroom",
         "session",
+        "fixtures",
     }
     for name in RUN_BY_PROGRAMS:
         assert importlib.import_module(f"postroom.{name}").__doc__

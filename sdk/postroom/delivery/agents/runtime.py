@@ -15,11 +15,11 @@ import asyncio
 import heapq
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self, TypeAlias
 
 import msgspec
 import structlog
@@ -50,6 +50,7 @@ from postroom.delivery.agents.turns import Begun, Turns, Underway, open_turns
 from postroom.delivery.consumer import ACK_TIMEOUT, MAX_DELIVER, Attempts, Consumer, Dead, Delivery, Settle
 from postroom.delivery.errors import NATS_ERRORS, from_nats
 from postroom.delivery.nats import connection_of
+from postroom.delivery.publishing.source import Outgoing
 from postroom.delivery.settings import AgentSettings, ConsumerSettings, NatsSettings
 from postroom.delivery.streams import all_streams, covers
 from postroom.errors import NotFound
@@ -63,6 +64,26 @@ _VERSION: Final = "any-version"
 _HEADER_BYTES: Final = 16 * 1024  # of a message that its headers may take
 
 
+class Outlet(Protocol):
+    """Where the messages of an agent go: into JetStream (`AgentPublisher`)."""
+
+    async def recover(self) -> None:
+        """Publish what an earlier process left unpublished."""
+
+    async def run(self) -> None:
+        """Publish again what was lost, until cancelled."""
+
+    def rounds(self, messages: Sequence[Outgoing]) -> AsyncIterator[set[int]]:
+        """Publish until everything is there; after each round yield the causes of what is not."""
+        ...
+
+    async def close(self) -> None:
+        """Publish nothing more."""
+
+
+Publishing: TypeAlias = Callable[[Store, Turns, Owner, AgentCounters], Outlet]
+
+
 class AgentRuntime:
     """Runs one agent over its store; `run` it as a task beside its consumers.
 
@@ -72,12 +93,12 @@ class AgentRuntime:
     def __init__(
         self,
         agent: Agent[Any],
-        js: JetStreamContext,
         store: Store,
         turns: Turns,
         settings: AgentSettings,
         *,
-        nats: NatsSettings,
+        publishing: Publishing,
+        most_bytes: int,
         underway: Underway,
         attempts: Attempts,
         clock: Callable[[], int],
@@ -92,18 +113,9 @@ class AgentRuntime:
         self._settings = settings
         self._attempts = attempts
         self._clock = clock
-        self.publisher = AgentPublisher(
-            store,
-            turns,
-            nats,
-            settings,
-            agent=self._owner.agent,
-            context=agent.tenant,
-            counters=self.counters,
-            clock=clock,
-        )
+        self.publisher = publishing(store, turns, self._owner, self.counters)
         self._memory = empty(agent)
-        emitter = Emitter(type(agent), self._owner, connection_of(js).max_payload - _HEADER_BYTES)
+        emitter = Emitter(type(agent), self._owner, most_bytes)
         self._deciding = Deciding(agent, emitter, settings.receive_seconds)
         self._jobs: list[Job] = []
         self._fitting = settings.group_messages  # how many a turn takes: about what it can handle in its time
@@ -129,6 +141,46 @@ class AgentRuntime:
         `attempts` says how often a message is attempted; its sender may have said less.
         Raises `InvalidAgent`, or `Fatal` (78) where the store cannot be used or does not say what it said.
         """
+
+        def publishing(store: Store, turns: Turns, owner: Owner, counters: AgentCounters) -> AgentPublisher:
+            return AgentPublisher(
+                store,
+                turns,
+                nats,
+                settings,
+                agent=owner.agent,
+                context=owner.tenant,
+                counters=counters,
+                clock=clock,
+            )
+
+        return await cls.open_with(
+            publishing,
+            agent_class,
+            directory,
+            tenant=tenant,
+            workspace=workspace,
+            settings=settings,
+            attempts=attempts,
+            most_bytes=connection_of(js).max_payload - _HEADER_BYTES,
+            clock=clock,
+        )
+
+    @classmethod
+    async def open_with(
+        cls,
+        publishing: Publishing,
+        agent_class: type[Agent[Any]],
+        directory: Path,
+        *,
+        tenant: str,
+        workspace: str,
+        settings: AgentSettings,
+        attempts: Attempts,
+        most_bytes: int,
+        clock: Callable[[], int],
+    ) -> Self:
+        """Do as `open` does, whatever publishes; no payload may have more than `most_bytes`."""
         check_agent(agent_class)
         agent = agent_class()
         agent.tenant, agent.workspace = tenant, workspace
@@ -141,7 +193,15 @@ class AgentRuntime:
                 store = await Store.open(database(directory), owner)
                 undo.push_async_callback(store.close)
                 runtime = cls(
-                    agent, js, store, turns, settings, nats=nats, underway=underway, attempts=attempts, clock=clock
+                    agent,
+                    store,
+                    turns,
+                    settings,
+                    publishing=publishing,
+                    most_bytes=most_bytes,
+                    underway=underway,
+                    attempts=attempts,
+                    clock=clock,
                 )
                 try:
                     runtime._memory = await store.run(lambda db: rebuild(agent, empty(agent), read_events(db)))
@@ -342,6 +402,7 @@ async def open_consumers(
         except Exception as error:
             raise from_nats(error, f"looking for the stream of {subject}") from error
     consumers: list[Consumer] = []
+    assert isinstance(runtime.publisher, AgentPublisher)  # noqa: S101 - whoever has JetStream publishes into it
     for stream, some in wanted.items():
         own = msgspec.structs.replace(settings, stream=stream, filter_subjects=some)
         consumers.append(Consumer(js, own, runtime, runtime.publisher))

@@ -1,0 +1,318 @@
+"""`FakeClient` and `FakeAsyncClient`: the real clients, over a daemon in memory.
+
+Whatever stands above the socket is the real thing: the clients, their checks, their errors, `send_many`. The daemon
+behind them checks a message by the same functions as the real one, and answers from the same accept table; its outbox
+is a dictionary, which ends with it. Nothing is relayed: a send stays `pending` until a test settles it, or something
+waits for it, as `wait` does; then it is `done`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from datetime import UTC, datetime
+from functools import partial
+from itertools import count
+from typing import Any, Final, Literal
+from urllib.parse import parse_qs, unquote, urlsplit
+from uuid import uuid4
+
+import msgspec
+
+from postroom._wire.accept_table import AcceptedRow, answer
+from postroom._wire.batch import PATH as BATCH
+from postroom._wire.cloudevents import read_event
+from postroom._wire.fingerprint import prefix
+from postroom._wire.http import Head
+from postroom._wire.ids import new_id, now_ms
+from postroom._wire.message import Envelope, PreparedSend, Priority, SendRequest, prepare
+from postroom._wire.operations import SendsQuery
+from postroom._wire.sends import SETTLED, BatchResult, OutboxRow, Ready, RowStatus, SendList, SendResult, Version
+from postroom._wire.transport import JSON, NDJSON, Exchanges
+from postroom.blocking import Client
+from postroom.client import AsyncClient
+from postroom.errors import PROBLEM_JSON, NotFound, PostroomError
+
+Outcome = Literal["done", "dead", "aborted"]
+
+_UID: Final = 1000  # whose sends all of them are
+_SEND: Final = re.compile(r"/v1/sends/([^/]+)")
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Sent(msgspec.Struct, kw_only=True, frozen=True):
+    """A message that a fake daemon kept: what the real one would have written to its outbox.
+
+    `body` is in bytes, whatever it was sent as; `meta` is without the mentions, which are sorted, each once.
+    """
+
+    client_message_id: str
+    to: str
+    body: bytes
+    meta: dict[str, Any]
+    mentions: list[str]
+    priority: Priority
+    reply_to: str | None
+    not_before: datetime | None  # UTC
+    traceparent: str | None
+    envelope: Envelope
+
+    @property
+    def text(self) -> str:
+        """The body as text; raises `UnicodeDecodeError` where it is not UTF-8."""
+        return self.body.decode()
+
+    def json(self) -> Any:
+        """Return what the body says in JSON; raises `msgspec.DecodeError` where it is not JSON."""
+        return msgspec.json.decode(self.body)
+
+
+class FakeDaemon:
+    """A daemon in memory, for any number of fake clients, in any threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: dict[str, _Row] = {}  # by client_message_id, in the order they were sent
+        self._history_ids = count(1)
+        self._failure: PostroomError | None = None
+
+    @property
+    def sent(self) -> list[Sent]:
+        """What was sent, in order; a repeated send is there once."""
+        return [_sent(row.send) for row in list(self._rows.values())]
+
+    def settle(self, client_message_id: str, status: Outcome = "done", *, reason: str | None = None) -> None:
+        """Let the broker have accepted a send, refused it for a `reason`, or an operator have aborted it.
+
+        Raises `NotFound` where nothing was sent under that id.
+        """
+        with self._lock:
+            self._settle(self._row(client_message_id), status, reason)
+
+    @contextmanager
+    def failing(self, error: PostroomError) -> Iterator[None]:
+        """Answer everything with `error` within the block: `TryAgain.of("outbox_full", "the disk is full")`."""
+        self._failure = error
+        try:
+            yield
+        finally:
+            self._failure = None
+
+    def _settle(self, row: _Row, status: Outcome, reason: str | None) -> None:
+        row.status, row.last_error, row.settled_at = status, reason, datetime.now(UTC)
+        if status == "done":
+            row.broker_message_id, row.history_id = str(uuid4()), next(self._history_ids)
+
+    def _row(self, client_message_id: str) -> _Row:
+        try:
+            return self._rows[client_message_id]
+        except KeyError:
+            sentence = f"nothing was sent under the id {client_message_id!r}"
+            raise NotFound.of("send_not_found", sentence) from None
+
+    def _accept(self, message: bytes | SendRequest, traceparent: str | None = None) -> tuple[int, SendResult]:
+        send = prepare(message, traceparent=traceparent)
+        with self._lock:
+            row = self._rows.get(send.client_message_id)
+            if inserted := row is None:
+                row = self._rows[send.client_message_id] = _Row(send)
+            answered = answer(row.accepted(inserted=inserted), send, _UID)
+        if isinstance(answered, PostroomError):
+            raise answered
+        return answered.http_status, answered.result
+
+    def _where(self, client_message_ids: list[str], wait: float) -> list[OutboxRow]:
+        with self._lock:
+            rows = [self._rows[each] for each in client_message_ids if each in self._rows]
+            for row in rows:
+                if wait and row.status not in SETTLED:
+                    self._settle(row, "done", None)
+            return [row.shown() for row in rows]
+
+    def _answer(self, request: bytes) -> tuple[int, Any]:
+        """Answer one request."""
+        if self._failure is not None:
+            raise self._failure
+        head, _, body = request.partition(b"\r\n\r\n")
+        line, *lines = head.decode().split("\r\n")
+        method, target, _ = line.split(" ")
+        headers = {name.lower(): value for name, _, value in (each.partition(": ") for each in lines)}
+        url = urlsplit(target)
+        match method, url.path:
+            case "POST", "/v1/send":
+                return self._accept(body, headers.get("traceparent"))
+            case "POST", "/v1/cloudevents":
+                return self._accept(read_event(headers, body).message(parse_qs(url.query)["to"][0]))
+            case "POST", "/v1/sends":
+                query = msgspec.json.decode(body, type=SendsQuery)
+                found = self._where(query.client_message_ids, query.wait)
+                known = {row.client_message_id for row in found}
+                return 200, SendList(rows=found, missing=[x for x in query.client_message_ids if x not in known])
+            case "GET", path if matched := _SEND.fullmatch(path):
+                self._row(client_message_id := unquote(matched[1]))
+                (row,) = self._where([client_message_id], float(parse_qs(url.query).get("wait", ["0"])[0]))
+                return 200, row
+            case "GET", "/v1/ready":
+                return 200, Ready(ready=True)
+            case "GET", "/v1/version":
+                return 200, Version(name="postroomd", version="fake", mesh="demo")
+        sentence = f"a FakeClient answers sends and questions about them, not {method} {url.path}: use `mailroom`"
+        raise PostroomError.of("not_faked", sentence, status=501)
+
+    def _line(self, number: int, data: bytes) -> BatchResult:
+        """Answer one line of a batch."""
+        try:
+            return BatchResult(line=number, result=self._accept(data)[1])
+        except PostroomError as error:
+            return BatchResult(line=number, problem=error.problem)
+
+
+class _Row:
+    """A row of the outbox."""
+
+    def __init__(self, send: PreparedSend) -> None:
+        self.send = send
+        self.row_id = new_id()
+        self.enqueued_at = now_ms()
+        self.status: RowStatus = "pending"
+        self.settled_at: datetime | None = None
+        self.broker_message_id: str | None = None
+        self.history_id: int | None = None
+        self.last_error: str | None = None
+
+    def accepted(self, *, inserted: bool) -> AcceptedRow:
+        return AcceptedRow(
+            inserted,
+            self.row_id,
+            self.status,
+            self.send.fingerprint,
+            self.send.destination,
+            self.enqueued_at,
+            _UID,
+            self.broker_message_id,
+            self.history_id,
+            self.last_error,
+        )
+
+    def shown(self) -> OutboxRow:
+        enqueued_at = datetime.fromtimestamp(self.enqueued_at / 1000, UTC)
+        return OutboxRow(
+            id=self.row_id,
+            client_message_id=self.send.client_message_id,
+            status=self.status,
+            destination=self.send.destination,
+            priority=self.send.priority,
+            enqueued_at=enqueued_at,
+            attempts=int(self.status in ("done", "dead")),
+            next_attempt_at=self.send.not_before or enqueued_at,
+            request_fingerprint=prefix(self.send.fingerprint),
+            payload_bytes=len(self.send.payload),
+            not_before=self.send.not_before,
+            last_error=self.last_error,
+            delivered_at=self.settled_at if self.status == "done" else None,
+            aborted_at=self.settled_at if self.status == "aborted" else None,
+            broker_message_id=self.broker_message_id,
+            history_id=self.history_id,
+            submitted_by=f"{_UID}:{_UID}",
+        )
+
+
+class _Fake(Exchanges):
+    """What a fake client's transport goes over: a function call."""
+
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self._daemon = daemon
+
+    async def exchange(
+        self, request: bytes, *, seconds: float, connecting: float, limit: int, repeatable: bool
+    ) -> tuple[Head, bytes]:
+        """Answer a request."""
+        del seconds, connecting, limit, repeatable
+        try:
+            status, content = self._daemon._answer(request)  # noqa: SLF001 - the two are one thing
+        except PostroomError as error:
+            return _head(error.problem.status, PROBLEM_JSON), _encode(error.problem)
+        return _head(status, JSON), _encode(content)
+
+    @asynccontextmanager
+    async def stream(
+        self, request: bytes, body: AsyncGenerator[bytes, None], *, connecting: float, silence: float
+    ) -> AsyncIterator[tuple[Head, _Lines]]:
+        """Answer a batch, piece by piece; nothing else that streams is faked."""
+        del connecting, silence
+        if not request.startswith(f"POST {BATCH} ".encode()):
+            self._daemon._answer(request)  # noqa: SLF001 - which refuses it
+        if (failure := self._daemon._failure) is not None:  # noqa: SLF001
+            raise failure
+        yield _head(200, NDJSON), _Lines(body, self._daemon._line)  # noqa: SLF001
+
+    async def close(self) -> None:
+        """Do nothing: what was sent is still there to be looked at."""
+
+
+class _Lines:
+    """The answer to a batch: for each piece of the request the answers to the lines that it completes."""
+
+    def __init__(self, body: AsyncGenerator[bytes, None], answer_line: Callable[[int, bytes], BatchResult]) -> None:
+        self._body = body
+        self._answer = answer_line
+        self._number = 0
+
+    async def read(self, _seconds: float) -> bytes:
+        piece = await anext(self._body, b"")
+        first, self._number = self._number, self._number + piece.count(b"\n")
+        results = (self._answer(number, line) for number, line in enumerate(piece.splitlines(), first + 1))
+        return b"".join(_encode(result) + b"\n" for result in results)
+
+
+class FakeAsyncClient(AsyncClient):
+    """An `AsyncClient` whose messages stay in memory; share a `daemon` to see what several clients sent."""
+
+    def __init__(self, daemon: FakeDaemon | None = None) -> None:
+        self.daemon = daemon or FakeDaemon()
+        super().__init__("fake", patience=0)
+
+    @property
+    def sent(self) -> list[Sent]:
+        """What was sent to its daemon, in order; a repeated send is there once."""
+        return self.daemon.sent
+
+    def _pool(self, path: str) -> Exchanges:
+        del path
+        return _Fake(self.daemon)
+
+
+class FakeClient(Client):
+    """A `Client` whose messages stay in memory; share a `daemon` to see what several clients sent."""
+
+    def __init__(self, daemon: FakeDaemon | None = None) -> None:
+        self.daemon = daemon or FakeDaemon()
+        self._use(FakeAsyncClient(self.daemon), partial(FakeAsyncClient, self.daemon))
+
+    @property
+    def sent(self) -> list[Sent]:
+        """What was sent to its daemon, in order; a repeated send is there once."""
+        return self.daemon.sent
+
+
+def _head(status: int, media: str) -> Head:
+    return Head(status, media, length=None, chunked=False, closes=False)
+
+
+def _sent(send: PreparedSend) -> Sent:
+    envelope = msgspec.json.decode(send.payload, type=Envelope)
+    meta: Mapping[str, Any] = envelope.meta or {}
+    return Sent(
+        client_message_id=send.client_message_id,
+        to=send.destination,
+        body=envelope.body_bytes(),
+        meta={name: value for name, value in meta.items() if name != "mentions"},
+        mentions=envelope.mentions(),
+        priority=envelope.priority,
+        reply_to=envelope.reply_to,
+        not_before=send.not_before,
+        traceparent=envelope.traceparent,
+        envelope=envelope,
+    )

@@ -1,0 +1,95 @@
+"""`handler_request`: the request that a consumer makes to a handler, made by the consumer's own code.
+
+    request = handler_request({"order": 17}, event="order_paid", secret=SECRET)
+    response = web.post("/handle", content=request.body, headers=request.headers)
+
+What a program sent comes as its handler would get it: `handler_request(post.sent[0])`.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
+
+import msgspec
+
+from postroom._wire.accept import AcceptedEvent
+from postroom._wire.message import parse_destination, refuse
+from postroom.delivery.http.requests import IDEMPOTENCY_KEY, posted, read, signed
+from postroom.delivery.message import MESSAGE_ID, Delivery
+from postroom.delivery.settings import HandlerFormat
+from postroom.delivery.subjects import event_subject, sent_subject
+from postroom.testing.fake import Sent
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class ConsumerRequest(NamedTuple):
+    """The POST of a consumer: its body, and its headers but for those that any HTTP client sets."""
+
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def message_id(self) -> str:
+        """The message's id, which is its `Idempotency-Key`: the same at every attempt."""
+        return self.headers[IDEMPOTENCY_KEY]
+
+
+def handler_request(
+    message: Sent | Any,
+    *,
+    event: str | None = None,
+    version: int = 1,
+    subject: str | None = None,
+    mesh: str = "demo",
+    sender: str = "alice",
+    message_id: str | None = None,
+    attempt: int = 1,
+    last_error: str | None = None,
+    occurred_at: datetime | None = None,
+    correlation_id: str | None = None,
+    causation_id: str | None = None,
+    traceparent: str | None = None,
+    secret: bytes | None = None,
+    signed_at: int | None = None,
+    form: HandlerFormat = "postroom",
+) -> ConsumerRequest:
+    """Return the request for a `Sent` message, or for an event of `mesh` whose payload (JSON) is `message`.
+
+    An event is named by `event` and `version`, or by its whole `subject`. The request is signed where there is a
+    `secret`, at `signed_at` (seconds since the epoch; now where that is not given). Another attempt at a message is
+    another request with its `message_id`. `form` is the `handler.format` of the consumer. Raises `InvalidMessage`.
+    """
+    if isinstance(message, Sent):
+        kind, ref = parse_destination(message.to)
+        subject = subject or sent_subject(mesh, kind, ref, message.meta.get("event_version", 1))
+        if subject is None:
+            refuse("invalid_destination", f"{message.to} goes to the inbox of a daemon, not to a handler", "to")
+        message = AcceptedEvent(
+            broker_message_id=(message_id := message_id or str(uuid4())),
+            client_message_id=message.client_message_id,
+            mesh=mesh,
+            sender=sender,
+            message=msgspec.Raw(_encode(message.envelope)),
+        )
+    elif subject is None:
+        if event is None:
+            refuse("invalid_subject", "name the event, as in event='order_paid', or give a subject", "event")
+        subject = event_subject(mesh, event, version)
+    moment = occurred_at or datetime.now(UTC)
+    given = {
+        MESSAGE_ID: message_id or str(uuid4()),
+        "X-Occurred-At": moment.isoformat(),
+        "X-Correlation-Id": correlation_id,
+        "X-Causation-Id": causation_id,
+        "traceparent": traceparent,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    incoming = read(Delivery(subject, _encode(message), said, said[MESSAGE_ID], "TEST", 1, attempt, moment))
+    content, made = posted(incoming, attempt, last_error, form)
+    if secret is not None:
+        made |= signed(secret, said[MESSAGE_ID], content, int(time.time()) if signed_at is None else signed_at)
+    return ConsumerRequest(content, made)

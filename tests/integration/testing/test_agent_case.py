@@ -1,0 +1,129 @@
+"""An agent under test: its real runtime and store, without JetStream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+
+from postroom import InvalidMessage
+from postroom.agent import Agent, Command, Emit, Envelope, InvalidAgent
+from postroom.delivery.agents.replay import verify
+from postroom.testing import AgentCase
+
+
+class Sales(NamedTuple):
+    orders: int = 0
+    total: int = 0
+
+
+class Pricing(Agent[Sales]):
+    """Prices orders, and has every tenth checked."""
+
+    subjects = ("cmd.{tenant}.{workspace}.pricing.>", "{tenant}.event.order_placed.v1")
+
+    def initial_state(self) -> Sales:
+        return Sales()
+
+    async def receive(self, envelope: Envelope) -> list[Any]:
+        if envelope.payload["order"] < 0:
+            raise ValueError(f"there is no order {envelope.payload['order']}, at attempt {self.attempt}")
+        effects: list[Any] = [Emit("order_priced", {"order": envelope.payload["order"], "total": 42})]
+        if self.state.orders == 9:
+            effects.append(Command("checking", payload=envelope.payload))
+        return effects
+
+    def apply(self, state: Sales, event: Envelope) -> Sales:
+        if event.type != "order_priced":
+            return state
+        return Sales(state.orders + 1, state.total + event.payload["total"])
+
+
+async def test_a_message_is_handled_and_what_it_emits_is_there() -> None:
+    async with AgentCase(Pricing) as case:
+        received = await case.receive({"order": 17}, message_id="m-1")
+        assert (received.outcome, received.error) == ("done", None)
+        (priced,) = received.emitted
+        assert (priced.type, priced.payload, priced.causation_id) == (
+            "order_priced",
+            {"order": 17, "total": 42},
+            "m-1",
+        )
+        for number in range(8):
+            await case.receive({"order": number}, subject="demo.event.order_placed.v1")
+        assert [each.type for each in (await case.receive({"order": 10})).emitted] == ["order_priced", "run"]
+        assert case.state == Sales(10, 420)
+
+
+async def test_a_message_that_comes_again_is_not_handled_again() -> None:
+    async with AgentCase(Pricing) as case:
+        await case.receive({"order": 17}, message_id="m-1")
+        await case.restart()
+        again = await case.receive({"order": 17}, message_id="m-1")
+        assert (again.outcome, again.emitted, case.state) == ("done", [], Sales(1, 42))
+
+
+async def test_one_that_fails_is_tried_again_and_dead_in_the_end() -> None:
+    async with AgentCase(Pricing, max_deliver=2) as case:
+        first = await case.receive({"order": -1}, message_id="m-1")
+        last = await case.receive({"order": -1}, message_id="m-1")
+        assert (first.outcome, first.error) == ("later", "ValueError: there is no order -1, at attempt 1")
+        assert (last.outcome, last.error) == ("dead", "max_deliver: ValueError: there is no order -1, at attempt 2")
+        assert case.state == Sales()
+
+
+async def test_a_wrong_version_of_an_entity_is_a_conflict_and_another_tenant_is_refused() -> None:
+    async with AgentCase(Pricing) as case:
+        await case.receive({"order": 1}, entity_id="order-1", expected_version=0)
+        conflict = await case.receive({"order": 1}, entity_id="order-1", expected_version=0)
+        assert [each.type for each in conflict.emitted] == ["pricing_conflict"]
+        refused = await case.receive({"order": 1}, headers={"Postroom-Tenant": "somebody"})
+        assert (refused.outcome, [each.type for each in refused.emitted]) == ("dead", ["pricing_security"])
+        assert case.state == Sales(1, 42)
+
+
+async def test_the_store_is_a_real_one_that_lasts_where_it_has_a_directory(tmp_path: Path) -> None:
+    async with AgentCase(Pricing, directory=tmp_path) as case:
+        await case.receive({"order": 17})
+        before = case.state_hash
+    async with AgentCase(Pricing, directory=tmp_path) as case:
+        assert (case.state, case.state_hash) == (Sales(1, 42), before)
+    verified = await verify(tmp_path / "events.db")
+    assert (verified.head.position, verified.first_difference) == (2, None)
+
+
+class Forgetful(Agent[list[int]]):
+    """Changes the state that it is given, and counts in a place of its own."""
+
+    subjects = ("cmd.{tenant}.{workspace}.{agent}.>",)
+    seen: ClassVar[list[int]] = []
+
+    def initial_state(self) -> list[int]:
+        return []
+
+    async def receive(self, envelope: Envelope) -> None:
+        del envelope
+
+    def apply(self, state: list[int], event: Envelope) -> list[int]:
+        self.seen.append(event.payload)
+        return [*state, len(self.seen)]
+
+
+async def test_an_apply_that_is_not_pure_is_found_at_the_end_and_at_a_restart() -> None:
+    Forgetful.seen.clear()
+    with pytest.raises(AssertionError, match=r"Forgetful.apply is not pure: its state was \[1\], .* give \[2\]"):
+        async with AgentCase(Forgetful) as case:
+            await case.receive(1)
+    async with AgentCase(Pricing) as case:
+        await case.restart()
+
+
+async def test_what_is_no_agent_and_a_subject_that_it_does_not_have_are_refused() -> None:
+    with pytest.raises(InvalidAgent, match="derive a class"):
+        AgentCase(int)  # type: ignore[arg-type]
+    async with AgentCase(Pricing) as case:
+        with pytest.raises(InvalidMessage, match=r"pricing handles cmd.demo.default.pricing.>"):
+            await case.receive(1, subject="demo.event.something_else.v1")
+    with pytest.raises(RuntimeError, match="async with AgentCase"):
+        _ = case.state

@@ -1,0 +1,81 @@
+"""The fake daemon against the real one: the same messages, good and bad, are answered in the same words."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.mailroom import LoneDaemon
+
+from postroom import AsyncClient, Client, PostroomError, SendRequest, new_id
+from postroom.testing import FakeAsyncClient, FakeClient
+
+IDS = st.sampled_from(["a", "b", "c", "no id", ""])
+MESSAGES = st.fixed_dictionaries(
+    {"to": st.sampled_from(["topic:orders", "dm:bob", "queue:work.now", "topic:Orders", "nowhere", ""])},
+    optional={
+        "body": st.text(string.printable, max_size=3) | st.binary(max_size=3) | st.just({"order": 17}) | st.just("\0"),
+        "meta": st.sampled_from([{}, {"a": 1}, {"mentions": []}, {"retry_policy": {"max_attempts": 0}}, {"n": 2**60}]),
+        "mentions": st.sampled_from([[], ["bob"], ["Bob"]]),
+        "priority": st.sampled_from(["now", "next", "low", "soon"]),
+        "reply_to": st.sampled_from(["m-1", "no id"]),
+        "client_message_id": IDS,
+    },
+)
+
+
+@pytest.fixture
+async def daemon(short_directory: Path) -> AsyncIterator[LoneDaemon]:
+    daemon = LoneDaemon(short_directory)
+    await daemon.start()
+    yield daemon
+    daemon.stop()
+
+
+def test_whatever_is_sent_the_fake_answers_as_the_daemon_does(daemon: LoneDaemon) -> None:
+    with Client(daemon.socket, patience=0) as real:
+
+        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(st.lists(MESSAGES, max_size=6))
+        def compare(messages: list[dict[str, Any]]) -> None:
+            fake, run = FakeClient(), new_id()  # the daemon lives on: each run has ids of its own
+            for message in messages:
+                named = {**message, "client_message_id": message.get("client_message_id", "d") + run}
+                assert answer(fake, named) == answer(real, named)
+
+        compare()
+
+
+def answer(client: Client, message: dict[str, Any]) -> Any:
+    try:
+        result = client.send(**message)
+    except PostroomError as error:
+        problem = msgspec.to_builtins(error.problem)
+        return {name: value for name, value in problem.items() if name != "since"}
+    return result.status, result.duplicate, client.get(result.client_message_id).request_fingerprint
+
+
+async def test_a_batch_is_answered_as_the_daemon_answers_it(daemon: LoneDaemon) -> None:
+    messages = [
+        SendRequest(to="topic:orders", body="one", client_message_id="k"),
+        SendRequest(to="topic:orders", body="one", client_message_id="k"),
+        SendRequest(to="topic:orders", body="two", client_message_id="k"),
+        SendRequest(to="nowhere", client_message_id="l"),
+        SendRequest(to="queue:work", body_base64="AP8=", client_message_id="m"),
+        SendRequest(to="queue:work", body_base64="nonsense!", client_message_id="n"),
+    ]
+
+    def said(result: Any) -> Any:
+        problem = result.problem and (result.problem.code, result.problem.conflict, result.problem.detail)
+        return result.line, result.result and (result.result.status, result.result.duplicate), problem
+
+    async with AsyncClient(daemon.socket) as real:
+        answers = [[said(each) async for each in client.send_many(messages)] for client in (real, FakeAsyncClient())]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == len(messages)

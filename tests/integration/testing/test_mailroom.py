@@ -1,0 +1,76 @@
+"""The fixture of real servers: started once, found without being told where, and gone with the tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from postroom.testing.fixtures import Mailroom
+
+TESTS = """
+import pathlib
+
+pytest_plugins = ["postroom.testing.fixtures"]
+
+
+def test_an_order_reaches_the_broker(mailroom):
+    with mailroom.client() as post:
+        sent = post.send("topic:orders", {"order": 17})
+        assert post.wait(sent.client_message_id, 10).status == "done"
+    pathlib.Path("state").write_text(mailroom.environment["POSTROOM_STATE"])
+"""
+
+
+async def test_a_message_comes_in_at_its_real_daemon_and_commands_find_it(mailroom: Mailroom) -> None:
+    async with mailroom.async_client() as post:
+        sent = await post.send("topic:orders", {"order": 17})
+        assert (await post.wait(sent.client_message_id, 30)).status == "done"
+    assert sent.client_message_id in mailroom.run("outbox", "list", "--json")
+    with pytest.raises(AssertionError, match="postroom outbox inspect nobody ended with 3"):
+        mailroom.run("outbox", "inspect", "nobody")
+
+
+def run_pytest(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    (directory / "test_orders.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_orders.py"]
+    return subprocess.run(
+        command, cwd=directory, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def test_everything_is_gone_when_the_tests_are(short_directory: Path) -> None:
+    ran = run_pytest(short_directory)
+    assert ran.returncode == 0, ran.stdout
+    state = (short_directory / "state").read_text()
+    assert not Path(state).exists()
+    left = [process for process in Path("/proc").glob("[0-9]*/cmdline") if state in _read(process)]
+    assert left == []
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def test_without_the_servers_it_says_what_to_install(short_directory: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "bin"
+    alone.mkdir()
+    (alone / "python").symlink_to(sys.executable)
+    program = f"import sys; sys.executable = {str(alone / 'python')!r}; import pytest; sys.exit(pytest.main(['-q']))"
+    (short_directory / "test_orders.py").write_text(TESTS)
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=short_directory,
+        env={**os.environ, "PATH": str(alone)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "pip install 'postroom-server[embedded]'" in ran.stdout
+    assert ran.returncode == 1

@@ -1,0 +1,158 @@
+"""The fake clients: the real ones over a daemon in memory; what differs from the real daemon is said, never guessed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from postroom import Client, Conflict, InvalidMessage, NotFound, PostroomError, SendRequest, TryAgain
+from postroom.client import AsyncClient
+from postroom.testing import FakeAsyncClient, FakeClient, FakeDaemon
+
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+def test_what_was_sent_is_there_whole_and_in_order() -> None:
+    post = FakeClient()
+    soon = datetime.now(UTC) + timedelta(minutes=5)
+    post.send("topic:orders", {"order": 17}, meta={"shop": 1}, mentions=["bob", "ann", "bob"], traceparent=TRACE)
+    post.send("dm:bob", b"\0\xff", priority="now", reply_to="m-1", client_message_id="k", not_before=soon)
+
+    first, second = post.sent
+    assert (first.to, first.text, first.json()) == ("topic:orders", '{"order":17}', {"order": 17})
+    assert (first.meta, first.mentions, first.traceparent) == ({"shop": 1}, ["ann", "bob"], TRACE)
+    assert (second.client_message_id, second.body, second.priority) == ("k", b"\0\xff", "now")
+    assert (second.reply_to, second.not_before) == ("m-1", soon)
+
+
+def test_they_are_clients_to_whoever_checks_types() -> None:
+    assert isinstance(FakeClient(), Client)
+    assert isinstance(FakeAsyncClient(), AsyncClient)
+
+
+def test_a_message_that_the_daemon_would_refuse_is_refused_and_leaves_nothing() -> None:
+    post = FakeClient()
+    refused: list[dict[str, Any]] = [
+        {"to": "orders"},
+        {"to": "topic:Orders"},
+        {"to": "topic:orders", "body": "x" * (1024 * 1024 + 1)},
+        {"to": "topic:orders", "meta": {"mentions": ["bob"]}},
+        {"to": "topic:orders", "meta": {"retry_policy": {"max_attempts": 0}}},
+        {"to": "topic:orders", "client_message_id": "white space"},
+        {"to": "topic:orders", "mentions": ["Bob"]},
+        {"to": "topic:orders", "not_before": datetime(2026, 1, 1)},  # noqa: DTZ001 - which is the point
+    ]
+    for message in refused:
+        with pytest.raises(InvalidMessage) as error:
+            post.send(**message)
+        assert error.value.client_message_id
+    assert post.sent == []
+
+
+@pytest.mark.parametrize(
+    ("status", "again", "other"),
+    [
+        (None, "queued", "outbox_pending_fingerprint_mismatch"),
+        ("done", "done", "outbox_done_fingerprint_mismatch"),
+        ("dead", "outbox_dead_fingerprint_match", "outbox_dead_fingerprint_mismatch"),
+        ("aborted", "outbox_aborted_fingerprint_match", "outbox_aborted_fingerprint_mismatch"),
+    ],
+)
+def test_a_repeated_id_is_answered_by_the_accept_table(status: Any, again: str, other: str) -> None:
+    post = FakeClient()
+    post.send("topic:orders", "hello", client_message_id="k")
+    if status is not None:
+        post.daemon.settle("k", status, reason="topic_not_found: there is no such topic")
+
+    def answer(body: str) -> str:
+        try:
+            result = post.send("topic:orders", body, client_message_id="k")
+        except Conflict as error:
+            return error.problem.conflict or ""
+        return result.status if result.duplicate else "not a duplicate"
+
+    assert (answer("hello"), answer("another")) == (again, other)
+    assert len(post.sent) == 1
+
+
+def test_a_send_is_pending_until_it_is_settled_or_waited_for() -> None:
+    post = FakeClient()
+    for key in ("a", "b", "c"):
+        post.send("topic:orders", key, client_message_id=key)
+    assert post.get("a").status == "pending"
+    post.daemon.settle("b", "dead", reason="topic_not_found: there is no such topic")
+
+    assert post.wait("a", 10).status == "done"
+    assert [row.status for row in post.wait_many(["a", "b", "c"], 10)] == ["done", "dead", "done"]
+    assert post.get("b").last_error == "topic_not_found: there is no such topic"
+    assert post.get("a").history_id == 1
+    for ask in (post.get, lambda key: post.wait(key, 1), lambda key: post.wait_many([key], 1), post.daemon.settle):
+        with pytest.raises(NotFound, match=r"nobody|no send|nothing was sent"):
+            ask("nobody")
+
+
+async def test_a_stream_of_messages_gets_one_result_for_each() -> None:
+    messages = [SendRequest(to="topic:orders", body=str(number)) for number in range(10_000)]
+    messages[17] = SendRequest(to="nowhere", body="lost")
+    asynchronous, blocking = FakeAsyncClient(), FakeClient()
+    results = [result async for result in asynchronous.send_many(messages)]
+    for each in (results, list(blocking.send_many(messages))):
+        assert [result.line for result in each] == list(range(1, 10_001))
+        assert [result.line for result in each if result.problem] == [18]
+    assert len(asynchronous.sent) == len(blocking.sent) == 9_999
+    blocking.close()
+
+
+async def test_clients_that_share_a_daemon_see_one_outbox() -> None:
+    daemon = FakeDaemon()
+    FakeClient(daemon).send("topic:orders", "one", client_message_id="k")
+    assert (await FakeAsyncClient(daemon).send("topic:orders", "one", client_message_id="k")).duplicate
+    assert [sent.text for sent in daemon.sent] == ["one"]
+
+
+def test_a_daemon_that_fails_raises_what_the_test_says_and_at_once() -> None:
+    post = FakeClient()
+    with post.daemon.failing(TryAgain.of("outbox_full", "the outbox is full", retryable=True)):
+        with pytest.raises(TryAgain, match="full") as error:
+            post.send("topic:orders", "hello", client_message_id="k")
+        with pytest.raises(TryAgain):
+            list(post.send_many([SendRequest(to="topic:orders")]))
+    assert error.value.client_message_id == "k"
+    assert not post.send("topic:orders", "hello", client_message_id="k").duplicate
+    post.close()
+
+
+def test_many_threads_may_send_at_once() -> None:
+    post = FakeClient()
+    threads = [
+        threading.Thread(target=lambda: [post.send("topic:orders", "x", client_message_id=f"k{n}") for n in range(200)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(post.sent) == 200
+
+
+def test_what_is_not_faked_says_so() -> None:
+    post = FakeClient()
+    assert post.ready().ready
+    for ask in (post.list_rows, post.health, post.inbox):
+        with pytest.raises(PostroomError, match="use `mailroom`") as error:
+            ask()
+        assert error.value.code == "not_faked"
+
+
+def test_a_fake_needs_nothing_but_the_library() -> None:
+    program = (
+        "import sys; from postroom.testing import FakeClient; FakeClient().send('topic:orders', {'order': 17}); "
+        "print({'aiohttp', 'asyncpg', 'nats', 'structlog', 'pytest'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"
