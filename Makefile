@@ -6,6 +6,7 @@ PYTHON ?= python3
 STAMP  := $(VENV)/.installed
 SPARK_STAMP := $(VENV)/.installed-spark
 PEERS  := $(VENV)/peers
+EXAMPLES := $(VENV)/examples
 AXE_VERSION := 4.10.3
 AXE    := $(VENV)/axe-core-$(AXE_VERSION).tgz
 AXE_SHA512 := 5e6edba515e70d25f6604d9815f064d859c5d1ea7ab661bbc4f87c88779ef0c21cae0abbeb636471ef39e9d62d2582e4b88a1866f19f4ecfcf6d986275e4dc12
@@ -40,11 +41,17 @@ $(PEERS): $(STAMP) bench.lock
 	@rm -rf $@
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --target $@ -r bench.lock
 
-lock: ## resolve the four lock files again (needs uv)
+# What the examples are written with: only their tests see it.
+$(EXAMPLES): $(STAMP) examples.lock
+	@rm -rf $@
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --target $@ -r examples.lock
+
+lock: ## resolve the five lock files again (needs uv)
 	$(RESOLVE) --group dev --extra embedded -o dev.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) -c dev.lock -o requirements.lock pyproject.toml sdk/pyproject.toml
 	$(RESOLVE) --extra pipeline -c dev.lock -o spark.lock pyproject.toml
 	$(RESOLVE) --group bench -c dev.lock -o bench.lock
+	$(RESOLVE) --group examples -c dev.lock -o examples.lock
 
 # Every time in what is built is that of the commit, so that two builds of one commit are the same bytes.
 wheels release: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
@@ -63,7 +70,7 @@ demo: setup ## the whole main job on embedded servers, with visible results
 
 # A test that outlasts its time-out takes its worker with it. The run ends then: with a new worker in its place
 # pytest-xdist 3.8 would wait for ever.
-test: $(SPARK_STAMP) ## every test but the slow suites
+test: $(SPARK_STAMP) $(EXAMPLES) ## every test but the slow suites
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -m "not soak and not systemd and not browser"
 
 test-fast: $(SPARK_STAMP) ## the tests that start no server, for the loop of daily work: under 90 s

@@ -1,0 +1,9 @@
+"""Run the shop: `python manage.py migrate --run-syncdb`, then `python manage.py runserver 8000`."""
+
+import os
+import sys
+
+from django.core.management import execute_from_command_line
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "settings")
+execute_from_command_line(sys.argv)
