@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".venv" / "examples"
 
 
-@pytest.mark.parametrize("name", ["django"])
+@pytest.mark.parametrize("name", ["django", "fastapi"])
 def test_the_tests_of_an_example_pass(name: str, tmp_path: Path) -> None:
     assert INSTALLED.exists(), "`make .venv/examples` installs what the examples are written with"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
