@@ -18,7 +18,7 @@ def status(
 
     It asks the daemon of this machine, the broker, and what `postroom up` started, as far as there are any.
 
-    Exit code 69: something does not run or cannot be asked; 1: something that runs is not well; 0: all is well, or
-    only waits for an operator, as dead rows and dead letters do.
+    Exit code 69: something does not run or cannot be asked; 1: something else is wrong, or waits for an operator, as
+    dead rows and dead letters do; 0: all is well.
     """
     show_status(Place(state, socket, url, token_file), as_json=as_json)

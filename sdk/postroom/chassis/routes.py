@@ -74,7 +74,7 @@ def _guarded(route: Route, authorize: Authorize) -> Handler:
 
 @web.middleware
 async def problems(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every error into its problem answer; what nobody foresaw is logged and becomes a 500."""
+    """Turn every error into its problem answer; one that is unforeseen is logged and becomes a 500."""
     try:
         return await handler(request)
     except PostroomError as error:
@@ -118,9 +118,8 @@ def decode_query(request: web.BaseRequest, query: type[Q]) -> Q:
         return msgspec.convert(dict(pairs), query, strict=False)
     except msgspec.ValidationError as error:
         field, sentence = where(error)
-        raise InvalidMessage.of(
-            "invalid_query", f"the query string must be another: {sentence}", field=field
-        ) from error
+        sentence = f"the query string is not valid: {sentence}; see /v1/openapi.json"
+        raise InvalidMessage.of("invalid_query", sentence, field=field) from error
 
 
 def openapi(routes: Iterable[Route], *, title: str, version: str) -> dict[str, Any]:
