@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from postroom._wire.retry import Backoff
+from postroom.chassis.config import ConnectSeconds
 
 MIB: Final = 1024 * 1024
 
@@ -23,7 +24,7 @@ class BrokerClientSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=T
     allow_plaintext: Annotated[
         bool, Meta(description="allow http:// to another host, which exposes the token to the network")
     ] = False
-    connect_seconds: Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")] = 5
+    connect_seconds: ConnectSeconds = 5
     request_seconds: Annotated[float, Meta(gt=0, le=600, description="longest wait for a whole answer, in seconds")] = (
         30
     )

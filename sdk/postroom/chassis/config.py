@@ -24,6 +24,8 @@ from postroom.chassis.exits import Exit, Fatal
 
 C = TypeVar("C", bound=msgspec.Struct)
 
+ConnectSeconds = Annotated[float, msgspec.Meta(gt=0, le=300, description="longest wait for a connection, in seconds")]
+
 SECRET: Final = msgspec.Meta(extra={"secret": True})
 MASK: Final = "********"
 _NEARLY: Final = 0.8  # how like a setting's name a variable's has to be to count as misspelt (difflib's ratio)

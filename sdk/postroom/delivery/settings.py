@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from postroom._wire.retry import STEADY, Backoff
-from postroom.chassis.config import SECRET
+from postroom.chassis.config import SECRET, ConnectSeconds
 from postroom.chassis.exits import Exit, Fatal
 
 DAY: Final = 86_400.0  # seconds
@@ -20,7 +20,6 @@ KIB: Final = 1024  # bytes
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Retention = Literal["limits", "workqueue", "interest"]
-ConnectSeconds = Annotated[float, Meta(gt=0, le=300, description="longest wait for a connection, in seconds")]
 AnswerSeconds = Annotated[
     float, Meta(gt=0, le=3600, description="longest wait for an answer, in seconds; shorter than ack_wait_seconds")
 ]
@@ -31,6 +30,8 @@ AckWaitSeconds = Annotated[
 MaxDeliver = Annotated[
     int, Meta(ge=1, description="attempts, the first included, after which a message is dead-lettered")
 ]
+MaxAckPending = Annotated[int, Meta(ge=1, description="most messages that this process has claimed")]
+CallsAtOnce = Annotated[int, Meta(ge=1, le=1000, description="most calls at once")]
 HorizonDays = Annotated[
     float, Meta(gt=0, description="age up to which a message that a stream lost is published again, in days")
 ]
@@ -170,7 +171,7 @@ class ConsumerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     )
     ack_wait_seconds: AckWaitSeconds = 30
     max_deliver: MaxDeliver = 20
-    max_ack_pending: Annotated[int, Meta(ge=1, description="most messages that this process has claimed")] = 1000
+    max_ack_pending: MaxAckPending = 1000
     max_waiting: Annotated[
         int,
         Meta(ge=0, description="most messages that may wait for their next attempt, in addition to the claimed ones"),
@@ -193,7 +194,7 @@ class HandlerSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     url: Annotated[str, Meta(description="the handler's address, as in http://127.0.0.1:8000/handle")]
     timeout_seconds: AnswerSeconds = 20
     connect_seconds: ConnectSeconds = 5
-    calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most calls at once")] = 64
+    calls_at_once: CallsAtOnce = 64
     format: Annotated[
         HandlerFormat,
         Meta(
@@ -258,7 +259,7 @@ class WebhookSettings(AddressSettings, kw_only=True, forbid_unknown_fields=True)
     timeout_seconds: AnswerSeconds = 10
     connect_seconds: ConnectSeconds = 5
     ack_wait_seconds: AckWaitSeconds = 30
-    calls_at_once: Annotated[int, Meta(ge=1, le=1000, description="most requests at once")] = 8
+    calls_at_once: CallsAtOnce = 8
     max_deliver: MaxDeliver = 20
     inbox: InboxSettings = msgspec.field(default_factory=InboxSettings)
     backoff: BackoffSettings = msgspec.field(

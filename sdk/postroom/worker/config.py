@@ -22,6 +22,8 @@ from postroom.delivery.settings import (
     ConsumerSettings,
     HandlerSettings,
     InboxSettings,
+    MaxAckPending,
+    MaxDeliver,
     Name,
     NatsSettings,
     PublisherSettings,
@@ -113,8 +115,8 @@ class AgentSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = None
     durable: Annotated[Name | None, Meta(description="the durable consumer; unset: {agent}_consumer")] = None
     ack_wait_seconds: AckWaitSeconds = 30
-    max_deliver: Annotated[int, Meta(ge=1, description="attempts after which a message is dead-lettered")] = 5
-    max_ack_pending: Annotated[int, Meta(ge=1, description="most messages that this process has claimed")] = 1000
+    max_deliver: MaxDeliver = 5
+    max_ack_pending: MaxAckPending = 1000
     start_seconds: Annotated[
         float, Meta(ge=0, le=600, description="longest wait for NATS and the streams at a start, in seconds")
     ] = 20
