@@ -12,7 +12,7 @@ from postroom._wire.dead_letters import DEAD_LETTERS
 from postroom._wire.jobs import JOBS
 from postroom._wire.once import KEYS
 from postroom._wire.operations import VERBS as ROW_VERBS
-from postroom._wire.unpublished import SOURCES, UNPUBLISHED
+from postroom._wire.unpublished import CONSUMERS, SOURCES, UNPUBLISHED
 from postroom.chassis.config import reference
 from postroom.delivery.settings import StreamSettings
 from postroom.worker.config import AGENT_PREFIX, CONSUMER_PREFIX, AgentConfig, ConsumerConfig, WorkerConfig
@@ -20,7 +20,7 @@ from postroom.worker.config import PREFIX as WORKER_PREFIX
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 VERBS = Path(__file__).with_name("verbs.md")
-NOUNS = (DEAD_LETTERS, *UNPUBLISHED.values(), SOURCES, JOBS, KEYS)
+NOUNS = (DEAD_LETTERS, *UNPUBLISHED.values(), SOURCES, CONSUMERS, JOBS, KEYS)
 
 _VERBS = """# What operators can do
 
